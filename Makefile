@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make sweep` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
+export MLFLOW_DISABLE_TELEMETRY ?= true
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: setup sweep test test-all check bench ui clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
+	$(BIN)/python jobs/pareto_sweep.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup  ## slow tests too, and those for a GPU where there is one
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: setup
+	$(BIN)/python bench/layer.py
+
+ui: setup  ## MLflow on http://127.0.0.1:5000
+	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port 5000
+
+clean:  ## what can be made again; not ./runs
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

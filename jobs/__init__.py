@@ -1,0 +1,1 @@
+"""The commands a user runs, one file each."""

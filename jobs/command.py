@@ -1,0 +1,130 @@
+"""What the commands share: the flags of a run, where things lie, and how they fail."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from orchestrator import storage
+from orchestrator.codec import describe, override
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.shards import open_manifest, write_shards
+from orchestrator.data.sources import open_source
+from orchestrator.tracking import Tracking, open_tracking
+
+
+@contextmanager
+def command() -> Iterator[None]:
+    """A user's mistake is one line and an exit code, never a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command continues")
+
+
+def run_parser(doc: str | None, *, name: str, base: RunConfig) -> argparse.ArgumentParser:
+    """The flags of `train.py` and `pareto_sweep.py`; the help ends with every field that --set knows."""
+    fields = "\n".join(f"  {line}" for line in describe(base))
+    parser = argparse.ArgumentParser(
+        description=doc,
+        epilog=f"fields for --set and their defaults here (of several kinds, one is active):\n{fields}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--name", default=name, help="of the run, its directory and its MLflow run (%(default)s)"
+    )
+    parser.add_argument(
+        "--data", help="directory or URI of shards; default: the digits, packed below the storage"
+    )
+    parser.add_argument(
+        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
+    )
+    parser.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
+    parser.add_argument("--ep", type=int, help="of them, those that share one set of experts (scale.ep)")
+    parser.add_argument("--seed", type=int, help="train.seed")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any field, e.g. train.lr=3e-4 (repeatable)",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--resume", dest="mode", action="store_const", const="resume", help="insist on continuing"
+    )
+    mode.add_argument(
+        "--fresh", dest="mode", action="store_const", const="fresh", help="move what is there aside"
+    )
+    parser.set_defaults(mode="auto")
+    return parser
+
+
+def root(args: argparse.Namespace) -> str:
+    """Where all files of this user lie; one local directory, the same for every process and after every `cd`."""
+    location = args.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
+    if not storage.is_local(location):
+        raise UsageError(f"--storage {location}: checkpoints need a directory that all workers share")
+    return storage.absolute(location)
+
+
+def data_path(args: argparse.Namespace) -> str:
+    """The shards that were asked for; else the digits, packed on first use."""
+    if args.data:
+        return storage.absolute(args.data)
+    path = f"{root(args)}/data/digits"
+    if storage.size(f"{path}/manifest.json") is None:
+        digits = open_source("digits")
+        write_shards(path, digits.classes, digits.splits)
+    return path
+
+
+def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
+    """`base` with what the flags say. The number of classes is the data's, unless it is set."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name) or args.name in ("data", "mlartifacts"):
+        raise UsageError(
+            f"--name {args.name!r}: use letters, digits, '.', '_' and '-', and neither data nor mlartifacts"
+        )
+    path = data_path(args)
+    changes: dict[str, Any] = {
+        "name": args.name,
+        "storage": root(args),
+        "data.path": path,
+        "model.num_classes": len(open_manifest(path).classes),
+    }
+    flags = {"scale.workers": args.workers, "scale.ep": args.ep, "train.seed": args.seed}
+    changes |= {field: value for field, value in flags.items() if value is not None}
+    return override(base, changes | dict(map(_assignment, args.set)))
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    field, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text!r}: write FIELD=VALUE")
+    if value == "null" or value[:1] in "[{":
+        try:
+            return field, json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {text!r}: {error}") from None
+    return field, value
+
+
+def tracking(args: argparse.Namespace) -> Tracking:
+    uri = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root(args)}/mlflow.db"
+    return open_tracking(uri, artifacts=f"{root(args)}/mlartifacts")
+
+
+def connect() -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here."""
+    ray.init(logging_level="warning", log_to_driver=False)

@@ -1,0 +1,55 @@
+"""Train one model, on one process or many.
+
+  python jobs/train.py --name soft --set model.moe.router.kind=soft --set train.steps=300
+  python jobs/train.py --name soft-ep2 --workers 2 --ep 2 --set model.moe.router.kind=soft
+  python jobs/train.py --data s3://bucket/shards --set model.image_size=224 ..
+
+The same command again continues from the last checkpoint, or says that the run is complete.
+"""
+
+import sys
+
+from jobs.command import command, connect, run_config, run_parser, tracking
+from orchestrator.codec import flat
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.sweep import reason_of
+from orchestrator.tracking import track_training
+from orchestrator.training.claim import claim
+from orchestrator.training.fit import Result, check_data, check_resources, fit, result_of, run_directory
+
+
+def main() -> None:
+    args = run_parser(__doc__, name="train", base=RunConfig()).parse_args()
+    with command():
+        run = run_config(args, RunConfig())
+        check_data(run)
+        inline = run.scale.workers == 1 and not run.scale.use_gpu
+        if not inline:
+            connect()
+            check_resources(run)
+        store = tracking(args)
+        claim(run_directory(run), flat(run), args.mode)
+        if (done := result_of(run)) is not None:
+            print_result(run, done)
+            return
+        tracked = track_training(store, run, run_directory(run), role="train")
+        try:
+            result = fit(run, tracked.log, inline=inline)
+        except BaseException as error:
+            tracked.tag(error=reason_of(error))
+            tracked.finish("FAILED")
+            if isinstance(error, Exception):
+                sys.exit(f"error: {run.name} failed: {reason_of(error)}")
+            raise
+        tracked.finish("FINISHED")
+        print_result(run, result)
+
+
+def print_result(run: RunConfig, result: Result) -> None:
+    print(f"{run.name} is complete: {result.status} after {result.step} steps, files in {run_directory(run)}")
+    for name, value in sorted(result.metrics.items()):
+        print(f"  {name:28} {value:.6g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""E independent MLPs as two batched matmuls.
+
+Source: V-MoE (Riquelme et al. 2021, section 2.1): Dense -> GELU (tanh approximation, as in the authors' code) ->
+Dense, biases on both. Weights are stored input-major, (E, in, out), which batched matmul reads fastest.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.init import Draw, xavier_uniform, zeros
+
+
+class Experts(nn.Module):
+    """(E, N, D) -> (E, N, D). Knows nothing of routing or of other ranks."""
+
+    def __init__(self, num_experts: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w_in_EDF = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.b_in_EF = nn.Parameter(torch.empty(num_experts, hidden))
+        self.w_out_EFD = nn.Parameter(torch.empty(num_experts, hidden, dim))
+        self.b_out_ED = nn.Parameter(torch.empty(num_experts, dim))
+
+    def draws(self) -> dict[str, Draw]:
+        _, dim, hidden = self.w_in_EDF.shape
+        weight = xavier_uniform(dim, hidden)
+        return {
+            "w_in_EDF": weight.per_row(),
+            "b_in_EF": zeros(),
+            "w_out_EFD": weight.per_row(),
+            "b_out_ED": zeros(),
+        }
+
+    def forward(self, x_END: Tensor) -> Tensor:
+        return expert_mlps(x_END, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
+
+
+def expert_mlps(
+    x_END: Tensor, w_in_EDF: Tensor, b_in_EF: Tensor, w_out_EFD: Tensor, b_out_ED: Tensor
+) -> Tensor:
+    """Row n of expert e through that expert's MLP: (E, N, D) -> (E, N, D)."""
+    h_ENF = F.gelu(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), approximate="tanh")
+    return torch.baddbmm(b_out_ED.unsqueeze(1), h_ENF, w_out_EFD)

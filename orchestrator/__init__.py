@@ -1,0 +1,1 @@
+"""Data, training, sweeps, frontier and tracking for the models of `moe`."""

@@ -1,0 +1,1 @@
+"""Image shards, which sample is at which step, and batches from it."""

@@ -1,0 +1,1 @@
+"""Many runs: sweeps on Ray Tune and the frontier they leave."""

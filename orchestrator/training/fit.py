@@ -1,0 +1,221 @@
+"""A run: `fit` where it is asked for, `train_worker` on every worker. One worker may be this very process."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train import Checkpoint, UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
+from moe.parallel import build_sharded, make_mesh
+from moe.vit import ViT
+from orchestrator import storage
+from orchestrator.codec import flat, from_dict, to_dict
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.shards import open_manifest
+from orchestrator.data.stream import Batch, Stream, by_ray_data, in_process, open_stream, validation
+from orchestrator.training import checkpoint
+from orchestrator.training.claim import claim
+from orchestrator.training.loop import Diverged, Metrics, evaluate, train
+from orchestrator.training.meter import Meter
+from orchestrator.training.optim import build_optimizer
+
+Report = Callable[[int, Metrics], None]
+CPU_PER_WORKER = 0.5  # of workers without a GPU
+CPU_FOR_DATA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a complete run ended, with the metrics of its last report."""
+
+    status: Literal["finished", "diverged"]
+    step: int
+    metrics: Metrics
+
+
+def run_directory(run: RunConfig) -> Path:
+    return Path(run.storage) / run.name
+
+
+def result_of(run: RunConfig) -> Result | None:
+    """None while the run is not complete."""
+    path = run_directory(run) / "result.json"
+    return Result(**json.loads(path.read_text())) if path.exists() else None
+
+
+def check_data(run: RunConfig) -> None:
+    """Raises UsageError if the shards are not whole, or hold classes that the model has no output for."""
+    classes = len(open_manifest(run.data.path).classes)
+    if classes > run.model.num_classes:
+        raise UsageError(
+            f"model.num_classes={run.model.num_classes}, but {run.data.path} has {classes} classes"
+        )
+
+
+def check_resources(run: RunConfig) -> None:
+    """Raises UsageError if the connected cluster can never hold the run's workers."""
+    workers, have = run.scale.workers, ray.cluster_resources()
+    if run.scale.use_gpu:
+        if workers > have.get("GPU", 0):
+            raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
+        return
+    need = workers * CPU_PER_WORKER + CPU_FOR_DATA
+    if need > have["CPU"]:
+        fits = max(0, int((have["CPU"] - CPU_FOR_DATA) / CPU_PER_WORKER))
+        raise UsageError(
+            f"{workers} workers x {CPU_PER_WORKER} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the cluster has"
+            f" {have['CPU']:g}: use at most {fits} workers, or add nodes"
+        )
+
+
+def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
+    """Trains `run` to its end, from its newest checkpoint if it has one.
+
+    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers, and `report`
+    is called where its controller runs.
+
+    Raises:
+        UsageError: for data that is not there, or another config in the run's directory.
+        ray.train.TrainingFailedError: when workers died more often than they are replaced.
+    """
+    if (result := start(run)) is not None:
+        return result
+    if inline:
+        train_worker(run, report=report, read=in_process)
+    else:
+        fit_on_workers(run, [ReportTo(report)])
+    return completed(run)
+
+
+def start(run: RunConfig) -> Result | None:
+    """Claims the run's directory and checks its data; its result, if it is complete already."""
+    claim(run_directory(run), flat(run), "auto")
+    check_data(run)
+    return result_of(run)
+
+
+def completed(run: RunConfig) -> Result:
+    result = result_of(run)
+    assert result is not None, "workers ended without a result"
+    return result
+
+
+def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
+    """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint."""
+    # reports wait for the controller's poll, 2 s by default; its children inherit the variable
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    gpu = run.scale.use_gpu
+    TorchTrainer(
+        _train_worker_on_ray,
+        train_loop_config=to_dict(run),
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=run.scale.workers,
+            use_gpu=gpu,
+            resources_per_worker={"GPU": 1, "CPU": 1} if gpu else {"CPU": CPU_PER_WORKER},
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"{run.name}/ray",
+            storage_path=run.storage,
+            callbacks=list(callbacks),
+            failure_config=ray.train.FailureConfig(max_failures=3, controller_failure_limit=3),
+        ),
+    ).fit()
+
+
+class ReportTo(UserCallback):
+    """Hands rank 0's reports on, in the controller's process."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
+    ) -> None:
+        self.report(metrics[0]["step"], metrics[0]["metrics"])
+
+
+def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
+    train_worker(
+        from_dict(RunConfig, config),
+        report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
+        read=by_ray_data,
+    )
+
+
+def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, range], Iterator[Batch]]) -> None:
+    """Everything one worker does, alone or among others; the first of them writes the result."""
+    rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = torch.device("cuda" if run.scale.use_gpu else "cpu")
+    if workers > 1:
+        mesh = make_mesh(device.type, ep=run.scale.ep)
+        model = build_sharded(run.model, mesh, seed=run.train.seed)
+    else:
+        model = ViT(run.model, seed=run.train.seed).to(device)
+    optimizer = build_optimizer(run.train.optimizer, model)
+    manifest = open_manifest(run.data.path)
+    checkpoints = run_directory(run) / "checkpoints"
+
+    done, metrics, meter = 0, Metrics(), Meter()
+    if (path := checkpoint.agree(checkpoint.newest(checkpoints))) is not None:
+        saved = checkpoint.load(path, model, optimizer)
+        done, metrics = saved["step"], saved["progress"]["metrics"]
+        meter = Meter(trained_s=saved["progress"]["trained_s"])
+        report(done, metrics)  # in case the crash came before it arrived
+
+    def on_report(step: int, values: Metrics) -> None:
+        nonlocal metrics
+        metrics = values | costs(run, step)
+        report(step, metrics)
+
+    def on_save(step: int) -> None:
+        progress = {"trained_s": meter.trained_s, "metrics": metrics}
+        keep = run.train.keep_checkpoints
+        checkpoint.save(
+            checkpoints, step, model, optimizer, config=to_dict(run), progress=progress, keep=keep
+        )
+
+    def on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
+        return (Batch(*(field.to(device, non_blocking=True) for field in batch)) for batch in batches)
+
+    stream = open_stream(run, manifest, rank=rank, workers=workers)
+    status: Literal["finished", "diverged"] = "finished"
+    try:
+        train(
+            model,
+            optimizer,
+            on_device(read(stream, range(done, run.train.steps))),
+            run,
+            meter,
+            start=done,
+            report=on_report,
+            validate=lambda: evaluate(
+                model, on_device(validation(run, manifest, rank=rank, workers=workers)), run
+            ),
+            save=on_save,
+        )
+    except Diverged:
+        status = "diverged"
+    if rank == 0:
+        result = Result(status=status, step=run.train.steps, metrics=metrics)
+        storage.write_bytes(
+            str(run_directory(run) / "result.json"), json.dumps(asdict(result), indent=1).encode()
+        )
+
+
+def costs(run: RunConfig, step: int) -> Metrics:
+    """What `step` updates cost on paper; conventions are in the names."""
+    return {
+        "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
+        "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
+        "cost/params": float(num_params(run.model)),
+    }

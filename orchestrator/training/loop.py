@@ -1,0 +1,132 @@
+"""One training step, the loop around it, and evaluation. Runs on every worker; knows torch, not Ray.
+
+Losses are sums over this worker's images divided by the global batch, so they add up over workers and
+microbatches to the mean over the batch, however it is split.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.parallel import clip_grad_norm, sum_over_ranks
+from orchestrator.config import RunConfig
+from orchestrator.data.stream import Batch
+from orchestrator.data.transforms import normalize
+from orchestrator.training.meter import Meter, device_sync
+from orchestrator.training.optim import learning_rate
+
+Metrics = dict[str, float]
+
+
+class Diverged(Exception):
+    """The loss is no number any more: there is nothing to go on with."""
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Batch],
+    run: RunConfig,
+    meter: Meter,
+    *,
+    start: int,
+    report: Callable[[int, Metrics], None],
+    validate: Callable[[], Metrics],
+    save: Callable[[int], None],
+) -> None:
+    """Updates `start` + 1 .. `run.train.steps`, one per batch. The last step always reports, validates and saves.
+
+    Raises:
+        Diverged: when a reported loss is not finite, after reporting it.
+    """
+    config = run.train
+    eval_every, save_every = (
+        config.eval_every or config.steps,
+        config.checkpoint_every or -(-config.steps // 10),
+    )
+    for step, batch in enumerate(meter.timed(batches), start=start + 1):
+        metrics = train_step(model, optimizer, batch, run, step=step - 1)
+
+        def due(every: int, step: int = step) -> bool:
+            return step % every == 0 or step == config.steps
+
+        if not (due(config.report_every) or due(eval_every) or due(save_every)):
+            continue
+        with meter.paused():
+            if due(config.report_every) or due(eval_every):
+                values = _sum_over_workers(metrics) | meter.read(workers=run.scale.workers)
+                report(step, values | (validate() if due(eval_every) else {}))
+                if not math.isfinite(values["train/loss"]):
+                    raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
+            if due(save_every):
+                save(step)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, run: RunConfig, *, step: int
+) -> dict[str, Tensor]:
+    """Update number `step`, from 0. Metrics are this worker's share and stay on the device: reading would wait."""
+    rate = learning_rate(run.train.schedule, step, peak=run.train.lr, total=run.train.steps)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    passes = [_forward_backward(model, part, run) for part in _microbatches(batch, run.images_per_pass())]
+    grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
+    optimizer.step()
+    metrics = {name: torch.stack([one[name] for one in passes]).sum() for name in passes[0]}
+    alike = {"train/grad_norm": grad_norm, "train/lr": torch.tensor(rate)}  # the same on every worker
+    return metrics | {name: value / run.scale.workers for name, value in alike.items()}
+
+
+def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[str, Tensor]:
+    share = len(batch.label) / run.data.batch_size
+    output = model(normalize(batch.image))
+    loss_class = F.cross_entropy(output.logits, batch.label, reduction="sum") / run.data.batch_size
+    loss_router = output.aux * share
+    (loss_class + loss_router).backward()
+    correct = output.logits.detach().argmax(-1) == batch.label
+    return {
+        "train/loss": (loss_class + loss_router).detach(),
+        "train/loss_class": loss_class.detach(),
+        "train/loss_router": loss_router.detach(),
+        "train/acc1": correct.float().mean() * share,
+    } | {f"moe/{name}": layers.mean() * share for name, layers in output.stats.items()}
+
+
+def _microbatches(batch: Batch, images: int) -> list[Batch]:
+    return [Batch(*(field[i : i + images] for field in batch)) for i in range(0, len(batch.label), images)]
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
+    """Accuracy and loss over the valid images of all workers, and this worker's forward time per image."""
+    model.eval()
+    sums: list[Tensor] = []
+    forward_s, images = 0.0, 0
+    for batch in batches:
+        for part in _microbatches(batch, run.images_per_pass()):
+            device_sync()
+            began = time.perf_counter()
+            logits = model(normalize(part.image), part.valid).logits
+            device_sync()
+            forward_s += time.perf_counter() - began
+            images += len(part.label)
+            loss = F.cross_entropy(logits, part.label, reduction="none")
+            correct = (logits.argmax(-1) == part.label).float()
+            sums.append(torch.stack([correct, loss, torch.ones_like(loss)]) @ part.valid)
+    model.train()
+    correct, loss, count = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
+    return {
+        "val/acc1": correct / count,
+        "val/loss": loss / count,
+        "perf/ms_per_image": 1000 * forward_s / images,
+    }
+
+
+def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
+    values = sum_over_ranks(torch.stack([value.float().cpu() for value in metrics.values()]))
+    return dict(zip(metrics, values.tolist(), strict=True))

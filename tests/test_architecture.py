@@ -1,0 +1,114 @@
+"""The import layers of docs/design.md, enforced. Reads sources; imports none of them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = {"moe", "orchestrator", "jobs", "tests"}
+
+ALLOWED = {  # package or module -> what of ours it may import; the longest match decides
+    "moe": {"moe"},
+    "moe.init": set(),
+    "moe.routing": set(),
+    "moe.experts": {"moe.init"},
+    "moe.routers": {"moe.routers", "moe.routing", "moe.init"},
+    "moe.layer": {"moe.experts", "moe.routers", "moe.routing"},
+    "moe.vit": {"moe.layer", "moe.init"},
+    "orchestrator": set(),
+    "orchestrator.config": {"moe"},
+    "orchestrator.codec": {"orchestrator.config"},
+    "orchestrator.storage": set(),
+    "orchestrator.tracking": {"moe", "orchestrator.config", "orchestrator.codec", "orchestrator.storage"},
+    "orchestrator.data": {"orchestrator.config", "orchestrator.storage", "orchestrator.data"},
+    "orchestrator.data.plan": set(),
+    "orchestrator.data.transforms": set(),
+    "orchestrator.training": {
+        "moe",
+        "orchestrator.config",
+        "orchestrator.codec",
+        "orchestrator.storage",
+        "orchestrator.data",
+        "orchestrator.training",
+    },
+    "orchestrator.frontier": {"orchestrator.frontier"},
+    "orchestrator.frontier.pareto": set(),
+    "orchestrator.sweeping": {"moe", "orchestrator"},
+    "jobs": {"moe", "orchestrator", "jobs.command"},
+    "bench": {"moe", "orchestrator"},
+}
+LIBRARIES = {  # library -> where it may be imported
+    "ray": {"orchestrator.data.stream", "orchestrator.training.fit", "orchestrator.sweeping", "jobs"},
+    "mlflow": {"orchestrator.tracking"},
+    "torch.distributed": {"moe.parallel", "orchestrator.training.checkpoint", "orchestrator.training.fit"},
+    "argparse": {"jobs", "bench"},
+    "matplotlib": {"orchestrator.frontier"},
+    "plotly": {"orchestrator.frontier"},
+}
+ONLY_TORCH = {"torch", "numpy"}  # beside the standard library, all that `moe` may need
+MAX_LINES = 250
+
+
+def under(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(f"{prefix}.")
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for package in ("moe", "orchestrator", "jobs", "bench"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(p for p in parts if p != "__init__"), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+EVERY_FILE = pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=m) for m, p in sources()])
+
+
+@EVERY_FILE
+def test_layers(module: str, path: Path) -> None:
+    allowed = ALLOWED[max((rule for rule in ALLOWED if under(module, rule)), key=len)]
+    for name in imports(path):
+        if name.split(".")[0] in OURS:
+            assert any(under(name, prefix) for prefix in allowed), f"{module} may not import {name}"
+        for library, homes in LIBRARIES.items():
+            if under(name, library):
+                assert any(under(module, home) for home in homes), f"{module} may not import {library}"
+
+
+@EVERY_FILE
+def test_moe_needs_torch_alone(module: str, path: Path) -> None:
+    import sys
+
+    if under(module, "moe"):
+        tops = {name.split(".")[0] for name in imports(path)} - {"moe"}
+        assert tops <= ONLY_TORCH | sys.stdlib_module_names
+
+
+@EVERY_FILE
+def test_size(module: str, path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@EVERY_FILE
+def test_only_jobs_print(module: str, path: Path) -> None:
+    if module.split(".")[0] in ("moe", "orchestrator"):
+        calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
+        assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+
+
+def test_configs_are_frozen() -> None:
+    for module, path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", []):
+                if isinstance(node, ast.ClassDef) and "dataclass" in ast.unparse(decorator):
+                    assert "frozen=True" in ast.unparse(decorator), f"{module}.{node.name}"
