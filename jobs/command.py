@@ -72,7 +72,7 @@ def run_parser(doc: str | None, *, name: str, base: RunConfig) -> argparse.Argum
 
 
 def root(args: argparse.Namespace) -> str:
-    """Where all files of this user lie; one local directory, the same for every process and after every `cd`."""
+    """Where all files of this user lie: one directory, absolute, the same for every process."""
     location = args.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
     if not storage.is_local(location):
         raise UsageError(f"--storage {location}: checkpoints need a directory that all workers share")
@@ -125,6 +125,9 @@ def tracking(args: argparse.Namespace) -> Tracking:
     return open_tracking(uri, artifacts=f"{root(args)}/mlartifacts")
 
 
-def connect() -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here."""
-    ray.init(logging_level="warning", log_to_driver=False)
+def connect(*, show_workers: bool) -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here.
+
+    `show_workers`: what workers print appears here too.
+    """
+    ray.init(logging_level="error", log_to_driver=show_workers)

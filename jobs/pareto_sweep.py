@@ -28,7 +28,7 @@ def main() -> None:
     args = parse()
     with command():
         sweep = sweep_from(args)
-        connect()
+        connect(show_workers=False)
         check_sweep(sweep)
         store = tracking(args)
         claim_sweep(sweep, args.mode)

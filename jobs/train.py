@@ -13,9 +13,10 @@ from jobs.command import command, connect, run_config, run_parser, tracking
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.sweeping.sweep import reason_of
-from orchestrator.tracking import track_training
+from orchestrator.tracking import TrackedRun, track_training
 from orchestrator.training.claim import claim
 from orchestrator.training.fit import Result, check_data, check_resources, fit, result_of, run_directory
+from orchestrator.training.loop import Metrics
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
         check_data(run)
         inline = run.scale.workers == 1 and not run.scale.use_gpu
         if not inline:
-            connect()
+            connect(show_workers=True)
             check_resources(run)
         store = tracking(args)
         claim(run_directory(run), flat(run), args.mode)
@@ -34,7 +35,7 @@ def main() -> None:
             return
         tracked = track_training(store, run, run_directory(run), role="train")
         try:
-            result = fit(run, tracked.log, inline=inline)
+            result = fit(run, Progress(tracked, run), inline=inline)
         except BaseException as error:
             tracked.tag(error=reason_of(error))
             tracked.finish("FAILED")
@@ -43,6 +44,20 @@ def main() -> None:
             raise
         tracked.finish("FINISHED")
         print_result(run, result)
+
+
+class Progress:
+    """Every report: a line here, its metrics in MLflow. Sent to where the reports arrive."""
+
+    def __init__(self, tracked: TrackedRun, run: RunConfig) -> None:
+        self.tracked = tracked
+        self.steps = run.train.steps
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        shown = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
+        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
+        print(f"step {step}/{self.steps}  {values}", flush=True)
+        self.tracked.log(step, metrics)
 
 
 def print_result(run: RunConfig, result: Result) -> None:

@@ -1,9 +1,9 @@
 """Parameters and multiply-adds (MACs) of a model, from its config alone.
 
-Counted: every matmul, as the papers do; not: softmax, LayerNorm, GELU, sorting (0.3-1 % of the published figures).
-Conventions differ by factors of two between the papers, so a cost carries its own in its name: ``2mac`` counts a MAC as
-two FLOPs (Soft MoE table 1, GFLOP/img), ``6mac`` is forward and backward at two FLOPs per MAC (V-MoE table 2).
-Slots are counted as they are computed, full or empty.
+Counted: every matmul, as the papers do; not: softmax, LayerNorm, GELU, sorting (0.3-1 % of the published
+figures). Conventions differ by factors of two between the papers, so a cost carries its own in its name:
+``2mac`` counts a MAC as two FLOPs (Soft MoE table 1, GFLOP/img), ``6mac`` is forward and backward at two
+FLOPs per MAC (V-MoE table 2). Slots are counted as they are computed, full or empty.
 """
 
 from moe.routers import SoftConfig
@@ -37,7 +37,7 @@ def forward_macs(config: ViTConfig) -> dict[str, float]:
     """MACs of one image's forward pass, by part; their sum is the whole."""
     D, F, S = config.width, config.mlp_dim, config.tokens()
     num_moe = len(config.moe_blocks())
-    macs = {
+    macs: dict[str, float] = {
         "embed": S * 3 * config.patch_size**2 * D,
         "attention_projections": config.depth * S * 4 * D * D,
         "attention_scores": config.depth * 2 * S * S * D,
@@ -65,7 +65,7 @@ def train_flops_6mac(config: ViTConfig, images: int) -> float:
 
 
 def slots_per_token(config: ViTConfig) -> float:
-    """Expert rows computed per token: k*C for token choice, c for expert choice, slots/tokens for soft; 1 for dense."""
+    """Expert rows computed per token: k*C, c, or slots/tokens, as the router has it; 1 for dense."""
     if not config.moe:
         return 1.0
     return config.moe.num_experts * config.slots() / (config.moe.images_per_group * config.tokens())

@@ -1,7 +1,8 @@
 """E independent MLPs as two batched matmuls.
 
-Source: V-MoE (Riquelme et al. 2021, section 2.1): Dense -> GELU (tanh approximation, as in the authors' code) ->
-Dense, biases on both. Weights are stored input-major, (E, in, out), which batched matmul reads fastest.
+Source: V-MoE (Riquelme et al. 2021, section 2.1): Dense -> GELU (tanh approximation, as in the authors'
+code) -> Dense, biases on both. Weights are stored input-major, (E, in, out), which batched matmul reads
+fastest.
 """
 
 import torch

@@ -1,8 +1,9 @@
 """Keyed initialisation: every tensor is drawn from a generator seeded by its own name.
 
-The numbers depend on (seed, parameter name, expert) alone, so a model starts from the same weights however it is
-split over ranks, and a rank draws only the experts it holds. Full contiguous float32 rows are drawn and then sliced
-and cast, because `Tensor.normal_` gives other numbers for other dtypes, strides and lengths.
+The numbers depend on (seed, parameter name, expert) alone, so a model starts from the same weights however
+it is split over ranks, and a rank draws only the experts it holds. Full contiguous float32 rows are drawn
+and then sliced and cast, because `Tensor.normal_` gives other numbers for other dtypes, strides and
+lengths.
 """
 
 import hashlib

@@ -13,9 +13,11 @@ from moe.routing import Routing
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Attributes:
-    layers: which blocks are MoE: ``every_2`` (1, 3, 5, .. as V-MoE), ``last_<n>`` (the last n, as Soft MoE), or
+    layers: which blocks are MoE: ``every_2`` (1, 3, 5, .. as V-MoE), ``last_<n>`` (the last n, as Soft
+    MoE), or
         block indices from 0.
-    images_per_group: images that are routed together and compete for capacity; results depend on it, never on the
+    images_per_group: images that are routed together and compete for capacity; results depend on it, never
+    on the
         number of ranks.
     """
 
@@ -60,7 +62,8 @@ class MoELayer(nn.Module):
         self.experts: nn.Module = Experts(config.num_experts, dim, hidden)
 
     def forward(self, x_BSD: Tensor, valid_B: Tensor) -> tuple[Tensor, Routing]:
-        """Routes groups of `images_per_group` consecutive images; padding images (0 in `valid_B`) take no slots.
+        """Routes groups of `images_per_group` consecutive images; padding images (0 in `valid_B`) take no
+        slots.
 
         Returns:
             (B, tokens per image, D), and the routing of the groups.

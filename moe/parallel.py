@@ -1,10 +1,14 @@
-"""How a model is split over ranks: FSDP2 for dense parameters, expert parallelism for experts. No model file knows it.
+"""How a model is split over ranks: FSDP2 for dense parameters, expert parallelism for experts.
 
-The mesh is (dp, ep). Dense parameters are sharded over all its ranks; experts are Shard(0) over ep and fully sharded
-over dp. Every rank holds its own slice of the batch, so a step is the same whatever the shape of the mesh.
+No model file knows this one.
 
-The loss must be a rank's local sum divided by the global batch. Gradients are then summed, never averaged: the
-all-to-all has already summed an expert's gradient over ep, and FSDP's default mean would leave experts ep times too large.
+The mesh is (dp, ep). Dense parameters are sharded over all its ranks; experts are Shard(0) over ep and
+fully sharded over dp. Every rank holds its own slice of the batch, so a step is the same whatever the shape
+of the mesh.
+
+The loss must be a rank's local sum divided by the global batch. Gradients are then summed, never averaged:
+the all-to-all has already summed an expert's gradient over ep, and FSDP's default mean would leave experts
+ep times too large.
 """
 
 from collections.abc import Iterable
@@ -25,7 +29,7 @@ from moe.vit import ViT, ViTConfig
 
 
 class ExpertParallel(Experts):
-    """Same contract and parameter names as `Experts`, (E, N, D) -> (E, N, D), with E spread over the ranks of `group`.
+    """`Experts` under the same contract and parameter names, with E spread over the ranks of a mesh axis.
 
     Slots are static, so every rank sends equal blocks and the host never waits for counts.
     """
@@ -74,7 +78,7 @@ def check_layout(config: ViTConfig, *, dp: int, ep: int) -> None:
 
 
 def build_sharded(config: ViTConfig, mesh: DeviceMesh, *, seed: int) -> ViT:
-    """The model of `ViT(config, seed=seed)`, with every rank holding its share; no rank ever holds the whole."""
+    """The model of `ViT(config, seed=seed)`, each rank holding its share; none ever holds the whole."""
     check_layout(config, dp=mesh["dp"].size(), ep=mesh["ep"].size())
     with torch.device("meta"):
         model = ViT(config)
@@ -104,7 +108,8 @@ def parallelize(model: ViT, mesh: DeviceMesh) -> None:
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scales gradients to a total norm of at most `max_norm`, over all meshes; the norm before is returned.
 
-    `torch.nn.utils.clip_grad_norm_` refuses parameters of two meshes; here each mesh has its own norm and the squares add.
+    `torch.nn.utils.clip_grad_norm_` refuses parameters of two meshes; here each mesh has its own norm and
+    the squares add.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for param in params:

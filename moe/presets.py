@@ -1,4 +1,4 @@
-"""The ViT sizes of the papers. Source: Soft MoE, section 3.3; widths, depths and heads as in its released code."""
+"""The ViT sizes of the papers. Source: Soft MoE, section 3.3, and its released code."""
 
 from dataclasses import replace
 

@@ -25,7 +25,7 @@ class Routing(Protocol):
 
     @property
     def aux_G(self) -> Tensor:
-        """Auxiliary loss of each group, already weighted by the router's config; zeros where there is none."""
+        """Auxiliary loss of each group, weighted by the router's config; zeros where there is none."""
         ...
 
     @property

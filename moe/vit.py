@@ -1,7 +1,7 @@
 """A pre-norm Vision Transformer with global average pooling and optional MoE blocks.
 
-Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) as their released code has them: learned
-position embedding, LayerNorm with epsilon 1e-6, tanh GELU, layer-normalised queries and keys.
+Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) as their released code has them:
+learned position embedding, LayerNorm with epsilon 1e-6, tanh GELU, layer-normalised queries and keys.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.init import Draw, init_weights, normal, zeros
+from moe.init import Draw, init_weights, normal, xavier_uniform, zeros
 from moe.layer import MoEConfig, MoELayer
 
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = QKV(width, 3 * width)
         self.norm_q = nn.LayerNorm(width // heads, eps=1e-6, bias=False)
         self.norm_k = nn.LayerNorm(width // heads, eps=1e-6, bias=False)
         self.out = nn.Linear(width, width)
@@ -103,7 +103,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Plain tensors, as FSDP hooks and compile want them: the new x, the auxiliary loss, the statistics."""
+        """Plain tensors, as FSDP hooks and compile want them: new x, auxiliary loss, statistics."""
         x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
         if not isinstance(self.mlp, MoELayer):
             return x_BSD + self.mlp(self.norm2(x_BSD)), x_BSD.new_zeros((), dtype=torch.float32), {}
@@ -134,7 +134,7 @@ class ViT(nn.Module):
         return {"position_SD": normal(0.02)}
 
     def forward(self, images: Tensor, valid_B: Tensor | None = None) -> Output:
-        """images: (B, 3, H, W) in -1..1. `valid_B`: 1 for real images, 0 for padding that must not take capacity."""
+        """images: (B, 3, H, W) in -1..1. `valid_B`: 0 for padding, which must not take capacity; else 1."""
         if valid_B is None:
             valid_B = images.new_ones(len(images))
         x_BSD = self.embed(images).flatten(2).transpose(1, 2) + self.position_SD
@@ -147,6 +147,13 @@ class ViT(nn.Module):
         names = layers[0] if layers else ()
         stats = {name: torch.stack([layer[name] for layer in layers]) for name in names}
         return Output(self.head(self.norm(x_BSD).mean(1)), aux, stats)
+
+
+class QKV(nn.Linear):
+    """Queries, keys and values in one matmul, each drawn as a projection of its own."""
+
+    def draws(self) -> dict[str, Draw]:
+        return {"weight": xavier_uniform(self.in_features, self.out_features // 3), "bias": zeros()}
 
 
 class Head(nn.Linear):

@@ -1,7 +1,7 @@
 """Configs to plain dicts and back: for wires, files, overrides from the command line, MLflow params.
 
-pydantic checks the leaves; the walk over dataclasses is ours, because its errors for unions and unknown fields do not
-say which fields and kinds there are.
+pydantic checks the leaves; the walk over dataclasses is ours, because its errors for unions and unknown
+fields do not say which fields and kinds there are.
 """
 
 import json
@@ -53,7 +53,8 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 def override(config: T, changes: Mapping[str, Any]) -> T:
     """`config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
 
-    A new ``kind`` starts that member from its defaults, whatever the order; so does a field below one that is None.
+    A new ``kind`` starts that member from its defaults, whatever the order; so does a field below one that
+    is None.
 
     Raises:
         UsageError: as `from_dict`.

@@ -78,7 +78,7 @@ class CosineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak (V-MoE: 1e-5)."""
+    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak (V-MoE)."""
 
     kind: Literal["linear"] = "linear"
     warmup_steps: int | None = None
@@ -180,13 +180,13 @@ class RunConfig:
             raise ValueError(f"data.batch_size={batch} does not divide over workers={workers}")
         if batch // workers % self.images_per_pass():
             raise ValueError(
-                f"train.microbatch={self.train.microbatch} does not divide the {batch // workers} images of a worker"
+                f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers} images"
             )
         group = self.model.moe.images_per_group if self.model.moe else 1
         if self.images_per_pass() % group:
             raise ValueError(
-                f"model.moe.images_per_group={group} does not divide the {self.images_per_pass()} images of one forward"
-                f" pass (train.microbatch, else data.batch_size={batch} / workers={workers})"
+                f"model.moe.images_per_group={group} does not divide the {self.images_per_pass()} images of"
+                f" one forward pass (train.microbatch, else data.batch_size={batch} / workers={workers})"
             )
         check_layout(self.model, dp=workers // self.scale.ep, ep=self.scale.ep)
 

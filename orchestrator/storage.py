@@ -24,7 +24,7 @@ def read_bytes(location: str) -> bytes:
 
 
 def write_bytes(location: str, content: bytes) -> None:
-    """Whole or not at all: locally through a temporary name, on S3 because an object appears when it is complete."""
+    """Whole or not at all: locally through a temporary name; an S3 object appears when it is complete."""
     system, path = _resolve(location)
     system.create_dir(os.path.dirname(path), recursive=True)
     temporary = f"{path}.{uuid.uuid4().hex}.tmp" if is_local(location) else path

@@ -1,7 +1,7 @@
 """Runs, metrics, artifacts and models in MLflow. The only file that knows it; it knows no Ray.
 
-Always `MlflowClient` with explicit ids: the fluent API's active run is per thread and makes stray runs. A run's id
-lies in its own directory, so that a continued run is the same run in MLflow too.
+Always `MlflowClient` with explicit ids: the fluent API's active run is per thread and makes stray runs. A
+run's id lies in its own directory, so that a continued run is the same run in MLflow too.
 """
 
 import json
@@ -87,7 +87,8 @@ class TrackedRun:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes metrics at `step`, on the axis of images seen; not those that stand there already.
 
-        What is not finite never reaches the store, whose databases know no infinity: the run is tagged diverged.
+        What is not finite never reaches the store, whose databases know no infinity: the run is tagged
+        diverged.
         """
         images, now = step * self.batch_size, int(1000 * time.time())
         if not self._written:
@@ -149,7 +150,7 @@ def track(
 def track_training(
     tracking: Tracking, run: RunConfig, directory: Path, *, parent: TrackedRun | None = None, **tags: str
 ) -> TrackedRun:
-    """`track` for a training run: its flat config as params, and `config.json`, from which it can be rebuilt."""
+    """`track` for training: the flat config as params, and `config.json`, which rebuilds the run."""
     if parent:
         tags["mlflow.parentRunId"] = parent.run_id
     name = run.name.rsplit("/", 1)[-1]
@@ -213,7 +214,7 @@ def _found(tracking: Tracking, run: Run) -> Found:
 
 
 def register_model(tracked: TrackedRun, model: ViT, run: RunConfig, *, alias: str) -> str:
-    """Keeps config and weights (safetensors) with the run and registers them as the newest version; its number."""
+    """Keeps config and weights with the run and registers them as the newest version; its number."""
     client = _client(tracked.uri)
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, f"{folder}/model.safetensors")

@@ -1,6 +1,7 @@
 """Expert choice: every expert picks its C best tokens. Balanced by construction.
 
-Source: Zhou et al. 2022, https://arxiv.org/abs/2202.09368; Routers in Vision MoE, section 2.3 and algorithm 2.
+Source: Zhou et al. 2022, https://arxiv.org/abs/2202.09368; Routers in Vision MoE, section 2.3 and algorithm
+2.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ class ExpertChoiceConfig:
         slots = slots_per_expert(num_tokens, num_experts, self.capacity_factor)
         if slots > num_tokens:
             raise ValueError(
-                f"capacity_factor={self.capacity_factor} asks each of {num_experts} experts for {slots} of only"
-                f" {num_tokens} tokens; use at most {num_experts}"
+                f"capacity_factor={self.capacity_factor} asks each of {num_experts} experts for {slots} of"
+                f" only {num_tokens} tokens; use at most {num_experts}"
             )
         return slots
 

@@ -1,8 +1,8 @@
 """Soft MoE: slots are convex mixes of tokens; nothing is dropped, nothing to balance.
 
-Source: Puigcerver et al. 2023, "From Sparse to Soft Mixtures of Experts", https://arxiv.org/abs/2308.00951, algorithms
-1 and 2. Two things follow the authors' code where the text differs: the l2 norm has its epsilon under the root, and it
-touches only the logits: the experts see the tokens as they came.
+Source: Puigcerver et al. 2023, "From Sparse to Soft Mixtures of Experts", https://arxiv.org/abs/2308.00951,
+algorithms 1 and 2. Two things follow the authors' code where the text differs: the l2 norm has its epsilon
+under the root, and it touches only the logits: the experts see the tokens as they came.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Token choice: every token picks its K best experts, each of which has room for C tokens.
 
-Source: Riquelme et al. 2021, "Scaling Vision with Sparse MoE", https://arxiv.org/abs/2106.05974: softmax, then
-top-k (section 2.3); buffer capacity (2.4); first choices before second ones (algorithm 1).
+Source: Riquelme et al. 2021, "Scaling Vision with Sparse MoE", https://arxiv.org/abs/2106.05974: softmax,
+then top-k (section 2.3); buffer capacity (2.4); first choices before second ones (algorithm 1).
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ class TokenChoiceConfig:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
+        if self.importance_weight < 0:
+            raise ValueError(f"importance_weight must not be negative, got {self.importance_weight}")
         check_factor(self.capacity_factor)
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
@@ -71,10 +73,12 @@ class TokenChoiceRouter(nn.Module):
 
 
 def fill_slots(expert_GSK: Tensor, valid_GS: Tensor, *, num_experts: int, capacity: int) -> Tensor:
-    """Seats each assignment in its expert's queue: all first choices, then all second ones, each in token order.
+    """Seats each assignment in its expert's queue: all first choices, then all second ones, each in token
+    order.
 
-    V-MoE algorithm 1 without its loops: a stable sort by expert of the choice-major list keeps the queue order, and an
-    assignment's seat is its distance from the first of its expert. Padding tokens queue for no expert.
+    V-MoE algorithm 1 without its loops: a stable sort by expert of the choice-major list keeps the queue
+    order, and an assignment's seat is its distance from the first of its expert. Padding tokens queue for
+    no expert.
 
     Returns:
         token_GEC as in `GatherRouting`.

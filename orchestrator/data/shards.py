@@ -97,9 +97,7 @@ def open_manifest(path: str) -> Manifest:
             splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
         )
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"no data set at {path}: manifest.json cannot be read ({error}); pack one with jobs/pack_shards.py"
-        ) from None
+        raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}/manifest.json is not a shard manifest ({error!r})") from None
     for split in ("train", "val"):
@@ -110,7 +108,7 @@ def open_manifest(path: str) -> Manifest:
             if found != shard.bytes:
                 state = "is missing" if found is None else f"has {found} bytes"
                 raise UsageError(
-                    f"shard {path}/{shard.path} {state}, the manifest says {shard.bytes}: pack or copy it again"
+                    f"shard {path}/{shard.path} {state}, the manifest says {shard.bytes}: copy it again"
                 )
     return manifest
 

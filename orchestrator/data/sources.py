@@ -1,4 +1,4 @@
-"""Where images come from when they are packed: bundled digits, a folder of class folders, a torchvision data set."""
+"""Where images come from when they are packed: bundled digits, a folder of class folders, torchvision."""
 
 import hashlib
 import inspect

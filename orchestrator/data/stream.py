@@ -1,5 +1,6 @@
-"""The plan executed: batches for one worker, read by Ray Data or in its own process. Both give the same batches."""
+"""The plan executed: one worker's batches, the same whether read by Ray Data or in its own process."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +56,9 @@ class Stream:
         """This worker's images of `steps`, one step after the other: image (n, 3, H, W) uint8, label (n,)."""
         shards = self.manifest.splits["train"]
         images, labels = [], []
-        for epoch, shard, row in zip(*self.plan.locate(np.concatenate([self.positions(s) for s in steps])), strict=True):
+        for epoch, shard, row in zip(
+            *self.plan.locate(np.concatenate([self.positions(s) for s in steps])), strict=True
+        ):
             table = read_shard(self.path, shards[shard])
             key = f"{self.plan.seed}/{epoch}/{table['key'][row].as_py()}"
             images.append(
@@ -96,6 +99,8 @@ def by_ray_data(stream: Stream, steps: range) -> Iterator[Batch]:
         lambda row: stream.read(tasks[int(row["id"][0])]), batch_size=1
     )
     dataset.context.execution_options.preserve_order = True
+    dataset.context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
     for rows in dataset.iter_batches(batch_size=stream.share(), prefetch_batches=2):
         yield _batch(rows)
 

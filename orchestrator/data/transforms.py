@@ -1,4 +1,4 @@
-"""From encoded bytes to the model's input: decode, crop, flip on the CPU in uint8; normalise on the device."""
+"""From encoded bytes to the model's input: decode, crop, flip in uint8; normalise on the device."""
 
 import hashlib
 import math

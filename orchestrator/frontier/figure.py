@@ -6,8 +6,16 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from orchestrator.frontier.points import Frontier, Point, front_points, is_complete, knee_point, on_front
+from orchestrator.frontier.points import (
+    Frontier,
+    Point,
+    dominated_points,
+    front_points,
+    is_complete,
+    knee_point,
+)
 from orchestrator.frontier.style import (
+    DOMINATED_OPACITY,
     NOTHING_YET,
     SIZE_TITLE,
     FamilyStyle,
@@ -21,7 +29,6 @@ from orchestrator.frontier.style import (
     web_link,
 )
 
-_DOMINATED_OPACITY = 0.4
 _NOTHING_NOTE = {
     "text": NOTHING_YET,
     "showarrow": False,
@@ -35,8 +42,7 @@ _NOTHING_NOTE = {
 def frontier_figure(frontier: Frontier) -> go.Figure:
     """Only complete points are drawn. The page's script reads `customdata` (links) and `meta` (the line)."""
     front = front_points(frontier)
-    pairs = zip(frontier.points, on_front(frontier), strict=True)
-    dominated = [point for point, on in pairs if is_complete(point) and not on]
+    dominated = dominated_points(frontier)
     rest = [point for point in frontier.rest if is_complete(point)]
     styles = family_styles([*front, *dominated, *rest])
 
@@ -46,7 +52,7 @@ def frontier_figure(frontier: Frontier) -> go.Figure:
             **_legend_entry(family_label(family), style.symbol, style.colour), legendgroup=family
         )
     figure.add_scatter(**_line(front))
-    for points, opacity in ((dominated, _DOMINATED_OPACITY), (front, 1)):
+    for points, opacity in ((dominated, DOMINATED_OPACITY), (front, 1)):
         for family, style in styles.items():
             mine = [point for point in points if point.family == family]
             figure.add_scatter(**_cloud(frontier, mine), marker=_marker(style, mine) | {"opacity": opacity})

@@ -14,8 +14,16 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
-from orchestrator.frontier.points import Frontier, Point, front_points, is_complete, knee_point, on_front
+from orchestrator.frontier.points import (
+    Frontier,
+    Point,
+    dominated_points,
+    front_points,
+    is_complete,
+    knee_point,
+)
 from orchestrator.frontier.style import (
+    DOMINATED_OPACITY,
     NOTHING_YET,
     SIZE_TITLE,
     FamilyStyle,
@@ -39,15 +47,16 @@ def frontier_picture(frontier: Frontier, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     front = front_points(frontier)
-    pairs = zip(frontier.points, on_front(frontier), strict=True)
-    dominated = [point for point, on in pairs if is_complete(point) and not on]
+    dominated = dominated_points(frontier)
     rest = [point for point in frontier.rest if is_complete(point)]
     styles = family_styles([*front, *dominated, *rest])
 
     _frame(axes, frontier)
     axes.plot([p.cost for p in front], [p.quality for p in front], color=_MUTED, linewidth=1.2, zorder=2)
     for point in dominated:
-        axes.plot(point.cost, point.quality, **_marker(styles[point.family], point.size), alpha=0.3)
+        axes.plot(
+            point.cost, point.quality, **_marker(styles[point.family], point.size), alpha=DOMINATED_OPACITY
+        )
     for point in front:
         axes.plot(point.cost, point.quality, **_marker(styles[point.family], point.size), zorder=3)
     for point in rest:

@@ -67,6 +67,12 @@ def front_points(frontier: Frontier) -> tuple[Point, ...]:
     return tuple(sorted(front, key=lambda point: point.cost))
 
 
+def dominated_points(frontier: Frontier) -> tuple[Point, ...]:
+    """The complete points off the front, in their order."""
+    pairs = zip(frontier.points, on_front(frontier), strict=True)
+    return tuple(point for point, on in pairs if is_complete(point) and not on)
+
+
 def hypervolume(frontier: Frontier) -> float:
     """Area between the front and the reference: decades of cost times fractions of quality."""
     cost, quality = frontier.reference

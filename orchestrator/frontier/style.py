@@ -13,6 +13,7 @@ from orchestrator.frontier.points import Point, is_complete
 
 UNKNOWN = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+DOMINATED_OPACITY = 0.4
 NOTHING_YET = "No finished trial with a known cost and quality"
 SIZE_TITLE = "Expert slots per token"
 

@@ -1,4 +1,4 @@
-"""Confirmation: the knee of the MoE arms is trained longer, on FSDP and expert-parallel workers, and registered."""
+"""Confirmation: the knee of the MoE arms, trained longer on several workers, and registered."""
 
 from moe.vit import ViT
 from orchestrator.codec import override
@@ -13,7 +13,7 @@ KNEE_ALIAS = "pareto-knee"
 
 
 def knees(frontier: Frontier, count: int) -> list[Point]:
-    """The knee of the MoE points, then that of the remaining ones, and so on; of all points where none is MoE."""
+    """The knee of the MoE points, then that of the rest, and so on; of all points where none is MoE."""
     complete = [p for p in frontier.points if is_complete(p)]
     left, found = [p for p in complete if p.family != "dense"] or complete, list[Point]()
     while left and len(found) < count:
@@ -28,7 +28,8 @@ def confirm_config(sweep: Sweep, arm: str) -> RunConfig:
 
 
 def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, alias: str | None) -> None:
-    """Trains the arm under the sweep's `confirm` changes, as a child outside the frontier; registers it as `alias`.
+    """Trains the arm under the sweep's `confirm` changes, as a child outside the frontier; registers it as
+    `alias`.
 
     Raises:
         UsageError: if the cluster cannot hold its workers.

@@ -53,7 +53,7 @@ Progress = Callable[[str, Outcomes], None]
 
 
 def check_sweep(sweep: Sweep) -> None:
-    """Raises UsageError for an arm that is refused, data that is not whole, or workers that never fit the cluster."""
+    """Raises UsageError for an arm that is refused, data that is not whole, or too many workers."""
     for run in sweep.runs().values():
         check_resources(run)
     check_data(sweep.base)
@@ -101,7 +101,7 @@ def run_sweep(
 
 
 def most_concurrent(run: RunConfig) -> int:
-    """Trials of this size that the cluster holds at once; Tune does not see the resources of a trial's workers."""
+    """Trials of this size that the cluster holds at once; Tune does not see a trial's workers."""
     have, workers = ray.cluster_resources(), run.scale.workers
     if run.scale.use_gpu:
         return max(1, int(have.get("GPU", 0) // workers))

@@ -1,4 +1,4 @@
-"""One trial: a `fit` inside a Tune process, or one that waits for its Ray Train workers. Reports go to the driver."""
+"""One trial: a `fit` inside a Tune process, or one that waits for its Ray Train workers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,10 +1,11 @@
-"""Checkpoints: sharded by DCP, committed by a manifest. A directory without a manifest that verifies does not exist.
+"""Checkpoints: sharded by DCP, committed by a manifest. A directory without a manifest that verifies does
+not exist.
 
     checkpoints/step-00000100/   *.distcp, .metadata (each rank writes its share, loadable at any world size)
                                  manifest.json: progress, the run's config, SHA-256 of every file
 
-It is written under a temporary name and renamed when the manifest is in it, so a crash at any moment leaves either
-a whole checkpoint or none.
+It is written under a temporary name and renamed when the manifest is in it, so a crash at any moment leaves
+either a whole checkpoint or none.
 """
 
 import hashlib

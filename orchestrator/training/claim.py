@@ -1,4 +1,4 @@
-"""Whose directory it is: a run or sweep starts, continues or steps aside, but never resumes under another config."""
+"""Whose directory it is: a run starts, continues or steps aside, never resumes under another config."""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ Mode = Literal["auto", "resume", "fresh"]
 def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
     """Makes `directory` that of the run or sweep with these flat fields.
 
-    ``auto`` continues what is there if its fields are equal, else starts; ``resume`` insists that something is there;
-    ``fresh`` moves it aside.
+    ``auto`` continues what is there if its fields are equal, else starts; ``resume`` insists that something
+    is there; ``fresh`` moves it aside.
 
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
@@ -33,7 +33,8 @@ def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
     if changes := changed_fields(old, json.loads(json.dumps(fields))):
         listed = "; ".join(f"{name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
         raise UsageError(
-            f"{directory} was started with another config ({listed}); use another --name, or --fresh to start over"
+            f"{directory} was started with another config ({listed}); use another --name,"
+            " or --fresh to start over"
         )
 
 

@@ -31,6 +31,11 @@ from orchestrator.training.optim import build_optimizer
 Report = Callable[[int, Metrics], None]
 CPU_PER_WORKER = 0.5  # of workers without a GPU
 CPU_FOR_DATA = 1
+RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for this poll, 2 s by default
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +77,16 @@ def check_resources(run: RunConfig) -> None:
     if need > have["CPU"]:
         fits = max(0, int((have["CPU"] - CPU_FOR_DATA) / CPU_PER_WORKER))
         raise UsageError(
-            f"{workers} workers x {CPU_PER_WORKER} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the cluster has"
-            f" {have['CPU']:g}: use at most {fits} workers, or add nodes"
+            f"{workers} workers x {CPU_PER_WORKER} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the"
+            f" cluster has {have['CPU']:g}: use at most {fits} workers, or add nodes"
         )
 
 
 def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
     """Trains `run` to its end, from its newest checkpoint if it has one.
 
-    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers, and `report`
-    is called where its controller runs.
+    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers, and
+    `report` is called where its controller runs.
 
     Raises:
         UsageError: for data that is not there, or another config in the run's directory.
@@ -111,8 +116,8 @@ def completed(run: RunConfig) -> Result:
 
 def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
     """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint."""
-    # reports wait for the controller's poll, 2 s by default; its children inherit the variable
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    for name, value in RAY_TRAIN_ENV.items():
+        os.environ.setdefault(name, value)
     gpu = run.scale.use_gpu
     TorchTrainer(
         _train_worker_on_ray,

@@ -38,7 +38,8 @@ def train(
     validate: Callable[[], Metrics],
     save: Callable[[int], None],
 ) -> None:
-    """Updates `start` + 1 .. `run.train.steps`, one per batch. The last step always reports, validates and saves.
+    """Updates `start` + 1 .. `run.train.steps`, one per batch. The last step always reports, validates and
+    saves.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -69,7 +70,7 @@ def train(
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, run: RunConfig, *, step: int
 ) -> dict[str, Tensor]:
-    """Update number `step`, from 0. Metrics are this worker's share and stay on the device: reading would wait."""
+    """Update `step`, from 0. Metrics are this worker's share, on the device: reading would wait."""
     rate = learning_rate(run.train.schedule, step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -11,8 +11,8 @@ from orchestrator.config import LinearConfig, OptimizerConfig, RsqrtConfig, Sche
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The learning rate is set before every step, from the schedule.
 
-    Only matmul weights decay: not biases (the experts' are 2-D, so the name decides), norms, position embedding, nor
-    the parameters of soft routing.
+    Only matmul weights decay: not biases (the experts' are 2-D, so the name decides), norms, position
+    embedding, nor the parameters of soft routing.
     """
     groups: dict[float, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
@@ -32,7 +32,7 @@ def _weight_decay(config: OptimizerConfig, name: str) -> float:
 
 
 def learning_rate(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:
-    """Rate of update `step`, counted from 0; the first update of a warm-up has rate 0, as in the reference."""
+    """Rate of update `step`, from 0; the first update of a warm-up has rate 0, as in the reference."""
     warmup, cooldown = config.phases(total)
     if step < warmup:
         return peak * step / warmup

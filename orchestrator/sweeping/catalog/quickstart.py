@@ -1,7 +1,8 @@
 """All router families of the papers on 8x8 digits, in minutes on a laptop.
 
-Source: the families and capacities of Routers in Vision MoE (section 3.1), the slot counts of Soft MoE (figure 6), at
-toy size. Toy data does not reproduce the papers' order of routers; it shows what each costs and that all of it runs.
+Source: the families and capacities of Routers in Vision MoE (section 3.1), the slot counts of Soft MoE
+(figure 6), at toy size. Toy data does not reproduce the papers' order of routers; it shows what each costs
+and that all of it runs.
 """
 
 from typing import Any

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,16 +21,8 @@ from orchestrator.frontier.style import TIMES, UNKNOWN
 
 NAN = float("nan")
 BROWSER, DRIVER = "/usr/bin/chromium", "/usr/bin/chromedriver"
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+QUIET = ("background-networking", "component-update", "gpu", "quic", "sync")
+FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
 LINK = "http://mlflow.test:5000/#/experiments/1/runs/"
 EVIL = "<img src=x onerror=alert(1)>\"'&</script><script>alert(2)</script>"
 
@@ -39,15 +32,13 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def point(
-    arm: str, family: str, cost: float, quality: float, *, size: float = 1, status: Status = "finished"
-) -> Point:
+def point(arm: str, family: str, cost: float, quality: float, status: Status = "finished") -> Point:
     return Point(
         arm=arm,
         family=family,
         cost=cost,
         quality=quality,
-        size=size,
+        size=2 if arm.endswith("2") else 1,
         run_id=f"{arm}-0123456789abcdef",
         run_url=f"{LINK}{arm}",
         status=status,
@@ -63,15 +54,15 @@ FRONTIER = Frontier(
         point("dense-s", "dense", 2e10, 0.80),
         point("dense-l", "dense", 3e11, 0.88),
         point("soft-1", "soft", 3e10, 0.90),
-        point("soft-2", "soft", 9e10, 0.93, size=2),
+        point("soft-2", "soft", 9e10, 0.93),
         point("tc-1", "token_choice", 4e10, 0.85),
-        point("ec-2", "expert_choice", 8e11, 0.95, size=2),
+        point("ec-2", "expert_choice", 8e11, 0.95),
         point("hash-1", "hash", 5e10, 0.70),
-        point("tc-burnt", "token_choice", 6e10, NAN, status="diverged"),
-        point("ec-young", "expert_choice", 1e9, 0.4, status="running"),
-        point("soft-oom", "soft", NAN, NAN, status="failed"),
+        point("tc-burnt", "token_choice", 6e10, NAN, "diverged"),
+        point("ec-young", "expert_choice", 1e9, 0.4, "running"),
+        point("soft-oom", "soft", NAN, NAN, "failed"),
     ),
-    rest=(point("soft-2-long", "soft", 9e11, 0.97, size=2),),
+    rest=(point("soft-2-long", "soft", 9e11, 0.97),),
     reference=(1e12, 0.1),
 )
 
@@ -110,21 +101,9 @@ def test_summary_counts() -> None:
 
 
 def test_text_of_users_is_escaped() -> None:
-    evil = Point(
-        arm=EVIL,
-        family=EVIL,
-        cost=1e10,
-        quality=0.9,
-        size=1,
-        run_id=EVIL,
-        run_url="javascript:alert(3)",
-        status="finished",
-        details={EVIL: EVIL},
-    )
+    evil = replace(point(EVIL, EVIL, 1e10, 0.9), run_url="javascript:alert(3)", details={EVIL: EVIL})
     page = frontier_page(
-        Frontier(
-            name=EVIL, cost_name=EVIL, quality_name=EVIL, points=(evil,), rest=(evil,), reference=(1e12, 0.1)
-        )
+        replace(FRONTIER, name=EVIL, cost_name=EVIL, quality_name=EVIL, points=(evil,), rest=(evil,))
     )
     assert "<img src=x" not in page
     assert "<script>alert" not in page
@@ -197,18 +176,13 @@ def test_a_header_sorts_both_ways_and_keeps_unknowns_last(browser: webdriver.Chr
 @needs_browser
 def test_rows_say_where_they_stand(browser: webdriver.Chrome, tmp_path: Path) -> None:
     open_page(browser, tmp_path / "page.html", frontier_page(FRONTIER))
-    standing = {
-        row.find_element(By.CSS_SELECTOR, ".arm").text: row.find_element(By.CSS_SELECTOR, ".status").text
-        for row in browser.find_elements(By.CSS_SELECTOR, "tbody tr")
-    }
-    assert standing == {
+    statuses = [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, "td.status")]
+    assert dict(zip(arms(browser), statuses, strict=True)) == {
         "dense-s": "frontier",
         "soft-1": "frontier, knee",
         "soft-2": "frontier",
         "ec-2": "frontier",
-        "dense-l": "dominated",
-        "tc-1": "dominated",
-        "hash-1": "dominated",
+        **dict.fromkeys(("dense-l", "tc-1", "hash-1"), "dominated"),
         "tc-burnt": "diverged",
         "soft-oom": "failed",
         "ec-young": "running",
@@ -264,13 +238,8 @@ def test_the_plot_follows_the_theme(browser: webdriver.Chrome, tmp_path: Path, t
 @needs_browser
 @pytest.mark.parametrize("num_points", [0, 1])
 def test_page_of_few_points(browser: webdriver.Chrome, tmp_path: Path, num_points: int) -> None:
-    few = Frontier(
-        name=EVIL,
-        cost_name="cost/x_s",
-        quality_name="val/acc1",
-        points=tuple(point(EVIL, EVIL, 1.0, 0.5) for _ in range(num_points)),
-        reference=(1e12, 0.1),
-    )
+    points = (point(EVIL, EVIL, 1.0, 0.5),) * num_points
+    few = replace(FRONTIER, name=EVIL, points=points, rest=())
     open_page(browser, tmp_path / "page.html", frontier_page(few))
     assert browser.get_log("browser") == []
     assert arms(browser) == [EVIL] * num_points
