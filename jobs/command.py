@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import re
 import sys
@@ -130,4 +131,4 @@ def connect(*, show_workers: bool) -> None:
 
     `show_workers`: what workers print appears here too.
     """
-    ray.init(logging_level="error", log_to_driver=show_workers)
+    ray.init(logging_level=logging.ERROR, log_to_driver=show_workers)

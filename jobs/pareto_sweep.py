@@ -11,15 +11,17 @@ import argparse
 import sys
 from dataclasses import replace
 
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
 from rich.console import Console
 from rich.table import Table
 
 from jobs.command import command, connect, run_config, run_parser, tracking
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.catalog import SWEEPS
-from orchestrator.sweeping.confirm import KNEE_ALIAS, confirm, knees
+from orchestrator.sweeping.confirm import KNEE_ALIAS, confirm, confirm_config, knees
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_sweep, run_sweep
+from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_sweep, reason_of, run_sweep
 from orchestrator.tracking import track
 from orchestrator.training.fit import Result, run_directory
 
@@ -33,8 +35,8 @@ def main() -> None:
         store = tracking(args)
         claim_sweep(sweep, args.mode)
         folder = run_directory(sweep.base)
-        objectives = {"objective.quality": sweep.quality, "objective.cost": sweep.cost}
-        parent = track(store, folder, sweep.base.name, tags={"role": "sweep", **objectives})
+        tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+        parent = track(store, folder, sweep.base.name, tags=tags)
 
         def progress(arm: str, outcomes: Outcomes) -> None:
             print(
@@ -44,8 +46,15 @@ def main() -> None:
         outcomes = run_sweep(sweep, store, parent, max_concurrent=args.max_concurrent, progress=progress)
         frontier = publish(store, sweep.base.name, folder)
         for i, point in enumerate(knees(frontier, args.confirm)):
-            print(f"confirming {point.arm} on more workers, for longer", flush=True)
-            confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
+            run = confirm_config(sweep, point.arm)
+            print(
+                f"confirming {point.arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True
+            )
+            try:
+                result = confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
+                print(f"        {point.arm:18} {describe(sweep, result)}", flush=True)
+            except (TrainingFailedError, RayError) as error:
+                outcomes[f"confirm/{point.arm}"] = reason_of(error)
         if args.confirm:
             frontier = publish(store, sweep.base.name, folder)
         failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
@@ -55,7 +64,7 @@ def main() -> None:
         print("open     `make ui`, or the page in any browser")
         if failed:
             listed = "\n".join(f"  {arm}: {reason}" for arm, reason in failed.items())
-            sys.exit(f"error: {len(failed)} of {len(outcomes)} trials failed:\n{listed}")
+            sys.exit(f"error: {len(failed)} of {len(outcomes)} runs failed:\n{listed}")
 
 
 def parse() -> argparse.Namespace:

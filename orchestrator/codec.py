@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from orchestrator.config import UsageError
 
@@ -128,7 +128,7 @@ def _member(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     if len(choices) == 1 or "kind" not in value:
         return choices[0]
     by_kind = {get_args(_hints(t)["kind"])[0]: t for t in choices}
-    if value["kind"] not in by_kind:
+    if value["kind"] not in [*by_kind]:  # a list, because a value from JSON may have no hash
         raise UsageError(f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}")
     return by_kind[value["kind"]]
 
@@ -148,4 +148,4 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 @cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint)
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))

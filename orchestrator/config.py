@@ -1,5 +1,6 @@
 """One frozen tree describes a run; `codec.py` carries it over wires and files."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +19,12 @@ def _at_least_one(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
 
 
+def _within(config: Any, low: float, high: float, *names: str) -> None:
+    for name in names:
+        if not low <= getattr(config, name) <= high:
+            raise ValueError(f"{name} must lie in {low} .. {high}, got {getattr(config, name)}")
+
+
 def _tenth(given: int | None, steps: int) -> int:
     return steps // 10 if given is None else given
 
@@ -32,6 +39,10 @@ class AdamWConfig:
     weight_decay: float = 0.03
     weight_decay_head: float = 0.03  # 3.0 in the papers' long runs
 
+    def __post_init__(self) -> None:
+        _within(self, 0, 1, "beta1", "beta2")
+        _within(self, 0, math.inf, "weight_decay", "weight_decay_head")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig:
@@ -41,6 +52,9 @@ class SGDConfig:
     momentum: float = 0.9
     weight_decay: float = 0.0
     weight_decay_head: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within(self, 0, math.inf, "momentum", "weight_decay", "weight_decay_head")
 
 
 OptimizerConfig = AdamWConfig | SGDConfig
@@ -58,6 +72,9 @@ class RsqrtConfig:
     cooldown_steps: int | None = None
     timescale: int = 10_000
 
+    def __post_init__(self) -> None:
+        _at_least_one(self, "timescale")
+
     def phases(self, steps: int) -> tuple[int, int]:
         """Steps of warm-up and of cooldown."""
         cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
@@ -72,6 +89,9 @@ class CosineConfig:
     warmup_steps: int | None = None
     end_frac: float = 0.0
 
+    def __post_init__(self) -> None:
+        _within(self, 0, 1, "end_frac")
+
     def phases(self, steps: int) -> tuple[int, int]:
         return _tenth(self.warmup_steps, steps), 0
 
@@ -83,6 +103,9 @@ class LinearConfig:
     kind: Literal["linear"] = "linear"
     warmup_steps: int | None = None
     end_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        _within(self, 0, 1, "end_frac")
 
     def phases(self, steps: int) -> tuple[int, int]:
         return _tenth(self.warmup_steps, steps), 0
@@ -137,10 +160,9 @@ class TrainConfig:
             n for n in ("eval_every", "checkpoint_every", "microbatch") if getattr(self, n) is not None
         )
         _at_least_one(self, "steps", "report_every", "keep_checkpoints", *optional)
-        if self.clip_norm <= 0 or self.lr < 0:
-            raise ValueError(
-                f"clip_norm must be positive and lr not negative, got {self.clip_norm}, {self.lr}"
-            )
+        _within(self, 0, math.inf, "lr", "seed")
+        if self.clip_norm <= 0:
+            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
         warmup, cooldown = self.schedule.phases(self.steps)
         if min(warmup, cooldown) < 0 or warmup + cooldown > self.steps:
             raise ValueError(
@@ -180,7 +202,7 @@ class RunConfig:
             raise ValueError(f"data.batch_size={batch} does not divide over workers={workers}")
         if batch // workers % self.images_per_pass():
             raise ValueError(
-                f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers} images"
+                f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers}"
             )
         group = self.model.moe.images_per_group if self.model.moe else 1
         if self.images_per_pass() % group:

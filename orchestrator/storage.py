@@ -28,10 +28,15 @@ def write_bytes(location: str, content: bytes) -> None:
     system, path = _resolve(location)
     system.create_dir(os.path.dirname(path), recursive=True)
     temporary = f"{path}.{uuid.uuid4().hex}.tmp" if is_local(location) else path
-    with system.open_output_stream(temporary) as stream:
-        stream.write(content)
-    if temporary != path:
-        os.replace(temporary, path)
+    try:
+        with system.open_output_stream(temporary) as stream:
+            stream.write(content)
+        if temporary != path:
+            os.replace(temporary, path)
+    except OSError:
+        if temporary != path:
+            Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def size(location: str) -> int | None:

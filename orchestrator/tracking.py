@@ -4,6 +4,7 @@ Always `MlflowClient` with explicit ids: the fluent API's active run is per thre
 run's id lies in its own directory, so that a continued run is the same run in MLflow too.
 """
 
+import http.client
 import json
 import logging
 import math
@@ -30,7 +31,7 @@ from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig, UsageError
 
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar per file otherwise
-logging.getLogger("alembic").setLevel(logging.WARNING)
+logging.getLogger("mlflow").setLevel(logging.WARNING)
 
 EXPERIMENT = "moe-frontier"
 MODEL = "moe-frontier"
@@ -61,7 +62,7 @@ def open_tracking(uri: str, *, artifacts: str) -> Tracking:
             uri=uri, experiment_id=client.create_experiment(EXPERIMENT, artifact_location=location)
         )
     except Exception as error:  # whatever its many back ends raise
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(f"MLflow refuses the tracking URI {uri}: {reason}") from None
 
 
@@ -71,7 +72,7 @@ def _check_alive(uri: str) -> None:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10)
     except urllib.error.HTTPError:
         return  # somebody answers; MLflow will say what is wrong
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UsageError(f"no MLflow server answers at {uri}: {error}") from None
 
 
@@ -87,8 +88,7 @@ class TrackedRun:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes metrics at `step`, on the axis of images seen; not those that stand there already.
 
-        What is not finite never reaches the store, whose databases know no infinity: the run is tagged
-        diverged.
+        What is not finite never reaches the store, which knows no infinity: the run is tagged diverged.
         """
         images, now = step * self.batch_size, int(1000 * time.time())
         if not self._written:
@@ -126,12 +126,7 @@ class TrackedRun:
 
 
 def track(
-    tracking: Tracking,
-    directory: Path,
-    name: str,
-    *,
-    batch_size: int = 1,
-    tags: Mapping[str, str] | None = None,
+    tracking: Tracking, directory: Path, name: str, *, batch_size: int = 1, tags: Mapping[str, str]
 ) -> TrackedRun:
     """The MLflow run of `directory`: the one that it had before, running again, or a new one."""
     client, file = _client(tracking.uri), directory / "mlflow_run.json"
@@ -143,7 +138,7 @@ def track(
         run_id = client.create_run(tracking.experiment_id, run_name=name).info.run_id
         storage.write_bytes(str(file), json.dumps({"uri": tracking.uri, "run_id": run_id}).encode())
     tracked = TrackedRun(tracking, run_id, batch_size=batch_size)
-    tracked.tag(**(tags or {}))
+    tracked.tag(**tags)
     return tracked
 
 
@@ -158,8 +153,8 @@ def track_training(
     client = _client(tracking.uri)
     # set once: a resumed run may have other workers, and MLflow params never change
     if not client.get_run(tracked.run_id).data.params:
-        client.log_batch(tracked.run_id, params=[Param(k, str(v)) for k, v in flat(run).items()])
         tracked.write_text("config.json", json.dumps(to_dict(run), indent=1))
+        client.log_batch(tracked.run_id, params=[Param(k, str(v)) for k, v in flat(run).items()])
     return tracked
 
 
@@ -201,7 +196,6 @@ def children(tracking: Tracking, parent: TrackedRun) -> list[Found]:
 
 
 def _found(tracking: Tracking, run: Run) -> Found:
-    web = tracking.uri.startswith("http")
     page = f"{tracking.uri.rstrip('/')}/#/experiments/{tracking.experiment_id}/runs/{run.info.run_id}"
     return Found(
         tracked=TrackedRun(tracking, run.info.run_id, batch_size=1),
@@ -209,7 +203,7 @@ def _found(tracking: Tracking, run: Run) -> Found:
         status=run.info.status,
         tags=run.data.tags,
         metrics=run.data.metrics,
-        url=page if web else None,
+        url=page if tracking.uri.startswith("http") else None,
     )
 
 
@@ -232,10 +226,8 @@ def register_model(tracked: TrackedRun, model: ViT, run: RunConfig, *, alias: st
 def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
     """The torch module behind ``models:/<name>@<alias>`` or ``models:/<name>/<version>``.
 
-    Without `tracking_uri`, MLflow's own setting holds (MLFLOW_TRACKING_URI).
-
-    Raises:
-        UsageError: if there is no such model.
+    Without `tracking_uri`, MLflow's own setting holds (MLFLOW_TRACKING_URI). Raises UsageError if there is
+    no such model.
     """
     client = _client(tracking_uri or mlflow.get_tracking_uri())
     name = uri.removeprefix("models:/")
@@ -244,7 +236,7 @@ def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
             version = client.get_model_version_by_alias(*name.split("@", 1))
         else:
             version = client.get_model_version(*name.split("/", 1))
-        run_id, path = version.source.removeprefix("runs:/").split("/", 1)
+        run_id, path = str(version.source).removeprefix("runs:/").split("/", 1)
         with tempfile.TemporaryDirectory() as folder:
             files = Path(client.download_artifacts(run_id, path, folder))
             config = from_dict(RunConfig, json.loads((files / "config.json").read_text()))

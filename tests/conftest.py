@@ -3,3 +3,58 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from orchestrator.config import RunConfig
+from orchestrator.data import shards
+from orchestrator.data.shards import Manifest, Sample, write_shards
+from orchestrator.data.sources import open_source
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled digits as shards; not to be written to."""
+    path = str(tmp_path_factory.mktemp("digits") / "shards")
+    source = open_source("digits")
+    write_shards(path, source.classes, source.splits)
+    return path
+
+
+@pytest.fixture
+def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Manifest]]:
+    """``pack_greys(train=20, val=7)``: 8x8 images whose grey is their number, with its last digit as label.
+
+    Shards are small, so that there are many. Validation images go on counting where training ends.
+    """
+
+    def pack(*, train: int, val: int = 3, rows_per_shard: int = 4) -> tuple[str, Manifest]:
+        def samples(numbers: Sequence[int]) -> list[Sample]:
+            return [Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in numbers]
+
+        monkeypatch.setattr(shards, "ROWS_PER_SHARD", rows_per_shard)
+        path = str(tmp_path / f"greys-{train}-{val}-{rows_per_shard}")
+        splits = {"train": samples(range(train)), "val": samples(range(train, train + val))}
+        return path, write_shards(path, map(str, range(10)), splits)
+
+    return pack
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype("uint8")).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def digits_run(digits: str, tmp_path: Path) -> RunConfig:
+    """The debug model on the digits, below the test's own directory."""
+    from orchestrator.codec import override
+
+    return override(RunConfig(), {"data.path": digits, "storage": str(tmp_path)})

@@ -63,5 +63,6 @@ def _window(plan: Plan, epoch: int, window: int) -> tuple[Ints, Ints]:
     counts = np.asarray(plan.rows)[shards]
     shard = np.repeat(shards, counts)
     row = np.concatenate([np.arange(count) for count in counts])
-    order = np.random.default_rng((plan.seed, epoch, window)).permutation(len(shard))
+    # + 1, because numpy takes (seed, epoch, 0) for (seed, epoch): the generator of the shards' order
+    order = np.random.default_rng((plan.seed, epoch, window + 1)).permutation(len(shard))
     return shard[order], row[order]

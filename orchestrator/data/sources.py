@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torchvision
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from orchestrator.config import UsageError
 from orchestrator.data.shards import Sample
+from orchestrator.data.transforms import decode
 
 VAL_FRAC = 0.2  # where the source itself has no split
 KEPT_FORMATS = {"JPEG", "PNG"}  # stored as they are; others are stored as PNG
+BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what PIL raises for broken files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ def _folder(folder: Path) -> Source:
             for path in sorted(path for path in (root / name).rglob("*") if path.is_file()):
                 try:
                     encoded = _encoded(path)
-                except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for broken files
+                except BROKEN as error:
                     if (line := f"{path}: {error}") not in skipped:
                         skipped.append(line)
                     continue
@@ -86,9 +90,9 @@ def _folder(folder: Path) -> Source:
 
 def _torchvision(name: str, root: str) -> Source:
     """Any image classification set of `torchvision.datasets`, downloaded where it can be."""
-    factory = getattr(torchvision.datasets, name, None)
-    if not inspect.isclass(factory):
+    if name not in torchvision.datasets.__all__:
         raise UsageError(f"torchvision.datasets has no {name!r}")
+    factory: Any = getattr(torchvision.datasets, name)
     accepts = inspect.signature(factory).parameters
     common = {k: v for k, v in {"root": root, "download": True}.items() if k in accepts}
     try:
@@ -127,12 +131,23 @@ def _in_validation(key: str) -> bool:
 
 
 def _encoded(path: Path) -> bytes:
-    """The file's own bytes where every decoder reads them, else as PNG; raises if it is no whole image."""
+    """The file's own bytes where training can decode them, else as PNG; raises if it is no whole image."""
     with Image.open(path) as image:
         image.load()
-        if image.format in KEPT_FORMATS and image.mode in ("RGB", "L"):
-            return path.read_bytes()
+        content = path.read_bytes()
+        if image.format in KEPT_FORMATS and image.mode in ("RGB", "L") and _decodes(content):
+            return content
+        if image.mode.startswith("I;16"):  # `convert` would clip it to white
+            return _png(Image.fromarray((np.asarray(image) >> 8).astype("uint8")))
         return _png(image.convert("RGB"))
+
+
+def _decodes(content: bytes) -> bool:
+    """PIL reads some damaged files that torchvision refuses, and torchvision keeps 16 bits as they are."""
+    try:
+        return decode(content).dtype == torch.uint8
+    except RuntimeError:
+        return False
 
 
 def _png(image: Image.Image) -> bytes:

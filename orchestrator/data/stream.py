@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray.data
@@ -95,9 +95,11 @@ def by_ray_data(stream: Stream, steps: range) -> Iterator[Batch]:
     if not steps:
         return
     tasks = [steps[i : i + per_task] for i in range(0, len(steps), per_task)]
-    dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
-        lambda row: stream.read(tasks[int(row["id"][0])]), batch_size=1
-    )
+
+    def read(task: Any) -> Any:
+        return stream.read(tasks[int(task["id"][0])])
+
+    dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(read, batch_size=1)
     dataset.context.execution_options.preserve_order = True
     dataset.context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
@@ -125,6 +127,6 @@ def validation(run: RunConfig, manifest: Manifest, *, rank: int, workers: int) -
         yield Batch(images, labels, valid)
 
 
-def _batch(rows: dict[str, np.ndarray]) -> Batch:
+def _batch(rows: Any) -> Batch:
     # copied, because Ray Data's arrays are read-only views of its object store
     return Batch(torch.tensor(rows["image"]), torch.tensor(rows["label"]), torch.ones(len(rows["label"])))

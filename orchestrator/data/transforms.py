@@ -15,13 +15,18 @@ Augment = Literal["none", "inception"]
 
 def prepare(encoded: bytes, size: int, *, augment: Augment = "none", key: str = "") -> Tensor:
     """One image as (3, size, size) uint8. Randomness is a function of `key` alone, never of the worker."""
-    image = decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
+    image = decode(encoded)
     if augment == "inception":
         return _inception_crop_flip(image, size, _generator(key))
     if image.shape[1:] == (size, size):
         return image
     short = min(image.shape[1:])
     return tv.resize(tv.center_crop(image, [short, short]), [size, size], antialias=True)
+
+
+def decode(encoded: bytes) -> Tensor:
+    """JPEG or PNG as (3, height, width)."""
+    return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), ImageReadMode.RGB)
 
 
 def normalize(images: Tensor) -> Tensor:

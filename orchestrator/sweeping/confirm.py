@@ -1,13 +1,17 @@
 """Confirmation: the knee of the MoE arms, trained longer on several workers, and registered."""
 
+import json
+from typing import Any
+
 from moe.vit import ViT
+from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeping.sweep import Sweep, reason_of
 from orchestrator.tracking import TrackedRun, Tracking, register_model, track_training
 from orchestrator.training import checkpoint
-from orchestrator.training.fit import check_resources, fit, result_of, run_directory
+from orchestrator.training.fit import Result, check_resources, fit, result_of, run_directory
 
 KNEE_ALIAS = "pareto-knee"
 
@@ -23,33 +27,47 @@ def knees(frontier: Frontier, count: int) -> list[Point]:
 
 
 def confirm_config(sweep: Sweep, arm: str) -> RunConfig:
-    changes = {**sweep.arms[arm], **sweep.confirm, "name": f"{sweep.base.name}/confirm/{arm}"}
-    return override(sweep.base, changes)
+    """The arm's run for twice its steps, on at least two workers, which share the experts between them."""
+    trial = sweep.runs()[arm]
+    changes: dict[str, Any] = {
+        "name": f"{sweep.base.name}/confirm/{arm}",
+        "train.steps": 2 * trial.train.steps,
+    }
+    if trial.scale.workers == 1:
+        changes |= {"scale.workers": 2, "scale.ep": 2}
+    return override(trial, changes)
 
 
-def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, alias: str | None) -> None:
-    """Trains the arm under the sweep's `confirm` changes, as a child outside the frontier; registers it as
-    `alias`.
+def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, alias: str | None) -> Result:
+    """Trains `confirm_config` as a child outside the frontier, and registers its model under `alias`.
 
     Raises:
         UsageError: if the cluster cannot hold its workers.
     """
     run = confirm_config(sweep, arm)
-    complete = result_of(run) is not None
-    if not complete:
-        check_resources(run)
-    tracked = track_training(tracking, run, run_directory(run), parent=parent, role="confirm", arm=arm)
+    directory = run_directory(run)
+    registered = directory / "registered.json"
+    if (done := result_of(run)) and (registered.exists() or not alias):
+        return done
+    check_resources(run)
+    tracked = track_training(tracking, run, directory, parent=parent, role="confirm", arm=arm)
     try:
         result = fit(run, tracked.log, inline=False)
     except Exception as error:
-        tracked.tag(error=str(error).strip().splitlines()[-1])
+        tracked.tag(error=reason_of(error))
         tracked.finish("FAILED")
         raise
     tracked.log(result.step, result.metrics)
-    if alias and not complete:
-        model = ViT(run.model)
-        path = checkpoint.newest(run_directory(run) / "checkpoints")
-        assert path is not None, "a complete run has a checkpoint"
-        checkpoint.load_weights(path, model)
-        register_model(tracked, model, run, alias=alias)
+    if alias:
+        version = register_model(tracked, _trained(run), run, alias=alias)
+        storage.write_bytes(str(registered), json.dumps({"alias": alias, "version": version}).encode())
     tracked.finish("FINISHED")
+    return result
+
+
+def _trained(run: RunConfig) -> ViT:
+    path = checkpoint.newest(run_directory(run) / "checkpoints")
+    assert path is not None, "a complete run has a checkpoint"
+    model = ViT(run.model)
+    checkpoint.load_weights(path, model)
+    return model

@@ -32,14 +32,12 @@ class Sweep:
     base: the run that every arm changes; its name is the sweep's.
     arms: name -> dotted changes of the base.
     quality, cost: the metrics to maximise and to minimise.
-    confirm: dotted changes under which the knee is trained again.
     """
 
     base: RunConfig
     arms: Mapping[str, Mapping[str, Any]]
     quality: str = "val/acc1"
     cost: str = "cost/train_flops_6mac"
-    confirm: Mapping[str, Any]
 
     def runs(self) -> dict[str, RunConfig]:
         """arm -> its run. Raises UsageError naming the arm whose config is refused."""
@@ -75,6 +73,7 @@ def run_sweep(
     """Trains every arm that is not complete; a failing one does not stop the others."""
     # MLflow has every metric: no second copy as CSV, JSON and tfevents, nor the warning that there is none
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # a table of Tune's own settings; `progress` tells the user more
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     log = _TrialLog(sweep, tracking, parent, progress)
     if pending := log.pending():
@@ -97,6 +96,7 @@ def run_sweep(
                 name="tune", storage_path=str(run_directory(sweep.base)), callbacks=[log], verbose=0
             ),
         ).fit()
+        log.settle_failures()
     return log.outcomes
 
 
@@ -120,6 +120,7 @@ class _TrialLog(ray.tune.Callback):
         self.runs = sweep.runs()
         self.outcomes: Outcomes = {}
         self._tracked: dict[str, TrackedRun] = {}
+        self._failed: list[Trial] = []
 
     def pending(self) -> list[str]:
         """Arms still to train. Of the others, those that MLflow was not told the end of are settled."""
@@ -145,11 +146,16 @@ class _TrialLog(ray.tune.Callback):
         self._end(arm, result)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        arm, reason = _arm(trial), reason_of(trial.get_error())
-        tracked = self._run_of(arm)
-        tracked.tag(error=reason)
-        tracked.finish("FAILED")
-        self._end(arm, reason)
+        self._failed.append(trial)  # Tune attaches the reason later
+        self._end(_arm(trial), "see the end of the sweep")
+
+    def settle_failures(self) -> None:
+        for trial in self._failed:
+            arm, reason = _arm(trial), reason_of(trial.get_error())
+            tracked = self._run_of(arm)
+            tracked.tag(error=reason)
+            tracked.finish("FAILED")
+            self.outcomes[arm] = reason
 
     def _settle(self, arm: str, result: Result) -> None:
         tracked = self._run_of(arm)

@@ -13,14 +13,15 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
 MANIFEST = "manifest.json"
 
 
@@ -50,7 +52,9 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
     _barrier()
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": moments}, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    state_dict_saver.save(
+        {"model": weights, "optim": moments}, checkpoint_id=partial, no_dist=not dist.is_initialized()
+    )
     if first:
         manifest = {"step": step, "progress": dict(progress), "config": config, "files": _hashes(partial)}
         _write_durably(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -76,7 +80,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     """Fills model and optimiser in place, whatever layout wrote the checkpoint; returns its manifest."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments}
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    state_dict_loader.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     return json.loads((path / MANIFEST).read_text())
 
@@ -84,7 +88,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def load_weights(path: Path, model: nn.Module) -> None:
     """Fills an unsharded model in place, in one process."""
     state = {"model": get_model_state_dict(model)}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
     set_model_state_dict(model, state["model"])
 
 
@@ -105,7 +109,7 @@ def _damaged(path: Path) -> str:
     try:
         files = json.loads((path / MANIFEST).read_text())["files"]
         found = _hashes(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return repr(error)
     return ", ".join(sorted(name for name in files if files[name] != found.get(name)))
 

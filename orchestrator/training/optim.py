@@ -20,7 +20,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     if isinstance(config, SGDConfig):
         return torch.optim.SGD(params, lr=0.0, momentum=config.momentum)
-    return torch.optim.AdamW(params, lr=0.0, betas=(config.beta1, config.beta2))
+    # fused: one pass over memory instead of a dozen, on CPU too
+    return torch.optim.AdamW(params, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
 
 
 def _weight_decay(config: OptimizerConfig, name: str) -> float:

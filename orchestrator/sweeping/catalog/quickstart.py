@@ -11,8 +11,6 @@ from moe.vit import ViTConfig
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.sweeping.sweep import Sweep
 
-STEPS = 330  # 15 epochs
-
 
 def quickstart() -> Sweep:
     return Sweep(
@@ -22,7 +20,7 @@ def quickstart() -> Sweep:
                 image_size=8, patch_size=2, width=64, depth=4, heads=4, mlp_dim=256, num_classes=10
             ),
             data=DataConfig(batch_size=64),
-            train=TrainConfig(steps=STEPS, lr=2e-3, report_every=33),
+            train=TrainConfig(steps=264, lr=3e-3, report_every=24),  # 12 epochs
         ),
         arms=(
             {"dense": {}}
@@ -33,7 +31,6 @@ def quickstart() -> Sweep:
             }
             | {f"expert-c{c}": _moe("expert_choice", 8, capacity_factor=c) for c in (0.5, 1.0, 2.0)}
         ),
-        confirm={"train.steps": 2 * STEPS, "scale.workers": 2, "scale.ep": 2},
     )
 
 

@@ -1,0 +1,185 @@
+"""The commands as a user runs them: what they print and how they exit."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from jobs import pack_shards, pareto_sweep, train
+from orchestrator.codec import flat, from_dict
+from orchestrator.config import RunConfig
+from orchestrator.data.shards import open_manifest
+from orchestrator.tracking import EXPERIMENT, load_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path / "home"
+
+
+def call(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
+    """What `main` exits with: the message of its error, empty if there is none."""
+    monkeypatch.setattr(sys, "argv", ["job", *args])
+    try:
+        main()
+    except SystemExit as stop:
+        return str(stop.code)
+    return ""
+
+
+def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("main", [train.main, pareto_sweep.main], ids=["train", "pareto_sweep"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "/nowhere"], "no data set at /nowhere"),
+        (["--set", "train.stepz=1"], r"unknown field train.stepz; train has: steps, lr"),
+        (
+            ["--set", "model.moe.router.kind=magic"],
+            "unknown model.moe.router.kind 'magic'; known: expert_choice",
+        ),
+        (["--set", "train.steps=many"], "train.steps='many'"),
+        (["--set", "train.steps"], "write FIELD=VALUE"),
+        (["--name", "../up"], "use letters"),
+        (["--workers", "3"], "data.batch_size=64 does not divide over workers=3"),
+        (
+            ["--workers", "2", "--ep", "2", "--set", "model.moe.num_experts=3"],
+            r"num_experts=3 does not divide over ep=2; use one of \[1, 3\]",
+        ),
+        (
+            ["--set", "model.moe.images_per_group=5"],
+            "images_per_group=5 does not divide the 64 images of one",
+        ),
+        (["--storage", "s3://bucket/runs"], "checkpoints need a directory"),
+    ],
+)
+def test_bad_input_is_one_clear_line(main, flags, message, home, monkeypatch):
+    assert re.search(message, call(main, monkeypatch, *flags))
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("file:///tmp/mlruns", "MLflow refuses the tracking URI file:///tmp/mlruns: The filesystem"),
+        ("bogus://x", "MLflow refuses the tracking URI bogus://x"),
+        ("http://127.0.0.1:9", "no MLflow server answers at http://127.0.0.1:9"),
+    ],
+)
+def test_refused_tracking_uri(uri, message, home, monkeypatch):
+    assert message in call(train.main, monkeypatch, "--tracking-uri", uri)
+
+
+def test_truncated_shard_is_named(home, monkeypatch, tmp_path, capsys):
+    assert call(pack_shards.main, monkeypatch, "--source", "digits", "--out", str(tmp_path / "cut")) == ""
+    assert "1430 training and 367 validation images, 10 classes, 0 skipped" in capsys.readouterr().out
+    shard = tmp_path / "cut/train/000001.parquet"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    message = call(train.main, monkeypatch, "--data", str(tmp_path / "cut"))
+    assert "train/000001.parquet has 1000 bytes, the manifest says" in message
+
+
+def test_train_completes_resumes_and_refuses_another_config(home, monkeypatch, capsys):
+    """Once through everything that --resume and --fresh promise."""
+    soft = ["--name", "soft", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
+    assert "nothing to resume" in call(train.main, monkeypatch, *soft, "--resume")
+    assert call(train.main, monkeypatch, *soft) == ""
+    first = capsys.readouterr().out
+    assert "step 10/10  train/loss" in first
+    assert "soft is complete: finished after 10 steps" in first
+
+    assert call(train.main, monkeypatch, *soft) == ""
+    assert "step 10/10" not in (again := capsys.readouterr().out)
+    assert "soft is complete" in again
+
+    changed = [*soft, "--set", "train.lr=0.5"]
+    assert "another config (train.lr: 0.001 -> 0.5)" in call(train.main, monkeypatch, *changed)
+    assert call(train.main, monkeypatch, *soft, "--set", "train.microbatch=16") == ""
+    assert call(train.main, monkeypatch, *changed, "--fresh") == ""
+    assert {path.name for path in home.iterdir()} >= {"soft", "soft.old-1"}
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+    for run in runs:
+        losses = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [loss.step for loss in losses] == [640]
+    config = json.loads(
+        Path(client.download_artifacts(runs[0].info.run_id, "config.json", str(home))).read_text()
+    )
+    rebuilt = from_dict(RunConfig, config)
+    assert runs[0].data.params == {name: str(value) for name, value in flat(rebuilt).items()}
+    assert rebuilt.train.lr == 0.5
+
+
+def test_help_shows_every_field(home):
+    for job in ("train", "pareto_sweep", "pack_shards", "report"):
+        done = run_job(home, f"jobs/{job}.py", "--help")
+        assert done.returncode == 0
+    done = run_job(home, "jobs/pareto_sweep.py", "--help")
+    for field in ("model.moe.router.slots_per_expert = 1", "train.schedule.timescale", "scale.ep = 1"):
+        assert field in done.stdout
+
+
+def test_the_quickstart_from_shards_to_a_registered_model(home):
+    """`make sweep` with fewer steps: frontier, confirmation on two workers, registry; again adds nothing."""
+    command = ["jobs/pareto_sweep.py", "--set", "train.steps=12", "--set", "train.report_every=6"]
+    done = run_job(home, *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[15/15]" in done.stdout
+    assert "confirming" in done.stdout
+    assert "hypervolume" in done.stdout
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    runs = client.search_runs([experiment])
+    roles = [run.data.tags["role"] for run in runs]
+    assert {role: roles.count(role) for role in roles} == {"sweep": 1, "trial": 15, "confirm": 1}
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    parent = next(run for run in runs if run.data.tags["role"] == "sweep")
+    assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in runs if run is not parent)
+    assert any(run.data.tags.get("pareto") == "true" for run in runs)
+    confirmed = next(run for run in runs if run.data.tags["role"] == "confirm")
+    assert "pareto" not in confirmed.data.tags
+    assert confirmed.data.params["scale.ep"] == "2"
+
+    uri = f"sqlite:///{home}/mlflow.db"
+    model = load_model("models:/moe-frontier@pareto-knee", uri)
+    assert model.config.moe is not None
+    same = load_model("models:/moe-frontier/1", uri)
+    images = torch.rand(4, 3, 8, 8)
+    assert torch.equal(model(images).logits, same(images).logits)
+    assert model(images).logits.abs().sum() > 0
+
+    report = run_job(home, "jobs/report.py", "--name", "quickstart", "--out", str(home / "report"))
+    assert report.returncode == 0, report.stderr[-3000:]
+    assert (home / "report/frontier.html").read_text() == (home / "quickstart/frontier.html").read_text()
+
+    again = run_job(home, *command)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert len(client.search_runs([experiment])) == len(runs)
+    assert len(client.search_model_versions("name = 'moe-frontier'")) == 1
+    manifest = open_manifest(f"{home}/data/digits")
+    assert manifest.rows("train") + manifest.rows("val") == 1797

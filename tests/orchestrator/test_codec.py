@@ -1,0 +1,176 @@
+"""Configs over wires: round trips, overrides from strings, and what each mistake says."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.layer import MoEConfig
+from moe.presets import PRESETS
+from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
+from orchestrator.codec import changed_fields, describe, flat, from_dict, override, to_dict
+from orchestrator.config import (
+    CosineConfig,
+    DataConfig,
+    LinearConfig,
+    RsqrtConfig,
+    RunConfig,
+    ScaleConfig,
+    SGDConfig,
+    TrainConfig,
+    UsageError,
+)
+
+
+def with_moe(**fields: Any) -> RunConfig:
+    return RunConfig(model=replace(PRESETS["debug"], moe=MoEConfig(**fields)))
+
+
+CONFIGS = [
+    RunConfig(),
+    with_moe(router=SoftConfig(slots_per_expert=3, normalize=False), layers="last_1"),
+    with_moe(router=TokenChoiceConfig(k=2, capacity_factor=1.5), layers=(0, 1), images_per_group=2),
+    with_moe(router=ExpertChoiceConfig(), num_experts=4),
+    RunConfig(
+        name="sweep/arm",
+        storage="/elsewhere",
+        data=DataConfig(path="s3://bucket/x", batch_size=32, augment="inception"),
+        train=TrainConfig(
+            lr=3e-4, eval_every=7, microbatch=8, optimizer=SGDConfig(), schedule=LinearConfig()
+        ),
+        scale=ScaleConfig(workers=2, ep=2, use_gpu=True),
+    ),
+    RunConfig(train=TrainConfig(schedule=CosineConfig(warmup_steps=3, end_frac=0.5))),
+]
+ANY = st.sampled_from(CONFIGS)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_round_trip_through_json(config: RunConfig) -> None:
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+@given(old=ANY, new=ANY, order=st.randoms(use_true_random=False))
+def test_flat_fields_in_any_order_turn_any_config_into_any_other(
+    old: RunConfig, new: RunConfig, order: Any
+) -> None:
+    changes = list(flat(new).items())
+    order.shuffle(changes)
+    assert override(old, dict(changes)) == new
+
+
+@given(old=ANY, new=ANY)
+def test_strings_are_parsed_as_their_fields(old: RunConfig, new: RunConfig) -> None:
+    """What has a spelling on the command line; null and lists arrive there as JSON."""
+    spelled = {k: v if v is None or isinstance(v, list) else str(v) for k, v in flat(new).items()}
+    assert override(old, spelled) == new
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_override_leaves_its_argument_alone(config: RunConfig) -> None:
+    before = to_dict(config)
+    override(config, {"name": "new", "train.optimizer.kind": "sgd", "model.moe.num_experts": 2})
+    assert to_dict(config) == before
+
+
+def test_a_new_kind_starts_from_its_defaults() -> None:
+    run = with_moe(router=TokenChoiceConfig(k=2))
+    soft = override(run, {"model.moe.router.slots_per_expert": 2, "model.moe.router.kind": "soft"})
+    assert soft.model.moe == MoEConfig(router=SoftConfig(slots_per_expert=2))
+    same = override(run, {"model.moe.router.kind": "token_choice"})
+    assert same == run
+
+
+def test_a_field_below_none_starts_that_group() -> None:
+    run = override(RunConfig(), {"model.moe.router.kind": "soft"})
+    assert run.model.moe == MoEConfig(router=SoftConfig())
+    assert override(RunConfig(), {"model.moe.num_experts": "4"}).model.moe == MoEConfig(num_experts=4)
+    assert override(run, {"model.moe": None}).model.moe is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trian.lr": 1}, "unknown field trian; there is: name, storage, model, data, train, scale"),
+        ({"nmae": 1}, "unknown field nmae; a run has: name, storage, model, data, train, scale"),
+        ({"data.paht": 1}, "unknown field data.paht; data has: path, batch_size, augment, shuffle_shards"),
+        ({"train.lr.x": 1}, "train.lr is a value, not a group: train.lr.x does not exist"),
+        ({"model": "5"}, "model is a group of fields, not a value; got '5'"),
+        ({"train": None}, "train is a group of fields, not a value; got None"),
+        (
+            {"train.optimizer.kind": "adam"},
+            "unknown train.optimizer.kind 'adam'; known: adamw, sgd",
+        ),
+        (
+            {"model.moe.router.kind": "magic", "model.moe.router.k": 1},
+            "unknown model.moe.router.kind 'magic'; known: expert_choice, soft, token_choice",
+        ),
+        (
+            {"train.schedule.kind": ["rsqrt"]},
+            "unknown train.schedule.kind ['rsqrt']; known: cosine, linear, rsqrt",
+        ),
+        (
+            {"train.schedule.end_frac": 0.1},
+            "unknown field train.schedule.end_frac; train.schedule has: kind, warmup_steps, cooldown_steps,",
+        ),
+        ({"train.steps": "1.5"}, "train.steps='1.5': Input should be a valid integer"),
+        ({"train.lr": "fast"}, "train.lr='fast': Input should be a valid number"),
+        ({"train.lr": "nan"}, "train.lr='nan': Input should be a finite number"),
+        ({"train.clip_norm": "inf"}, "train.clip_norm='inf': Input should be a finite number"),
+        ({"data.path": None}, "data.path=None: Input should be a valid string"),
+        ({"data.augment": "mixup"}, "data.augment='mixup': Input should be 'none' or 'inception'"),
+        ({"scale.use_gpu": "maybe"}, "scale.use_gpu='maybe': Input should be a valid boolean"),
+        ({"model.moe.router.k": 0}, "model.moe.router: k must be at least 1, got 0"),
+        (
+            {"model.moe.layers": "last"},
+            "model.moe: layers must be every_2, last_<n> or block indices, got 'last'",
+        ),
+        ({"train.steps": 0}, "train: steps must be at least 1, got 0"),
+        ({"scale.workers": 3}, "data.batch_size=64 does not divide over workers=3"),
+    ],
+)
+def test_mistakes_name_the_value_and_what_there_is(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        override(RunConfig(), changes)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_describe_lists_every_field(config: RunConfig) -> None:
+    lines = describe(config)
+    assert {
+        f"{name} = {json.dumps(value)}" for name, value in flat(config).items() if name != "model.moe"
+    } <= {*lines}
+    names = {line.split(" = ")[0] for line in lines}
+    assert names >= {name for other in CONFIGS for name in flat(other) if name != "model.moe"}
+    for kind in ("adamw", "sgd", "rsqrt", "cosine", "linear", "soft", "token_choice", "expert_choice"):
+        assert any(line.endswith(f'.kind = "{kind}"') for line in lines), kind
+    assert ("model.moe = null, or with:" in lines) == (config.model.moe is None)
+
+
+def test_what_may_change_when_a_run_is_resumed() -> None:
+    ignored = set()
+    for config in CONFIGS:
+        old = flat(config)
+        for name, value in old.items():
+            changes = changed_fields(old, {**old, name: "another"})
+            assert changes in ({}, {name: (value, "another")})
+            if not changes:
+                ignored.add(name)
+    assert ignored == {"storage", "train.microbatch", "scale.workers", "scale.ep", "scale.use_gpu"}
+
+
+def test_fields_of_one_side_only_are_changes() -> None:
+    dense, moe = flat(RunConfig()), flat(with_moe(router=SoftConfig()))
+    assert changed_fields(dense, moe)["model.moe.router.kind"] == (None, "soft")
+    assert changed_fields(moe, dense)["model.moe.router.kind"] == ("soft", None)
+    assert changed_fields(dense, dense) == {}
+
+
+def test_defaults_of_rsqrt_are_none_and_stay_none() -> None:
+    assert flat(RunConfig())["train.schedule.warmup_steps"] is None
+    run = override(RunConfig(), {"train.schedule.warmup_steps": "12"})
+    assert run.train.schedule == RsqrtConfig(warmup_steps=12)

@@ -1,0 +1,118 @@
+"""Real Ray Train workers on this machine: the same numbers as one process, also when a worker is killed."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from orchestrator.codec import override
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.shards import open_manifest
+from orchestrator.data.stream import by_ray_data, in_process, open_stream
+from orchestrator.training.fit import Report, check_resources, fit
+
+SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run(digits: str, tmp_path: Path) -> RunConfig:
+    return override(RunConfig(), {**SOFT, "data.path": digits, "storage": str(tmp_path)})
+
+
+def to_file(path: Path) -> Report:
+    """Reports arrive in the controller's process."""
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps([step, metrics]) + "\n")
+
+    return report
+
+
+def losses(path: Path) -> dict[int, tuple[float, float]]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return {step: (metrics["train/loss"], metrics["train/grad_norm"]) for step, metrics in rows}
+
+
+def trained(run: RunConfig, path: Path, *, inline: bool, **changes: object) -> dict[int, tuple[float, float]]:
+    fit(override(run, changes), to_file(path), inline=inline)
+    return losses(path)
+
+
+def assert_same(a: dict[int, tuple[float, float]], b: dict[int, tuple[float, float]]) -> None:
+    assert a.keys() == b.keys()
+    for step in a:
+        assert a[step] == pytest.approx(b[step], rel=1e-5), step
+
+
+def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
+    """SIGKILL for the last started Ray Train worker, once `ready`."""
+
+    def kill() -> None:
+        while not ready():
+            time.sleep(0.05)
+        workers = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if "RayTrainWorker" in "".join(process.cmdline())
+        ]
+        workers[-1].kill()
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_workers_equal_one_and_survive_a_kill(run, tmp_path):
+    """FSDP + EP on two workers, one of them killed half-way: the losses of one undisturbed process."""
+    run = override(run, {"train.steps": 120, "train.checkpoint_every": 10})
+    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+
+    log = tmp_path / "two.jsonl"
+    killer = kill_a_worker(lambda: log.exists() and len(log.read_text().splitlines()) > 45)
+    two = trained(run, log, inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2})
+    killer.join(timeout=1)
+    assert not killer.is_alive()
+    reported = [json.loads(line)[0] for line in log.read_text().splitlines()]
+    assert len(reported) > 120, "nothing was replayed: the kill came too late"
+    assert_same(alone, two)
+
+
+def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
+    run = override(run, {"train.steps": 10})
+    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    quarter = trained(run, tmp_path / "q.jsonl", inline=True, name="quarter", **{"train.microbatch": 16})
+    two = trained(run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2})
+    assert_same(alone, quarter)
+    assert_same(alone, two)
+
+
+def test_ray_data_reads_what_the_process_itself_reads(run):
+    """Through tasks of many steps, from the middle of the run, for both of two workers."""
+    manifest, steps = open_manifest(run.data.path), range(7, 100)
+    run = override(run, {"data.augment": "inception"})
+    for rank in range(2):
+        stream = open_stream(run, manifest, rank=rank, workers=2)
+        pairs = zip(by_ray_data(stream, steps), in_process(stream, steps), strict=True)
+        for by_ray, by_hand in pairs:
+            assert all(torch.equal(a, b) for a, b in zip(by_ray, by_hand, strict=True))
+
+
+def test_too_many_workers_are_refused_with_the_arithmetic(run):
+    with pytest.raises(UsageError, match=r"4 workers x 0.5 CPU \+ 1 CPU for data = 3 CPUs, .* has 2.*most 2"):
+        check_resources(override(run, {"scale.workers": 4}))
+    with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has 0"):
+        check_resources(override(run, {"scale.use_gpu": True}))

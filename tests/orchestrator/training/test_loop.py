@@ -1,0 +1,294 @@
+"""The step, the loop and the evaluation, on random images and without files."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.vit import ViT
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data.stream import Batch
+from orchestrator.data.transforms import normalize
+from orchestrator.training.loop import Diverged, Metrics, evaluate, train, train_step
+from orchestrator.training.meter import Meter
+from orchestrator.training.optim import build_optimizer
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "soft": {"model.moe.router.kind": "soft", "model.moe.router.slots_per_expert": 2},
+    "token_choice": {
+        "model.moe.router.kind": "token_choice",
+        "model.moe.router.k": 2,  # first choices of padding would come before second ones of images
+        "model.moe.images_per_group": 2,
+    },
+    "expert_choice": {"model.moe.router.kind": "expert_choice", "model.moe.images_per_group": 2},
+}
+EVERY_ROUTER = pytest.mark.parametrize("router", ROUTERS)
+
+
+def small_run(router: str = "dense", **changes: Any) -> RunConfig:
+    small = {"model.width": 16, "model.mlp_dim": 32, "data.batch_size": 8, "train.steps": 20}
+    return override(RunConfig(), small | ROUTERS[router] | changes)
+
+
+def random_batch(size: int, seed: int = 0, *, valid: int | None = None) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    image = torch.randint(256, (size, 3, 8, 8), generator=rng, dtype=torch.uint8)
+    label = torch.randint(10, (size,), generator=rng)
+    return Batch(image, label, (torch.arange(size) < (size if valid is None else valid)).float())
+
+
+def live_model(run: RunConfig, dtype: torch.dtype = torch.float32) -> ViT:
+    """With a head that is not at its zero start, so that logits depend on every block."""
+    model = ViT(run.model, seed=1)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
+    model.to(dtype)
+    model.register_forward_pre_hook(lambda _, inputs: tuple(x.to(dtype) for x in inputs))
+    return model
+
+
+Log = list[tuple[str, int]]
+
+
+def run_loop(run: RunConfig, *, start: int = 0, model: ViT | None = None) -> tuple[Log, list[Metrics]]:
+    """What the loop called, in order, and every report."""
+    calls: Log = []
+    reports: list[Metrics] = []
+    model = model or ViT(run.model)
+
+    def report(step: int, metrics: Metrics) -> None:
+        calls.append(("report", step))
+        reports.append(metrics)
+
+    def validate() -> Metrics:
+        calls.append(("validate", -1))
+        return {"val/acc1": 0.5}
+
+    train(
+        model,
+        build_optimizer(run.train.optimizer, model),
+        (random_batch(run.data.batch_size, seed) for seed in range(start, run.train.steps)),
+        run,
+        Meter(),
+        start=start,
+        report=report,
+        validate=validate,
+        save=lambda step: calls.append(("save", step)),
+    )
+    return calls, reports
+
+
+@EVERY_ROUTER
+def test_learns_one_batch(router: str) -> None:
+    run = small_run(router, **{"train.steps": 60, "train.lr": 1e-2, "train.schedule.warmup_steps": 5})
+    model = ViT(run.model)
+    optimizer = build_optimizer(run.train.optimizer, model)
+    batch = random_batch(8)
+    steps = [train_step(model, optimizer, batch, run, step=step) for step in range(60)]
+    assert steps[0]["train/loss_class"].item() == pytest.approx(
+        2.302585, abs=1e-5
+    )  # log 10: the head is zero
+    assert steps[-1]["train/loss_class"].item() < 0.1
+    assert steps[-1]["train/acc1"].item() == 1
+    for metrics in steps:
+        whole = metrics["train/loss_class"] + metrics["train/loss_router"]
+        torch.testing.assert_close(metrics["train/loss"], whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reported", "validated", "saved"),
+    [
+        ({"train.report_every": 4}, [4, 8, 10], [10], [*range(1, 11)]),
+        ({"train.report_every": 5, "train.eval_every": 4}, [4, 5, 8, 10], [4, 8, 10], [*range(1, 11)]),
+        ({"train.report_every": 100, "train.checkpoint_every": 3}, [10], [10], [3, 6, 9, 10]),
+        ({"train.report_every": 1, "train.checkpoint_every": 100}, [*range(1, 11)], [10], [10]),
+        ({"train.steps": 25, "train.report_every": 100}, [25], [25], [*range(3, 25, 3), 25]),
+    ],
+)
+def test_when_it_reports_validates_and_saves(
+    changes: dict[str, int], reported: list[int], validated: list[int], saved: list[int]
+) -> None:
+    run = small_run(**{"train.steps": 10, **changes})
+    calls, reports = run_loop(run)
+    assert [step for what, step in calls if what == "report"] == reported
+    assert [step for what, step in calls if what == "save"] == saved
+    with_validation = [step for step, metrics in zip(reported, reports, strict=True) if "val/acc1" in metrics]
+    assert with_validation == validated
+    assert [what for what, _ in calls].count("validate") == len(validated)
+    assert calls[-1][0] == "save"  # what it reported is in the checkpoint
+
+
+def test_goes_on_from_where_it_was() -> None:
+    calls, reports = run_loop(small_run(**{"train.steps": 10, "train.report_every": 3}), start=7)
+    assert [step for what, step in calls if what == "report"] == [9, 10]
+    assert [step for what, step in calls if what == "save"] == [8, 9, 10]
+    assert reports[0]["train/lr"] == pytest.approx(
+        1e-3 * 2 / 2, rel=1e-3
+    )  # of update 8, where cooldown starts
+
+
+def test_what_it_reports() -> None:
+    run = small_run("token_choice", **{"train.steps": 2})
+    _, (metrics,) = run_loop(run)
+    assert {name.split("/")[0] for name in metrics} == {"train", "moe", "perf", "data", "cost", "val"}
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert {"train/loss", "train/loss_class", "train/loss_router", "train/acc1"} < metrics.keys()
+    assert {"train/grad_norm", "train/lr", "moe/dropped_frac", "moe/load_cv"} < metrics.keys()
+
+
+@EVERY_ROUTER
+@pytest.mark.parametrize("microbatch", [4, 2])
+def test_microbatches_change_nothing(router: str, microbatch: int) -> None:
+    """In float64: losses, gradient norms, statistics and the weights after four updates."""
+
+    def trained(size: int | None) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        run = small_run(router, **{"train.microbatch": size, "train.schedule.warmup_steps": 0})
+        model = live_model(run, torch.float64)
+        optimizer = build_optimizer(run.train.optimizer, model)
+        metrics = [train_step(model, optimizer, random_batch(8, n), run, step=n) for n in range(4)]
+        return metrics, [param.detach() for param in model.parameters()]
+
+    torch.testing.assert_close(trained(microbatch), trained(None), rtol=1e-5, atol=1e-9)
+    whole, parts = trained(None)[0], trained(microbatch)[0]
+    for name in ("train/loss", "train/loss_class", "train/grad_norm"):
+        exact = [step[name].item() for step in whole]
+        assert [step[name].item() for step in parts] == pytest.approx(exact, rel=1e-6), name
+
+
+def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
+    """One SGD step against torch's own mean, with clipping that does bind."""
+    changes = {"train.optimizer.kind": "sgd", "train.optimizer.momentum": 0, "train.clip_norm": 0.5}
+    run = small_run(**changes, **{"train.microbatch": 2, "train.schedule.warmup_steps": 0, "train.lr": 0.1})
+    model, plain = live_model(run), live_model(run)
+    batch = random_batch(8)
+    metrics = train_step(model, build_optimizer(run.train.optimizer, model), batch, run, step=0)
+    loss = F.cross_entropy(plain(normalize(batch.image)).logits, batch.label)
+    loss.backward()
+    grads = [param.grad for param in plain.parameters()]
+    norm = torch.stack([grad.norm() for grad in grads if grad is not None]).norm()
+    assert norm > 0.5
+    torch.testing.assert_close(metrics["train/grad_norm"], norm)
+    torch.testing.assert_close(metrics["train/loss"], loss.detach())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.detach(), theirs.detach() - 0.1 * 0.5 / norm * theirs.grad)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_divergence_is_reported_and_ends_it(value: float) -> None:
+    run = small_run(**{"train.steps": 10, "train.report_every": 3, "train.checkpoint_every": 10})
+    model = ViT(run.model)
+    torch.nn.init.constant_(model.head.bias, value)
+    steps = []
+
+    def batches() -> Iterator[Batch]:
+        for seed in range(10):
+            steps.append(seed)
+            yield random_batch(8, seed)
+
+    calls: Log = []
+    with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
+        train(
+            model,
+            build_optimizer(run.train.optimizer, model),
+            batches(),
+            run,
+            Meter(),
+            start=0,
+            report=lambda step, metrics: calls.append((str(metrics["train/loss"]), step)),
+            validate=dict,
+            save=lambda step: calls.append(("save", step)),
+        )
+    assert calls == [("nan", 3)]
+    assert steps == [0, 1, 2]
+
+
+def plain_evaluation(model: ViT, batches: list[Batch]) -> tuple[float, float]:
+    with torch.no_grad():
+        logits = [
+            model(normalize(b.image), b.valid).logits.double()[b.valid.bool()] for b in batches
+        ]  # groups never cross batches
+    labels = torch.cat([batch.label[batch.valid.bool()] for batch in batches])
+    logits = torch.cat(logits)
+    return (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
+
+
+@EVERY_ROUTER
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("valid", [8, 5, 4, 1])
+def test_evaluation_is_the_mean_over_valid_images(router: str, microbatch: int | None, valid: int) -> None:
+    run = small_run(router, **{"train.microbatch": microbatch})
+    model = live_model(run)
+    batches = [random_batch(8, 0), random_batch(8, 1), random_batch(8, 2, valid=valid)]
+    metrics = evaluate(model, batches, run)
+    accuracy, loss = plain_evaluation(model, batches)
+    assert metrics["val/acc1"] == pytest.approx(accuracy, abs=1e-6)
+    assert metrics["val/loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["perf/ms_per_image"] > 0
+    assert metrics.keys() == {"val/acc1", "val/loss", "perf/ms_per_image"}
+    assert model.training
+
+
+@EVERY_ROUTER
+def test_padding_does_not_matter(router: str) -> None:
+    """What the invalid images show is of no consequence, and neither is how many of them there are."""
+    run = small_run(router)
+    model = live_model(run)
+    black, noise = random_batch(8, 0, valid=3), random_batch(8, 0, valid=3)
+    black.image[3:] = 0
+    noise.label[3:] = 9 - noise.label[3:]
+    short = Batch(*(field[:4] for field in black))
+    losses = [evaluate(model, [batch], run)["val/loss"] for batch in (black, noise, short)]
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+
+
+def test_padding_takes_no_capacity() -> None:
+    """A pair of padding and an image has the seats of a pair: it is one image alone with twice the capacity.
+
+    The padding comes first here, where seats are given away.
+    """
+    tight = {"model.moe.num_experts": 2, "model.moe.router.k": 1}
+    factor = "model.moe.router.capacity_factor"
+    run = small_run("token_choice", **tight, **{factor: 0.5})
+    alone = small_run("token_choice", **tight, **{factor: 1.0, "model.moe.images_per_group": 1})
+    assert run.model.slots() == alone.model.slots()
+    model, single = live_model(run), live_model(alone)
+    image = random_batch(1, 3)
+    pair = Batch(*(torch.cat([field, field]) for field in image))  # both would want the same seats
+    pair.valid[0] = 0
+    expected = evaluate(single, [image], alone)["val/loss"]
+    assert evaluate(model, [pair], run)["val/loss"] == pytest.approx(expected, rel=1e-5)
+    pair.valid[0] = 1
+    assert evaluate(model, [pair], run)["val/loss"] != pytest.approx(expected, rel=1e-3)
+
+
+def test_evaluation_leaves_no_gradients() -> None:
+    run = small_run()
+    model = live_model(run)
+    evaluate(model, [random_batch(8)], run)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_callables_get_what_the_model_computed() -> None:
+    """The validation's numbers are in the report of their own step."""
+    run = small_run(**{"train.steps": 2, "train.report_every": 1})
+    model = live_model(run)
+    validate: Callable[[], Metrics] = lambda: evaluate(model, [random_batch(8, 5)], run)  # noqa: E731
+    reports: dict[int, Metrics] = {}
+    train(
+        model,
+        build_optimizer(run.train.optimizer, model),
+        [random_batch(8, n) for n in range(2)],
+        run,
+        Meter(),
+        start=0,
+        report=reports.__setitem__,
+        validate=validate,
+        save=lambda step: None,
+    )
+    assert reports[2]["val/loss"] == pytest.approx(validate()["val/loss"])
+    assert "val/loss" not in reports[1]

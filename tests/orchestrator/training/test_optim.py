@@ -1,0 +1,206 @@
+"""Schedules and updates against the reference's numbers and closed forms; which weights decay.
+
+The goldens are google-research/vmoe's own: `vmoe/train/schedule.py`, and ten Adam updates of
+`vmoe/train/optimizer.py` with warm-up, cooldown, clipping and weight decay by name.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe.layer import MoEConfig
+from moe.parallel import clip_grad_norm
+from moe.presets import PRESETS
+from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.vit import ViT
+from orchestrator.config import (
+    AdamWConfig,
+    CosineConfig,
+    LinearConfig,
+    RsqrtConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
+from orchestrator.training.optim import build_optimizer, learning_rate
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
+
+def golden(name: str) -> tuple[dict, dict[str, np.ndarray]]:
+    arrays = dict(np.load(GOLDENS / f"{name}.npz"))
+    return json.loads(str(arrays.pop("meta")))["config"], arrays
+
+
+def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[float]:
+    return [learning_rate(schedule, step, peak=peak, total=total) for step in range(total)]
+
+
+def test_rsqrt_is_the_references() -> None:
+    config, arrays = golden("schedule__rsqrt_cooldown")
+    phases = {name: config[name] for name in ("warmup_steps", "cooldown_steps", "timescale")}
+    for step, rate in zip(arrays["steps"], arrays["lr"], strict=True):
+        ours = learning_rate(
+            RsqrtConfig(**phases), int(step), peak=config["peak_value"], total=config["total_steps"]
+        )
+        # the reference computes in float32
+        assert ours == pytest.approx(rate, rel=1e-4), step
+
+
+def test_linear_is_the_references() -> None:
+    config, arrays = golden("schedule__warmup_linear_decay")
+    peak, total = config["peak_value"], config["total_steps"]
+    schedule = LinearConfig(warmup_steps=config["warmup_steps"], end_frac=config["end_value"] / peak)
+    inside = arrays["steps"] <= total  # after it there are no updates
+    assert inside.sum() == 8
+    for step, rate in zip(arrays["steps"][inside], arrays["lr"][inside], strict=True):
+        assert learning_rate(schedule, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-3), (
+            step
+        )
+
+
+def test_cosine_and_linear_have_closed_forms() -> None:
+    cosine = rates(CosineConfig(warmup_steps=20, end_frac=0.1), total=120, peak=2.0)
+    linear = rates(LinearConfig(warmup_steps=20, end_frac=0.1), total=120, peak=2.0)
+    for step in range(20):
+        assert cosine[step] == linear[step] == pytest.approx(2.0 * step / 20)
+    for step in range(20, 120):
+        done = (step - 20) / 100
+        assert cosine[step] == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * done)))
+        assert linear[step] == pytest.approx(0.2 + 1.8 * (1 - done))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        RsqrtConfig(warmup_steps=200, cooldown_steps=300, timescale=50),
+        RsqrtConfig(warmup_steps=0, cooldown_steps=0),
+        RsqrtConfig(warmup_steps=1000, cooldown_steps=0),
+        RsqrtConfig(warmup_steps=0, cooldown_steps=1000),
+        RsqrtConfig(),
+        CosineConfig(),
+        LinearConfig(warmup_steps=0),
+    ],
+)
+def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
+    """No phase begins elsewhere than the one before it ends; a step of warm-up is the steepest."""
+    values = rates(schedule, total=1000)
+    warmup, cooldown = schedule.phases(1000)
+    steepest = 1 / min(n for n in (warmup, cooldown, 90) if n)
+    assert np.abs(np.diff(values)).max() <= steepest
+    assert values[0] == (0.0 if warmup else 1.0)
+    assert max(values) <= 1
+    assert min(values) >= 0
+
+
+def test_no_phases_given() -> None:
+    assert (RsqrtConfig().phases(200), CosineConfig().phases(200)) == ((20, 40), (20, 0))
+    assert rates(RsqrtConfig(timescale=100), total=200)[159] == pytest.approx(1 / math.sqrt(1 + 139 / 100))
+    assert rates(RsqrtConfig(timescale=100), total=200)[180] == pytest.approx(0.5 / math.sqrt(1 + 140 / 100))
+
+
+class Names(nn.Module):
+    """The golden's four parameters under names that our rule treats as the reference's regexes do."""
+
+    PATHS = ("Encoder/Moe/Mlp/kernel", "Encoder/Moe/Router/scale", "head/kernel", "head/bias")
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        super().__init__()
+        experts, scale, kernel, bias = (
+            nn.Parameter(torch.from_numpy(arrays[f"param0/{p}"]).clone()) for p in self.PATHS
+        )
+        self.experts, self.router, self.head = nn.Module(), nn.Module(), nn.Module()
+        self.experts.w_in_EDF, self.router.scale, self.head.weight, self.head.bias = (
+            experts,
+            scale,
+            kernel,
+            bias,
+        )
+
+    def in_order(self) -> list[nn.Parameter]:
+        return [self.experts.w_in_EDF, self.router.scale, self.head.weight, self.head.bias]
+
+
+def test_ten_updates_are_the_references() -> None:
+    config, arrays = golden("optimizer__adam")
+    (_, decay_head), (_, decay) = config["weight_decay"]
+    model = Names(arrays)
+    adam = AdamWConfig(
+        beta1=config["b1"], beta2=config["b2"], weight_decay=decay, weight_decay_head=decay_head
+    )
+    optimizer = build_optimizer(adam, model)
+    rate = config["learning_rate"]
+    phases = {name: rate[name] for name in ("warmup_steps", "cooldown_steps", "timescale")}
+    for step in range(config["total_steps"]):
+        for param, path in zip(model.in_order(), Names.PATHS, strict=True):
+            param.grad = torch.from_numpy(arrays[f"grad{step}/{path}"]).clone()
+        clip_grad_norm(model.parameters(), config["gradient_clip"]["global_norm"])
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                RsqrtConfig(**phases), step, peak=rate["peak_value"], total=config["total_steps"]
+            )
+        optimizer.step()
+        for param, path in zip(model.in_order(), Names.PATHS, strict=True):
+            theirs = arrays[f"param{step + 1}/{path}"]
+            np.testing.assert_allclose(param.detach(), theirs, rtol=2e-5, atol=2e-6, err_msg=f"{step} {path}")
+
+
+def test_sgd_has_a_closed_form() -> None:
+    """Two updates with momentum; decay is part of the gradient, as in torch."""
+    layer = nn.Linear(2, 1)
+    start = layer.weight.detach().clone()
+    optimizer = build_optimizer(SGDConfig(momentum=0.5, weight_decay=0.1), layer)
+    first, second = torch.tensor([[1.0, 2.0]]), torch.tensor([[-3.0, 1.0]])
+    for grad in (first, second):
+        layer.weight.grad, layer.bias.grad = grad.clone(), torch.ones(1)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.2
+        optimizer.step()
+    one = start - 0.2 * (first + 0.1 * start)
+    two = one - 0.2 * (0.5 * (first + 0.1 * start) + second + 0.1 * one)
+    torch.testing.assert_close(layer.weight.detach(), two)
+
+
+DECAYS = {  # the last two parts of every name in a ViT whose weights decay
+    "embed.weight",
+    "qkv.weight",
+    "out.weight",
+    "up.weight",
+    "down.weight",
+    "experts.w_in_EDF",
+    "experts.w_out_EFD",
+    "router.gate_DE",
+}
+
+
+@pytest.mark.parametrize("optimizer", [AdamWConfig, SGDConfig])
+@pytest.mark.parametrize(
+    "router", [None, SoftConfig(), SoftConfig(normalize=False), TokenChoiceConfig(), ExpertChoiceConfig()]
+)
+def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
+    moe = MoEConfig(router=router) if router else None
+    model = ViT(replace(PRESETS["debug"], moe=moe))
+    built = build_optimizer(optimizer(weight_decay=0.25, weight_decay_head=3.0), model)
+    decay_of = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
+    assert len(decay_of) == len(list(model.parameters()))
+    seen = set()
+    for name, param in model.named_parameters():
+        ends = ".".join(name.split(".")[-2:])
+        seen.add(ends)
+        expected = 3.0 if ends == "head.weight" else 0.25 if ends in DECAYS else 0.0
+        assert decay_of[id(param)] == expected, name
+    assert {"position_SD", "norm1.bias", "norm_q.weight", "norm.weight", "head.bias", "qkv.weight"} <= seen
+
+
+def test_the_config_reaches_torch() -> None:
+    adam = build_optimizer(AdamWConfig(beta1=0.8, beta2=0.95), nn.Linear(2, 2))
+    assert isinstance(adam, torch.optim.AdamW)
+    assert {group["betas"] for group in adam.param_groups} == {(0.8, 0.95)}
+    sgd = build_optimizer(SGDConfig(momentum=0.7), nn.Linear(2, 2))
+    assert isinstance(sgd, torch.optim.SGD)
+    assert {group["momentum"] for group in sgd.param_groups} == {0.7}
