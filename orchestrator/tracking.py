@@ -55,12 +55,10 @@ def open_tracking(uri: str, *, artifacts: str) -> Tracking:
         _check_alive(uri)
     try:
         client = MlflowClient(uri)
-        if known := client.get_experiment_by_name(EXPERIMENT):
-            return Tracking(uri=uri, experiment_id=known.experiment_id)
+        known = client.get_experiment_by_name(EXPERIMENT)
         location = artifacts if uri.startswith("sqlite:") else None
-        return Tracking(
-            uri=uri, experiment_id=client.create_experiment(EXPERIMENT, artifact_location=location)
-        )
+        found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
+        return Tracking(uri=uri, experiment_id=found)
     except Exception as error:  # whatever its many back ends raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(f"MLflow refuses the tracking URI {uri}: {reason}") from None

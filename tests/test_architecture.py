@@ -1,4 +1,4 @@
-"""The import layers of docs/design.md, enforced. Reads sources; imports none of them."""
+"""The import layers, enforced. Reads sources; imports none of them."""
 
 import ast
 from collections.abc import Iterator

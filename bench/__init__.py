@@ -1,0 +1,1 @@
+"""Measured speed; results as JSON with hardware and commit."""
