@@ -98,7 +98,7 @@ class CosineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak (V-MoE)."""
+    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak."""
 
     kind: Literal["linear"] = "linear"
     warmup_steps: int | None = None
@@ -130,6 +130,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least_one(self, "batch_size", "shuffle_shards")
+        if self.shuffle_shards > 15:
+            raise ValueError(
+                f"shuffle_shards must be at most 15, got {self.shuffle_shards}: readers keep 16 shards"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

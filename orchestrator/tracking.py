@@ -129,15 +129,23 @@ def track(
     """The MLflow run of `directory`: the one that it had before, running again, or a new one."""
     client, file = _client(tracking.uri), directory / "mlflow_run.json"
     record = json.loads(file.read_text()) if file.exists() else {}
-    if record.get("uri") == tracking.uri:
-        client.update_run(record["run_id"], status="RUNNING")
+    if record.get("uri") == tracking.uri and _is_active(client, record["run_id"]):
         run_id = record["run_id"]
+        client.update_run(run_id, status="RUNNING")
     else:
         run_id = client.create_run(tracking.experiment_id, run_name=name).info.run_id
         storage.write_bytes(str(file), json.dumps({"uri": tracking.uri, "run_id": run_id}).encode())
     tracked = TrackedRun(tracking, run_id, batch_size=batch_size)
     tracked.tag(**tags)
     return tracked
+
+
+def _is_active(client: MlflowClient, run_id: str) -> bool:
+    """False for a run that somebody deleted, alone or with its store."""
+    try:
+        return client.get_run(run_id).info.lifecycle_stage == "active"
+    except MlflowException:
+        return False
 
 
 def track_training(
@@ -182,15 +190,10 @@ def find_sweep(tracking: Tracking, name: str) -> Found:
 
 def children(tracking: Tracking, parent: TrackedRun) -> list[Found]:
     """Runs of a sweep, oldest first."""
-    client, query = _client(tracking.uri), f"tags.`mlflow.parentRunId` = '{parent.run_id}'"
-    runs, token = [], None
-    while True:
-        page = client.search_runs(
-            [tracking.experiment_id], query, order_by=["attributes.start_time ASC"], page_token=token
-        )
-        runs += page
-        if not (token := page.token):
-            return [_found(tracking, run) for run in runs]
+    query, order = f"tags.`mlflow.parentRunId` = '{parent.run_id}'", ["attributes.start_time ASC"]
+    search = _client(tracking.uri).search_runs
+    runs = search([tracking.experiment_id], query, max_results=50_000, order_by=order)
+    return [_found(tracking, run) for run in runs]
 
 
 def _found(tracking: Tracking, run: Run) -> Found:
@@ -214,9 +217,7 @@ def register_model(tracked: TrackedRun, model: ViT, run: RunConfig, *, alias: st
         client.log_artifacts(tracked.run_id, folder, "model")
     if not client.search_registered_models(f"name = '{MODEL}'"):
         client.create_registered_model(MODEL)
-    version = client.create_model_version(
-        MODEL, f"runs:/{tracked.run_id}/model", run_id=tracked.run_id
-    ).version
+    version = client.create_model_version(MODEL, f"runs:/{tracked.run_id}/model", tracked.run_id).version
     client.set_registered_model_alias(MODEL, alias, version)
     return str(version)
 
@@ -224,8 +225,7 @@ def register_model(tracked: TrackedRun, model: ViT, run: RunConfig, *, alias: st
 def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
     """The torch module behind ``models:/<name>@<alias>`` or ``models:/<name>/<version>``.
 
-    Without `tracking_uri`, MLflow's own setting holds (MLFLOW_TRACKING_URI). Raises UsageError if there is
-    no such model.
+    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if it has no such model.
     """
     client = _client(tracking_uri or mlflow.get_tracking_uri())
     name = uri.removeprefix("models:/")

@@ -58,7 +58,7 @@ def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable
     """Packs the samples of each split, in their order; the manifest is written last. Same input, same bytes.
 
     Raises:
-        UsageError: if `out` already holds a data set.
+        UsageError: if `out` already holds a data set, or a split has no samples.
     """
     if storage.size(storage.join(out, "manifest.json")) is not None:
         raise UsageError(f"{out} already holds a data set; choose another place or delete it")
@@ -67,6 +67,8 @@ def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable
         rows, shards = iter(samples), []
         while chunk := list(islice(rows, ROWS_PER_SHARD)):
             shards.append(_write_shard(out, f"{split}/{len(shards):06d}.parquet", chunk))
+        if not shards:
+            raise UsageError(f"no {split} images: nothing to train and validate on")
         packed[split] = tuple(shards)
     manifest = Manifest(classes=tuple(classes), splits=packed)
     storage.write_bytes(storage.join(out, "manifest.json"), json.dumps(asdict(manifest), indent=1).encode())

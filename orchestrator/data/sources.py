@@ -63,7 +63,11 @@ def _folder(folder: Path) -> Source:
     if not folder.is_dir():
         raise UsageError(f"no folder {folder}")
     parts = {split: folder / split for split in ("train", "val")}
-    has_splits = all(part.is_dir() for part in parts.values())
+    has_splits = any(part.is_dir() for part in parts.values())
+    if missing := [str(part) for part in parts.values() if has_splits and not part.is_dir()]:
+        raise UsageError(
+            f"no folder {missing[0]}: a folder has one folder per class, or train and val of them"
+        )
     roots = list(parts.values()) if has_splits else [folder]
     classes = sorted({path.name for root in roots for path in root.iterdir() if path.is_dir()})
     if not classes:

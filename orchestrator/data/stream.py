@@ -91,7 +91,7 @@ def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
 def by_ray_data(stream: Stream, steps: range) -> Iterator[Batch]:
     """The same batches, read by Ray Data tasks on any free CPU of the cluster."""
     step_bytes = stream.share() * 3 * stream.image_size**2
-    per_task = int(np.clip(BLOCK_BYTES // step_bytes, 1, 64))
+    per_task = max(1, BLOCK_BYTES // step_bytes)
     if not steps:
         return
     tasks = [steps[i : i + per_task] for i in range(0, len(steps), per_task)]

@@ -17,14 +17,14 @@ def quickstart() -> Sweep:
         base=RunConfig(
             name="quickstart",
             model=ViTConfig(
-                image_size=8, patch_size=2, width=64, depth=4, heads=4, mlp_dim=256, num_classes=10
+                image_size=8, patch_size=2, width=48, depth=4, heads=3, mlp_dim=192, num_classes=10
             ),
             data=DataConfig(batch_size=64),
-            train=TrainConfig(steps=264, lr=3e-3, report_every=24),  # 12 epochs
+            train=TrainConfig(steps=220, lr=3e-3, report_every=20),  # 10 epochs
         ),
         arms=(
-            {"dense": {}}
-            | {f"soft-e{e}-s{s}": _soft(e, s) for e, s in ((4, 1), (8, 1), (16, 1), (4, 2), (8, 2), (8, 4))}
+            {f"dense-d{depth}": {"model.depth": depth} for depth in (2, 4)}
+            | {f"soft-e{e}-s{s}": _soft(e, s) for e, s in ((4, 1), (8, 1), (4, 2), (8, 2), (8, 4))}
             | {
                 f"token-k{k}-c{c}": _token(k, c)
                 for k, c in ((1, 0.5), (1, 1.0), (1, 2.0), (2, 0.5), (2, 1.0))

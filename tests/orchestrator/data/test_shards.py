@@ -78,7 +78,11 @@ def test_manifest_that_is_none(content: str, message: str, tmp_path: Path) -> No
 
 
 def test_missing_split(pack_greys: Pack) -> None:
-    path, _ = pack_greys(train=4, val=0)
+    with pytest.raises(UsageError, match="no val images"):
+        pack_greys(train=4, val=0)
+    path, _ = pack_greys(train=4)
+    manifest = Path(path) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"val"', '"test"'))
     with pytest.raises(UsageError, match="has no val shards"):
         open_manifest(path)
 

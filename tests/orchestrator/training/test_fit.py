@@ -13,8 +13,8 @@ import torch
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
+from orchestrator.data import stream
 from orchestrator.data.shards import open_manifest
-from orchestrator.data.stream import by_ray_data, in_process, open_stream
 from orchestrator.training.fit import Report, check_resources, fit
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
@@ -100,13 +100,14 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     assert_same(alone, two)
 
 
-def test_ray_data_reads_what_the_process_itself_reads(run):
+def test_ray_data_reads_what_the_process_itself_reads(run, monkeypatch):
     """Through tasks of many steps, from the middle of the run, for both of two workers."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 100_000)  # 16 steps of this worker's 32 images of 8x8
     manifest, steps = open_manifest(run.data.path), range(7, 100)
     run = override(run, {"data.augment": "inception"})
     for rank in range(2):
-        stream = open_stream(run, manifest, rank=rank, workers=2)
-        pairs = zip(by_ray_data(stream, steps), in_process(stream, steps), strict=True)
+        mine = stream.open_stream(run, manifest, rank=rank, workers=2)
+        pairs = zip(stream.by_ray_data(mine, steps), stream.in_process(mine, steps), strict=True)
         for by_ray, by_hand in pairs:
             assert all(torch.equal(a, b) for a, b in zip(by_ray, by_hand, strict=True))
 
