@@ -225,7 +225,7 @@ def register_model(tracked: TrackedRun, model: ViT, run: RunConfig, *, alias: st
 def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
     """The torch module behind ``models:/<name>@<alias>`` or ``models:/<name>/<version>``.
 
-    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if it has no such model.
+    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none.
     """
     client = _client(tracking_uri or mlflow.get_tracking_uri())
     name = uri.removeprefix("models:/")

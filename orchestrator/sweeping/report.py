@@ -67,10 +67,9 @@ def publish(tracking: Tracking, name: str, folder: Path) -> Frontier:
 def _point(run: Found, config: RunConfig, quality: str, cost: str) -> Point:
     moe = config.model.moe
     known = costs(config, config.train.steps)  # a failed run's place on the cost axis is known all the same
-    details: dict[str, str | float] = {
-        "experts": moe.num_experts if moe else "none",
-        "slots per expert": config.model.slots(),
-    }
+    details: dict[str, str | float] = {}
+    if moe:
+        details |= {"experts": moe.num_experts, "slots per expert": config.model.slots()}
     details |= {label: run.metrics[name] for name, label in MEASURED if name in run.metrics}
     return Point(
         arm=run.tags["arm"],

@@ -40,7 +40,9 @@ def _soft(num_experts: int, slots_per_expert: int) -> dict[str, Any]:
 
 
 def _token(k: int, capacity_factor: float) -> dict[str, Any]:
-    return _moe("token_choice", 8, k=k, capacity_factor=capacity_factor)
+    # images compete for buffers in groups of eight, as in V-MoE's configs
+    arm = _moe("token_choice", 8, k=k, capacity_factor=capacity_factor)
+    return arm | {"model.moe.images_per_group": 8}
 
 
 def _moe(kind: str, num_experts: int, **router: Any) -> dict[str, Any]:
