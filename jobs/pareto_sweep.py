@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.command import command, connect, run_config, run_parser, tracking
+from orchestrator.config import UsageError
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.catalog import SWEEPS
 from orchestrator.sweeping.confirm import KNEE_ALIAS, confirm, confirm_config, knees
@@ -53,7 +54,7 @@ def main() -> None:
             try:
                 result = confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
                 print(f"        {point.arm:18} {describe(sweep, result)}", flush=True)
-            except (TrainingFailedError, RayError) as error:
+            except (UsageError, TrainingFailedError, RayError) as error:
                 outcomes[f"confirm/{point.arm}"] = reason_of(error)
         if args.confirm:
             frontier = publish(store, sweep.base.name, folder)

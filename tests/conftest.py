@@ -5,14 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 from PIL import Image
 
-from orchestrator.config import RunConfig
 from orchestrator.data import shards
 from orchestrator.data.shards import Manifest, Sample, write_shards
 from orchestrator.data.sources import open_source
@@ -52,9 +52,9 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.fixture
-def digits_run(digits: str, tmp_path: Path) -> RunConfig:
-    """The debug model on the digits, below the test's own directory."""
-    from orchestrator.codec import override
-
-    return override(RunConfig(), {"data.path": digits, "storage": str(tmp_path)})
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of two CPUs on this machine, whatever else runs here."""
+    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()

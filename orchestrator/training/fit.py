@@ -73,7 +73,7 @@ def check_resources(run: RunConfig) -> None:
         if workers > have.get("GPU", 0):
             raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
         return
-    need = workers * CPU_PER_WORKER + CPU_FOR_DATA
+    need = workers * CPU_PER_WORKER + CPU_FOR_DATA if workers > 1 else 1  # one reads its own data
     if need > have["CPU"]:
         fits = max(0, int((have["CPU"] - CPU_FOR_DATA) / CPU_PER_WORKER))
         raise UsageError(

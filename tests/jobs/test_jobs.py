@@ -39,7 +39,7 @@ def call(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *args: str) 
 
 
 def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

@@ -1,10 +1,8 @@
 """A real sweep on a real Ray: outcomes, what MLflow holds, and the same command again."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 from mlflow import MlflowClient
 
 from orchestrator.codec import flat, override
@@ -16,18 +14,13 @@ from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_swee
 from orchestrator.tracking import Tracking, open_tracking, track
 from orchestrator.training.fit import Result, run_directory
 
+pytestmark = pytest.mark.usefixtures("cluster")
+
 ARMS = {
     "dense": {},
     "soft": {"model.moe.router.kind": "soft", "model.moe.num_experts": 2},
     "broken": {"model.moe.router.kind": "expert_choice", "model.moe.num_experts": 2},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import torch
 
 from orchestrator.codec import override
@@ -17,14 +16,9 @@ from orchestrator.data import stream
 from orchestrator.data.shards import open_manifest
 from orchestrator.training.fit import Report, check_resources, fit
 
+pytestmark = pytest.mark.usefixtures("cluster")
+
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
