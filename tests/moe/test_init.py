@@ -123,7 +123,7 @@ EXPECTED = {
     "position_SD": is_normal(0.02),
     "blocks.0.norm1.weight": is_constant(1),
     "blocks.0.norm1.bias": is_constant(0),
-    "blocks.0.attention.qkv.weight": is_uniform(math.sqrt(6 / (D + 3 * D))),
+    "blocks.0.attention.qkv.weight": is_uniform(math.sqrt(6 / (D + D))),
     "blocks.0.attention.qkv.bias": is_constant(0),
     "blocks.0.attention.norm_q.weight": is_constant(1),
     "blocks.0.attention.norm_k.weight": is_constant(1),

