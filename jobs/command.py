@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,25 +19,30 @@ from orchestrator.data.shards import open_manifest, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.tracking import Tracking, open_tracking
 
+RESERVED = ("data", "mlartifacts", "mlflow.db")  # what else lies below the storage
+
 
 @contextmanager
 def command() -> Iterator[None]:
     """A user's mistake is one line and an exit code, never a traceback."""
     try:
         yield
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command continues")
 
 
-def run_parser(doc: str | None, *, name: str, base: RunConfig) -> argparse.ArgumentParser:
+def run_parser(
+    doc: str | None, *, name: str, base: RunConfig, parents: Sequence[argparse.ArgumentParser] = ()
+) -> argparse.ArgumentParser:
     """The flags of `train.py` and `pareto_sweep.py`; the help ends with every field that --set knows."""
     fields = "\n".join(f"  {line}" for line in describe(base))
     parser = argparse.ArgumentParser(
         description=doc,
         epilog=f"fields for --set and their defaults here (of several kinds, one is active):\n{fields}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=list(parents),
     )
     parser.add_argument(
         "--name", default=name, help="of the run, its directory and its MLflow run (%(default)s)"
@@ -93,9 +98,9 @@ def data_path(args: argparse.Namespace) -> str:
 
 def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     """`base` with what the flags say. The number of classes is the data's, unless it is set."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name) or args.name in ("data", "mlartifacts"):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name) or args.name in RESERVED:
         raise UsageError(
-            f"--name {args.name!r}: use letters, digits, '.', '_' and '-', and neither data nor mlartifacts"
+            f"--name {args.name!r}: use letters, digits, '.', '_' and '-', and none of {', '.join(RESERVED)}"
         )
     path = data_path(args)
     changes: dict[str, Any] = {
@@ -106,14 +111,18 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     }
     flags = {"scale.workers": args.workers, "scale.ep": args.ep, "train.seed": args.seed}
     changes |= {field: value for field, value in flags.items() if value is not None}
-    return override(base, changes | dict(map(_assignment, args.set)))
+    assigned = dict(map(_assignment, args.set))
+    for field, flag in {"name": "--name", "storage": "--storage", "data.path": "--data"}.items():
+        if field in assigned:
+            raise UsageError(f"--set {field}: use {flag}")
+    return override(base, changes | assigned)
 
 
 def _assignment(text: str) -> tuple[str, Any]:
     field, equals, value = text.partition("=")
-    if not equals:
+    if not equals or not field:
         raise UsageError(f"--set {text!r}: write FIELD=VALUE")
-    if value == "null" or value[:1] in "[{":
+    if value == "null" or value.startswith(("[", "{")):
         try:
             return field, json.loads(value)
         except ValueError as error:

@@ -20,10 +20,10 @@ from jobs.command import command, connect, run_config, run_parser, tracking
 from orchestrator.config import UsageError
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.catalog import SWEEPS
-from orchestrator.sweeping.confirm import KNEE_ALIAS, confirm, confirm_config, knees
+from orchestrator.sweeping.confirm import KNEE_ALIAS, check_confirm, confirm, confirm_config, knees
 from orchestrator.sweeping.report import publish
 from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_sweep, reason_of, run_sweep
-from orchestrator.tracking import track
+from orchestrator.tracking import TrackedRun, Tracking, track
 from orchestrator.training.fit import Result, run_directory
 
 
@@ -33,58 +33,64 @@ def main() -> None:
         sweep = sweep_from(args)
         connect(show_workers=False)
         check_sweep(sweep)
+        if args.confirm:
+            check_confirm(sweep)
         store = tracking(args)
         claim_sweep(sweep, args.mode)
-        folder = run_directory(sweep.base)
         tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
-        parent = track(store, folder, sweep.base.name, tags=tags)
+        parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
+        try:
+            train_and_report(args, sweep, store, parent)
+        except BaseException:
+            parent.finish("FAILED")
+            raise
+        parent.finish("FINISHED")
 
-        def progress(arm: str, outcomes: Outcomes) -> None:
-            print(
-                f"[{len(outcomes):2}/{len(sweep.arms)}] {arm:18} {describe(sweep, outcomes[arm])}", flush=True
-            )
 
-        outcomes = run_sweep(sweep, store, parent, max_concurrent=args.max_concurrent, progress=progress)
+def train_and_report(args: argparse.Namespace, sweep: Sweep, store: Tracking, parent: TrackedRun) -> None:
+    folder = run_directory(sweep.base)
+
+    def progress(arm: str, outcomes: Outcomes) -> None:
+        print(f"[{len(outcomes):2}/{len(sweep.arms)}] {arm:18} {describe(sweep, outcomes[arm])}", flush=True)
+
+    outcomes = run_sweep(sweep, store, parent, max_concurrent=args.max_concurrent, progress=progress)
+    frontier = publish(store, sweep.base.name, folder)
+    for i, point in enumerate(knees(frontier, args.confirm)):
+        run = confirm_config(sweep, point.arm)
+        print(f"confirming {point.arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True)
+        try:
+            result = confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
+            print(f"        {point.arm:18} {describe(sweep, result)}", flush=True)
+        except (UsageError, TrainingFailedError, RayError) as error:
+            outcomes[f"confirm/{point.arm}"] = reason_of(error)
+    if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
-        for i, point in enumerate(knees(frontier, args.confirm)):
-            run = confirm_config(sweep, point.arm)
-            print(
-                f"confirming {point.arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True
-            )
-            try:
-                result = confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
-                print(f"        {point.arm:18} {describe(sweep, result)}", flush=True)
-            except (UsageError, TrainingFailedError, RayError) as error:
-                outcomes[f"confirm/{point.arm}"] = reason_of(error)
-        if args.confirm:
-            frontier = publish(store, sweep.base.name, folder)
-        failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
-        parent.finish("FAILED" if failed else "FINISHED")
-        print_frontier(frontier)
-        print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")
-        print("open     `make ui`, or the page in any browser")
-        if failed:
-            listed = "\n".join(f"  {arm}: {reason}" for arm, reason in failed.items())
-            sys.exit(f"error: {len(failed)} of {len(outcomes)} runs failed:\n{listed}")
+    failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
+    print_frontier(frontier)
+    print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")
+    print("open     `make ui`, or the page in any browser")
+    if failed:
+        listed = "\n".join(f"  {arm}: {reason}" for arm, reason in failed.items())
+        sys.exit(f"error: {len(failed)} of {len(outcomes)} runs failed:\n{listed}")
 
 
 def parse() -> argparse.Namespace:
-    known = argparse.ArgumentParser(add_help=False)
-    known.add_argument(
+    which = argparse.ArgumentParser(add_help=False)
+    which.add_argument(
         "--sweep", default="quickstart", choices=sorted(SWEEPS), help="which arms (%(default)s)"
     )
-    chosen, _ = known.parse_known_args()
-    parser = run_parser(__doc__, name=chosen.sweep, base=SWEEPS[chosen.sweep]().base)
-    parser.add_argument(
-        "--sweep", default="quickstart", choices=sorted(SWEEPS), help="which arms (%(default)s)"
-    )
+    chosen, _ = which.parse_known_args()
+    parser = run_parser(__doc__, name=chosen.sweep, base=SWEEPS[chosen.sweep]().base, parents=[which])
     parser.add_argument(
         "--max-concurrent", type=int, help="trials at once; default: as many as the cluster holds"
     )
     parser.add_argument(
         "--confirm", type=int, default=1, help="how many knees to train again on 2 workers (%(default)s)"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.confirm < 0 or (args.max_concurrent is not None and args.max_concurrent < 1):
+        parser.error("--confirm must be at least 0 and --max-concurrent at least 1")
+    return args
 
 
 def sweep_from(args: argparse.Namespace) -> Sweep:

@@ -10,12 +10,11 @@ The same command again continues from the last checkpoint, or says that the run 
 import sys
 
 from jobs.command import command, connect, run_config, run_parser, tracking
-from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.sweeping.sweep import reason_of
 from orchestrator.tracking import TrackedRun, track_training
 from orchestrator.training.claim import claim
-from orchestrator.training.fit import Result, check_data, check_resources, fit, result_of, run_directory
+from orchestrator.training.fit import Result, check_data, check_resources, fit, identity, run_directory
 from orchestrator.training.loop import Metrics
 
 
@@ -29,10 +28,7 @@ def main() -> None:
             connect(show_workers=True)
             check_resources(run)
         store = tracking(args)
-        claim(run_directory(run), flat(run), args.mode)
-        if (done := result_of(run)) is not None:
-            print_result(run, done)
-            return
+        claim(run_directory(run), identity(run), args.mode)
         tracked = track_training(store, run, run_directory(run), role="train")
         try:
             result = fit(run, Progress(tracked, run), inline=inline)
@@ -42,6 +38,7 @@ def main() -> None:
             if isinstance(error, Exception):
                 sys.exit(f"error: {run.name} failed: {reason_of(error)}")
             raise
+        tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
         tracked.finish("FINISHED")
         print_result(run, result)
 

@@ -60,7 +60,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         UsageError: as `from_dict`.
     """
     tree = to_dict(config)
-    for path, value in sorted(changes.items(), key=lambda change: not change[0].endswith(".kind")):
+    for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
             here = ".".join(parents[:depth])
@@ -109,6 +109,10 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     """Fields of two flat configs that differ and may not when a run is resumed: field -> (old, new)."""
     names = [n for n in {**old, **new} if not n.startswith(MAY_CHANGE)]
     return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
+
+
+def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
+    return change[0].count("."), not change[0].endswith(".kind")
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import override
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeping.sweep import Sweep, reason_of
 from orchestrator.tracking import TrackedRun, Tracking, register_model, track_training
@@ -38,6 +38,16 @@ def confirm_config(sweep: Sweep, arm: str) -> RunConfig:
     return override(trial, changes)
 
 
+def check_confirm(sweep: Sweep) -> None:
+    """Raises UsageError, before anything is trained, if some arm could not be confirmed."""
+    for arm, run in sweep.runs().items():
+        if run.model.moe:
+            try:
+                check_resources(confirm_config(sweep, arm))
+            except UsageError as error:
+                raise UsageError(f"confirming {arm}: {error}; --confirm 0 leaves it out") from None
+
+
 def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, alias: str | None) -> Result:
     """Trains `confirm_config` as a child outside the frontier, and registers its model under `alias`.
 
@@ -45,11 +55,9 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
         UsageError: if the cluster cannot hold its workers.
     """
     run = confirm_config(sweep, arm)
+    if result_of(run) is None:
+        check_resources(run)
     directory = run_directory(run)
-    registered = directory / "registered.json"
-    if (done := result_of(run)) and (registered.exists() or not alias):
-        return done
-    check_resources(run)
     tracked = track_training(tracking, run, directory, parent=parent, role="confirm", arm=arm)
     try:
         result = fit(run, tracked.log, inline=False)
@@ -58,9 +66,10 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
         tracked.finish("FAILED")
         raise
     tracked.log(result.step, result.metrics)
-    if alias:
+    record = directory / f"registered-{tracked.run_id}.json"  # of another run, if its store was lost
+    if alias and result.status == "finished" and not record.exists():
         version = register_model(tracked, _trained(run), run, alias=alias)
-        storage.write_bytes(str(registered), json.dumps({"alias": alias, "version": version}).encode())
+        storage.write_bytes(str(record), json.dumps({"alias": alias, "version": version}).encode())
     tracked.finish("FINISHED")
     return result
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moe.cost import slots_per_token
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.picture import frontier_picture
 from orchestrator.frontier.points import Frontier, Point, Status, front_points, hypervolume
@@ -43,6 +43,8 @@ def publish(tracking: Tracking, name: str, folder: Path) -> Frontier:
     """Writes page and picture into `folder` and, with tags and hypervolume, to the sweep's MLflow run."""
     sweep = find_sweep(tracking, name)
     runs = children(tracking, sweep.tracked)
+    if not runs:
+        raise UsageError(f"sweep {name!r} has no trials yet")
     frontier = build_frontier(sweep, runs)
     members = {point.run_id for point in front_points(frontier)}
     for run in runs:

@@ -10,8 +10,7 @@ import ray
 import ray.tune
 from ray.tune.experiment import Trial
 
-from orchestrator.codec import flat
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, UsageError
 from orchestrator.sweeping.trial import run_trial, trial_config, trial_resources
 from orchestrator.tracking import TrackedRun, Tracking, children, track_training
 from orchestrator.training.claim import Mode, claim
@@ -21,6 +20,7 @@ from orchestrator.training.fit import (
     Result,
     check_data,
     check_resources,
+    identity,
     result_of,
     run_directory,
 )
@@ -52,7 +52,10 @@ Progress = Callable[[str, Outcomes], None]
 
 def check_sweep(sweep: Sweep) -> None:
     """Raises UsageError for an arm that is refused, data that is not whole, or too many workers."""
-    for run in sweep.runs().values():
+    runs = sweep.runs().values()
+    if len({run.scale for run in runs}) > 1:
+        raise UsageError("arms with different scale.* cannot share a sweep: set it once, for the base")
+    for run in runs:
         check_resources(run)
     check_data(sweep.base)
 
@@ -64,7 +67,7 @@ def claim_sweep(sweep: Sweep, mode: Mode) -> None:
         for arm, changes in sweep.arms.items()
         for field, value in changes.items()
     }
-    claim(run_directory(sweep.base), flat(sweep.base) | arms, mode)
+    claim(run_directory(sweep.base), identity(sweep.base) | arms, mode)
 
 
 def run_sweep(
@@ -124,7 +127,8 @@ class _TrialLog(ray.tune.Callback):
 
     def pending(self) -> list[str]:
         """Arms still to train. Of the others, those that MLflow was not told the end of are settled."""
-        told = {run.name for run in children(self.tracking, self.parent) if run.status == "FINISHED"}
+        trials = (run for run in children(self.tracking, self.parent) if run.tags["role"] == "trial")
+        told = {run.name for run in trials if run.status == "FINISHED"}
         for arm, run in self.runs.items():
             if result := result_of(run):
                 if arm not in told:

@@ -41,7 +41,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     *,
     config: Mapping[str, Any],
-    progress: Mapping[str, float],
+    progress: Mapping[str, Any],
     keep: int,
 ) -> None:
     """Writes ``step-<step>`` below `directory`, all ranks together, and deletes all but the `keep` newest."""
@@ -61,7 +61,9 @@ def save(
         if final.exists():  # left by a run that was interrupted between saving and going on
             shutil.rmtree(final)
         os.rename(partial, final)
-        for old in _steps(directory)[:-keep]:
+        steps = _steps(directory)
+        later = [path for path in steps if path.name > final.name]  # damaged, or this run would not be here
+        for old in later + [path for path in steps if path not in later][:-keep]:
             shutil.rmtree(old)
     _barrier()
 

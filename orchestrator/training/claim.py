@@ -29,7 +29,10 @@ def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
             raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
         storage.write_bytes(str(file), json.dumps(fields, indent=1).encode())
         return
-    old = json.loads(file.read_text())
+    try:
+        old = json.loads(file.read_text())
+    except ValueError:
+        raise UsageError(f"{file} is damaged; use --fresh to start over") from None
     if changes := changed_fields(old, json.loads(json.dumps(fields))):
         listed = "; ".join(f"{name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
         raise UsageError(

@@ -57,6 +57,11 @@ def result_of(run: RunConfig) -> Result | None:
     return Result(**json.loads(path.read_text())) if path.exists() else None
 
 
+def identity(run: RunConfig) -> dict[str, Any]:
+    """What makes a run the same run when it is resumed: its fields, and what its data holds."""
+    return flat(run) | {"data.digest": open_manifest(run.data.path).digest()}
+
+
 def check_data(run: RunConfig) -> None:
     """Raises UsageError if the shards are not whole, or hold classes that the model has no output for."""
     classes = len(open_manifest(run.data.path).classes)
@@ -74,11 +79,11 @@ def check_resources(run: RunConfig) -> None:
             raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
         return
     need = workers * CPU_PER_WORKER + CPU_FOR_DATA if workers > 1 else 1  # one reads its own data
-    if need > have["CPU"]:
-        fits = max(0, int((have["CPU"] - CPU_FOR_DATA) / CPU_PER_WORKER))
+    if need > have.get("CPU", 0):
+        fits = max(0, int((have.get("CPU", 0) - CPU_FOR_DATA) / CPU_PER_WORKER))
         raise UsageError(
             f"{workers} workers x {CPU_PER_WORKER} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the"
-            f" cluster has {have['CPU']:g}: use at most {fits} workers, or add nodes"
+            f" cluster has {have.get('CPU', 0):g}: use at most {fits} workers, or add nodes"
         )
 
 
@@ -103,8 +108,8 @@ def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
 
 def start(run: RunConfig) -> Result | None:
     """Claims the run's directory and checks its data; its result, if it is complete already."""
-    claim(run_directory(run), flat(run), "auto")
     check_data(run)
+    claim(run_directory(run), identity(run), "auto")
     return result_of(run)
 
 
@@ -170,20 +175,25 @@ def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, rang
     manifest = open_manifest(run.data.path)
     checkpoints = run_directory(run) / "checkpoints"
 
-    done, metrics, meter = 0, Metrics(), Meter()
+    done, reported, metrics, meter = 0, 0, Metrics(), Meter()
     if (path := checkpoint.agree(checkpoint.newest(checkpoints))) is not None:
         saved = checkpoint.load(path, model, optimizer)
-        done, metrics = saved["step"], saved["progress"]["metrics"]
-        meter = Meter(trained_s=saved["progress"]["trained_s"])
-        report(done, metrics)  # in case the crash came before it arrived
+        done, progress = saved["step"], saved["progress"]
+        reported, metrics, meter = (
+            progress["reported"],
+            progress["metrics"],
+            Meter(trained_s=progress["trained_s"]),
+        )
+        if reported:
+            report(reported, metrics)  # in case the crash came before it arrived
 
     def on_report(step: int, values: Metrics) -> None:
-        nonlocal metrics
-        metrics = values | costs(run, step)
+        nonlocal reported, metrics
+        reported, metrics = step, values | costs(run, step)
         report(step, metrics)
 
     def on_save(step: int) -> None:
-        progress = {"trained_s": meter.trained_s, "metrics": metrics}
+        progress = {"trained_s": meter.trained_s, "reported": reported, "metrics": metrics}
         keep = run.train.keep_checkpoints
         checkpoint.save(
             checkpoints, step, model, optimizer, config=to_dict(run), progress=progress, keep=keep
@@ -211,7 +221,7 @@ def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, rang
     except Diverged:
         status = "diverged"
     if rank == 0:
-        result = Result(status=status, step=run.train.steps, metrics=metrics)
+        result = Result(status=status, step=reported, metrics=metrics)
         storage.write_bytes(
             str(run_directory(run) / "result.json"), json.dumps(asdict(result), indent=1).encode()
         )

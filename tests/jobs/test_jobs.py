@@ -74,6 +74,10 @@ def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
             "images_per_group=5 does not divide the 64 images of one",
         ),
         (["--storage", "s3://bucket/runs"], "checkpoints need a directory"),
+        (["--storage", str(ROOT / "README.md")], "Not a directory|Cannot create directory|File exists"),
+        (["--set", "name=elsewhere"], "use --name"),
+        (["--set", "data.path=/x"], "use --data"),
+        (["--name", "mlflow.db"], "none of data, mlartifacts, mlflow.db"),
     ],
 )
 def test_bad_input_is_one_clear_line(main, flags, message, home, monkeypatch):

@@ -174,3 +174,15 @@ def test_defaults_of_rsqrt_are_none_and_stay_none() -> None:
     assert flat(RunConfig())["train.schedule.warmup_steps"] is None
     run = override(RunConfig(), {"train.schedule.warmup_steps": "12"})
     assert run.train.schedule == RsqrtConfig(warmup_steps=12)
+
+
+def test_a_whole_group_and_its_fields_in_any_order():
+    """The group first, then the kind below it, then the kind's own fields."""
+    changes = {
+        "model.moe.router.slots_per_expert": "2",
+        "model.moe.router.kind": "soft",
+        "model.moe": {"num_experts": 4},
+    }
+    moe = override(RunConfig(), changes).model.moe
+    assert moe is not None
+    assert (moe.num_experts, moe.router) == (4, SoftConfig(slots_per_expert=2))

@@ -208,3 +208,14 @@ def test_no_directory(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nothing") is None
     assert checkpoint.agree(tmp_path) == tmp_path
     assert checkpoint.agree(None) is None
+
+
+def test_after_a_fallback_the_damaged_later_one_makes_room(tmp_path: Path) -> None:
+    """It must not push out the good ones that come now."""
+    run = small_run()
+    model, optimizer = built(run)
+    for step in (5, 15):
+        save(tmp_path, run, step, model, optimizer, keep=1)
+    flip(data_file(tmp_path / "step-00000015"))
+    save(tmp_path, run, 6, model, optimizer, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]

@@ -1,6 +1,7 @@
 """Real Ray Train workers on this machine: the same numbers as one process, also when a worker is killed."""
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -92,6 +93,33 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     two = trained(run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2})
     assert_same(alone, quarter)
     assert_same(alone, two)
+
+
+def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
+    """Checkpoints fall between reports, and the crash between both."""
+    run = override(run, {"train.steps": 20, "train.report_every": 5, "train.checkpoint_every": 4})
+    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+
+    def crash_at_15(step: int, metrics: dict[str, float]) -> None:
+        if step == 15:
+            raise RuntimeError("unplugged")
+        to_file(tmp_path / "resumed.jsonl")(step, metrics)
+
+    resumed = override(run, {"name": "resumed"})
+    with pytest.raises(RuntimeError, match="unplugged"):
+        fit(resumed, crash_at_15, inline=True)
+    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl", inline=True))
+
+
+def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
+    copy = tmp_path / "copy"
+    shutil.copytree(digits, copy)
+    run = override(run, {"data.path": str(copy), "train.steps": 2})
+    fit(run, lambda step, metrics: None, inline=True)
+    manifest = copy / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"0"', '"zero"'))
+    with pytest.raises(UsageError, match=r"data\.digest"):
+        fit(run, lambda step, metrics: None, inline=True)
 
 
 def test_ray_data_reads_what_the_process_itself_reads(run, monkeypatch):
