@@ -1,11 +1,9 @@
-"""Which sample is at which position of training: a pure function of integers, and so the same for any world
-size.
+"""Which sample is at which position of training: a pure function of integers, the same for any world size.
 
 Positions count samples from the start of training: step s of batch size B covers s*B .. (s+1)*B, over epoch
-borders
-without a gap, and every sample comes once per epoch. In an epoch the shards are permuted, cut into windows of
-`shuffle_shards`, and the rows of a window are permuted together; so a reader needs one window in memory,
-and nothing here is proportional to the data set but the list of its shards.
+borders without a gap, and every sample comes once per epoch. In an epoch the shards are permuted, cut into
+windows of `shuffle_shards`, and the rows of a window are permuted together; so a reader needs one window in
+memory, and nothing here is proportional to the data set but the list of its shards.
 """
 
 from dataclasses import dataclass

@@ -15,9 +15,7 @@ from orchestrator.data.plan import Ints, Plan
 from orchestrator.data.shards import Manifest, read_shard
 from orchestrator.data.transforms import Augment, prepare
 
-BLOCK_BYTES = (
-    8 << 20
-)  # of decoded images per Ray Data task: small enough to stream, large enough to pay its start
+BLOCK_BYTES = 8 << 20  # of decoded images per Ray Data task, in whole steps: it streams, and pays its start
 
 
 class Batch(NamedTuple):
