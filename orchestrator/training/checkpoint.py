@@ -1,4 +1,4 @@
-"""Checkpoints: sharded by DCP, committed by a manifest; without one that verifies, a directory does not count.
+"""Checkpoints: sharded by DCP, committed by a manifest; without one that verifies, it does not count.
 
     checkpoints/step-00000100/   *.distcp, .metadata (each rank writes its share, loadable at any world size)
                                  manifest.json: progress, the run's config, SHA-256 of every file
