@@ -24,6 +24,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
     return os.environ | {
+        "PATH": f"{Path(RAY).parent}:{os.environ['PATH']}",  # as in an activated .venv
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "MOE_FRONTIER_HOME": str(tmp_path / "home"),
