@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,15 +63,15 @@ def _free_port() -> int:
 
 def submit(env: dict[str, str], head: str, *command: str) -> subprocess.CompletedProcess[str]:
     job = [RAY, "job", "submit", "--working-dir", ".", "--", "python", *command]
-    return subprocess.run(
-        job,
-        cwd=ROOT,
-        env=env | {"RAY_ADDRESS": head},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    env = env | {"RAY_ADDRESS": head}
+    for _ in range(10):
+        done = subprocess.run(
+            job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        if "No available agent to submit job" not in done.stdout + done.stderr:
+            return done
+        time.sleep(3)  # a head takes jobs a few seconds after `ray start` returns
+    raise TimeoutError("the head never took a job")
 
 
 def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
