@@ -103,7 +103,9 @@ def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
         train_worker(run, report=report, read=in_process)
     else:
         fit_on_workers(run, [ReportTo(report)])
-    return completed(run)
+    result = result_of(run)
+    assert result is not None, "workers ended without a result"
+    return result
 
 
 def start(run: RunConfig) -> Result | None:
@@ -111,12 +113,6 @@ def start(run: RunConfig) -> Result | None:
     check_data(run)
     claim(run_directory(run), identity(run), "auto")
     return result_of(run)
-
-
-def completed(run: RunConfig) -> Result:
-    result = result_of(run)
-    assert result is not None, "workers ended without a result"
-    return result
 
 
 def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
@@ -176,14 +172,12 @@ def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, rang
     checkpoints = run_directory(run) / "checkpoints"
 
     done, reported, metrics, meter = 0, 0, Metrics(), Meter()
-    if (path := checkpoint.agree(checkpoint.newest(checkpoints))) is not None:
+    found = checkpoint.newest(checkpoints) if rank == 0 else None  # one rank reads every byte, not all
+    if (path := checkpoint.agree(found)) is not None:
         saved = checkpoint.load(path, model, optimizer)
         done, progress = saved["step"], saved["progress"]
-        reported, metrics, meter = (
-            progress["reported"],
-            progress["metrics"],
-            Meter(trained_s=progress["trained_s"]),
-        )
+        reported, metrics = progress["reported"], progress["metrics"]
+        meter = Meter(trained_s=progress["trained_s"])
         if reported:
             report(reported, metrics)  # in case the crash came before it arrived
 
