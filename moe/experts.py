@@ -1,22 +1,37 @@
 """E independent MLPs as two batched matmuls.
 
 Source: V-MoE (Riquelme et al. 2021, section 2.1): Dense -> GELU (tanh approximation, as in the authors'
-code) -> Dense, biases on both. Weights are stored input-major, (E, in, out), which batched matmul reads
-fastest.
+code) -> Dense, biases on both; in fine-tuning, dropout after both (section 3.5). Weights are stored
+input-major, (E, in, out), which batched matmul reads fastest.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.init import Draw, xavier_uniform, zeros
+from moe.noise import dropout, mix
+
+Activation = Literal["gelu", "relu"]
 
 
 class Experts(nn.Module):
     """(E, N, D) -> (E, N, D). Knows nothing of routing or of other ranks."""
 
-    def __init__(self, num_experts: int, dim: int, hidden: int) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        activation: Activation = "gelu",
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
+        self.activation: Activation = activation
+        self.dropout = dropout
         self.w_in_EDF = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.b_in_EF = nn.Parameter(torch.empty(num_experts, hidden))
         self.w_out_EFD = nn.Parameter(torch.empty(num_experts, hidden, dim))
@@ -32,13 +47,39 @@ class Experts(nn.Module):
             "b_out_ED": zeros(),
         }
 
-    def forward(self, x_END: Tensor) -> Tensor:
-        return expert_mlps(x_END, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
+    def forward(self, x_END: Tensor, keys_EN: Tensor | None = None) -> Tensor:
+        """`keys_EN` (int64, one per row) seed dropout; without them there is none."""
+        return self.mlps(x_END, keys_EN, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
+
+    def mlps(
+        self,
+        x_END: Tensor,
+        keys_EN: Tensor | None,
+        w_in_EDF: Tensor,
+        b_in_EF: Tensor,
+        w_out_EFD: Tensor,
+        b_out_ED: Tensor,
+    ) -> Tensor:
+        if keys_EN is None or not self.dropout:
+            return expert_mlps(x_END, w_in_EDF, b_in_EF, w_out_EFD, b_out_ED, self.activation)
+        h_ENF = activate(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), self.activation)
+        h_ENF = dropout(h_ENF, self.dropout, mix(keys_EN, 0))
+        y_END = torch.baddbmm(b_out_ED.unsqueeze(1), h_ENF, w_out_EFD)
+        return dropout(y_END, self.dropout, mix(keys_EN, 1))
 
 
 def expert_mlps(
-    x_END: Tensor, w_in_EDF: Tensor, b_in_EF: Tensor, w_out_EFD: Tensor, b_out_ED: Tensor
+    x_END: Tensor,
+    w_in_EDF: Tensor,
+    b_in_EF: Tensor,
+    w_out_EFD: Tensor,
+    b_out_ED: Tensor,
+    activation: Activation = "gelu",
 ) -> Tensor:
     """Row n of expert e through that expert's MLP: (E, N, D) -> (E, N, D)."""
-    h_ENF = F.gelu(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), approximate="tanh")
+    h_ENF = activate(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), activation)
     return torch.baddbmm(b_out_ED.unsqueeze(1), h_ENF, w_out_EFD)
+
+
+def activate(h: Tensor, activation: Activation) -> Tensor:
+    return F.relu(h) if activation == "relu" else F.gelu(h, approximate="tanh")

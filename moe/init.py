@@ -53,7 +53,7 @@ def lecun_normal(fan_in: int) -> Draw:
 def init_weights(
     module: nn.Module, seed: int, local: Callable[[Tensor], tuple[Tensor, Region]] | None = None
 ) -> None:
-    """Sets every parameter of `module` in place.
+    """Sets every parameter and buffer of `module` in place.
 
     Our own modules say how in `draws()`; `nn.Linear`, `nn.Conv2d` and `nn.LayerNorm` have the usual rules.
     `local` maps a sharded parameter to this rank's tensor and the region of the whole that it covers.
@@ -65,6 +65,8 @@ def init_weights(
             fqn = f"{prefix}.{name}" if prefix else name
             with torch.no_grad():
                 _fill(tensor, draws[name], seed, fqn, tuple(param.shape), region)
+        for name, buffer in owner.named_buffers(recurse=False):  # buffers are never sharded
+            _fill(buffer, draws[name], seed, name, tuple(buffer.shape), (slice(None),))
 
 
 def _draws(owner: nn.Module) -> dict[str, Draw]:

@@ -3,9 +3,12 @@
 import re
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from moe.experts import Experts
+from moe.noise import mix, split
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import RouterConfig, TokenChoiceConfig, build_router
 from moe.routing import Routing
 
@@ -13,26 +16,33 @@ from moe.routing import Routing
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Attributes:
-    layers: which blocks are MoE: ``every_2`` (1, 3, 5, .. as V-MoE), ``last_<n>`` (the last n, as Soft
-    MoE), or
-        block indices from 0.
+    layers: which blocks are MoE, from 0: ``every_2`` (1, 3, 5, .. as V-MoE), ``last_<n>`` (the last n, as
+        Soft MoE), ``last_<n>_odd`` (the last n odd ones, as V-MoE's Last-n), or their indices.
     images_per_group: images that are routed together and compete for capacity; results depend on it, never
-    on the
-        number of ranks.
+        on the number of ranks.
+    expert_dropout: in the experts' MLPs, after both layers; V-MoE fine-tunes with 0.1.
+    residual: False leaves out the skip connection around the experts (Implicit Bias in Soft MoE, section
+        4.4.1), so that a model cannot ignore them.
     """
 
     layers: tuple[int, ...] | str = "every_2"
     num_experts: int = 8
     images_per_group: int = 1
     router: RouterConfig = TokenChoiceConfig()
+    expert_dropout: float = 0.0
+    residual: bool = True
 
     def __post_init__(self) -> None:
         if self.num_experts < 2:
             raise ValueError(f"num_experts must be at least 2, got {self.num_experts}")
         if self.images_per_group < 1:
             raise ValueError(f"images_per_group must be at least 1, got {self.images_per_group}")
-        if isinstance(self.layers, str) and not re.fullmatch(r"every_2|last_[1-9]\d*", self.layers):
-            raise ValueError(f"layers must be every_2, last_<n> or block indices, got {self.layers!r}")
+        if not 0 <= self.expert_dropout < 1:
+            raise ValueError(f"expert_dropout must lie in [0, 1), got {self.expert_dropout}")
+        if isinstance(self.layers, str) and not re.fullmatch(r"every_2|last_[1-9]\d*(_odd)?", self.layers):
+            raise ValueError(
+                f"layers must be every_2, last_<n>, last_<n>_odd or block indices, got {self.layers!r}"
+            )
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """Indices of the MoE blocks of a model with `depth` blocks.
@@ -43,8 +53,9 @@ class MoEConfig:
         if self.layers == "every_2":
             found = tuple(range(1, depth, 2))
         elif isinstance(self.layers, str):
-            count = int(self.layers.removeprefix("last_"))
-            found = tuple(range(depth - count, depth))
+            count = int(self.layers.split("_")[1])
+            among = range(1, depth, 2) if self.layers.endswith("odd") else range(depth)
+            found = tuple(among[-count:]) if count <= len(among) else ()
         else:
             found = tuple(sorted(set(self.layers)))
         if not found or found[0] < 0 or found[-1] >= depth:
@@ -55,15 +66,25 @@ class MoEConfig:
 
 
 class MoELayer(nn.Module):
-    def __init__(self, config: MoEConfig, *, dim: int, hidden: int) -> None:
+    """`block` is its place in the model: it tells layers' noise apart and names it in overrides."""
+
+    def __init__(self, config: MoEConfig, *, dim: int, hidden: int, block: int = 0) -> None:
         super().__init__()
         self.images_per_group = config.images_per_group
+        self.block = block
+        self.dropout = config.expert_dropout
         self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
-        self.experts: nn.Module = Experts(config.num_experts, dim, hidden)
+        self.experts: nn.Module = Experts(config.num_experts, dim, hidden, dropout=config.expert_dropout)
 
-    def forward(self, x_BSD: Tensor, valid_B: Tensor) -> tuple[Tensor, Routing]:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        valid_B: Tensor,
+        keys_B: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+    ) -> tuple[Tensor, Routing]:
         """Routes groups of `images_per_group` consecutive images; padding images (0 in `valid_B`) take no
-        slots.
+        slots. `keys_B` (int64) seed router noise and expert dropout; without them there is neither.
 
         Returns:
             (B, tokens per image, D), and the routing of the groups.
@@ -74,8 +95,20 @@ class MoELayer(nn.Module):
         B, tokens, _ = x_BSD.shape
         if B % self.images_per_group:
             raise ValueError(f"images_per_group={self.images_per_group} does not divide a batch of {B}")
-        x_GSD = x_BSD.reshape(B // self.images_per_group, self.images_per_group * tokens, -1)
+        G = B // self.images_per_group
+        x_GSD = x_BSD.reshape(G, self.images_per_group * tokens, -1)
         valid_GS = valid_B.unsqueeze(1).expand(-1, tokens).reshape(x_GSD.shape[:2])
-        routing = self.router(x_GSD, valid_GS)
-        y_GSD = routing.combine(self.experts(routing.dispatch(x_GSD)))
+        keys_GS = random_GS = None
+        if keys_B is not None:
+            keys_GS = split(mix(keys_B, self.block), tokens).view(valid_GS.shape)
+        if self.block in overrides.random_blocks:  # in evaluation, without keys, any numbers will do
+            random_B = torch.arange(B, device=x_BSD.device) if keys_B is None else keys_B
+            random_GS = split(mix(random_B, ~self.block), tokens).view(valid_GS.shape)
+        routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS)
+        x_END = routing.dispatch(x_GSD)
+        keys_EN = None
+        if keys_GS is not None and self.dropout:
+            E, N, _ = x_END.shape
+            keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
+        y_GSD = routing.combine(self.experts(x_END, keys_EN))
         return y_GSD.reshape(x_BSD.shape), routing

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from moe.experts import Experts, expert_mlps
+from moe.experts import Experts
 from moe.init import Region, init_weights
 from moe.layer import MoELayer
 from moe.vit import ViT, ViTConfig
@@ -35,7 +35,9 @@ class ExpertParallel(Experts):
     """
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
+        assert isinstance(experts, Experts)
         nn.Module.__init__(self)
+        self.activation, self.dropout = experts.activation, experts.dropout
         self.group = mesh.get_group()
         for name, whole in experts.named_parameters():
             share = torch.empty(
@@ -46,12 +48,16 @@ class ExpertParallel(Experts):
             )
             self.register_parameter(name, nn.Parameter(spread))
 
-    def forward(self, x_END: Tensor) -> Tensor:
-        R = self.group.size()
-        x_here = self._exchange(x_END).unflatten(0, (R, -1)).transpose(0, 1).flatten(1, 2)  # (E/R, R*N, D)
+    def forward(self, x_END: Tensor, keys_EN: Tensor | None = None) -> Tensor:
         weights = (self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
-        y_here = expert_mlps(x_here, *(w.to_local() if isinstance(w, DTensor) else w for w in weights))
-        return self._exchange(y_here.unflatten(1, (R, -1)).transpose(0, 1).flatten(0, 1))
+        local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        keys_here = None if keys_EN is None else self._to_experts(keys_EN)
+        y_here = self.mlps(self._to_experts(x_END), keys_here, *local)
+        return self._exchange(y_here.unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 1))
+
+    def _to_experts(self, rows: Tensor) -> Tensor:
+        """Every rank's rows for the experts that live here: (E, N, ...) -> (E/R, R*N, ...)."""
+        return self._exchange(rows).unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, blocks: Tensor) -> Tensor:
         return all_to_all_single(blocks.contiguous(), None, None, self.group)

@@ -1,7 +1,15 @@
-"""The ViT sizes of the papers. Source: Soft MoE, section 3.3, and its released code."""
+"""The models of the papers, with ImageNet's 1000 classes.
+
+Source: ``S/16`` and its like are the dense models of Soft MoE (section 3.3) and its released code, the
+``soft-`` ones its section 3.4: MoE in the last half of the blocks, one slot per expert. The ``vmoe-`` ones
+are V-MoE's (sections 3.1 and 3.6, table 2) with the released configs' class token, tanh layer and S of 8
+blocks; the size of ``vmoe-15B`` is not printed: this one has the printed 14.7B parameters.
+"""
 
 from dataclasses import replace
 
+from moe.layer import MoEConfig
+from moe.routers import SoftConfig, TokenChoiceConfig
 from moe.vit import ViTConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
@@ -9,14 +17,55 @@ _S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
 _B = ViTConfig(width=768, depth=12, heads=12, mlp_dim=3072)
 _L = ViTConfig(width=1024, depth=24, heads=16, mlp_dim=4096)
 _H = ViTConfig(width=1280, depth=32, heads=16, mlp_dim=5120)
+_SMALL_VMOE = ViTConfig(width=512, depth=8, heads=8, mlp_dim=2048)
+_15B = ViTConfig(width=1408, depth=48, heads=16, mlp_dim=6400)
 
-PRESETS = {"debug": _DEBUG} | {
-    f"{name}/{patch}": replace(size, patch_size=patch)
-    for name, size, patches in (
-        ("S", _S, (32, 16, 14, 8)),
-        ("B", _B, (32, 16)),
-        ("L", _L, (32, 16)),
-        ("H", _H, (14,)),
+
+def _soft(size: ViTConfig, patch_size: int, num_experts: int) -> ViTConfig:
+    moe = MoEConfig(layers=f"last_{size.depth // 2}", num_experts=num_experts, router=SoftConfig())
+    return replace(size, patch_size=patch_size, moe=moe)
+
+
+def _vmoe(size: ViTConfig, patch_size: int, layers: str = "every_2") -> ViTConfig:
+    router = TokenChoiceConfig(k=2, capacity_factor=1.05)
+    moe = MoEConfig(layers=layers, num_experts=32, images_per_group=8, router=router)
+    return replace(
+        size,
+        patch_size=patch_size,
+        pooling="token",
+        representation_size=size.width,
+        qk_norm=False,
+        moe=moe,
     )
-    for patch in patches
-}
+
+
+PRESETS = (
+    {"debug": _DEBUG}
+    | {
+        f"{name}/{patch}": replace(size, patch_size=patch)
+        for name, size, patches in (
+            ("S", _S, (32, 16, 14, 8)),
+            ("B", _B, (32, 16)),
+            ("L", _L, (32, 16)),
+            ("H", _H, (14,)),
+        )
+        for patch in patches
+    }
+    | {
+        "soft-S/16-128e": _soft(_S, 16, 128),
+        "soft-S/14-256e": _soft(_S, 14, 256),
+        "soft-B/16-128e": _soft(_B, 16, 128),
+        "soft-L/16-128e": _soft(_L, 16, 128),
+        "soft-H/14-128e": _soft(_H, 14, 128),
+        "soft-H/14-256e": _soft(_H, 14, 256),
+        "vmoe-S/32": _vmoe(_SMALL_VMOE, 32),
+        "vmoe-B/32": _vmoe(_B, 32),
+        "vmoe-B/16": _vmoe(_B, 16),
+        "vmoe-L/32": _vmoe(_L, 32),
+        "vmoe-L/16": _vmoe(_L, 16),
+        "vmoe-H/14-dense": replace(_vmoe(_H, 14), moe=None),
+        "vmoe-H/14": _vmoe(_H, 14),
+        "vmoe-H/14-last-5": _vmoe(_H, 14, "last_5_odd"),
+        "vmoe-15B": _vmoe(_15B, 14),
+    }
+)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -30,7 +29,17 @@ class Routing(Protocol):
 
     @property
     def stats(self) -> Mapping[str, Tensor]:
-        """Detached scalars to log; the keys of `routing_stats`, the same for every router."""
+        """Detached scalars to log: the keys of `moe.stats.routing_stats`, the same for every router."""
+        ...
+
+    @property
+    def gates_GSE(self) -> Tensor:
+        """How much each token's combination gives to each expert, before any dropping."""
+        ...
+
+    @property
+    def load_GE(self) -> Tensor:
+        """Tokens that want (soft: mass that goes to) each expert; detached."""
         ...
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
@@ -49,34 +58,37 @@ class GatherRouting:
     Attributes:
         token_GEC: index of the token in the slot; ``S`` marks an empty slot.
         weight_GEC: weight of the slot's output in its token's sum; 0 for empty slots.
-        num_tokens: S.
     """
 
     token_GEC: Tensor
     weight_GEC: Tensor
-    num_tokens: int
+    gates_GSE: Tensor
+    load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
-        x_padded = F.pad(x_GSD, (0, 0, 0, 1))  # row S is the zero token of empty slots
-        x_slots = x_padded.gather(1, self._index(x_GSD.shape[-1]))  # (G, E*C, D)
-        return x_slots.unflatten(1, self.token_GEC.shape[1:]).transpose(0, 1).flatten(1, 2)
+        D = x_GSD.shape[-1]
+        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)  # row S: the empty slots' token
+        return x_padded.flatten(0, 1).index_select(0, self._rows_EN()).view(self.token_GEC.shape[1], -1, D)
 
     def combine(self, y_END: Tensor) -> Tensor:
-        G, _, C = self.token_GEC.shape
-        y_slots = y_END.unflatten(1, (G, C)).transpose(0, 1).flatten(1, 2)  # (G, E*C, D)
-        weighted = y_slots * self.weight_GEC.flatten(1).unsqueeze(-1).to(y_slots.dtype)
-        out = weighted.new_zeros(G, self.num_tokens + 1, y_END.shape[-1])
-        return out.scatter_add(1, self._index(y_END.shape[-1]), weighted)[:, : self.num_tokens]
+        G, S, _ = self.gates_GSE.shape
+        weight_EN = self.weight_GEC.transpose(0, 1).flatten(1).unsqueeze(-1)
+        weighted = (y_END * weight_EN.to(y_END.dtype)).flatten(0, 1)
+        out = weighted.new_zeros(G * (S + 1), y_END.shape[-1]).index_add(0, self._rows_EN(), weighted)
+        return out.view(G, S + 1, -1)[:, :S]
 
-    def _index(self, width: int) -> Tensor:
-        return self.token_GEC.flatten(1).unsqueeze(-1).expand(-1, -1, width)
+    def _rows_EN(self) -> Tensor:
+        """Slots' tokens as rows of the padded (G * (S + 1), D), expert-major; flat."""
+        G, S, _ = self.gates_GSE.shape
+        offset_G = torch.arange(G, device=self.token_GEC.device) * (S + 1)
+        return (self.token_GEC + offset_G[:, None, None]).transpose(0, 1).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftRouting:
-    """Every slot is a convex mix of all tokens, every token a convex mix of all slots.
+    """Every slot is a mix of all tokens, every token a mix of all slots.
 
     Attributes:
         dispatch_GSEC: sums to 1 over S.
@@ -85,6 +97,8 @@ class SoftRouting:
 
     dispatch_GSEC: Tensor
     combine_GSEC: Tensor
+    gates_GSE: Tensor
+    load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
 
@@ -97,34 +111,28 @@ class SoftRouting:
         return torch.einsum("gsec,egcd->gsd", self.combine_GSEC.to(y_END.dtype), y_EGCD)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DenseRouting:
+    """Every expert sees every token (C = S); only the mix of their outputs is routed.
+
+    Attributes:
+        gates_GSE: weight of each expert's output; sums to 1 over E.
+    """
+
+    gates_GSE: Tensor
+    load_GE: Tensor
+    aux_G: Tensor
+    stats: Mapping[str, Tensor]
+
+    def dispatch(self, x_GSD: Tensor) -> Tensor:
+        return x_GSD.flatten(0, 1).expand(self.gates_GSE.shape[-1], -1, -1)
+
+    def combine(self, y_END: Tensor) -> Tensor:
+        G, S, _ = self.gates_GSE.shape
+        y_EGSD = y_END.unflatten(1, (G, S))
+        return torch.einsum("gse,egsd->gsd", self.gates_GSE.to(y_END.dtype), y_EGSD)
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """Router maths runs in float32 under bf16 weights, and in float64 where the model does."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def routing_stats(
-    gates_GSE: Tensor, load_GE: Tensor, seats_GS: Tensor, valid_GS: Tensor
-) -> dict[str, Tensor]:
-    """What every router reports, over the valid tokens of all groups; detached scalars.
-
-    Args:
-        gates_GSE: how much each token's combination gives to each expert, summing to 1 over E.
-        load_GE: tokens (or slot mass) per expert.
-        seats_GS: in how many slots each token sits.
-        valid_GS: 1 for real tokens, 0 for padding.
-
-    Returns:
-        ``dropped_frac`` tokens that no expert sees; ``load_cv`` standard deviation over mean of the experts'
-        load, averaged over groups with a valid token; ``gate_entropy_nats`` mean entropy of a token's gates.
-    """
-    gates_GSE, load_GE = gates_GSE.detach(), at_least_fp32(load_GE.detach())
-    count = valid_GS.sum(dtype=torch.float32).clamp(min=1)  # a bf16 mask would round it
-    filled_G = valid_GS.bool().any(1)
-    entropy_GS = -torch.xlogy(gates_GSE, gates_GSE).sum(-1)
-    dropped_GS = (seats_GS == 0).float()
-    load_cv_G = load_GE.std(-1, correction=0) / load_GE.mean(-1).clamp(min=1e-9)
-    return {
-        "dropped_frac": (dropped_GS * valid_GS).sum() / count,
-        "load_cv": (load_cv_G * filled_G).sum() / filled_G.sum().clamp(min=1),
-        "gate_entropy_nats": (entropy_GS * valid_GS).sum() / count,
-    }

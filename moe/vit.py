@@ -1,22 +1,35 @@
-"""A pre-norm Vision Transformer with global average pooling and optional MoE blocks.
+"""A pre-norm Vision Transformer with optional MoE blocks.
 
-Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) as their released code has them:
-learned position embedding, LayerNorm with epsilon 1e-6, tanh GELU, layer-normalised queries and keys.
+Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) and V-MoE (Riquelme et al. 2021) as
+their released code has them: LayerNorm with epsilon 1e-6, tanh GELU, a head that starts at zero.
 """
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.init import Draw, init_weights, normal, xavier_uniform, zeros
+from moe.dense import MLP, Attention, AttentionPooling, Head, sincos2d
+from moe.init import Draw, init_weights, normal, zeros
 from moe.layer import MoEConfig, MoELayer
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
+    """Attributes:
+    pooling: what the head sees: the mean of the tokens, a class token (the first of them, routed like any
+        other), or the answer of a learned probe that attends to them.
+    position: a learned embedding covers the class token; ``sincos2d`` leaves it out.
+    representation_size: width of a tanh layer between pooling and head; None is no such layer.
+    qk_norm: layer-normalised queries and keys, as Soft MoE; V-MoE has none.
+    head_bias: its initial value. The authors' sigmoid losses start from -ln(num_classes) or -10; a softmax
+        does not see it.
+    """
+
     image_size: int = 224
     patch_size: int = 16
     width: int = 384
@@ -24,23 +37,37 @@ class ViTConfig:
     heads: int = 6
     mlp_dim: int = 1536
     num_classes: int = 1000
+    pooling: Literal["gap", "token", "map"] = "gap"
+    position: Literal["learned", "sincos2d", "none"] = "learned"
+    representation_size: int | None = None
+    qk_norm: bool = True
+    head_bias: float = 0.0
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "patch_size", "width", "depth", "heads", "mlp_dim", "num_classes"):
+        sizes = ["image_size", "patch_size", "width", "depth", "heads", "mlp_dim", "num_classes"]
+        for name in sizes + ["representation_size"] * (self.representation_size is not None):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        if self.position == "sincos2d" and (self.width % 4 or self.width < 8):
+            raise ValueError(f"position='sincos2d' needs a width in multiples of 4 from 8, got {self.width}")
+        if not math.isfinite(self.head_bias):
+            raise ValueError(f"head_bias must be finite, got {self.head_bias}")
         if self.moe:
             self.moe.blocks(self.depth)
             self.slots()
 
+    def grid(self) -> int:
+        """Patches per side of an image."""
+        return self.image_size // self.patch_size
+
     def tokens(self) -> int:
-        """Tokens per image."""
-        return (self.image_size // self.patch_size) ** 2
+        """Tokens per image, a class token among them."""
+        return self.grid() ** 2 + (self.pooling == "token")
 
     def moe_blocks(self) -> tuple[int, ...]:
         return self.moe.blocks(self.depth) if self.moe else ()
@@ -58,57 +85,45 @@ class Output(NamedTuple):
     logits: (B, num_classes).
     aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
     stats: name -> (MoE layers,), detached.
+    routings: one per MoE layer if asked for, else ().
     """
 
     logits: Tensor
     aux: Tensor
     stats: dict[str, Tensor]
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = QKV(width, 3 * width)
-        self.norm_q = nn.LayerNorm(width // heads, eps=1e-6, bias=False)
-        self.norm_k = nn.LayerNorm(width // heads, eps=1e-6, bias=False)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
-        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+    routings: tuple[Routing, ...]
 
 
 class Block(nn.Module):
-    def __init__(self, config: ViTConfig, moe: MoEConfig | None) -> None:
+    def __init__(self, config: ViTConfig, moe: MoEConfig | None, index: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width, eps=1e-6)
-        self.attention = Attention(config.width, config.heads)
+        self.attention = Attention(config.width, config.heads, qk_norm=config.qk_norm)
         self.norm2 = nn.LayerNorm(config.width, eps=1e-6)
+        self.residual = not moe or moe.residual
         self.mlp = (
-            MoELayer(moe, dim=config.width, hidden=config.mlp_dim)
+            MoELayer(moe, dim=config.width, hidden=config.mlp_dim, block=index)
             if moe
             else MLP(config.width, config.mlp_dim)
         )
 
-    def forward(self, x_BSD: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Plain tensors, as FSDP hooks and compile want them: new x, auxiliary loss, statistics."""
+    def forward(
+        self,
+        x_BSD: Tensor,
+        valid_B: Tensor,
+        keys_B: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        return_routing: bool = False,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Routing | None]:
+        """New x, auxiliary loss, statistics: plain tensors, as FSDP hooks and checkpointing want them; the
+        routing only where it is asked for.
+        """
         x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
         if not isinstance(self.mlp, MoELayer):
-            return x_BSD + self.mlp(self.norm2(x_BSD)), x_BSD.new_zeros((), dtype=torch.float32), {}
-        y_BSD, routing = self.mlp(self.norm2(x_BSD), valid_B)
-        return x_BSD + y_BSD, routing.aux_G.mean(), dict(routing.stats)
+            return x_BSD + self.mlp(self.norm2(x_BSD)), x_BSD.new_zeros((), dtype=torch.float32), {}, None
+        y_BSD, routing = self.mlp(self.norm2(x_BSD), valid_B, keys_B, overrides)
+        x_BSD = x_BSD + y_BSD if self.residual else y_BSD
+        return x_BSD, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None
 
 
 class ViT(nn.Module):
@@ -120,44 +135,93 @@ class ViT(nn.Module):
         device, moe_blocks = torch.get_default_device(), config.moe_blocks()
         with torch.device("meta"):  # torch's layers draw weights of their own, from the global generator
             self.embed = nn.Conv2d(3, config.width, config.patch_size, config.patch_size)
-            self.position_SD = nn.Parameter(torch.empty(config.tokens(), config.width))
+            if config.pooling == "token":
+                self.class_token_D = nn.Parameter(torch.empty(config.width))
+            if config.position == "learned":
+                self.position_SD = nn.Parameter(torch.empty(config.tokens(), config.width))
             self.blocks = nn.ModuleList(
-                Block(config, config.moe if i in moe_blocks else None) for i in range(config.depth)
+                Block(config, config.moe if i in moe_blocks else None, i) for i in range(config.depth)
             )
             self.norm = nn.LayerNorm(config.width, eps=1e-6)
-            self.head = Head(config.width, config.num_classes)
+            if config.pooling == "map":
+                self.pool = AttentionPooling(
+                    config.width, config.heads, config.mlp_dim, qk_norm=config.qk_norm
+                )
+            if config.representation_size:
+                self.pre_logits = nn.Linear(config.width, config.representation_size)
+            self.head = Head(config.representation_size or config.width, config.num_classes, config.head_bias)
         if device.type != "meta":
             self.to_empty(device=device)
             init_weights(self, seed)
 
     def draws(self) -> dict[str, Draw]:
-        return {"position_SD": normal(0.02)}
+        return {"position_SD": normal(0.02), "class_token_D": zeros()}
 
-    def forward(self, images: Tensor, valid_B: Tensor | None = None) -> Output:
-        """images: (B, 3, H, W) in -1..1. `valid_B`: 0 for padding, which must not take capacity; else 1."""
+    def forward(
+        self,
+        images: Tensor,
+        valid_B: Tensor | None = None,
+        keys_B: Tensor | None = None,
+        routing_overrides: RoutingOverrides = AS_TRAINED,
+        return_routings: bool = False,
+    ) -> Output:
+        """images: (B, 3, H, W) in -1..1.
+
+        Args:
+            valid_B: 0 for padding, which must not take capacity; else 1.
+            keys_B: int64, seed router noise and expert dropout; None, as in evaluation, turns both off.
+
+        Raises:
+            ValueError: if an override names a block without experts, or the router refuses one.
+        """
+        x_BD, aux, stats, routings = self.features(
+            images, valid_B, keys_B, routing_overrides, return_routings
+        )
+        return Output(self.head(x_BD), aux, stats, routings)
+
+    def features(
+        self,
+        images: Tensor,
+        valid_B: Tensor | None = None,
+        keys_B: Tensor | None = None,
+        routing_overrides: RoutingOverrides = AS_TRAINED,
+        return_routings: bool = False,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
+        """`forward` without the head: (B, width or representation_size), then the rest of `Output`."""
+        moe_blocks = self.config.moe_blocks()
+        if dense := sorted(set(routing_overrides.random_blocks).difference(moe_blocks)):
+            raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")
         if valid_B is None:
             valid_B = images.new_ones(len(images))
-        x_BSD = self.embed(images).flatten(2).transpose(1, 2) + self.position_SD
-        aux, layers = x_BSD.new_zeros((), dtype=torch.float32), []
+        x_BSD = self._tokens(images)
+        aux, layers, routings = x_BSD.new_zeros((), dtype=torch.float32), [], []
         for block in self.blocks:
-            x_BSD, block_aux, stats = block(x_BSD, valid_B)
+            x_BSD, block_aux, stats, routing = block(
+                x_BSD, valid_B, keys_B, routing_overrides, return_routings
+            )
             aux = aux + block_aux
             if stats:
                 layers.append(stats)
+            if routing:
+                routings.append(routing)
         names = layers[0] if layers else ()
         stats = {name: torch.stack([layer[name] for layer in layers]) for name in names}
-        return Output(self.head(self.norm(x_BSD).mean(1)), aux, stats)
+        return self._pool(self.norm(x_BSD)), aux, stats, tuple(routings)
 
+    def _tokens(self, images: Tensor) -> Tensor:
+        # contiguous, or every LayerNorm of the residual stream would copy its input
+        x_BSD = self.embed(images).flatten(2).transpose(1, 2).contiguous()
+        if self.config.position == "sincos2d":
+            x_BSD = x_BSD + sincos2d(self.config.grid(), self.config.width, like=x_BSD)
+        if self.config.pooling == "token":
+            x_BSD = torch.cat([self.class_token_D.expand(len(images), 1, -1), x_BSD], 1)
+        if self.config.position == "learned":
+            x_BSD = x_BSD + self.position_SD
+        return x_BSD
 
-class QKV(nn.Linear):
-    """Queries, keys and values in one matmul, each drawn as a projection of its own."""
-
-    def draws(self) -> dict[str, Draw]:
-        return {"weight": xavier_uniform(self.in_features, self.out_features // 3), "bias": zeros()}
-
-
-class Head(nn.Linear):
-    """Starts at zero, so that training starts from the uniform prediction."""
-
-    def draws(self) -> dict[str, Draw]:
-        return {"weight": zeros(), "bias": zeros()}
+    def _pool(self, x_BSD: Tensor) -> Tensor:
+        if self.config.pooling == "map":
+            x_BD = self.pool(x_BSD)
+        else:
+            x_BD = x_BSD[:, 0] if self.config.pooling == "token" else x_BSD.mean(1)
+        return self.pre_logits(x_BD).tanh() if self.config.representation_size else x_BD

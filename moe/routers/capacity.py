@@ -1,27 +1,45 @@
 """How many slots an expert gets.
 
-Source: V-MoE section 2.4, B_e = round(k*N*P*C/E); Routers in Vision MoE section 3.1, round(c*T/E). `round`
-is half to even, as in the authors' code. Their later code rounds up to multiples of 4 instead; we follow
-the papers.
+Source: V-MoE section 2.4, B_e = round(k*N*P*C/E); Routers in Vision MoE section 3.1, round(c*T/E). `round` is
+half to even, as in the authors' code; their later code takes `ceil` and multiples of 4, which is told here
+by the config.
 """
 
+import math
+from dataclasses import dataclass
+from typing import Literal
 
-def slots_per_expert(assignments: int, num_experts: int, factor: float) -> int:
-    """Slots per expert and group for `assignments` tokens (times choices) in the group.
 
-    Raises:
-        ValueError: if that rounds to no slot at all.
+@dataclass(frozen=True, kw_only=True)
+class CapacityConfig:
+    """Attributes:
+    capacity_factor: slots over assignments (tokens, times choices); below 1 some must go without.
+    capacity_rounding, capacity_multiple_of: how the number of slots per expert becomes an integer.
     """
-    slots = round(assignments * factor / num_experts)
-    if slots < 1:
-        least = 0.5 * num_experts / assignments
-        raise ValueError(
-            f"capacity_factor={factor} leaves no slot: {assignments} assignments x {factor} / {num_experts}"
-            f" experts rounds to 0; use more than {least:.3g}, fewer experts or more images_per_group"
-        )
-    return slots
 
+    capacity_factor: float = 1.0
+    capacity_rounding: Literal["round", "ceil"] = "round"
+    capacity_multiple_of: int = 1
 
-def check_factor(factor: float) -> None:
-    if factor <= 0:
-        raise ValueError(f"capacity_factor must be positive, got {factor}")
+    def __post_init__(self) -> None:
+        if self.capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be positive, got {self.capacity_factor}")
+        if self.capacity_multiple_of < 1:
+            raise ValueError(f"capacity_multiple_of must be at least 1, got {self.capacity_multiple_of}")
+
+    def capacity(self, assignments: int, num_experts: int) -> int:
+        """Slots per expert and group for `assignments` in the group.
+
+        Raises:
+            ValueError: if that is no slot at all.
+        """
+        to_integer = round if self.capacity_rounding == "round" else math.ceil
+        slots = to_integer(assignments * self.capacity_factor / num_experts)
+        if slots < 1:
+            least = 0.5 * num_experts / assignments
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} leaves no slot: {assignments} assignments x"
+                f" {self.capacity_factor} / {num_experts} experts rounds to 0; use more than {least:.3g},"
+                " fewer experts or more images_per_group"
+            )
+        return math.ceil(slots / self.capacity_multiple_of) * self.capacity_multiple_of

@@ -1,7 +1,7 @@
 """Expert choice: every expert picks its C best tokens. Balanced by construction.
 
 Source: Zhou et al. 2022, https://arxiv.org/abs/2202.09368; Routers in Vision MoE, section 2.3 and algorithm
-2.
+2; with a Sinkhorn plan in place of the softmax section 2.4, with a sparsity-constrained one section 2.5.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,45 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, lecun_normal
-from moe.routers.capacity import check_factor, slots_per_expert
-from moe.routing import GatherRouting, at_least_fp32, routing_stats
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routers.affinity import (
+    AffinityConfig,
+    SoftmaxConfig,
+    SparseTransportConfig,
+    affinity,
+    router_logits,
+)
+from moe.routers.capacity import CapacityConfig
+from moe.routers.gather import gather_routing
+from moe.routing import GatherRouting
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertChoiceConfig:
+class ExpertChoiceConfig(CapacityConfig):
+    """Attributes:
+    affinity: what experts choose by.
+    combine: weigh outputs by the softmax (Routers, section 2.2) or by the affinity itself.
+    noise_std: of the training noise on the logits, over E.
+    """
+
     kind: Literal["expert_choice"] = "expert_choice"
-    capacity_factor: float = 1.0
+    affinity: AffinityConfig = SoftmaxConfig()
+    combine: Literal["softmax", "affinity"] = "softmax"
+    noise_std: float = 0.0
 
     def __post_init__(self) -> None:
-        check_factor(self.capacity_factor)
+        super().__post_init__()
+        if self.noise_std < 0:
+            raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
+        if self.combine == "affinity" and isinstance(self.affinity, SparseTransportConfig):
+            raise ValueError(
+                "combine='affinity' would train no router: the sparse_transport plan has no gradient;"
+                " use combine='softmax' or another affinity"
+            )
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """C: slots per expert in a group of `num_tokens`."""
-        slots = slots_per_expert(num_tokens, num_experts, self.capacity_factor)
+        slots = self.capacity(num_tokens, num_experts)
         if slots > num_tokens:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} asks each of {num_experts} experts for {slots} of"
@@ -44,24 +68,51 @@ class ExpertChoiceRouter(nn.Module):
     def draws(self) -> dict[str, Draw]:
         return {"gate_DE": lecun_normal(self.gate_DE.shape[0])}
 
-    def forward(self, x_GSD: Tensor, valid_GS: Tensor) -> GatherRouting:
-        G, S, _ = x_GSD.shape
-        gates_GSE = (at_least_fp32(x_GSD) @ at_least_fp32(self.gate_DE)).softmax(-1)
-        gates_GES = gates_GSE.transpose(1, 2)
-        capacity = self.config.slots(num_tokens=S, num_experts=self.num_experts)
-        preference = torch.where(valid_GS.bool().unsqueeze(1), gates_GES, -1.0)  # padding comes last
-        picked_GEC = preference.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
-        valid_GEC = valid_GS.bool().unsqueeze(1).expand_as(gates_GES).gather(2, picked_GEC)
-        token_GEC = torch.where(valid_GEC, picked_GEC, S)
-        seats_GS = token_GEC.new_zeros(G, S + 1).scatter_add(
-            1, token_GEC.flatten(1), valid_GEC.flatten(1).long()
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+    ) -> GatherRouting:
+        config = overrides.apply(self.config)
+        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
+        logits_GSE, noisy_GSE = router_logits(
+            x_GSD, self.gate_DE, noise_std=config.noise_std, keys_GS=keys_GS, random_GS=random_GS
         )
-        return GatherRouting(
-            token_GEC=token_GEC,
-            weight_GEC=gates_GES.gather(2, picked_GEC) * valid_GEC,
-            num_tokens=S,
-            aux_G=gates_GES.new_zeros(G),
-            stats=routing_stats(
-                gates_GSE=gates_GSE, load_GE=valid_GEC.sum(-1), seats_GS=seats_GS[:, :S], valid_GS=valid_GS
-            ),
+        gates_GSE = noisy_GSE.softmax(-1)
+        plan_GSE, residual_G = affinity(config.affinity, noisy_GSE, gates_GSE, valid_GS, capacity=capacity)
+        token_GEC = best_tokens(plan_GSE, valid_GS, capacity)
+        flip_G = None
+        if noisy_GSE is not logits_GSE:
+            flip_G = flip_share(logits_GSE.softmax(-1), gates_GSE, valid_GS, capacity)
+        return gather_routing(
+            token_GEC,
+            weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
+            gates_GSE=gates_GSE,
+            valid_GS=valid_GS,
+            overrides=overrides,
+            aux_G=gates_GSE.new_zeros(len(gates_GSE)),
+            load_GE=(token_GEC < x_GSD.shape[1]).sum(-1),
+            residual_G=residual_G,
+            flip_G=flip_G,
         )
+
+
+def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
+    """Each expert's best tokens, best first, ties to the earlier one; token_GEC as in `GatherRouting`."""
+    valid_GES = valid_GS.bool().unsqueeze(1).expand(-1, affinity_GSE.shape[-1], -1)
+    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)  # padding comes last
+    picked_GEC = preference_GES.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
+    return torch.where(valid_GES.gather(2, picked_GEC), picked_GEC, valid_GS.shape[1])
+
+
+def flip_share(clean_GSE: Tensor, noisy_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
+    """Share of the experts' `capacity` best tokens that noise replaces by others, (G,)."""
+    G, S, E = clean_GSE.shape
+    clean_GEC, noisy_GEC = (best_tokens(gates, valid_GS, capacity) for gates in (clean_GSE, noisy_GSE))
+    still_GES = torch.zeros(G, E, S + 1, device=clean_GSE.device).scatter(2, noisy_GEC, 1.0)
+    picked_GEC = (clean_GEC < S).float()
+    still_G = (still_GES.gather(2, clean_GEC) * picked_GEC).sum((1, 2))
+    return 1 - still_G / picked_GEC.sum((1, 2)).clamp(min=1)

@@ -1,8 +1,9 @@
 """Soft MoE: slots are convex mixes of tokens; nothing is dropped, nothing to balance.
 
 Source: Puigcerver et al. 2023, "From Sparse to Soft Mixtures of Experts", https://arxiv.org/abs/2308.00951,
-algorithms 1 and 2. Two things follow the authors' code where the text differs: the l2 norm has its epsilon
-under the root, and it touches only the logits: the experts see the tokens as they came.
+algorithms 1 and 2; ablations of section 3.6. Two things follow the authors' code where the text differs: the
+l2 norm has its epsilon under the root, and it touches only the logits: the experts see the tokens as they
+came. Slot i belongs to expert i // C, as in the text.
 """
 
 from dataclasses import dataclass
@@ -12,61 +13,172 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, constant, lecun_normal
-from moe.routing import SoftRouting, at_least_fp32, routing_stats
+from moe.noise import normal, split
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import SoftRouting, at_least_fp32
+from moe.stats import routing_stats
+
+Mix = Literal["soft", "uniform", "identity"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftConfig:
+    """Attributes:
+    slots_per_expert: slots of one expert; `total_slots`, over all experts, takes its place if given.
+    normalize: l2-normalise tokens and slot parameters, times a learned scale (section 2.3): with the
+        epsilon of the authors' code (``vmoe``), of algorithm 2 (``paper``), or not at all (``none``).
+    dispatch, combine: learned; the mean of all; or token i <-> slot i, which needs as many slots as tokens.
+    noise_std: of training noise on the logits, not over E.
+    """
+
     kind: Literal["soft"] = "soft"
     slots_per_expert: int = 1
-    normalize: bool = True  # l2-normalise tokens and slot parameters, times a learned scale (section 2.3)
+    total_slots: int | None = None
+    normalize: Literal["vmoe", "paper", "none"] = "vmoe"
     scale_init: float = 1.0
+    dispatch: Mix = "soft"
+    combine: Mix = "soft"
+    noise_std: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.slots_per_expert < 1:
-            raise ValueError(f"slots_per_expert must be at least 1, got {self.slots_per_expert}")
+        for name in ("slots_per_expert", "total_slots"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.noise_std < 0:
+            raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert, whatever the number of tokens."""
-        return self.slots_per_expert
+        """C: slots per expert; the number of tokens matters to ``identity`` alone.
+
+        Raises:
+            ValueError: if `total_slots` does not divide over the experts, or ``identity`` does not fit.
+        """
+        slots = self.num_slots(num_experts)
+        if "identity" in (self.dispatch, self.combine) and num_experts * slots != num_tokens:
+            raise ValueError(
+                f"identity needs a slot per token: {num_experts} experts x {slots} slots are not"
+                f" {num_tokens} tokens"
+            )
+        return slots
+
+    def num_slots(self, num_experts: int) -> int:
+        if self.total_slots is None:
+            return self.slots_per_expert
+        if self.total_slots % num_experts:
+            raise ValueError(f"total_slots={self.total_slots} does not divide over {num_experts} experts")
+        return self.total_slots // num_experts
+
+    def learned(self) -> bool:
+        """Whether there is anything to learn in the router."""
+        return "soft" in (self.dispatch, self.combine)
 
 
 class SoftRouter(nn.Module):
     def __init__(self, config: SoftConfig, *, dim: int, num_experts: int) -> None:
         super().__init__()
         self.config = config
-        self.phi_DEC = nn.Parameter(torch.empty(dim, num_experts, config.slots_per_expert))
-        if config.normalize:
-            self.scale = nn.Parameter(torch.empty(1))
+        self.shape = (num_experts, config.num_slots(num_experts))
+        if config.learned():
+            self.phi_DEC = nn.Parameter(torch.empty(dim, *self.shape))
+            if config.normalize != "none":
+                self.scale = nn.Parameter(torch.empty(1))
 
     def draws(self) -> dict[str, Draw]:
+        if not self.config.learned():
+            return {}
         dim, num_experts, _ = self.phi_DEC.shape  # the authors' initialiser counts the experts into the fan
         return {"phi_DEC": lecun_normal(dim * num_experts), "scale": constant(self.config.scale_init)}
 
-    def forward(self, x_GSD: Tensor, valid_GS: Tensor) -> SoftRouting:
-        unit_x, unit_phi = at_least_fp32(x_GSD), at_least_fp32(self.phi_DEC)
-        if self.config.normalize:
-            unit_x, unit_phi = l2_normalize(unit_x, dim=-1), self.scale * l2_normalize(unit_phi, dim=0)
-        logits_GSEC = torch.einsum("gsd,dec->gsec", unit_x, unit_phi)
-        # finite, so that a group of padding alone gives a uniform mix and not NaN
-        masked_GSEC = logits_GSEC.masked_fill(
-            ~valid_GS.bool()[..., None, None], torch.finfo(torch.float32).min
-        )
-        dispatch_GSEC = masked_GSEC.softmax(1)
-        combine_GSEC = logits_GSEC.flatten(2).softmax(-1).view_as(logits_GSEC)
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+    ) -> SoftRouting:
+        G, S, _ = x_GSD.shape
+        config = overrides.apply(self.config)
+        config.slots(num_tokens=S, num_experts=self.shape[0])
+        logits_GSEC = self._logits(x_GSD, keys_GS, random_GS) if config.learned() else None
+        dispatch_GSEC = self._mix(config.dispatch, logits_GSEC, x_GSD, valid_GS, over_tokens=True)
+        combine_GSEC = self._mix(config.combine, logits_GSEC, x_GSD, valid_GS, over_tokens=False)
+        valid_GS11 = valid_GS[..., None, None]
+        gates_GSE = combine_GSEC.sum(-1)
+        load_GE = (combine_GSEC.detach() * valid_GS11).sum((1, 3))
+        kept_GE = overrides.kept(load_GE)
+        if kept_GE is not None:
+            combine_GSEC = combine_GSEC * kept_GE[:, None, :, None]
+        # all slots see all tokens
+        everywhere_GS = torch.full_like(valid_GS, self.shape[0] * self.shape[1], dtype=torch.float32)
+        one_GS = torch.ones_like(valid_GS)
         return SoftRouting(
             dispatch_GSEC=dispatch_GSEC,
             combine_GSEC=combine_GSEC,
-            aux_G=logits_GSEC.new_zeros(len(x_GSD)),
+            gates_GSE=gates_GSE,
+            load_GE=load_GE,
+            aux_G=combine_GSEC.new_zeros(G),
             stats=routing_stats(
-                gates_GSE=combine_GSEC.sum(-1),
-                load_GE=(combine_GSEC * valid_GS[..., None, None]).sum((1, 3)),
-                seats_GS=torch.ones_like(valid_GS),  # every token is in every slot
+                gates_GSE=gates_GSE,
+                load_GE=load_GE,
+                chosen_GS=one_GS if config.dispatch == "identity" else everywhere_GS,
+                seats_GS=one_GS if config.dispatch == "identity" else everywhere_GS,
                 valid_GS=valid_GS,
+                slot_similarity_G=mean_cosine(dispatch_GSEC.detach().flatten(2)),
             ),
         )
+
+    def _logits(self, x_GSD: Tensor, keys_GS: Tensor | None, random_GS: Tensor | None) -> Tensor:
+        unit_x, unit_phi = at_least_fp32(x_GSD), at_least_fp32(self.phi_DEC)
+        if self.config.normalize != "none":
+            normalized = l2_normalize if self.config.normalize == "vmoe" else l2_normalize_as_printed
+            unit_x, unit_phi = normalized(unit_x, dim=-1), self.scale * normalized(unit_phi, dim=0)
+        logits_GSEC = torch.einsum("gsd,dec->gsec", unit_x, unit_phi)
+        slots = self.shape[0] * self.shape[1]
+        if random_GS is not None:
+            logits_GSEC = normal(split(random_GS, slots)).view_as(logits_GSEC).to(logits_GSEC.dtype)
+        if keys_GS is not None and self.config.noise_std:
+            noise = normal(split(keys_GS, slots)).view_as(logits_GSEC)
+            logits_GSEC = logits_GSEC + self.config.noise_std * noise.to(logits_GSEC.dtype)
+        return logits_GSEC
+
+    def _mix(
+        self, mix: Mix, logits_GSEC: Tensor | None, x_GSD: Tensor, valid_GS: Tensor, *, over_tokens: bool
+    ) -> Tensor:
+        """(G, S, E, C): weights over the valid tokens of a group for dispatch, over all slots for combine."""
+        G, S, _ = x_GSD.shape
+        dtype = torch.promote_types(x_GSD.dtype, torch.float32)
+        valid_GS11 = valid_GS.to(dtype)[..., None, None]
+        if mix == "identity":
+            eye = torch.eye(S, dtype=dtype, device=x_GSD.device).view(S, *self.shape).expand(G, -1, -1, -1)
+            return eye * valid_GS11 if over_tokens else eye
+        if mix == "uniform":
+            slots = self.shape[0] * self.shape[1]
+            share = valid_GS11 / valid_GS11.sum(1, keepdim=True).clamp(min=1) if over_tokens else 1 / slots
+            return x_GSD.new_ones(G, S, *self.shape, dtype=dtype) * share
+        assert logits_GSEC is not None
+        if not over_tokens:
+            return logits_GSEC.flatten(2).softmax(-1).view_as(logits_GSEC)
+        # finite, so that a group of padding alone gives a uniform mix and not NaN
+        lowest = torch.finfo(torch.float32).min
+        return logits_GSEC.masked_fill(~valid_GS.bool()[..., None, None], lowest).softmax(1)
 
 
 def l2_normalize(x: Tensor, *, dim: int) -> Tensor:
     """x / sqrt(sum x^2 + 1e-6), the authors' normalisation; finite, with a finite gradient, at 0."""
     return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + 1e-6)
+
+
+def l2_normalize_as_printed(x: Tensor, *, dim: int) -> Tensor:
+    """x / (|x| + 1e-6), algorithm 2 of the paper; another result for tiny x."""
+    return x / (torch.linalg.vector_norm(x, dim=dim, keepdim=True) + 1e-6)
+
+
+def mean_cosine(columns_GSN: Tensor) -> Tensor:
+    """Mean cosine between two different columns, (G,): 1 if all are alike, 0 if orthogonal (or only one).
+
+    The sum over all pairs is the squared length of the sum of unit columns, so no (N, N) array is made.
+    """
+    N = columns_GSN.shape[-1]
+    unit_GSN = columns_GSN / torch.linalg.vector_norm(columns_GSN, dim=1, keepdim=True).clamp(min=1e-12)
+    return (unit_GSN.sum(-1).square().sum(1) - unit_GSN.square().sum((1, 2))) / max(1, N * (N - 1))

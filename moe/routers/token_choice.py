@@ -1,7 +1,9 @@
 """Token choice: every token picks its K best experts, each of which has room for C tokens.
 
 Source: Riquelme et al. 2021, "Scaling Vision with Sparse MoE", https://arxiv.org/abs/2106.05974: softmax,
-then top-k (section 2.3); buffer capacity (2.4); first choices before second ones (algorithm 1).
+then top-k (section 2.3); buffer capacity (2.4); first choices before second ones (algorithm 1); batch
+prioritized routing (section 4.1, algorithm 2). With a Sinkhorn plan in place of the softmax: Routers in
+Vision MoE, section 2.2, which uses no auxiliary loss.
 """
 
 from dataclasses import dataclass
@@ -11,30 +13,50 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, lecun_normal
-from moe.routers.capacity import check_factor, slots_per_expert
-from moe.routers.losses import importance_loss
-from moe.routing import GatherRouting, at_least_fp32, routing_stats
+from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
+from moe.routers.affinity import SinkhornConfig, SoftmaxConfig, affinity, router_logits
+from moe.routers.capacity import CapacityConfig
+from moe.routers.gather import gather_routing
+from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
+from moe.routing import GatherRouting, at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenChoiceConfig:
+class TokenChoiceConfig(CapacityConfig):
+    """Attributes:
+    affinity: what tokens choose by.
+    combine: weigh outputs by the softmax (V-MoE; Routers, section 2.2) or by the affinity itself.
+    priority: who queues first when room is short: ``none`` the earlier token, ``max`` the token with the
+        largest affinity, ``sum`` the one with the largest sum over its choices (batch prioritized routing).
+    noise_std: of the training noise on the logits, over E.
+    importance_weight, load_weight, balance_weight, z_weight: of the auxiliary losses; load needs noise.
+    """
+
     kind: Literal["token_choice"] = "token_choice"
     k: int = 1
     capacity_factor: float = 1.05  # V-MoE section 3.1
-    importance_weight: float = 0.005  # the authors' released configs
+    affinity: SoftmaxConfig | SinkhornConfig = SoftmaxConfig()
+    combine: Literal["softmax", "affinity"] = "softmax"
+    priority: Priority = "none"
+    noise_std: float = 1.0  # V-MoE section 2.3
+    importance_weight: float = 0.005  # this and the next: the authors' released configs
+    load_weight: float = 0.005
+    balance_weight: float = 0.0
+    z_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
-        if self.importance_weight < 0:
-            raise ValueError(f"importance_weight must not be negative, got {self.importance_weight}")
-        check_factor(self.capacity_factor)
+        for name in ("noise_std", "importance_weight", "load_weight", "balance_weight", "z_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """C: slots per expert in a group of `num_tokens`."""
         if self.k > num_experts:
             raise ValueError(f"k={self.k} exceeds num_experts={num_experts}")
-        return slots_per_expert(num_tokens * self.k, num_experts, self.capacity_factor)
+        return self.capacity(num_tokens * self.k, num_experts)
 
 
 class TokenChoiceRouter(nn.Module):
@@ -47,53 +69,124 @@ class TokenChoiceRouter(nn.Module):
     def draws(self) -> dict[str, Draw]:
         return {"gate_DE": lecun_normal(self.gate_DE.shape[0])}
 
-    def forward(self, x_GSD: Tensor, valid_GS: Tensor) -> GatherRouting:
-        G, S, _ = x_GSD.shape
-        gates_GSE = (at_least_fp32(x_GSD) @ at_least_fp32(self.gate_DE)).softmax(-1)
-        expert_GSK = gates_GSE.argsort(dim=-1, descending=True, stable=True)[..., : self.config.k]
-        capacity = self.config.slots(num_tokens=S, num_experts=self.num_experts)
-        token_GEC = fill_slots(expert_GSK, valid_GS, num_experts=self.num_experts, capacity=capacity)
-
-        seated_GEC = token_GEC < S
-        gates_GES = gates_GSE.transpose(1, 2)
-        weight_GEC = gates_GES.gather(2, token_GEC.clamp(max=S - 1)) * seated_GEC
-        seats_GS = token_GEC.new_zeros(G, S + 1).scatter_add(
-            1, token_GEC.flatten(1), seated_GEC.flatten(1).long()
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+    ) -> GatherRouting:
+        config = overrides.apply(self.config)
+        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
+        logits_GSE, noisy_GSE = router_logits(
+            x_GSD, self.gate_DE, noise_std=config.noise_std, keys_GS=keys_GS, random_GS=random_GS
         )
+        gates_GSE = noisy_GSE.softmax(-1)
+        plan_GSE, residual_G = affinity(config.affinity, noisy_GSE, gates_GSE, valid_GS, capacity=capacity)
+        expert_GSK = top_experts(plan_GSE, config.k)
         chosen_GSE = torch.zeros_like(gates_GSE).scatter(-1, expert_GSK, 1.0) * valid_GS.unsqueeze(-1)
-        return GatherRouting(
-            token_GEC=token_GEC,
-            weight_GEC=weight_GEC,
-            num_tokens=S,
-            aux_G=self.config.importance_weight * importance_loss(gates_GSE, valid_GS),
-            stats=routing_stats(
-                gates_GSE=gates_GSE, load_GE=chosen_GSE.sum(1), seats_GS=seats_GS[:, :S], valid_GS=valid_GS
+        return gather_routing(
+            fill_slots(
+                expert_GSK,
+                valid_GS,
+                queue_priority(plan_GSE, expert_GSK, config.priority),
+                num_experts=self.num_experts,
+                capacity=capacity,
             ),
+            weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
+            gates_GSE=gates_GSE,
+            valid_GS=valid_GS,
+            overrides=overrides,
+            aux_G=auxiliary_loss(config, logits_GSE, noisy_GSE, gates_GSE, valid_GS),
+            load_GE=chosen_GSE.sum(1),
+            chosen_GS=chosen_GSE.sum(2),
+            residual_G=residual_G,
+            flip_G=None if noisy_GSE is logits_GSE else flip_share(logits_GSE, noisy_GSE, valid_GS, config.k),
         )
 
 
-def fill_slots(expert_GSK: Tensor, valid_GS: Tensor, *, num_experts: int, capacity: int) -> Tensor:
-    """Seats each assignment in its expert's queue: all first choices, then all second ones, each in token
-    order.
+def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:
+    """Each token's k best experts, best first, ties to the lower index: (G, S, K).
 
-    V-MoE algorithm 1 without its loops: a stable sort by expert of the choice-major list keeps the queue
-    order, and an assignment's seat is its distance from the first of its expert. Padding tokens queue for
-    no expert.
+    `argmax` gives the first of equals; `topk` gives any, and a stable sort costs more at small k.
+    """
+    left_GSE, best = affinity_GSE.detach(), []
+    for _ in range(k):
+        best.append(left_GSE.argmax(-1, keepdim=True))
+        left_GSE = left_GSE.scatter(-1, best[-1], -torch.inf)
+    return torch.cat(best, -1)
+
+
+def queue_priority(affinity_GSE: Tensor, expert_GSK: Tensor, priority: Priority) -> Tensor | None:
+    """What decides who queues first; None for the order of the tokens."""
+    if priority == "max":
+        return affinity_GSE.detach().amax(-1)
+    if priority == "sum":
+        return affinity_GSE.detach().gather(-1, expert_GSK).sum(-1)
+    return None
+
+
+def fill_slots(
+    expert_GSK: Tensor,
+    valid_GS: Tensor,
+    priority_GS: Tensor | None = None,
+    *,
+    num_experts: int,
+    capacity: int,
+) -> Tensor:
+    """Seats each assignment in its expert's queue: all first choices, then all second ones, each by
+    descending priority (ties to the earlier token) or in token order.
+
+    V-MoE algorithms 1 and 2 without their loops: a stable sort by expert of the choice-major list keeps the
+    queue order, and an assignment's seat is its distance from the first of its expert. Padding tokens queue
+    for no expert.
 
     Returns:
         token_GEC as in `GatherRouting`.
     """
     G, S, K = expert_GSK.shape
-    expert = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts)  # E: the queue to nowhere
-    expert_GQ = expert.transpose(1, 2).flatten(1)  # Q = K*S assignments, choice-major
+    expert_GSK = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts)  # E: a queue to nowhere
+    place_GS = None if priority_GS is None else priority_GS.argsort(dim=1, descending=True, stable=True)
+    if place_GS is not None:
+        expert_GSK = expert_GSK.gather(1, place_GS.unsqueeze(-1).expand(-1, -1, K))
+    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)  # Q = K*S assignments, choice-major
     sorted_GQ, order_GQ = expert_GQ.sort(dim=1, stable=True)
     first_GE = torch.searchsorted(
-        sorted_GQ, torch.arange(num_experts + 1, device=expert.device).expand(G, -1).contiguous()
+        sorted_GQ, torch.arange(num_experts + 1, device=expert_GQ.device).expand(G, -1).contiguous()
     )
-    seat_GQ = torch.arange(K * S, device=expert.device) - first_GE.gather(1, sorted_GQ)
+    seat_GQ = torch.arange(K * S, device=expert_GQ.device) - first_GE.gather(1, sorted_GQ)
 
     overflow = num_experts * capacity  # one slot more collects the dropped, and is then cut off
     kept_GQ = (seat_GQ < capacity) & (sorted_GQ < num_experts)
     slot_GQ = torch.where(kept_GQ, sorted_GQ * capacity + seat_GQ, overflow)
-    token_slots = order_GQ.new_full((G, overflow + 1), S).scatter(1, slot_GQ, order_GQ % S)
+    token_GQ = order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
+    token_slots = order_GQ.new_full((G, overflow + 1), S).scatter(1, slot_GQ, token_GQ)
     return token_slots[:, :overflow].unflatten(1, (num_experts, capacity))
+
+
+def auxiliary_loss(
+    config: TokenChoiceConfig, logits_GSE: Tensor, noisy_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor
+) -> Tensor:
+    """The weighted sum of each group, (G,); `gates_GSE` is the softmax of the noisy logits."""
+    noise = noisy_GSE is not logits_GSE
+    aux_G = gates_GSE.new_zeros(len(gates_GSE))
+    if config.importance_weight:
+        clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
+        aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
+    if config.load_weight and noise:
+        std = config.noise_std / gates_GSE.shape[-1]
+        aux_G = aux_G + config.load_weight * load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
+    if config.balance_weight:
+        aux_G = aux_G + config.balance_weight * balance_loss(gates_GSE, valid_GS)
+    if config.z_weight:
+        aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
+    return aux_G
+
+
+def flip_share(logits_GSE: Tensor, noisy_GSE: Tensor, valid_GS: Tensor, k: int) -> Tensor:
+    """Share of the tokens' k largest logits that noise replaces by others, (G,)."""
+    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    still_GSK = torch.zeros_like(logits_GSE).scatter(-1, noisy_GSE.topk(k).indices, 1.0)
+    still_GS = still_GSK.gather(-1, logits_GSE.topk(k).indices).mean(-1)
+    return ((1 - still_GS) * valid_GS).sum(1) / valid_GS.sum(1).clamp(min=1)

@@ -23,11 +23,14 @@ class Batch(NamedTuple):
     image: (B, 3, H, W) uint8.
     label: (B,) int64.
     valid: (B,) float, 0 for the padding of the last evaluation batch.
+    key: (B,) int64, the image's place in the run (or in the validation set), the same for every number of
+        workers: what its router noise depends on.
     """
 
     image: Tensor
     label: Tensor
     valid: Tensor
+    key: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,19 +54,20 @@ class Stream:
         return np.arange(first, first + self.share())
 
     def read(self, steps: range) -> dict[str, np.ndarray]:
-        """This worker's images of `steps`, one step after the other: image (n, 3, H, W) uint8, label (n,)."""
+        """This worker's images of `steps`, one step after the other: image (n, 3, H, W) uint8, label and key
+        (n,).
+        """
         shards = self.manifest.splits["train"]
         images, labels = [], []
-        for epoch, shard, row in zip(
-            *self.plan.locate(np.concatenate([self.positions(s) for s in steps])), strict=True
-        ):
+        positions = np.concatenate([self.positions(s) for s in steps])
+        for epoch, shard, row in zip(*self.plan.locate(positions), strict=True):
             table = read_shard(self.path, shards[shard])
             key = f"{self.plan.seed}/{epoch}/{table['key'][row].as_py()}"
             images.append(
                 prepare(table["image"][row].as_py(), self.image_size, augment=self.augment, key=key)
             )
             labels.append(table["label"][row].as_py())
-        return {"image": torch.stack(images).numpy(), "label": np.array(labels)}
+        return {"image": torch.stack(images).numpy(), "label": np.array(labels), "key": positions}
 
 
 def open_stream(run: RunConfig, manifest: Manifest, *, rank: int, workers: int) -> Stream:
@@ -115,16 +119,18 @@ def validation(run: RunConfig, manifest: Manifest, *, rank: int, workers: int) -
     for first in range(0, int(counts[-1]), run.data.batch_size):
         images = torch.zeros(share, 3, run.model.image_size, run.model.image_size, dtype=torch.uint8)
         labels, valid = torch.zeros(share, dtype=torch.int64), torch.zeros(share)
-        mine = range(first + rank * share, min(first + (rank + 1) * share, int(counts[-1])))
+        start = first + rank * share
+        mine = range(start, min(start + share, int(counts[-1])))
         for i, position in enumerate(mine):
             shard = int(np.searchsorted(counts, position, side="right")) - 1
             table = read_shard(run.data.path, manifest.splits["val"][shard])
             row = int(position - counts[shard])
             images[i] = prepare(table["image"][row].as_py(), run.model.image_size)
             labels[i], valid[i] = table["label"][row].as_py(), 1
-        yield Batch(images, labels, valid)
+        yield Batch(images, labels, valid, torch.arange(start, start + share))
 
 
 def _batch(rows: Any) -> Batch:
     # copied, because Ray Data's arrays are read-only views of its object store
-    return Batch(torch.tensor(rows["image"]), torch.tensor(rows["label"]), torch.ones(len(rows["label"])))
+    image, label, key = (torch.tensor(rows[name]) for name in ("image", "label", "key"))
+    return Batch(image, label, torch.ones(len(label)), key)

@@ -75,7 +75,7 @@ def _point(run: Found, config: RunConfig, quality: str, cost: str) -> Point:
     details |= {label: run.metrics[name] for name, label in MEASURED if name in run.metrics}
     return Point(
         arm=run.tags["arm"],
-        family=moe.router.kind if moe else "dense",
+        family=_family(config),
         cost=run.metrics.get(cost, known.get(cost, float("nan"))),
         quality=run.metrics.get(quality, float("nan")),
         size=slots_per_token(config.model),
@@ -84,6 +84,15 @@ def _point(run: Found, config: RunConfig, quality: str, cost: str) -> Point:
         status=_status(run),
         details=details,
     )
+
+
+def _family(config: RunConfig) -> str:
+    """The kind of router, after the plan it goes by if that is not the softmax (Routers, figure 1)."""
+    if not config.model.moe:
+        return "dense"
+    router = config.model.moe.router
+    plan = getattr(router, "affinity", None)
+    return router.kind if plan is None or plan.kind == "softmax" else f"{plan.kind}_{router.kind}"
 
 
 def _status(run: Found) -> Status:

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.noise import mix
 from moe.parallel import clip_grad_norm, sum_over_ranks
+from moe.routers.mixture import MixtureRouter
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
@@ -74,6 +76,9 @@ def train_step(
     rate = learning_rate(run.train.schedule, step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    for module in model.modules():
+        if isinstance(module, MixtureRouter):
+            module.anneal(step)
     optimizer.zero_grad(set_to_none=True)
     passes = [_forward_backward(model, part, run) for part in _microbatches(batch, run.images_per_pass())]
     grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
@@ -85,7 +90,7 @@ def train_step(
 
 def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[str, Tensor]:
     share = len(batch.label) / run.data.batch_size
-    output = model(normalize(batch.image))
+    output = model(normalize(batch.image), keys_B=mix(batch.key, run.train.seed))
     loss_class = F.cross_entropy(output.logits, batch.label, reduction="sum") / run.data.batch_size
     loss_router = output.aux * share
     (loss_class + loss_router).backward()

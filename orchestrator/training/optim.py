@@ -33,8 +33,10 @@ def _weight_decay(config: OptimizerConfig, name: str) -> float:
 
 
 def learning_rate(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:
-    """Rate of update `step`, from 0; the first update of a warm-up has rate 0, as in the reference."""
+    """Rate of update `step`, from 0; the first update of a warm-up has rate 0, as in the reference. Beyond
+    `total` it stays what it ended with."""
     warmup, cooldown = config.phases(total)
+    step = min(step, total)
     if step < warmup:
         return peak * step / warmup
     if isinstance(config, RsqrtConfig):

@@ -1,5 +1,6 @@
 """The whole model: shapes, configs that cannot be, padding, learning, compiling."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from moe.layer import MoEConfig
+from moe.overrides import RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import Attention, ViT, ViTConfig
+from moe.vit import ViT, ViTConfig
 
 routers = [None, *(kind() for kind in ROUTERS)]
+each_router = pytest.mark.parametrize("router", routers[1:], ids=lambda r: r.kind)
 each_model = pytest.mark.parametrize("router", routers, ids=lambda r: r.kind if r else "dense")
 
 
@@ -21,36 +24,61 @@ def images(count: int, seed: int = 0) -> torch.Tensor:
 
 @each_model
 def test_output(build_vit, router):
-    logits, aux, stats = build_vit(router, layers="last_2")(images(4))
+    logits, aux, stats, routings = build_vit(router, layers="last_2")(images(4))
     assert logits.shape == (4, 10)
     assert aux.shape == ()
-    names = {"dropped_frac", "load_cv", "gate_entropy_nats"} if router else set()
-    assert set(stats) == names
+    assert ("dropped_frac" in stats) == (router is not None)
     assert all(value.shape == (2,) and not value.requires_grad for value in stats.values())
+    assert routings == ()
 
 
-def test_presets_are_the_papers_sizes():
-    """Soft MoE, section 3.3: tokens, width, depth, heads, hidden."""
-    sizes = {
-        name: (c.tokens(), c.width, c.depth, c.heads, c.mlp_dim)
-        for name, c in PRESETS.items()
-        if name != "debug"
-    }
-    assert sizes == {
-        "S/32": (49, 384, 12, 6, 1536),
-        "S/16": (196, 384, 12, 6, 1536),
-        "S/14": (256, 384, 12, 6, 1536),
-        "S/8": (784, 384, 12, 6, 1536),
-        "B/32": (49, 768, 12, 12, 3072),
-        "B/16": (196, 768, 12, 12, 3072),
-        "L/32": (49, 1024, 24, 16, 4096),
-        "L/16": (196, 1024, 24, 16, 4096),
-        "H/14": (256, 1280, 32, 16, 5120),
-    }
+@each_model
+def test_routings_if_asked(build_vit, router):
+    """One per MoE layer, of the same forward pass; groups of two images."""
+    model = build_vit(router, layers="last_2", images_per_group=2)
+    output, asked = model(images(4)), model(images(4), return_routings=True)
+    assert torch.equal(output.logits, asked.logits)
+    assert [r.gates_GSE.shape for r in asked.routings] == [(2, 32, 4)] * (2 if router else 0)
+    if router:
+        aux = torch.stack([r.aux_G.mean() for r in asked.routings]).sum()
+        torch.testing.assert_close(aux, asked.aux)
 
 
-def test_starts_with_the_uniform_prediction():
-    assert ViT(PRESETS["debug"])(images(2)).logits.eq(0).all()
+@each_model
+def test_features_are_what_the_head_sees(build_vit, router):
+    model = build_vit(router)
+    features, *rest = model.features(images(4))
+    output = model(images(4))
+    assert features.shape == (4, 32)
+    assert torch.equal(model.head(features), output.logits)
+    assert torch.equal(rest[0], output.aux)
+
+
+@pytest.mark.parametrize("bias", [0.0, -math.log(10)])
+def test_starts_with_the_same_prediction(bias):
+    assert ViT(replace(PRESETS["debug"], head_bias=bias))(images(2)).logits.eq(bias).all()
+
+
+def test_names_of_checkpoints():
+    """Of the default config they stay; what is new has names of its own."""
+    config = replace(PRESETS["debug"], depth=1)
+
+    def names(**fields) -> set[str]:
+        return set(ViT(replace(config, **fields)).state_dict())
+
+    norms = {f"blocks.0.{n}.{p}" for n in ("norm1", "norm2") for p in ("weight", "bias")}
+    layers = {
+        f"{layer}.{p}"
+        for layer in ("embed", "norm", "head", "blocks.0.attention.qkv", "blocks.0.attention.out")
+        for p in ("weight", "bias")
+    } | {f"blocks.0.mlp.{layer}.{p}" for layer in ("up", "down") for p in ("weight", "bias")}
+    qk_norm = {"blocks.0.attention.norm_q.weight", "blocks.0.attention.norm_k.weight"}
+    assert names() == norms | layers | qk_norm | {"position_SD"}
+    assert names(qk_norm=False) == names() - qk_norm
+    assert names(pooling="token") == names() | {"class_token_D"}
+    assert names(position="sincos2d") == names(position="none") == names() - {"position_SD"}
+    assert names(representation_size=5) == names() | {"pre_logits.weight", "pre_logits.bias"}
+    assert {name.split(".")[0] for name in names(pooling="map") - names()} == {"pool"}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +88,9 @@ def test_starts_with_the_uniform_prediction():
         ({"heads": 7}, "heads=7 does not divide width=384"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must be at least 1, got -1"),
+        ({"representation_size": 0}, "representation_size must be at least 1, got 0"),
+        ({"position": "sincos2d", "width": 390}, "multiples of 4 from 8, got 390"),
+        ({"head_bias": -math.inf}, "head_bias must be finite, got -inf"),
         ({"moe": MoEConfig(layers=(12,))}, r"layers=\(12,\) does not fit depth=12"),
         ({"moe": MoEConfig(num_experts=500)}, "capacity_factor=1.05 leaves no slot: 196 assignments"),
         ({"moe": MoEConfig(router=TokenChoiceConfig(k=9))}, "k=9 exceeds num_experts=8"),
@@ -81,18 +112,80 @@ def test_slots_are_those_of_a_group():
     assert slots(SoftConfig(slots_per_expert=5), images_per_group=4) == 5
 
 
-def test_attention_is_its_definition():
-    """softmax(norm(q) norm(k)^T / sqrt(width of a head)) v for every head."""
-    attention, x = Attention(12, 3), torch.randn(2, 5, 12)
-    torch.nn.init.normal_(attention.norm_q.weight)
-    q, k, v = attention.qkv(x).chunk(3, -1)
-    heads = []
-    for h in range(3):
-        part = slice(4 * h, 4 * h + 4)
-        q_h = F.layer_norm(q[..., part], (4,), attention.norm_q.weight, eps=1e-6)
-        k_h = F.layer_norm(k[..., part], (4,), attention.norm_k.weight, eps=1e-6)
-        heads.append((q_h @ k_h.mT / 2).softmax(-1) @ v[..., part])
-    torch.testing.assert_close(attention(x), attention.out(torch.cat(heads, -1)))
+def test_routers_see_the_class_token():
+    config = replace(
+        PRESETS["S/16"], pooling="token", moe=MoEConfig(router=ExpertChoiceConfig(), images_per_group=8)
+    )
+    assert config.tokens() == 197
+    assert config.slots() == 197
+
+
+def shuffled(x: torch.Tensor) -> torch.Tensor:
+    """Patches of 2 x 2 in reverse order."""
+    patches = x.unflatten(2, (4, 2)).unflatten(4, (4, 2))
+    return patches.flip(2, 4).flatten(4, 5).flatten(2, 3)
+
+
+@pytest.mark.parametrize("pooling", ["gap", "token", "map"])
+@pytest.mark.parametrize("position", ["learned", "sincos2d", "none"])
+def test_position_matters_where_there_is_one(pooling, position):
+    model = ViT(replace(PRESETS["debug"], pooling=pooling, position=position, representation_size=6))
+    one, other = model.features(images(2))[0], model.features(shuffled(images(2)))[0]
+    assert one.shape == (2, 6)
+    assert one.abs().max() < 1
+    assert torch.allclose(one, other, atol=1e-5) == (position == "none")
+
+
+@pytest.mark.parametrize("position", ["learned", "sincos2d"])
+def test_class_token_comes_first(position):
+    """And has a learned position of its own, but no sine or cosine."""
+    model = ViT(replace(PRESETS["debug"], pooling="token", position=position))
+    torch.nn.init.normal_(model.class_token_D)
+    first_BD = model._tokens(images(2))[:, 0]
+    own = model.position_SD[0] if position == "learned" else 0
+    assert torch.equal(first_BD, (model.class_token_D + own).expand(2, -1))
+
+
+@each_router
+def test_without_the_skip_connection(build_vit, router):
+    """x + experts(norm(x)) loses its x: the block gives what its layer gives."""
+    model, seen = build_vit(router, residual=False, layers=(1,)), []
+    model.blocks[1].mlp.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(images(2))
+    assert torch.equal(*seen)
+
+
+@each_router
+def test_expert_dropout_needs_keys(build_vit, router):
+    plain, dropping = build_vit(router), build_vit(router, expert_dropout=0.5)
+    quiet, keys = plain(images(4)).logits, torch.arange(4)
+    assert torch.equal(quiet, dropping(images(4)).logits)
+    one, other = (dropping(images(4), keys_B=k).logits for k in (keys, keys + 4))
+    assert not torch.allclose(one, quiet)
+    assert not torch.allclose(one, other)
+    assert torch.equal(one, dropping(images(4), keys_B=keys).logits)
+
+
+def test_router_noise_needs_keys(build_vit):
+    model = build_vit(TokenChoiceConfig())
+    quiet, noisy = model(images(4)), model(images(4), keys_B=torch.arange(4))
+    assert torch.equal(quiet.logits, model(images(4)).logits)
+    assert not torch.allclose(quiet.logits, noisy.logits)
+
+
+def test_random_blocks_must_be_moe_blocks(build_vit):
+    model = build_vit(TokenChoiceConfig(), layers=(1,))
+    changed = model(images(4), routing_overrides=RoutingOverrides(random_blocks=(1,))).logits
+    assert not torch.allclose(changed, model(images(4)).logits)
+    with pytest.raises(ValueError, match=r"random_blocks=\[0, 7\] are no MoE blocks; .* are \(1,\)"):
+        model(images(4), routing_overrides=RoutingOverrides(random_blocks=(7, 1, 0)))
+
+
+def test_overrides_reach_the_routers(build_vit):
+    model = build_vit(TokenChoiceConfig(k=1, capacity_factor=4.0))
+    asked = model(images(4), routing_overrides=RoutingOverrides(k=2), return_routings=True)
+    assert asked.routings[0].load_GE.sum() == 2 * 4 * 16
 
 
 @each_model
@@ -109,7 +202,7 @@ def test_aux_sums_layers_and_averages_groups(build_vit, router):
 
 def test_only_token_choice_has_an_auxiliary_loss(build_vit):
     has = {router.kind if router else None: bool(build_vit(router)(images(2)).aux > 0) for router in routers}
-    assert has == {None: False, "token_choice": True, "expert_choice": False, "soft": False}
+    assert has == {None: False, "token_choice": True, "expert_choice": False, "soft": False, "mixture": False}
 
 
 @each_model
@@ -124,10 +217,10 @@ def test_padding_images_change_nothing(build_vit, router):
         torch.testing.assert_close(with_padding.stats[name], value)
 
 
-@pytest.mark.parametrize("router", routers[1:], ids=lambda r: r.kind)
+@each_router
 def test_images_per_group_matters(build_vit, router):
     one, two = (build_vit(router, images_per_group=n)(images(4)).logits for n in (1, 2))
-    assert not torch.allclose(one, two)
+    assert torch.allclose(one, two) == (router.kind == "mixture")  # tokens of a mixture do not compete
 
 
 @each_model
@@ -160,16 +253,30 @@ def test_learns_one_batch(router):
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+def kept(router) -> RoutingOverrides:
+    """Overrides that every router, or every token choice, has."""
+    changes = {"k": 2, "capacity_factor": 0.5} if isinstance(router, TokenChoiceConfig) else {}
+    return RoutingOverrides(experts=2, random_blocks=(1,) if router else (), **changes)
+
+
 @each_model
-def test_compiles_as_one_graph(build_vit, router):
-    model = build_vit(router)
+@pytest.mark.parametrize("how", ["plain", "keys", "overrides"])
+def test_compiles_as_one_graph(build_vit, router, how):
+    model = build_vit(router, expert_dropout=0.1)
+    torch.compiler.reset()  # other models' graphs count against the limit of recompilations
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected, got = model(images(4)), compiled(images(4))
+    arguments = {
+        "plain": {},
+        "keys": {"keys_B": torch.arange(4)},
+        "overrides": {"routing_overrides": kept(router)},
+    }[how]
+    expected, got = model(images(4), **arguments), compiled(images(4), **arguments)
     torch.testing.assert_close(got.logits, expected.logits)
     assert set(got.stats) == set(expected.stats)
-    (got.logits.square().sum() + got.aux).backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    (expected.logits.square().sum() + expected.aux).backward()
-    for (name, p), gradient in zip(model.named_parameters(), gradients, strict=True):
-        torch.testing.assert_close(gradient, p.grad, rtol=1e-4, atol=1e-4, msg=name)
+    names, params = zip(*model.named_parameters(), strict=True)
+    both = (  # a random router has no gradient
+        torch.autograd.grad(out.logits.square().sum() + out.aux, params, materialize_grads=True)
+        for out in (got, expected)
+    )
+    for name, ours, theirs in zip(names, *both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=name)

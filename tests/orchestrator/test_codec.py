@@ -31,7 +31,7 @@ def with_moe(**fields: Any) -> RunConfig:
 
 CONFIGS = [
     RunConfig(),
-    with_moe(router=SoftConfig(slots_per_expert=3, normalize=False), layers="last_1"),
+    with_moe(router=SoftConfig(slots_per_expert=3, normalize="none"), layers="last_1"),
     with_moe(router=TokenChoiceConfig(k=2, capacity_factor=1.5), layers=(0, 1), images_per_group=2),
     with_moe(router=ExpertChoiceConfig(), num_experts=4),
     RunConfig(
@@ -106,7 +106,7 @@ def test_a_field_below_none_starts_that_group() -> None:
         ),
         (
             {"model.moe.router.kind": "magic", "model.moe.router.k": 1},
-            "unknown model.moe.router.kind 'magic'; known: expert_choice, soft, token_choice",
+            "unknown model.moe.router.kind 'magic'; known: expert_choice, mixture, soft, token_choice",
         ),
         (
             {"train.schedule.kind": ["rsqrt"]},
@@ -126,7 +126,7 @@ def test_a_field_below_none_starts_that_group() -> None:
         ({"model.moe.router.k": 0}, "model.moe.router: k must be at least 1, got 0"),
         (
             {"model.moe.layers": "last"},
-            "model.moe: layers must be every_2, last_<n> or block indices, got 'last'",
+            "model.moe: layers must be every_2, last_<n>, last_<n>_odd or block indices, got 'last'",
         ),
         ({"train.steps": 0}, "train: steps must be at least 1, got 0"),
         ({"scale.workers": 3}, "data.batch_size=64 does not divide over workers=3"),

@@ -34,7 +34,7 @@ def small_run(kind: str = "adamw") -> RunConfig:
 def random_batch(seed: int) -> Batch:
     rng = torch.Generator().manual_seed(seed)
     image = torch.randint(256, (4, 3, 8, 8), generator=rng, dtype=torch.uint8)
-    return Batch(image, torch.randint(10, (4,), generator=rng), torch.ones(4))
+    return Batch(image, torch.randint(10, (4,), generator=rng), torch.ones(4), torch.arange(4))
 
 
 def built(run: RunConfig, seed: int = 0) -> tuple[ViT, torch.optim.Optimizer]:

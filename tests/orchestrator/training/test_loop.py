@@ -39,7 +39,9 @@ def random_batch(size: int, seed: int = 0, *, valid: int | None = None) -> Batch
     rng = torch.Generator().manual_seed(seed)
     image = torch.randint(256, (size, 3, 8, 8), generator=rng, dtype=torch.uint8)
     label = torch.randint(10, (size,), generator=rng)
-    return Batch(image, label, (torch.arange(size) < (size if valid is None else valid)).float())
+    return Batch(
+        image, label, (torch.arange(size) < (size if valid is None else valid)).float(), torch.arange(size)
+    )
 
 
 def live_model(run: RunConfig, dtype: torch.dtype = torch.float32) -> ViT:

@@ -13,7 +13,7 @@ from orchestrator.training.meter import Meter
 def batches(count: int, *, wait_s: float) -> Iterator[Batch]:
     for _ in range(count):
         time.sleep(wait_s)
-        yield Batch(torch.zeros(5, 3, 2, 2), torch.zeros(5), torch.ones(5))
+        yield Batch(torch.zeros(5, 3, 2, 2), torch.zeros(5), torch.ones(5), torch.arange(5))
 
 
 def test_waiting_and_computing() -> None:

@@ -180,7 +180,7 @@ DECAYS = {  # the last two parts of every name in a ViT whose weights decay
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig, SGDConfig])
 @pytest.mark.parametrize(
-    "router", [None, SoftConfig(), SoftConfig(normalize=False), TokenChoiceConfig(), ExpertChoiceConfig()]
+    "router", [None, SoftConfig(), SoftConfig(normalize="none"), TokenChoiceConfig(), ExpertChoiceConfig()]
 )
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None

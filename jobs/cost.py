@@ -1,0 +1,211 @@
+"""Compute what models cost from their configs alone, beside what their papers print.
+
+python jobs/cost.py                      every row of the papers
+python jobs/cost.py S/16 vmoe-B/32       these models, with the papers' rows where there are any
+python jobs/cost.py --json > costs.json
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from typing import Any
+
+from jobs.command import command
+from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_3mac, train_flops_6mac
+from moe.presets import PRESETS
+from orchestrator.config import UsageError
+
+JFT_4B, JFT_300M, JFT_3B = 29_593, 18_291, 30_000  # classes; the last as V-MoE section 3.6 rounds it
+STEP = 4096  # images per step, Soft MoE section 3.3
+EPOCHS_14 = 14 * 305_000_000  # V-MoE: JFT-300M's 305M images; fits all rows of table 2 that print no epochs
+TRAIN_FLOPS = {3: train_flops_3mac, 6: train_flops_6mac}  # per MAC, by convention
+TOLERANCE = {"params": 1.0, "gflop": 1.0, "exaflop": 2.5}  # percent: softmax, LayerNorm and GELU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of a paper's table. Attributes:
+    classes: of its head; None keeps the preset's.
+    images: seen in training.
+    flops_per_mac: convention of the exaFLOP, forward and backward together.
+    params: as printed, for a figure of few digits says no more than its last one.
+    gflop: forward, per image, two FLOPs per MAC.
+    """
+
+    model: str
+    source: str = ""
+    classes: int | None = None
+    images: int | None = None
+    flops_per_mac: int = 6
+    params: str | None = None
+    gflop: float | None = None
+    exaflop: float | None = None
+    note: str = ""
+
+
+def _soft_moe(model: str, params: str, gflop: float, million_steps: int, exaflop: float) -> Row:
+    return Row(
+        model=model,
+        source="Soft MoE, table 1",
+        classes=JFT_4B,
+        images=million_steps * 1_000_000 * STEP,
+        flops_per_mac=3,
+        params=params,
+        gflop=gflop,
+        exaflop=exaflop,
+        note=f"{million_steps}M steps",
+    )
+
+
+def _vmoe(model: str, params: str, exaflop: float) -> Row:
+    source, images = "V-MoE, table 2", EPOCHS_14
+    return Row(model=model, source=source, classes=JFT_300M, images=images, params=params, exaflop=exaflop)
+
+
+PRINTED = [
+    _soft_moe("S/16", "33e6", 9.2, 4, 227.1),
+    _soft_moe("B/16", "108e6", 35.1, 4, 864.1),
+    _soft_moe("L/16", "333e6", 122.9, 4, 3025.4),
+    _soft_moe("H/14", "669e6", 334.2, 1, 2060.2),
+    _soft_moe("H/14", "669e6", 334.2, 2, 4120.3),
+    _soft_moe("soft-S/14-256e", "1.8e9", 13.2, 10, 814.2),
+    _soft_moe("soft-B/16-128e", "3.7e9", 32.0, 9, 1769.5),
+    _soft_moe("soft-L/16-128e", "13.1e9", 111.1, 4, 2734.1),
+    Row(model="soft-H/14-128e", source="Soft MoE, abstract", classes=JFT_4B, note=">40x H/14"),
+    Row(model="soft-H/14-256e", source="Soft MoE, section 3.4", classes=JFT_4B, params="54e9"),
+    _vmoe("vmoe-H/14-dense", "656e6", 4270),
+    _vmoe("vmoe-L/16", "3.4e9", 2170),
+    _vmoe("vmoe-H/14-last-5", "2.7e9", 4750),
+    _vmoe("vmoe-H/14", "7.2e9", 5790),
+    Row(
+        model="vmoe-15B",
+        source="V-MoE, table 2",
+        classes=JFT_3B,
+        params="14.7e9",
+        exaflop=33_900,
+        note="images n/a",
+    ),
+]
+
+
+def costs(row: Row) -> dict[str, Any]:
+    """Ours, the paper's and the difference in percent; `within` is None where the paper prints nothing."""
+    config = PRESETS[row.model]
+    if row.classes:
+        config = replace(config, num_classes=row.classes)
+    flops = TRAIN_FLOPS[row.flops_per_mac](config, row.images) if row.images else None
+    ours = {
+        "params": num_params(config),
+        "gflop": forward_gflops_2mac(config),
+        "exaflop": flops and flops / 1e18,
+    }
+    paper = {"params": row.params and float(row.params), "gflop": row.gflop, "exaflop": row.exaflop}
+    difference, checks = {}, []
+    for name, printed in paper.items():
+        value = ours[name]
+        if printed is None or value is None:
+            difference[name] = None
+            continue
+        difference[name] = 100 * (value / printed - 1)
+        rounding = _half_of_last_digit(row.params) if name == "params" and row.params else 0.0
+        allowed = max(TOLERANCE[name] / 100 * printed, rounding)
+        checks.append(abs(value - printed) <= allowed)
+    return {
+        "model": row.model,
+        "source": row.source,
+        "note": row.note,
+        "num_classes": config.num_classes,
+        "params": ours["params"],
+        "active_params": num_active_params(config),
+        "forward_gflops_2mac": ours["gflop"],
+        "train_images": row.images,
+        "train_flops_per_mac": row.flops_per_mac if row.images else None,
+        "train_exaflops": ours["exaflop"],
+        "paper": paper,
+        "difference_percent": difference,
+        "within": all(checks) if checks else None,
+    }
+
+
+def _half_of_last_digit(printed: str) -> float:
+    """Of ``1.8e9``: 0.05e9."""
+    exponent = Decimal(printed).as_tuple().exponent
+    assert isinstance(exponent, int)
+    return float(Decimal(5).scaleb(exponent - 1))
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    width = max(16, *(len(one["model"]) for one in found))
+    lines = [
+        f"{'':{width}} {'parameters':^29} {'GFLOP/img, forward':^21} {'exaFLOP, training':^27}",
+        f"{'model':{width}} {'active':>7} {'all':>7} {'paper':>6} {'%':>5}"
+        f" {'2/MAC':>7} {'paper':>7} {'%':>5} {'/MAC':>4} {'ours':>7} {'paper':>7} {'%':>5}  ok  notes",
+    ]
+    for one in found:
+        paper, percent = one["paper"], one["difference_percent"]
+        ok = {True: "yes", False: "NO", None: ""}[one["within"]]
+        line = (
+            f"{one['model']:{width}} {_short(one['active_params'])} {_short(one['params'])}"
+            f" {_short(paper['params'], 6)} {_percent(percent['params'])}"
+            f" {_number(one['forward_gflops_2mac'])} {_number(paper['gflop'])} {_percent(percent['gflop'])}"
+            f" {one['train_flops_per_mac'] or '':>4} {_number(one['train_exaflops'])}"
+            f" {_number(paper['exaflop'])} {_percent(percent['exaflop'])}  {ok:3} {one['note']}"
+        )
+        lines.append(line)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _short(value: float | None, width: int = 7) -> str:
+    if value is None:
+        return " " * width
+    size, unit = (1e9, "B") if value >= 1e9 else (1e6, "M")
+    return f"{f'{value / size:.4g}{unit}':>{width}}"
+
+
+def _number(value: float | None) -> str:
+    return " " * 7 if value is None else f"{value:7.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return " " * 5 if value is None else f"{value:+5.1f}"
+
+
+def rows(models: Sequence[str]) -> list[Row]:
+    """The papers' rows of these models, a row of its own for one without; all rows for none.
+
+    Raises:
+        UsageError: if there is no such model.
+    """
+    if unknown := [name for name in models if name not in PRESETS]:
+        raise UsageError(f"unknown model {unknown[0]!r}; known: {', '.join(PRESETS)}")
+    printed = {name: [row for row in PRINTED if row.model == name] for name in models}
+    return [row for name in models for row in printed[name] or [Row(model=name)]] or PRINTED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=(
+            f"models: {', '.join(PRESETS)}\n\n"
+            "ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; parameters also within\n"
+            "half of the printed figure's last digit. Exit code 1 if any row is out. Models without a row\n"
+            "have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help="by name; default: every row of the papers"
+    )
+    parser.add_argument("--json", action="store_true", help="a list of rows, figures in full")
+    args = parser.parse_args()
+    with command():
+        found = [costs(row) for row in rows(args.models)]
+        print(json.dumps(found, indent=1) if args.json else table(found))
+        if any(one["within"] is False for one in found):
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What a trained model's routers can do differently, without new weights.
+
+A checkpoint with overrides is an operating point: V-MoE sections 4.1-4.2 and 5 (k, capacity, priority,
+random router at inference), Implicit Bias in Soft MoE section 4.3 (expert subsets).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+Priority = Literal["none", "max", "sum"]
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOverrides:
+    """Attributes:
+    k, capacity_factor, priority: in place of the router's own; None leaves them.
+    experts: only these experts' outputs are combined: the `experts` with the largest weight in each group
+        (algorithm 1 of Implicit Bias in Soft MoE), or exactly the listed ones; None is all.
+    random_blocks: indices of MoE blocks whose router is replaced by random logits, N(0, 1) per token.
+    """
+
+    k: int | None = None
+    capacity_factor: float | None = None
+    priority: Priority | None = None
+    experts: int | tuple[int, ...] | None = None
+    random_blocks: tuple[int, ...] = ()
+
+    def apply(self, config: Config) -> Config:
+        """The router's config as overridden.
+
+        Raises:
+            ValueError: if that kind of router has no such setting, or refuses the value.
+        """
+        changes = {}
+        for name in ("k", "capacity_factor", "priority"):
+            if getattr(self, name) is not None:
+                if not hasattr(config, name):
+                    raise ValueError(f"a router of kind {config.kind!r} has no {name} to override")  # pyright: ignore[reportAttributeAccessIssue]
+                changes[name] = getattr(self, name)
+        return replace(config, **changes) if changes else config  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def kept(self, weight_GE: Tensor) -> Tensor | None:
+        """(G, E) of booleans: experts whose outputs are combined; None if all are.
+
+        Raises:
+            ValueError: if there are no such experts.
+        """
+        E = weight_GE.shape[-1]
+        if self.experts is None:
+            return None
+        if isinstance(self.experts, int):
+            if not 1 <= self.experts <= E:
+                raise ValueError(f"experts={self.experts} must lie in 1 .. {E}")
+            best_GK = weight_GE.argsort(dim=-1, descending=True, stable=True)[:, : self.experts]
+            return torch.zeros_like(weight_GE, dtype=torch.bool).scatter(1, best_GK, True)
+        if not self.experts or not all(0 <= e < E for e in self.experts):
+            raise ValueError(f"experts={self.experts} must name some of 0 .. {E - 1}")
+        listed = torch.zeros(E, dtype=torch.bool, device=weight_GE.device)
+        listed[list(self.experts)] = True
+        return listed.expand_as(weight_GE)
+
+
+AS_TRAINED = RoutingOverrides()

@@ -1,0 +1,122 @@
+"""Dense mixtures: every expert runs on every token, the router only weighs their outputs.
+
+Source: the calmops article "SoftMoE: Beyond Hard Expert Selection", whose code does not run; here each of its
+variants does what its text says. It is n times the work of one expert, has no slots, and is not Soft MoE.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moe.init import Draw, constant, lecun_normal
+from moe.noise import normal, split
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import DenseRouting, at_least_fp32
+from moe.stats import routing_stats
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig:
+    """Attributes:
+    level: each token weighs the experts (``token``); the mean of its routing group does, for all its
+        tokens (``image``: groups are images unless images_per_group says otherwise); each token weighs
+        `clusters` of experts, then the experts within each (``hierarchical``).
+    temperature, temperature_decay, temperature_min: logits are divided by
+        max(temperature_min, temperature * temperature_decay ** step): below 1 the mixture hardens.
+    """
+
+    kind: Literal["mixture"] = "mixture"
+    level: Literal["token", "image", "hierarchical"] = "token"
+    clusters: int = 2
+    temperature: float = 1.0
+    temperature_decay: float = 1.0
+    temperature_min: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "temperature_min"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.temperature_decay <= 1:
+            raise ValueError(f"temperature_decay must lie in (0, 1], got {self.temperature_decay}")
+        if self.clusters < 1:
+            raise ValueError(f"clusters must be at least 1, got {self.clusters}")
+
+    def slots(self, *, num_tokens: int, num_experts: int) -> int:
+        """C: every expert has room for every token."""
+        if self.level == "hierarchical" and num_experts % self.clusters:
+            raise ValueError(f"clusters={self.clusters} does not divide num_experts={num_experts}")
+        return num_tokens
+
+    def temperature_at(self, step: int) -> float:
+        """Of update `step`, from 0."""
+        return max(
+            min(self.temperature, self.temperature_min), self.temperature * self.temperature_decay**step
+        )
+
+
+class MixtureRouter(nn.Module):
+    """The temperature is a buffer: `anneal` moves it during training, and checkpoints keep it."""
+
+    temperature: Tensor
+
+    def __init__(self, config: MixtureConfig, *, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.config = config
+        self.gate_DE = nn.Parameter(torch.empty(dim, num_experts))
+        if config.level == "hierarchical":
+            self.gate_clusters = nn.Parameter(torch.empty(dim, config.clusters))
+        self.register_buffer("temperature", torch.empty(1))
+
+    def draws(self) -> dict[str, Draw]:
+        gate = lecun_normal(self.gate_DE.shape[0])
+        temperature = constant(self.config.temperature_at(0))
+        return {"gate_DE": gate, "gate_clusters": gate, "temperature": temperature}
+
+    def anneal(self, step: int) -> None:
+        """Sets the temperature of update `step`."""
+        self.temperature.fill_(self.config.temperature_at(step))
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+    ) -> DenseRouting:
+        G, S, _ = x_GSD.shape
+        E = self.gate_DE.shape[1]
+        config = overrides.apply(self.config)
+        config.slots(num_tokens=S, num_experts=E)
+        x_GSD = at_least_fp32(x_GSD)
+        valid_GS1 = valid_GS.to(x_GSD.dtype).unsqueeze(-1)
+        if config.level == "image":
+            x_GSD = (x_GSD * valid_GS1).sum(1, keepdim=True) / valid_GS1.sum(1, keepdim=True).clamp(min=1)
+        logits_GSE = x_GSD @ at_least_fp32(self.gate_DE)
+        if random_GS is not None:
+            logits_GSE = normal(split(random_GS, E)).to(logits_GSE.dtype)
+        if config.level == "hierarchical":
+            cluster_GSQ = x_GSD @ at_least_fp32(self.gate_clusters)
+            gates_GSE = hierarchical(logits_GSE / self.temperature, cluster_GSQ / self.temperature)
+        else:
+            gates_GSE = (logits_GSE / self.temperature).softmax(-1).expand(G, S, E)
+        load_GE = (gates_GSE.detach() * valid_GS1).sum(1)
+        kept_GE = overrides.kept(load_GE)
+        all_GS = torch.full_like(valid_GS, E, dtype=torch.float32)  # every expert sees every token
+        return DenseRouting(
+            gates_GSE=gates_GSE if kept_GE is None else gates_GSE * kept_GE.unsqueeze(1),
+            load_GE=load_GE,
+            aux_G=gates_GSE.new_zeros(G),
+            stats=routing_stats(
+                gates_GSE=gates_GSE, load_GE=load_GE, chosen_GS=all_GS, seats_GS=all_GS, valid_GS=valid_GS
+            ),
+        )
+
+
+def hierarchical(logits_GSE: Tensor, cluster_GSQ: Tensor) -> Tensor:
+    """softmax over clusters x softmax within each; the flat softmax if clusters are the log-sum-exp of
+    theirs."""
+    within_GSQE = logits_GSE.unflatten(-1, (cluster_GSQ.shape[-1], -1)).softmax(-1)
+    return (cluster_GSQ.softmax(-1).unsqueeze(-1) * within_GSQE).flatten(-2)

@@ -1,0 +1,126 @@
+"""`jobs/cost.py` as a user runs it, and its table against the papers."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs import cost
+from moe.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "jobs/cost.py", *args],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """``call("S/16", "--json")``: exit code and output, without the seconds of a new process."""
+
+    def run_here(*args: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["cost", *args])
+        code = 0
+        try:
+            cost.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capsys.readouterr().out
+
+    return run_here
+
+
+def test_every_row_of_the_papers():
+    job = run()
+    assert job.returncode == 0, job.stderr
+    assert job.stderr == ""
+    lines = job.stdout.splitlines()
+    assert max(map(len, lines)) <= 110
+    rows = [line.split() for line in lines[2:]]
+    assert [row[0] for row in rows] == [row.model for row in cost.PRINTED]
+    assert rows[0][:10] == ["S/16", "33.06M", "33.06M", "33M", "+0.2", "9.2", "9.2", "-0.3", "3", "225.4"]
+    assert " NO" not in job.stdout
+
+
+def test_json(call):
+    code, out = call("--json", "soft-B/16-128e", "vmoe-B/32")
+    assert code == 0
+    printed, plain = json.loads(out)
+    assert printed["params"] == 3_707_638_687
+    assert printed["paper"] == {"params": 3.7e9, "gflop": 32.0, "exaflop": 1769.5}
+    assert printed["train_exaflops"] == pytest.approx(1760.1, abs=0.1)
+    assert printed["train_images"] == 9_000_000 * 4096
+    assert printed["train_flops_per_mac"] == 3
+    assert printed["within"] is True
+    assert plain["num_classes"] == 1000
+    assert plain["active_params"] < plain["params"]
+    assert plain["within"] is plain["train_exaflops"] is None
+    assert plain["difference_percent"] == {"params": None, "gflop": None, "exaflop": None}
+
+
+def test_unknown_model():
+    job = run("S/16", "S/17")
+    assert job.returncode == 1
+    assert job.stdout == ""
+    assert job.stderr.startswith("error: unknown model 'S/17'; known: debug, S/32, ")
+    assert job.stderr.count("\n") == 1
+
+
+def test_help(call):
+    code, out = call("--help")
+    assert code == 0
+    assert "soft-S/14-256e" in out
+    assert "Exit code 1" in out
+
+
+def test_a_row_that_is_out_fails(call, monkeypatch):
+    wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in cost.PRINTED]
+    monkeypatch.setattr(cost, "PRINTED", wrong)
+    code, out = call("S/16", "B/16")
+    assert code == 1
+    lines = out.splitlines()
+    assert " NO " in lines[2]
+    assert " yes " in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("printed", "params", "within"),
+    [
+        ("1.8e9", 1_849_000_000, True),  # rounds to it
+        ("1.8e9", 1_851_000_000, False),
+        ("656e6", 662_000_000, True),  # 0.9 %
+        ("656e6", 663_000_000, False),
+    ],
+)
+def test_parameters_may_round(monkeypatch, printed, params, within):
+    monkeypatch.setattr(cost, "num_params", lambda config: params)
+    assert cost.costs(cost.Row(model="S/16", params=printed))["within"] is within
+
+
+def test_over_forty_times_as_many():
+    """Soft MoE's abstract: 128 experts in 16 layers have over 40x more parameters than ViT-H/14."""
+    soft, vit = (
+        next(cost.costs(row)["params"] for row in cost.PRINTED if row.model == name)
+        for name in ("soft-H/14-128e", "H/14")
+    )
+    assert 40 < soft / vit < 41
+
+
+def test_every_preset_has_costs():
+    for row in cost.rows(list(PRESETS)):
+        assert cost.costs(row)["within"] is not False

@@ -1,0 +1,54 @@
+"""Attention, pooling and positions against their definitions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe.dense import Attention, AttentionPooling, sincos2d
+
+
+def test_attention_is_its_definition():
+    """softmax(norm(q) norm(k)^T / sqrt(width of a head)) v for every head."""
+    attention, x = Attention(12, 3), torch.randn(2, 5, 12)
+    torch.nn.init.normal_(attention.norm_q.weight)
+    q, k, v = attention.qkv(x).chunk(3, -1)
+    heads = []
+    for h in range(3):
+        part = slice(4 * h, 4 * h + 4)
+        q_h = F.layer_norm(q[..., part], (4,), attention.norm_q.weight, eps=1e-6)
+        k_h = F.layer_norm(k[..., part], (4,), attention.norm_k.weight, eps=1e-6)
+        heads.append((q_h @ k_h.mT / 2).softmax(-1) @ v[..., part])
+    torch.testing.assert_close(attention(x), attention.out(torch.cat(heads, -1)))
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_attention_pooling_is_its_definition(qk_norm):
+    """MHA(probe, tokens), then LayerNorm and MLP around a skip connection."""
+    pool, x = AttentionPooling(12, 3, 20, qk_norm=qk_norm), torch.randn(2, 5, 12)
+    torch.nn.init.normal_(pool.probe_D)
+    q, (k, v) = pool.q(pool.probe_D), pool.kv(x).chunk(2, -1)
+    heads = []
+    for h in range(3):
+        part = slice(4 * h, 4 * h + 4)
+        q_h, k_h = (F.layer_norm(t[..., part], (4,), eps=1e-6) if qk_norm else t[..., part] for t in (q, k))
+        weights = (k_h @ q_h / 2).softmax(-1)
+        heads.append(torch.einsum("bs,bsd->bd", weights, v[..., part]))
+    answer = pool.out(torch.cat(heads, -1))
+    hidden = F.gelu(pool.mlp.up(F.layer_norm(answer, (12,), eps=1e-6)), approximate="tanh")
+    torch.testing.assert_close(pool(x), answer + pool.mlp.down(hidden))
+
+
+def test_sincos2d_by_hand():
+    """Two columns and two rows, width 8: frequencies 1 and 1/10,000; column first."""
+    sin, cos, tiny = math.sin(1), math.cos(1), 1e-4
+    expected = torch.tensor(
+        [
+            [0, 0, 1, 1, 0, 0, 1, 1],
+            [sin, tiny, cos, 1, 0, 0, 1, 1],
+            [0, 0, 1, 1, sin, tiny, cos, 1],
+            [sin, tiny, cos, 1, sin, tiny, cos, 1],
+        ]
+    )
+    torch.testing.assert_close(sincos2d(2, 8, like=torch.zeros(())), expected, rtol=0, atol=1e-6)

@@ -1,0 +1,204 @@
+"""Sinkhorn against POT, the goldens, its definition and finite differences; freezing, padding, compile."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe.routers.sinkhorn import sinkhorn_plan
+
+GOLDENS = sorted((Path(__file__).parents[1] / "goldens").glob("sinkhorn_*.npz"))
+PLAN_COMBINE = [path for path in GOLDENS if path.stem.endswith("plan_combine")]
+ENOUGH = 1000  # the slowest golden, token_choice__large_logits, is 8e-5 off after 500
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict]:
+    with np.load(path) as file:
+        arrays = {key: torch.from_numpy(np.array(file[key])) for key in file.files if key != "meta"}
+        return arrays, json.loads(str(file["meta"]))
+
+
+def logits_of(*shape: int, scale: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def column_error(plan_GSE: Tensor, valid_GS: Tensor) -> Tensor:
+    target_G1 = valid_GS.sum(1, keepdim=True) / plan_GSE.shape[-1]
+    return (plan_GSE.sum(1) / target_G1 - 1).abs().amax(-1)
+
+
+@pytest.mark.parametrize(("S", "E", "scale"), [(16, 4, 1.0), (9, 5, 3.0), (4, 7, 2.0), (60, 6, 5.0)])
+def test_pot(S, E, scale):
+    ot = pytest.importorskip("ot")
+    logits = logits_of(1, S, E, scale=scale)
+    plan, residual = sinkhorn_plan(logits, torch.ones(1, S), 2000)
+    reference = ot.bregman.sinkhorn_log(
+        np.ones(S), np.full(E, S / E), -logits[0].numpy(), reg=1.0, numItermax=20_000, stopThr=1e-12
+    )
+    assert residual < 1e-10
+    assert np.abs(plan[0].numpy() - reference).max() < 1e-5
+
+
+@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("field", "iterations", "dtype"),
+    [("plan", ENOUGH, torch.float64), ("plan", ENOUGH, torch.float32), ("plan_vmoe20", 20, torch.float64)],
+)
+def test_goldens(path, field, iterations, dtype):
+    """The converged plan, and the authors' code, which stops after 20 iterations."""
+    golden, meta = read(path)
+    x_GSD = golden["x"].to(dtype).reshape(-1, meta["config"]["group_size"], golden["W"].shape[0])
+    plan, _ = sinkhorn_plan(x_GSD @ golden["W"].to(dtype), torch.ones(x_GSD.shape[:2]), iterations)
+    assert (plan - golden[field]).abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("path", PLAN_COMBINE, ids=lambda path: path.stem)
+def test_golden_gradients(path):
+    """Combining with the plan itself: its gradient is that of the converged plan."""
+    golden, meta = read(path)
+    config, double = meta["config"], {k: v.double() for k, v in golden.items()}
+    x, W = double["x"].requires_grad_(), double["W"].requires_grad_()
+    x_GSD = x.reshape(-1, config["group_size"], len(W))
+    G, S, _ = x_GSD.shape
+    E, C = config["num_experts"], config["resolved_capacity"]
+    plan, _ = sinkhorn_plan(x_GSD @ W, torch.ones(G, S), ENOUGH)
+    if "token_choice" in meta["router"]:  # algorithm 1 for k=1, in token order
+        chosen = F.one_hot(plan.argmax(-1), E)
+        slot = F.one_hot(chosen.cumsum(1) - 1 + (1 - chosen), S + C + 1)[..., :C]
+        dispatch = (slot * chosen.unsqueeze(-1)).double()
+    else:  # algorithm 2
+        token_GEC = plan.mT.argsort(dim=-1, descending=True, stable=True)[..., :C]
+        dispatch = F.one_hot(token_GEC, S).permute(0, 3, 1, 2).double()
+    assert torch.equal(dispatch, double["dispatch"])
+
+    hidden = torch.einsum("gsec,gsd,edf->gecf", dispatch, x_GSD, double["W1"]) + double["b1"][:, None]
+    out = F.gelu(hidden, approximate="tanh") @ double["W2"] + double["b2"][:, None]
+    y = torch.einsum("gsec,gse,gecd->gsd", dispatch, plan, out).reshape(x.shape)
+    grad_W, grad_x = torch.autograd.grad((y * double["r"]).sum(), (W, x))
+    for got, expected in ((y, double["y"]), (grad_W, double["grad_W"]), (grad_x, double["grad_x"])):
+        assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_gradient_is_that_of_the_converged_plan():
+    logits = logits_of(2, 5, 3).requires_grad_()
+    valid = torch.tensor([[1.0] * 5, [1.0] * 4 + [0.0]])
+    assert torch.autograd.gradcheck(lambda x: sinkhorn_plan(x, valid, 300)[0], (logits,))
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10, 100])
+def test_residual_is_the_column_error(iterations):
+    logits, valid = logits_of(3, 12, 4, scale=4.0), torch.ones(3, 12)
+    valid[1, 5:] = 0
+    plan, residual = sinkhorn_plan(logits, valid, iterations)
+    torch.testing.assert_close(plan.sum(-1), valid.double())
+    torch.testing.assert_close(residual, column_error(plan, valid))
+
+
+def test_residual_falls():
+    residuals = [
+        sinkhorn_plan(logits_of(1, 30, 5, scale=4.0), torch.ones(1, 30), n)[1] for n in (1, 5, 20, 80)
+    ]
+    assert residuals == sorted(residuals, reverse=True)
+    assert residuals[0] > 0.1
+    assert residuals[-1] < 1e-4
+
+
+def test_one_iteration_is_columns_then_rows():
+    logits = logits_of(1, 6, 3)
+    scaled = logits.exp() / logits.exp().sum(1, keepdim=True) * 6 / 3
+    expected = scaled / scaled.sum(-1, keepdim=True)
+    torch.testing.assert_close(sinkhorn_plan(logits, torch.ones(1, 6), 1)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_converged_groups_are_frozen(dtype):
+    """Bitwise, against more iterations and against a hard group beside them."""
+    easy, hard = logits_of(1, 12, 4, dtype=dtype), logits_of(1, 12, 4, scale=80.0, seed=1, dtype=dtype)
+    plan, residual = sinkhorn_plan(easy, torch.ones(1, 12), 100)
+    assert residual < 1e-5
+    assert torch.equal(sinkhorn_plan(easy, torch.ones(1, 12), 1000)[0], plan)
+    both, residuals = sinkhorn_plan(torch.cat([hard, easy]), torch.ones(2, 12), 300)
+    assert torch.equal(both[1:], plan)
+    assert residuals[0] > 1e-4  # the hard group still moves
+
+
+def test_frozen_from_the_tolerance_on():
+    """Not from where rounding stops the iteration: the plan keeps an error that more of them would remove."""
+    logits, tolerance = logits_of(1, 12, 4), torch.finfo(torch.float64).eps ** 0.75
+    runs = [sinkhorn_plan(logits, torch.ones(1, 12), n) for n in range(1, 60)]
+    first = next(i for i, (_, residual) in enumerate(runs) if residual < 0.9 * tolerance)
+    assert all(torch.equal(runs[first][0], plan) for plan, _ in runs[first + 1 :])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    S=st.integers(1, 9),
+    padding=st.integers(0, 4),
+    E=st.integers(1, 5),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_padding_changes_nothing(S, padding, E, scale, seed):
+    logits = logits_of(1, S + padding, E, scale=scale, seed=seed)
+    logits[:, S:] = float("nan")
+    valid = torch.cat([torch.ones(1, S), torch.zeros(1, padding)], 1)
+    plan, residual = sinkhorn_plan(logits, valid, 30)
+    alone, residual_alone = sinkhorn_plan(logits[:, :S], torch.ones(1, S), 30)
+    torch.testing.assert_close(plan[:, :S], alone)
+    torch.testing.assert_close(residual, residual_alone)
+    assert (plan[:, S:] == 0).all()
+
+
+def test_a_group_of_padding_is_zero():
+    logits = logits_of(2, 5, 3).requires_grad_()
+    valid = torch.tensor([[0.0] * 5, [1.0] * 5])
+    plan, residual = sinkhorn_plan(logits, valid, 50)
+    (grad,) = torch.autograd.grad((plan * logits_of(2, 5, 3, seed=1)).sum(), logits)
+    assert (plan[0] == 0).all()
+    assert residual[0] == 0
+    assert (grad[0] == 0).all()
+    assert (grad[1] != 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_logits_are_finite(dtype):
+    logits = logits_of(3, 12, 4, scale=1e4, dtype=dtype).requires_grad_()
+    plan, residual = sinkhorn_plan(logits, torch.ones(3, 12), 50)
+    (grad,) = torch.autograd.grad((plan * logits_of(3, 12, 4, seed=1, dtype=dtype)).sum(), logits)
+    for tensor in (plan, residual, grad):
+        assert tensor.isfinite().all()
+    torch.testing.assert_close(plan.sum(-1), torch.ones(3, 12, dtype=dtype))
+
+
+def test_compile_whole_graph():
+    """Forward and backward, in a graph that the number of iterations does not lengthen."""
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append(len(graph.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def loss(x, gate, valid, iterations):
+        plan, residual = sinkhorn_plan(x @ gate, valid, iterations)
+        return (plan * plan).sum() + residual.sum()
+
+    x, valid = logits_of(2, 12, 6), torch.ones(2, 12)
+    for iterations in (5, 500):
+        torch._dynamo.reset()
+        eager, compiled = (logits_of(6, 4, seed=2).requires_grad_() for _ in range(2))
+        loss(x, eager, valid, iterations).backward()
+        torch.compile(loss, fullgraph=True, backend=backend)(x, compiled, valid, iterations).backward()
+        torch.testing.assert_close(compiled.grad, eager.grad)
+    assert sizes[0] == sizes[1] < 30
+
+
+def test_operator_contract():
+    """torch's own checks: schema, fake tensors, autograd registration."""
+    args = (logits_of(2, 6, 3).requires_grad_(), torch.ones(2, 6, dtype=torch.bool), 50)
+    torch.library.opcheck(torch.ops.moe_frontier.sinkhorn.default, args)
