@@ -23,6 +23,7 @@ from orchestrator.config import RunConfig, UsageError
 from orchestrator.data.shards import open_manifest
 from orchestrator.data.stream import Batch, Stream, by_ray_data, in_process, open_stream, validation
 from orchestrator.training import checkpoint
+from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.claim import claim
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train
 from orchestrator.training.meter import Meter
@@ -160,6 +161,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
 
 def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, range], Iterator[Batch]]) -> None:
     """Everything one worker does, alone or among others; the first of them writes the result."""
+    keep_freed_memory()
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
     if workers > 1:
