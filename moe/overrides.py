@@ -5,7 +5,7 @@ random router at inference), Implicit Bias in Soft MoE section 4.3 (expert subse
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class RoutingOverrides:
     priority: Priority | None = None
     experts: int | tuple[int, ...] | None = None
     random_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.priority not in (None, *get_args(Priority)):
+            raise ValueError(f"priority must be one of {get_args(Priority)}, got {self.priority!r}")
 
     def apply(self, config: Config) -> Config:
         """The router's config as overridden.

@@ -116,21 +116,22 @@ class DenseRouting:
     """Every expert sees every token (C = S); only the mix of their outputs is routed.
 
     Attributes:
-        gates_GSE: weight of each expert's output; sums to 1 over E.
+        weight_GSE: weight of each expert's output; sums to 1 over E, unless experts are left out.
     """
 
+    weight_GSE: Tensor
     gates_GSE: Tensor
     load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
-        return x_GSD.flatten(0, 1).expand(self.gates_GSE.shape[-1], -1, -1)
+        return x_GSD.flatten(0, 1).expand(self.weight_GSE.shape[-1], -1, -1)
 
     def combine(self, y_END: Tensor) -> Tensor:
-        G, S, _ = self.gates_GSE.shape
+        G, S, _ = self.weight_GSE.shape
         y_EGSD = y_END.unflatten(1, (G, S))
-        return torch.einsum("gse,egsd->gsd", self.gates_GSE.to(y_END.dtype), y_EGSD)
+        return torch.einsum("gse,egsd->gsd", self.weight_GSE.to(y_END.dtype), y_EGSD)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class ExpertChoiceConfig(CapacityConfig):
         if slots > num_tokens:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} asks each of {num_experts} experts for {slots} of"
-                f" only {num_tokens} tokens; use at most {num_experts}"
+                f" only {num_tokens} tokens; use at most {num_experts}, and a smaller capacity_multiple_of"
             )
         return slots
 
@@ -86,7 +86,8 @@ class ExpertChoiceRouter(nn.Module):
         token_GEC = best_tokens(plan_GSE, valid_GS, capacity)
         flip_G = None
         if noisy_GSE is not logits_GSE:
-            flip_G = flip_share(logits_GSE.softmax(-1), gates_GSE, valid_GS, capacity)
+            clean = affinity(config.affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity=capacity)
+            flip_G = flip_share(best_tokens(clean.plan_GSE, valid_GS, capacity), token_GEC, valid_GS.shape[1])
         return gather_routing(
             token_GEC,
             weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
@@ -108,11 +109,10 @@ def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor
     return torch.where(valid_GES.gather(2, picked_GEC), picked_GEC, valid_GS.shape[1])
 
 
-def flip_share(clean_GSE: Tensor, noisy_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
-    """Share of the experts' `capacity` best tokens that noise replaces by others, (G,)."""
-    G, S, E = clean_GSE.shape
-    clean_GEC, noisy_GEC = (best_tokens(gates, valid_GS, capacity) for gates in (clean_GSE, noisy_GSE))
-    still_GES = torch.zeros(G, E, S + 1, device=clean_GSE.device).scatter(2, noisy_GEC, 1.0)
-    picked_GEC = (clean_GEC < S).float()
+def flip_share(clean_GEC: Tensor, noisy_GEC: Tensor, num_tokens: int) -> Tensor:
+    """Share of the experts' picks that noise replaces by others, (G,)."""
+    G, E, _ = clean_GEC.shape
+    still_GES = torch.zeros(G, E, num_tokens + 1, device=clean_GEC.device).scatter(2, noisy_GEC, 1.0)
+    picked_GEC = (clean_GEC < num_tokens).float()
     still_G = (still_GES.gather(2, clean_GEC) * picked_GEC).sum((1, 2))
     return 1 - still_G / picked_GEC.sum((1, 2)).clamp(min=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, constant, lecun_normal
-from moe.noise import normal, split
+from moe.noise import mix, normal, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import DenseRouting, at_least_fp32
 from moe.stats import routing_stats
@@ -38,6 +38,11 @@ class MixtureConfig:
         for name in ("temperature", "temperature_min"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.temperature < self.temperature_min:
+            raise ValueError(
+                f"temperature={self.temperature} is below temperature_min={self.temperature_min};"
+                " lower that, too"
+            )
         if not 0 < self.temperature_decay <= 1:
             raise ValueError(f"temperature_decay must lie in (0, 1], got {self.temperature_decay}")
         if self.clusters < 1:
@@ -51,9 +56,7 @@ class MixtureConfig:
 
     def temperature_at(self, step: int) -> float:
         """Of update `step`, from 0."""
-        return max(
-            min(self.temperature, self.temperature_min), self.temperature * self.temperature_decay**step
-        )
+        return max(self.temperature_min, self.temperature * self.temperature_decay**step)
 
 
 class MixtureRouter(nn.Module):
@@ -94,11 +97,11 @@ class MixtureRouter(nn.Module):
         valid_GS1 = valid_GS.to(x_GSD.dtype).unsqueeze(-1)
         if config.level == "image":
             x_GSD = (x_GSD * valid_GS1).sum(1, keepdim=True) / valid_GS1.sum(1, keepdim=True).clamp(min=1)
-        logits_GSE = x_GSD @ at_least_fp32(self.gate_DE)
-        if random_GS is not None:
-            logits_GSE = normal(split(random_GS, E)).to(logits_GSE.dtype)
+            random_GS = None if random_GS is None else random_GS[:, :1]
+        logits_GSE = _logits(x_GSD, self.gate_DE, random_GS)
         if config.level == "hierarchical":
-            cluster_GSQ = x_GSD @ at_least_fp32(self.gate_clusters)
+            random_clusters_GS = None if random_GS is None else mix(random_GS, E)
+            cluster_GSQ = _logits(x_GSD, self.gate_clusters, random_clusters_GS)
             gates_GSE = hierarchical(logits_GSE / self.temperature, cluster_GSQ / self.temperature)
         else:
             gates_GSE = (logits_GSE / self.temperature).softmax(-1).expand(G, S, E)
@@ -106,13 +109,20 @@ class MixtureRouter(nn.Module):
         kept_GE = overrides.kept(load_GE)
         all_GS = torch.full_like(valid_GS, E, dtype=torch.float32)  # every expert sees every token
         return DenseRouting(
-            gates_GSE=gates_GSE if kept_GE is None else gates_GSE * kept_GE.unsqueeze(1),
+            weight_GSE=gates_GSE if kept_GE is None else gates_GSE * kept_GE.unsqueeze(1),
+            gates_GSE=gates_GSE,
             load_GE=load_GE,
             aux_G=gates_GSE.new_zeros(G),
             stats=routing_stats(
                 gates_GSE=gates_GSE, load_GE=load_GE, chosen_GS=all_GS, seats_GS=all_GS, valid_GS=valid_GS
             ),
         )
+
+
+def _logits(x_GSD: Tensor, gate: Tensor, random_GS: Tensor | None) -> Tensor:
+    if random_GS is None:
+        return x_GSD @ at_least_fp32(gate)
+    return normal(split(random_GS, gate.shape[1])).to(x_GSD.dtype)
 
 
 def hierarchical(logits_GSE: Tensor, cluster_GSQ: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ class TokenChoiceRouter(nn.Module):
         gates_GSE = noisy_GSE.softmax(-1)
         plan_GSE, residual_G = affinity(config.affinity, noisy_GSE, gates_GSE, valid_GS, capacity=capacity)
         expert_GSK = top_experts(plan_GSE, config.k)
+        flip_G = None
+        if noisy_GSE is not logits_GSE:
+            clean = affinity(config.affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity=capacity)
+            flip_G = flip_share(top_experts(clean.plan_GSE, config.k), expert_GSK, valid_GS)
         chosen_GSE = torch.zeros_like(gates_GSE).scatter(-1, expert_GSK, 1.0) * valid_GS.unsqueeze(-1)
         return gather_routing(
             fill_slots(
@@ -102,7 +106,7 @@ class TokenChoiceRouter(nn.Module):
             load_GE=chosen_GSE.sum(1),
             chosen_GS=chosen_GSE.sum(2),
             residual_G=residual_G,
-            flip_G=None if noisy_GSE is logits_GSE else flip_share(logits_GSE, noisy_GSE, valid_GS, config.k),
+            flip_G=flip_G,
         )
 
 
@@ -184,9 +188,8 @@ def auxiliary_loss(
     return aux_G
 
 
-def flip_share(logits_GSE: Tensor, noisy_GSE: Tensor, valid_GS: Tensor, k: int) -> Tensor:
-    """Share of the tokens' k largest logits that noise replaces by others, (G,)."""
-    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
-    still_GSK = torch.zeros_like(logits_GSE).scatter(-1, noisy_GSE.topk(k).indices, 1.0)
-    still_GS = still_GSK.gather(-1, logits_GSE.topk(k).indices).mean(-1)
+def flip_share(clean_GSK: Tensor, noisy_GSK: Tensor, valid_GS: Tensor) -> Tensor:
+    """Share of the valid tokens' choices that noise replaces by others, (G,)."""
+    still_GS = (clean_GSK.unsqueeze(-1) == noisy_GSK.unsqueeze(-2)).any(-1).float().mean(-1)
+    valid_GS = at_least_fp32(valid_GS)
     return ((1 - still_GS) * valid_GS).sum(1) / valid_GS.sum(1).clamp(min=1)

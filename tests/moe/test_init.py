@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe.init import init_weights
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ROUTERS, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT
 
 each_router = pytest.mark.parametrize(
@@ -68,14 +68,15 @@ def test_a_layer_does_not_depend_on_the_others():
 
 
 @each_router
-def test_every_parameter_is_set(router):
-    fresh, model = build(router), build(router)
+def test_every_parameter_and_buffer_is_set(router):
+    fresh, model = build(router).state_dict(), build(router)
     with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(torch.nan)
+        for tensor in model.state_dict().values():
+            tensor.fill_(torch.nan)
     init_weights(model, 0)
-    for name, p in model.named_parameters():
-        assert torch.equal(p, fresh.get_parameter(name)), name
+    assert fresh.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, fresh[name]), name
 
 
 @each_router
@@ -148,6 +149,7 @@ EXPECTED_ROUTER = {
     "token_choice": {"gate_DE": is_normal(D**-0.5)},
     "expert_choice": {"gate_DE": is_normal(D**-0.5)},
     "soft": {"phi_DEC": is_normal((D * E) ** -0.5), "scale": is_constant(1)},
+    "mixture": {"gate_DE": is_normal(D**-0.5)},
 }
 
 
@@ -162,6 +164,18 @@ def test_distributions(router):
             assert (alike | expected)[name](p.detach()), name
             checked.add(name)
     assert checked == set(alike | expected)
+
+
+def test_clusters_of_a_mixture_have_numbers_of_their_own():
+    router = build(MixtureConfig(level="hierarchical", clusters=4)).blocks[1].mlp.router
+    assert is_normal(D**-0.5)(router.gate_clusters.detach())
+    assert router.gate_clusters.shape == router.gate_DE.shape
+    assert not torch.allclose(router.gate_clusters, router.gate_DE)
+
+
+def test_a_mixtures_temperature_starts_where_the_config_says():
+    model = build(MixtureConfig(temperature=2.5))
+    assert [b.item() for name, b in model.named_buffers() if name.endswith("temperature")] == [2.5, 2.5]
 
 
 def test_soft_scale_starts_where_the_config_says():

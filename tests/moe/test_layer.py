@@ -2,14 +2,18 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
-from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
+from moe.noise import mix, split
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 
 S, D = 6, 8
+
+each_kind = pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
 
 
 def build(config: MoEConfig) -> MoELayer:
@@ -28,6 +32,10 @@ def build(config: MoEConfig) -> MoELayer:
         ("last_12", 12, tuple(range(12))),
         ((5, 1), 6, (1, 5)),
         ((0,), 1, (0,)),
+        ((3, 3, 1), 4, (1, 3)),
+        ("last_5_odd", 32, (23, 25, 27, 29, 31)),  # V-MoE-H/14, Last-5
+        ("last_2_odd", 12, (9, 11)),
+        ("last_2_odd", 5, (1, 3)),
     ],
 )
 def test_placement(layers, depth, blocks):
@@ -35,17 +43,20 @@ def test_placement(layers, depth, blocks):
 
 
 @pytest.mark.parametrize(
-    ("layers", "depth"), [("every_2", 1), ("last_5", 4), ((), 4), ((1, 4), 4), ((-1, 2), 4)]
+    ("layers", "depth"),
+    [("every_2", 1), ("last_5", 4), ("last_3_odd", 4), ((), 4), ((1, 4), 4), ((-1, 2), 4)],
 )
 def test_placement_that_does_not_fit(layers, depth):
     with pytest.raises(ValueError, match=rf"does not fit depth={depth}: blocks are 0 .. {depth - 1}"):
         MoEConfig(layers=layers).blocks(depth)
 
 
-@pytest.mark.parametrize("layers", ["every_3", "last_0", "last_", "last_-1", "all", " every_2"])
+@pytest.mark.parametrize(
+    "layers", ["every_3", "last_0", "last_", "last_-1", "last_2_even", "all", " every_2"]
+)
 def test_unknown_placement(layers):
     with pytest.raises(
-        ValueError, match=f"layers must be every_2, last_<n> or block indices, got '{layers}'"
+        ValueError, match=f"layers must be every_2, last_<n>, last_<n>_odd or block indices, got '{layers}'"
     ):
         MoEConfig(layers=layers)
 
@@ -55,6 +66,8 @@ def test_unknown_placement(layers):
     [
         ({"num_experts": 1}, "num_experts must be at least 2, got 1"),
         ({"images_per_group": 0}, "images_per_group must be at least 1, got 0"),
+        ({"expert_dropout": 1.0}, r"expert_dropout must lie in \[0, 1\), got 1.0"),
+        ({"expert_dropout": -0.1}, r"expert_dropout must lie in \[0, 1\), got -0.1"),
     ],
 )
 def test_config_errors(fields, message):
@@ -62,23 +75,7 @@ def test_config_errors(fields, message):
         MoEConfig(**fields)
 
 
-def test_experts_are_separate_mlps():
-    """Dense, tanh GELU, Dense, with biases; row n of expert e sees weights e only."""
-    experts = Experts(3, D, 16)
-    for p in experts.parameters():
-        torch.nn.init.normal_(p)
-    x_END = torch.randn(3, 5, D)
-    for e in range(3):
-        hidden = x_END[e] @ experts.w_in_EDF[e] + experts.b_in_EF[e]
-        gelu = 0.5 * hidden * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
-        expected = gelu @ experts.w_out_EFD[e] + experts.b_out_ED[e]
-        torch.testing.assert_close(experts(x_END)[e], expected)
-    assert not torch.allclose(F.gelu(hidden), gelu, rtol=1e-5, atol=1e-5), "the case must tell GELUs apart"
-
-
-@pytest.mark.parametrize(
-    "router", [TokenChoiceConfig(), ExpertChoiceConfig(), SoftConfig()], ids=lambda r: r.kind
-)
+@each_kind
 def test_groups_are_consecutive_images(router):
     """Images 0 and 1 share a group: 1 matters to 0, and 2 does not."""
     layer = build(MoEConfig(num_experts=2, images_per_group=2, router=router))
@@ -94,7 +91,9 @@ def test_groups_are_consecutive_images(router):
 
 
 @pytest.mark.parametrize(
-    "router", [TokenChoiceConfig(), ExpertChoiceConfig(), SoftConfig()], ids=lambda r: r.kind
+    "router",
+    [TokenChoiceConfig(), ExpertChoiceConfig(), SoftConfig(), MixtureConfig(level="image")],
+    ids=lambda r: r.kind,
 )
 def test_images_per_group_matters(router):
     x = 3 * torch.randn(4, S, D, generator=torch.Generator().manual_seed(0))
@@ -123,3 +122,74 @@ def test_dropped_tokens_come_out_as_zero():
     y, _ = layer(torch.randn(1, S, D), torch.ones(1))
     assert y[0, 0].abs().min() > 0
     assert y[0, 1:].eq(0).all()
+
+
+@each_kind
+def test_router_gets_keys_of_block_image_and_token(router):
+    """`split(mix(keys_B, block), tokens)`, image after image; without keys none; random blocks others yet."""
+    layer = MoELayer(MoEConfig(num_experts=2, images_per_group=2, router=router), dim=D, hidden=16, block=5)
+    init_weights(layer, seed=0)
+    calls = []
+    layer.router.register_forward_hook(lambda module, args, routing: calls.append(args))
+    keys_B, x, valid = torch.tensor([3, 1, 4, 1]), torch.randn(4, S, D), torch.tensor([1.0, 1, 0, 1])
+    layer(x, valid, keys_B)
+    layer(x, valid, keys_B, RoutingOverrides(random_blocks=(5,)))
+    layer(x, valid)
+    x_GSD, valid_GS, keys_GS, overrides, random_GS = calls[0]
+    assert torch.equal(x_GSD, x.view(2, 2 * S, D))
+    assert valid_GS.tolist() == [[1.0] * 2 * S, [0.0] * S + [1.0] * S]
+    assert torch.equal(keys_GS.view(4, S), split(mix(keys_B, 5), S))
+    assert overrides is AS_TRAINED
+    assert random_GS is None
+    assert not set(calls[1][4].flatten().tolist()) & set(keys_GS.flatten().tolist())
+    assert calls[2][2] is calls[2][4] is None
+
+
+@pytest.mark.parametrize(
+    ("router", "others"),
+    [
+        (
+            TokenChoiceConfig(k=2, capacity_factor=0.8, balance_weight=0.1, z_weight=0.1),
+            [
+                RoutingOverrides(k=1, priority="sum"),
+                RoutingOverrides(capacity_factor=0.4, priority="max"),
+                RoutingOverrides(experts=2),
+            ],
+        ),
+        (TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity", priority="max"), []),
+        (ExpertChoiceConfig(noise_std=1.0), [RoutingOverrides(capacity_factor=2.0, experts=(0, 2))]),
+        (ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=30)), []),
+        (
+            SoftConfig(slots_per_expert=2, noise_std=1.0),
+            [RoutingOverrides(experts=2), RoutingOverrides(random_blocks=(0,))],
+        ),
+        (MixtureConfig(level="hierarchical"), [RoutingOverrides(experts=(0, 2))]),
+    ],
+    ids=["token_choice", "sinkhorn", "expert_choice", "sparse_transport", "soft", "mixture"],
+)
+def test_compiled_without_a_break_it_is_the_same(router, others):
+    """Forward and backward of the whole layer, with keys; one compiled function obeys its overrides."""
+    layer = build(MoEConfig(num_experts=4, images_per_group=2, router=router, expert_dropout=0.1))
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, valid = torch.randn(4, S, D, generator=torch.Generator().manual_seed(0)), torch.tensor([1.0, 1, 1, 0])
+    keys_B, first = torch.arange(4), None
+    for overrides in (AS_TRAINED, *others, AS_TRAINED):  # and back: nothing was baked in
+        got = outcome(compiled, layer, x, valid, keys_B, overrides)
+        torch.testing.assert_close(got, outcome(layer, layer, x, valid, keys_B, overrides))
+        first = got["y"] if first is None else first
+        assert torch.allclose(got["y"], first) == (overrides is AS_TRAINED), "the overrides must matter"
+    if others:
+        got = outcome(compiled, layer, x, valid, None, AS_TRAINED)
+        torch.testing.assert_close(got, outcome(layer, layer, x, valid, None, AS_TRAINED))
+        assert not torch.allclose(got["y"], first), "the keys must matter"
+
+
+def outcome(function, layer: MoELayer, x: Tensor, valid: Tensor, keys, overrides) -> dict[str, Tensor]:
+    """Output, auxiliary loss, statistics and gradients."""
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y, routing = function(leaf, valid, keys, overrides)
+    (y.square().sum() + routing.aux_G.sum()).backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "aux": routing.aux_G.detach(), "x": leaf.grad, **routing.stats, **gradients}

@@ -20,9 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe.layer import MoEConfig
+from moe.noise import mix
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ExpertParallel, build_sharded, check_layout, clip_grad_norm, make_mesh
 from moe.presets import PRESETS
-from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.vit import Output, ViT, ViTConfig
 
 BATCH, STEPS, SEED = 8, 5, 3
@@ -37,14 +40,28 @@ def vit(router: RouterConfig | None, **fields) -> ViTConfig:
 
 
 CONFIGS = {"dense": vit(None)} | {
-    f"{router.kind}-{images}": vit(router, images_per_group=images)
+    f"{router.kind}-{images}": vit(router, images_per_group=images, expert_dropout=0.1 * (images - 1))
     for router in (
-        SoftConfig(slots_per_expert=2),
-        TokenChoiceConfig(k=2, capacity_factor=0.8, importance_weight=0.1),
-        ExpertChoiceConfig(capacity_factor=1.5),
+        SoftConfig(slots_per_expert=2, noise_std=0.5),
+        TokenChoiceConfig(k=2, capacity_factor=0.8, importance_weight=0.1, load_weight=0.1),
+        ExpertChoiceConfig(capacity_factor=1.5, noise_std=1.0),
     )
     for images in (1, 2)
 }
+ONCE = {  # what they add does not know how it is split: one layout is enough
+    "sinkhorn-2": vit(
+        TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity"), images_per_group=2
+    ),
+    "sparse-2": vit(ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=50)), images_per_group=2),
+    "mixture-2": vit(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2),
+    "overridden-2": vit(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
+}
+CONFIGS |= ONCE
+MIXED = {2: (1, 2), 4: (2, 2)}
+IN_TRAINING = {
+    "overridden-2": RoutingOverrides(k=1, capacity_factor=0.6, priority="max", experts=3),
+}
+AFTER = RoutingOverrides(experts=2, random_blocks=(1,))
 CASES = [  # rounding needs no second group size
     (name, dtype) for name, dtype in product(CONFIGS, TOLERANCE) if dtype == torch.float64 or "-2" not in name
 ]
@@ -58,7 +75,7 @@ class Trained:
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]  # of the last step, clipped; in float64
-    logits: Tensor  # of a padded batch, after training
+    logits: tuple[Tensor, ...]  # of a padded batch, after training: as trained, and as `AFTER`
     stats: dict[str, Tensor]  # of this rank's slice
 
 
@@ -66,17 +83,24 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def train(model: ViT, dtype: torch.dtype, mine: slice, total: Callable[[Tensor], Tensor]) -> Trained:
-    """Five steps of AdamW on this rank's slice of every batch; `total` sums over ranks."""
+def train(
+    model: ViT,
+    dtype: torch.dtype,
+    mine: slice,
+    total: Callable[[Tensor], Tensor],
+    overrides: RoutingOverrides,
+) -> Trained:
+    """Five steps of AdamW on this rank's slice of every batch, with noise; `total` sums over ranks."""
     exact = dtype == torch.float64  # only then gather every parameter: it takes as long as the training
     start = {name: whole(p) for name, p in model.named_parameters()} if exact else {}
     # at 1e-2 Adam alone amplifies float32 rounding past the tolerance
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     g, losses, norms = torch.Generator().manual_seed(SEED), [], []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         images = torch.randn(BATCH, 3, 8, 8, generator=g).to(dtype)
         labels = torch.randint(0, 10, (BATCH,), generator=g)
-        output: Output = model(images[mine])
+        keys_B = mix(torch.arange(BATCH), step)
+        output: Output = model(images[mine], keys_B=keys_B[mine], routing_overrides=overrides)
         share = len(labels[mine]) / BATCH
         loss = F.cross_entropy(output.logits, labels[mine], reduction="sum") / BATCH + output.aux * share
         optimizer.zero_grad()
@@ -86,9 +110,14 @@ def train(model: ViT, dtype: torch.dtype, mine: slice, total: Callable[[Tensor],
         optimizer.step()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters()} if exact else {}
     valid = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0]).to(dtype)  # the last of four ranks has padding only
+    after = (AS_TRAINED, AFTER) if model.config.moe else (AS_TRAINED,)
     with torch.no_grad():
-        output = model(images[mine], valid[mine])
-    return Trained(start, losses, norms, gradients, output.logits, output.stats)
+        outputs = [
+            model(images[mine], valid[mine], None if chosen is AS_TRAINED else keys_B[mine], chosen)
+            for chosen in after
+        ]
+    logits = tuple(output.logits for output in outputs)
+    return Trained(start, losses, norms, gradients, logits, outputs[0].stats)
 
 
 @contextmanager
@@ -120,11 +149,13 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         mesh = make_mesh("cpu", ep=ep)
         assert mesh.shape == (dp, ep)
         for name, dtype in CASES:
+            if name in ONCE and (dp, ep) != MIXED[ranks]:
+                continue
             case = f"{name}, {dtype}, dp={dp}, ep={ep}"
             with default_dtype(dtype):
                 model = build_sharded(CONFIGS[name], mesh, seed=SEED)
                 check_shares(model, mesh, case)
-                got = train(model, dtype, mine, total)
+                got = train(model, dtype, mine, total, IN_TRAINING.get(name, AS_TRAINED))
             compare(got, one_process[name, dtype], mine, TOLERANCE[dtype], case)
     dist.destroy_process_group()
 
@@ -152,7 +183,8 @@ def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case
     # Adam amplifies rounding where a gradient is almost nothing: entries are looser than norms
     for name, gradient in expected.gradients.items():
         close(got.gradients[name], gradient, 100 * tolerance, f"gradient of {name}, {case}")
-    close(got.logits, expected.logits[mine], 100 * tolerance, f"logits of the padded batch, {case}")
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        close(ours, theirs[mine], 100 * tolerance, f"logits of the padded batch, {case}")
     assert set(got.stats) == set(expected.stats), case
 
 
@@ -163,11 +195,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, dtype in CASES:
         with default_dtype(dtype):
             model = ViT(CONFIGS[name], seed=SEED)
-            results[name, dtype] = train(model, dtype, slice(0, BATCH), lambda loss: loss)
+            overrides = IN_TRAINING.get(name, AS_TRAINED)
+            results[name, dtype] = train(model, dtype, slice(0, BATCH), lambda loss: loss, overrides)
         result = results[name, dtype]
         assert max(result.norms) > MAX_NORM, f"{name} never clips"
         assert all(gradient.abs().max() > 0 for gradient in result.gradients.values()), name
-        assert result.logits.std() > 0.02, name
+        assert min(logits.std() for logits in result.logits) > 0.02, name
+        assert len(result.logits) == 1 or not torch.allclose(*result.logits), name
     torch.save(results, folder / "reference")
     return folder
 

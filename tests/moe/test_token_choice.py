@@ -1,17 +1,26 @@
-"""Token choice: seats by hand and against algorithm 1, the layer against its definition, the losses."""
+"""Token choice: seats by hand and against V-MoE's algorithms 1 and 2, the layer against its definition."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import nn
 
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
+from moe.noise import normal, split
 from moe.routers import TokenChoiceConfig, build_router
-from moe.routers.capacity import slots_per_expert
-from moe.routers.losses import importance_loss
-from moe.routers.token_choice import fill_slots
+from moe.routers.affinity import SinkhornConfig
+from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
+from moe.routers.sinkhorn import sinkhorn_plan
+from moe.routers.token_choice import fill_slots, queue_priority, top_experts
+
+
+def router_with(gate_DE: list[list[float]], **fields) -> nn.Module:
+    router = build_router(TokenChoiceConfig(**fields), dim=len(gate_DE), num_experts=len(gate_DE[0]))
+    with torch.no_grad():
+        router.gate_DE.copy_(torch.tensor(gate_DE))
+    return router
 
 
 def test_fill_slots_by_hand():
@@ -28,6 +37,14 @@ def test_first_choices_sit_before_second_ones():
     assert token_GEC.tolist() == [[[1, 3, 0], [0, 2, 1]]]
 
 
+def test_a_dropped_first_choice_promotes_nothing():
+    """Expert 0 seats one. Token 1's first choice is lost; its second still queues behind all first ones:
+    expert 1 seats token 2, who came first there, and not token 1."""
+    expert_GSK = torch.tensor([[[0, 1], [0, 1], [1, 0]]])
+    token_GEC = fill_slots(expert_GSK, torch.ones(1, 3), num_experts=2, capacity=1)
+    assert token_GEC.tolist() == [[[0], [2]]]
+
+
 def test_padding_queues_for_no_expert():
     """Token 0 is padding: the last comer finds a seat."""
     expert_GSK = torch.tensor([[[0], [0], [1], [0]]])
@@ -35,83 +52,184 @@ def test_padding_queues_for_no_expert():
     assert token_GEC.tolist() == [[[1, 3], [2, 4]]]
 
 
-def algorithm_1(expert_GSK: Tensor, valid_GS: Tensor, num_experts: int, capacity: int) -> list:
-    """V-MoE, algorithm 1, as printed: for every choice, for every token."""
-    G, S, K = expert_GSK.shape
-    token_GEC = [[[S] * capacity for _ in range(num_experts)] for _ in range(G)]
-    for g in range(G):
-        taken = [0] * num_experts
-        for k in range(K):
-            for s in range(S):
-                e = int(expert_GSK[g, s, k])
-                if valid_GS[g, s] and taken[e] < capacity:
-                    token_GEC[g][e][taken[e]] = s
-                    taken[e] += 1
-    return token_GEC
+def test_padding_of_high_priority_queues_for_no_expert():
+    expert_GSK, priority_GS = torch.tensor([[[0], [0], [0]]]), torch.tensor([[9.0, 1.0, 2.0]])
+    valid_GS = torch.tensor([[0.0, 1, 1]])
+    token_GEC = fill_slots(expert_GSK, valid_GS, priority_GS, num_experts=1, capacity=1)
+    assert token_GEC.tolist() == [[[2]]]
 
 
-@settings(deadline=None, max_examples=150)
+@pytest.mark.parametrize(
+    ("priority", "seats"),
+    [
+        ("none", [[0, 1], [0, 1]]),  # as they come
+        ("max", [[2, 3], [2, 3]]),  # largest gates 0.45, 0.5, 0.6, 0.55: tokens 2, 3, 1, 0
+        ("sum", [[0, 2], [0, 2]]),  # sums of two 0.9, 0.7, 0.8, 0.75: tokens 0, 2, 3, 1
+    ],
+)
+def test_priority_by_hand(priority, seats):
+    """All four want experts 0 and 1, in this order; both seat two."""
+    gates_GSE = torch.tensor([[[0.45, 0.45, 0.1], [0.5, 0.2, 0.3], [0.6, 0.2, 0.2], [0.55, 0.2, 0.25]]])
+    expert_GSK = torch.tensor([[[0, 1]] * 4])
+    priority_GS = queue_priority(gates_GSE, expert_GSK, priority)
+    token_GEC = fill_slots(expert_GSK, torch.ones(1, 4), priority_GS, num_experts=3, capacity=2)
+    assert token_GEC.tolist() == [[*seats, [4, 4]]]
+
+
+def test_equal_priority_leaves_the_order_of_tokens():
+    expert_GSK, priority_GS = torch.zeros(1, 50, 1, dtype=torch.long), torch.tensor([[0.5] * 49 + [0.6]])
+    token_GEC = fill_slots(expert_GSK, torch.ones(1, 50), priority_GS, num_experts=1, capacity=50)
+    assert token_GEC.tolist() == [[[49, *range(49)]]]
+
+
+def algorithm(
+    affinity_SE: list[list[float]], valid_S: list[float], *, k: int, capacity: int, priority: str
+) -> list[list[int]]:
+    """V-MoE, algorithms 1 (vanilla) and 2 (batch prioritized), as printed: for every choice, for every token
+    in the order of the queue, if there is room. Tokens prefer the larger affinity, then the lower expert."""
+    S, E = len(affinity_SE), len(affinity_SE[0])
+    choices = [sorted(range(E), key=lambda e, row=row: (-row[e], e))[:k] for row in affinity_SE]
+    score = {
+        "none": [0.0] * S,
+        "max": [max(row) for row in affinity_SE],
+        "sum": [sum(row[e] for e in chosen) for row, chosen in zip(affinity_SE, choices, strict=True)],
+    }[priority]
+    queue = sorted(range(S), key=lambda s: (-score[s], s))
+    token_EC, taken = [[S] * capacity for _ in range(E)], [0] * E
+    for choice in range(k):
+        for s in queue:
+            e = choices[s][choice]
+            if valid_S[s] and taken[e] < capacity:
+                token_EC[e][taken[e]] = s
+                taken[e] += 1
+    return token_EC
+
+
+@settings(deadline=None, max_examples=300)
 @given(
     G=st.integers(1, 3),
     S=st.integers(1, 9),
     E=st.integers(1, 5),
     k=st.integers(1, 5),
     capacity=st.integers(1, 12),
-    levels=st.sampled_from([1, 2, 1000]),
+    priority=st.sampled_from(["none", "max", "sum"]),
+    levels=st.sampled_from([1, 2, 4, 1024]),
     seed=st.integers(0, 2**31),
 )
-def test_fill_slots_is_algorithm_1(G, S, E, k, capacity, levels, seed):
+def test_seats_are_those_of_algorithms_1_and_2(G, S, E, k, capacity, priority, levels, seed):
+    """Affinities are multiples of 1/1024, so that sums are exact; of one level all tie. Capacity may exceed
+    what queues, and a quarter of the tokens is padding."""
     g = torch.Generator().manual_seed(seed)
-    affinity = torch.randint(0, levels, (G, S, E), generator=g)  # one level: all tie
-    expert_GSK = affinity.argsort(dim=-1, descending=True, stable=True)[..., : min(k, E)]
-    valid = torch.randint(0, 4, (G, S), generator=g).clamp(max=1).float()
-    got = fill_slots(expert_GSK, valid, num_experts=E, capacity=capacity)
-    assert got.tolist() == algorithm_1(expert_GSK, valid, E, capacity)
+    affinity_GSE = torch.randint(0, levels, (G, S, E), generator=g) / 1024
+    valid_GS = torch.randint(0, 4, (G, S), generator=g).clamp(max=1).float()
+    k = min(k, E)
+    expert_GSK = top_experts(affinity_GSE, k)
+    priority_GS = queue_priority(affinity_GSE, expert_GSK, priority)
+    got = fill_slots(expert_GSK, valid_GS, priority_GS, num_experts=E, capacity=capacity)
+    expected = [
+        algorithm(affinity, valid, k=k, capacity=capacity, priority=priority)
+        for affinity, valid in zip(affinity_GSE.tolist(), valid_GS.tolist(), strict=True)
+    ]
+    assert got.tolist() == expected
 
 
-@pytest.mark.parametrize(("k", "factor"), [(1, 0.5), (1, 1.0), (2, 0.6), (3, 1.0), (4, 9.0)])
-def test_layer_is_its_definition(k, factor):
-    """Sum of gate * expert(token) over a token's seated choices: softmax, then top-k, not renormalised."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        TokenChoiceConfig(k=1, capacity_factor=0.5),
+        TokenChoiceConfig(k=2, capacity_factor=0.6),
+        TokenChoiceConfig(k=3, capacity_factor=1.0),
+        TokenChoiceConfig(k=4, capacity_factor=9.0),
+        TokenChoiceConfig(k=1, capacity_factor=0.5, priority="max"),
+        TokenChoiceConfig(k=2, capacity_factor=0.5, priority="max"),
+        TokenChoiceConfig(k=2, capacity_factor=0.5, priority="sum"),
+        TokenChoiceConfig(k=1, capacity_factor=0.6, affinity=SinkhornConfig()),
+        TokenChoiceConfig(k=2, capacity_factor=0.5, affinity=SinkhornConfig(), priority="max"),
+        TokenChoiceConfig(k=2, capacity_factor=0.5, affinity=SinkhornConfig(), combine="affinity"),
+    ],
+    ids=lambda c: f"{c.affinity.kind}-{c.k}-{c.capacity_factor}-{c.priority}-{c.combine}",
+)
+def test_layer_is_its_definition(config):
+    """Sum of weight * expert(token) over a token's seated choices: softmax, then top-k, not renormalised.
+    A Sinkhorn plan decides who sits where; the softmax weighs, unless the plan is to."""
     G, S, D, E = 3, 10, 6, 4
-    config = TokenChoiceConfig(k=k, capacity_factor=factor)
     layer = MoELayer(MoEConfig(num_experts=E, router=config), dim=D, hidden=16)
     init_weights(layer, seed=0)
     x = 2 * torch.randn(G, S, D, generator=torch.Generator().manual_seed(0))
-    gates = (x @ layer.router.gate_DE).softmax(-1)
+    logits = x @ layer.router.gate_DE
+    gates = affinity = logits.softmax(-1)
+    if config.affinity.kind == "sinkhorn":
+        affinity, _ = sinkhorn_plan(logits, torch.ones(G, S), config.affinity.iterations)
+    weights = affinity if config.combine == "affinity" else gates
     every = layer.experts(x.reshape(1, G * S, D).expand(E, -1, -1)).unflatten(1, (G, S))
-    order = [[sorted(range(E), key=lambda e, p=p: -p[e]) for p in group] for group in gates.tolist()]
+    C = round(S * config.k * config.capacity_factor / E)
     expected, dropped = torch.zeros_like(x), 0
     for g in range(G):
-        room = [round(S * k * factor / E)] * E
-        seats = [0] * S
-        for choice in range(k):
-            for s in range(S):
-                e = order[g][s][choice]
-                if room[e] > 0:
-                    room[e] -= 1
-                    seats[s] += 1
-                    expected[g, s] = expected[g, s] + gates[g, s, e] * every[e, g, s]
-        dropped += seats.count(0)
+        seats = algorithm(affinity[g].tolist(), [1.0] * S, k=config.k, capacity=C, priority=config.priority)
+        dropped += S - len({s for tokens in seats for s in tokens} - {S})
+        for e in range(E):
+            for s in set(seats[e]) - {S}:
+                expected[g, s] = expected[g, s] + weights[g, s, e] * every[e, g, s]
     got, routing = layer(x, torch.ones(G))
     torch.testing.assert_close(got, expected)
     assert routing.stats["dropped_frac"].item() == pytest.approx(dropped / (G * S))
-    assert (dropped > 0) == (k < 3), "the cases must cover dropping and not dropping"
+    assert (dropped > 0) == (config.capacity_factor < 1), "the cases must cover dropping and not dropping"
 
 
 def test_ties_go_to_the_lower_expert():
-    router = build_router(TokenChoiceConfig(k=2, capacity_factor=9.0), dim=3, num_experts=20)
-    torch.nn.init.zeros_(router.gate_DE)
-    token_GEC = router(torch.randn(1, 5, 3), torch.ones(1, 5)).token_GEC
+    router = router_with([[0.0] * 20], k=2, capacity_factor=9.0)
+    token_GEC = router(torch.randn(1, 5, 1), torch.ones(1, 5)).token_GEC
     assert [e for e in range(20) if (token_GEC[0, e] < 5).any()] == [0, 1]
 
 
+@settings(deadline=None)
+@given(k=st.integers(1, 6), levels=st.integers(1, 4), seed=st.integers(0, 2**31))
+def test_top_experts_are_those_of_a_stable_sort(k, levels, seed):
+    affinity = torch.randint(0, levels, (2, 5, 6), generator=torch.Generator().manual_seed(seed)).float()
+    assert torch.equal(
+        top_experts(affinity, k), affinity.argsort(dim=-1, descending=True, stable=True)[..., :k]
+    )
+
+
+def test_a_gate_that_underflows_is_chosen_weighs_nothing_and_takes_a_seat():
+    """Logits 200, 0, 0: the second choice has gate 0 in float32, and is the lowest of the zeros."""
+    router = router_with([[200.0, 0.0, 0.0]], k=2, capacity_factor=3.0)
+    routing = router(torch.ones(1, 2, 1), torch.ones(1, 2))
+    assert routing.token_GEC[0, :, :2].tolist() == [[0, 1], [0, 1], [2, 2]]
+    assert routing.weight_GEC[0, :, :2].tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
 def test_tokens_that_come_first_are_seated():
-    """The vanilla order of V-MoE section 2.4; batch priority is another router's business."""
-    router = build_router(TokenChoiceConfig(capacity_factor=0.5), dim=2, num_experts=2)
-    with torch.no_grad():
-        router.gate_DE.copy_(torch.tensor([[1.0, -1.0], [0.0, 0.0]]))
-    x = torch.tensor([[[1.0, 0], [2, 0], [3, 0], [4, 0], [5, 0], [6, 0], [7, 0], [8, 0]]])
+    """The vanilla order of V-MoE section 2.4, though the later tokens are surer of their choice."""
+    router = router_with([[1.0, -1.0]], capacity_factor=0.5)
+    x = torch.arange(1.0, 9).view(1, 8, 1)
     assert router(x, torch.ones(1, 8)).token_GEC.tolist() == [[[0, 1], [8, 8]]]
+
+
+@pytest.mark.parametrize("priority", ["max", "sum"])
+def test_the_surest_tokens_are_seated_under_priority(priority):
+    """Of one choice both say the same: the last two, the surest first. V-MoE section 4.1."""
+    router = router_with([[1.0, -1.0]], capacity_factor=0.5, priority=priority)
+    x = torch.arange(1.0, 9).view(1, 8, 1)
+    assert router(x, torch.ones(1, 8)).token_GEC.tolist() == [[[7, 6], [8, 8]]]
+
+
+def test_priority_sorts_by_the_noisy_gates_of_the_whole_group():
+    """With noise, seats are those of algorithm 2 for the gates that the routing shows."""
+    router = build_router(
+        TokenChoiceConfig(k=2, capacity_factor=0.5, priority="max", noise_std=20.0), dim=3, num_experts=4
+    )
+    init_weights(router, seed=0)
+    x, keys_GS = (
+        torch.randn(2, 12, 3, generator=torch.Generator().manual_seed(0)),
+        torch.arange(24).view(2, 12),
+    )
+    routing, still = router(x, torch.ones(2, 12), keys_GS), router(x, torch.ones(2, 12))
+    expected = [
+        algorithm(gates, [1.0] * 12, k=2, capacity=3, priority="max") for gates in routing.gates_GSE.tolist()
+    ]
+    assert routing.token_GEC.tolist() == expected
+    assert not torch.equal(routing.token_GEC, still.token_GEC)
 
 
 def test_empty_slots_weigh_nothing():
@@ -123,13 +241,43 @@ def test_empty_slots_weigh_nothing():
 
 def test_load_counts_demand():
     """Six tokens want expert 0 and two expert 1: mean 4, deviation 2, though two are seated at each."""
-    router = build_router(TokenChoiceConfig(capacity_factor=0.5), dim=1, num_experts=2)
-    with torch.no_grad():
-        router.gate_DE.copy_(torch.tensor([[1.0, -1.0]]))
+    router = router_with([[1.0, -1.0]], capacity_factor=0.5)
     x = torch.tensor([1.0, 1, 1, -1, 1, -1, 1, 1]).view(1, 8, 1)
-    stats = router(x, torch.ones(1, 8)).stats
-    assert stats["load_cv"].item() == pytest.approx(2 / 4)
-    assert stats["dropped_frac"].item() == pytest.approx(4 / 8)
+    routing = router(x, torch.ones(1, 8))
+    assert routing.load_GE.tolist() == [[6, 2]]
+    assert routing.stats["load_cv"].item() == pytest.approx(2 / 4)
+    assert routing.stats["dropped_frac"].item() == pytest.approx(4 / 8)
+
+
+def test_a_sinkhorn_plan_balances_what_the_softmax_does_not():
+    """All tokens like expert 0 best. The softmax sends all there; the plan's rows still sum to 1, its columns
+    to 8 / 2, so only the four that like it most stay."""
+    x = torch.linspace(1, 2, 8).view(1, 8, 1)
+    softmax = router_with([[3.0, -3.0]], capacity_factor=1.0)(x, torch.ones(1, 8))
+    sinkhorn = router_with([[3.0, -3.0]], capacity_factor=1.0, affinity=SinkhornConfig(iterations=200))(
+        x, torch.ones(1, 8)
+    )
+    assert softmax.load_GE.tolist() == [[8, 0]]
+    assert sinkhorn.load_GE.tolist() == [[4, 4]]
+    assert sinkhorn.token_GEC.tolist() == [[[4, 5, 6, 7], [0, 1, 2, 3]]]
+    torch.testing.assert_close(sinkhorn.weight_GEC[0, 0], softmax.gates_GSE[0, 4:, 0])
+    assert sinkhorn.stats["transport_residual"] < 1e-4
+    assert softmax.stats["transport_residual"] == 0
+
+
+def test_no_gradient_goes_through_a_plan_that_only_chooses():
+    """The gradient is that of the gates at the seated pairs."""
+    router = build_router(
+        TokenChoiceConfig(affinity=SinkhornConfig(), importance_weight=0.0), dim=3, num_experts=4
+    )
+    init_weights(router, seed=0)
+    x = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    routing = router(x, torch.ones(2, 8))
+    routing.weight_GEC.sum().backward()
+    seated = torch.zeros(2, 8 + 1, 4).scatter(1, routing.token_GEC.transpose(1, 2), 1.0)[:, :8]
+    expected = torch.autograd.grad(((x @ router.gate_DE).softmax(-1) * seated).sum(), router.gate_DE)[0]
+    torch.testing.assert_close(router.gate_DE.grad, expected)
+    assert expected.abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -138,6 +286,12 @@ def test_load_counts_demand():
         ({"k": 0}, "k must be at least 1, got 0"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
         ({"capacity_factor": -1.0}, "capacity_factor must be positive, got -1.0"),
+        ({"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
+        ({"noise_std": -0.5}, "noise_std must not be negative, got -0.5"),
+        ({"importance_weight": -1.0}, "importance_weight must not be negative, got -1.0"),
+        ({"load_weight": -1.0}, "load_weight must not be negative, got -1.0"),
+        ({"balance_weight": -1.0}, "balance_weight must not be negative, got -1.0"),
+        ({"z_weight": -1.0}, "z_weight must not be negative, got -1.0"),
     ],
 )
 def test_config_errors(fields, message):
@@ -156,42 +310,87 @@ def test_capacity_is_k_times_tokens_over_experts():
     assert TokenChoiceConfig(k=1, capacity_factor=1.5).slots(num_tokens=10, num_experts=4) == 4  # 3.75
 
 
-def test_no_capacity_is_an_error_that_names_the_bound():
-    with pytest.raises(ValueError, match=r"capacity_factor=0.25 leaves no slot.*use more than 0.25"):
-        slots_per_expert(16, 8, 0.25)  # 0.5 rounds to even, 0
-    assert slots_per_expert(16, 8, 0.2501) == 1
-
-
-def test_importance_loss_is_zero_at_balance_and_E_minus_1_at_collapse():
-    E, valid = 4, torch.ones(2, 8)
-    uniform = torch.full((2, 8, E), 1 / E)
-    collapsed = torch.nn.functional.one_hot(torch.tensor([[0] * 8, [3] * 8]), E).float()
-    one_hot_balanced = torch.nn.functional.one_hot(torch.arange(16).view(2, 8) % E, E).float()
-    torch.testing.assert_close(importance_loss(uniform, valid), torch.zeros(2))
-    torch.testing.assert_close(importance_loss(one_hot_balanced, valid), torch.zeros(2))
-    torch.testing.assert_close(importance_loss(collapsed, valid), torch.full((2,), E - 1.0))
-
-
-def test_importance_loss_leaves_padding_out():
-    gates = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    valid = torch.tensor([[1.0] * 5 + [0] * 3] * 2)
-    torch.testing.assert_close(importance_loss(gates, valid), importance_loss(gates[:, :5], torch.ones(2, 5)))
-
-
-def test_importance_loss_has_a_gradient_at_zero_variance():
-    gates = torch.full((1, 8, 4), 0.25, requires_grad=True)
-    importance_loss(gates, torch.ones(1, 8)).sum().backward()
-    torch.testing.assert_close(gates.grad, torch.zeros(1, 8, 4))
-
-
-def test_aux_is_the_weighted_importance_loss():
-    x, valid, aux = torch.randn(3, 16, 8), torch.ones(3, 16), {}
+@pytest.mark.parametrize("noise", [False, True])
+def test_aux_is_the_weighted_sum_of_the_losses(noise):
+    """Importance and z of the clean logits, balance of the gates as they route, load with noise alone: its
+    threshold is noisy, the rest of it clean."""
+    weights = {"importance_weight": 0.3, "load_weight": 0.2, "balance_weight": 0.7, "z_weight": 0.11}
+    x, valid = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(0)), torch.ones(3, 16)
     valid[1, 5:] = 0
-    for weight in (0.0, 0.005, 0.01):
-        router = build_router(TokenChoiceConfig(importance_weight=weight), dim=8, num_experts=4)
+    keys_GS = torch.arange(48).view(3, 16) if noise else None
+
+    def routed(**fields):
+        router = build_router(TokenChoiceConfig(k=2, noise_std=2.0, **fields), dim=8, num_experts=4)
         init_weights(router, seed=0)
-        aux[weight] = router(x, valid).aux_G
-        gates = (x @ router.gate_DE).softmax(-1)
-        torch.testing.assert_close(aux[weight], weight * importance_loss(gates, valid))
-    assert aux[0.0].eq(0).all()
-    assert aux[0.005].gt(0).all()
+        return router(x, valid, keys_GS), x @ router.gate_DE
+
+    routing, logits = routed(**weights)
+    noisy = routing.gates_GSE.log()  # up to a constant of each token, which the losses' softmax ignores
+    noisy = noisy - noisy.logsumexp(-1, keepdim=True)
+    expected = 0.3 * importance_loss(logits.softmax(-1), valid)
+    expected = expected + 0.7 * balance_loss(routing.gates_GSE, valid) + 0.11 * z_loss(logits, valid)
+    if noise:
+        shift = 2.0 / 4 * normal(split(keys_GS, 4))
+        expected = expected + 0.2 * load_loss(logits, logits + shift, valid, k=2, std=2.0 / 4)
+        torch.testing.assert_close((logits + shift).log_softmax(-1), noisy)
+    torch.testing.assert_close(routing.aux_G, expected)
+    for name, weight in weights.items():
+        alone = routed(**dict.fromkeys(weights, 0.0) | {name: weight})[0].aux_G
+        assert alone.eq(0).all() == (name == "load_weight" and not noise), name
+    assert routed(**dict.fromkeys(weights, 0.0))[0].aux_G.eq(0).all()
+
+
+def test_noise_has_the_standard_deviation_of_the_config_over_E():
+    """V-MoE section 2.3: N(0, 1 / E^2). Two experts' logits differ by a normal of variance 2 (std / E)^2."""
+    for std, E in ((1.0, 4), (3.0, 4), (1.0, 8)):
+        router = router_with([[0.0] * E], noise_std=std)
+        gates = router(torch.zeros(40, 50, 1), torch.ones(40, 50), torch.arange(2000).view(40, 50)).gates_GSE
+        difference = (gates[..., 0] / gates[..., 1]).log()
+        assert difference.std().item() == pytest.approx(2**0.5 * std / E, rel=0.08)  # 5 sigma: 0.079
+        assert abs(difference.mean()) < 5 * 2**0.5 * std / E / 2000**0.5
+
+
+def test_flip_frac_is_the_share_of_choices_that_noise_changes_and_grows_with_it():
+    x, keys_GS = (
+        torch.randn(4, 64, 8, generator=torch.Generator().manual_seed(0)),
+        torch.arange(256).view(4, 64),
+    )
+    seen = []
+    for std in (0.0, 0.01, 1.0, 5.0, 100.0):
+        router = build_router(TokenChoiceConfig(k=2, noise_std=std), dim=8, num_experts=8)
+        init_weights(router, seed=0)
+        routing = router(x, torch.ones(4, 64), keys_GS)
+        clean = top_experts(x @ router.gate_DE, 2).tolist()
+        noisy = top_experts(routing.gates_GSE, 2).tolist()
+        lost = sum(
+            len(set(a) - set(b)) for A, B in zip(clean, noisy, strict=True) for a, b in zip(A, B, strict=True)
+        )
+        assert routing.stats["flip_frac"].item() == pytest.approx(lost / (4 * 64 * 2))
+        assert router(x, torch.ones(4, 64)).stats["flip_frac"] == 0
+        seen.append(routing.stats["flip_frac"].item())
+    assert seen[0] == 0
+    assert seen == sorted(seen)
+    assert seen[-1] == pytest.approx(1 - 2 / 8, abs=0.08)  # as if at random
+
+
+def test_flip_frac_leaves_padding_out():
+    router = build_router(TokenChoiceConfig(noise_std=5.0), dim=8, num_experts=8)
+    init_weights(router, seed=0)
+    x = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0))
+    keys_GS, valid = torch.arange(64).view(1, 64), torch.tensor([[1.0] * 20 + [0.0] * 44])
+    some, few = router(x, valid, keys_GS), router(x[:, :20], torch.ones(1, 20), keys_GS[:, :20])
+    torch.testing.assert_close(some.stats["flip_frac"], few.stats["flip_frac"])
+    assert 0 < few.stats["flip_frac"] < 1
+
+
+def test_flip_frac_is_of_the_choices_that_a_plan_makes():
+    x = 0.5 + torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0))
+    config = TokenChoiceConfig(capacity_factor=8.0, noise_std=3.0, affinity=SinkhornConfig())
+    router, keys_GS = build_router(config, dim=8, num_experts=8), split(torch.tensor([4]), 64)
+    init_weights(router, seed=0)
+    noisy, clean = router(x, torch.ones(1, 64), keys_GS), router(x, torch.ones(1, 64))
+    seats = [
+        {(e, s) for e, row in enumerate(routing.token_GEC[0].tolist()) for s in row if s < 64}
+        for routing in (noisy, clean)
+    ]
+    assert noisy.stats["flip_frac"].item() == pytest.approx(1 - len(seats[0] & seats[1]) / 64)
