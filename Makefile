@@ -29,7 +29,8 @@ check: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: setup
-	$(BIN)/python bench/layer.py
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python bench/layers.py
 
 ui: setup  ## MLflow on http://127.0.0.1:5000
 	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port 5000

@@ -58,7 +58,7 @@ def routing_stats(
         "load_max": over_groups(load_GE.amax(-1)),
         "seats_mean": over_tokens(seats_GS.float()),
         "seats_max": over_groups((seats_GS * valid_GS).amax(1)),
-        "gate_entropy_nats": over_tokens(-torch.xlogy(gates_GSE, gates_GSE).sum(-1)),
+        "gate_entropy_nats": over_tokens(-(gates_GSE * gates_GSE.clamp(min=1e-30).log()).sum(-1)),
         "flip_frac": over_groups(flip_G),
         "transport_residual": over_groups(residual_G),
         "slot_similarity": over_groups(slot_similarity_G),

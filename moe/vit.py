@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.dense import MLP, Attention, AttentionPooling, Head, sincos2d
@@ -165,7 +166,7 @@ class ViT(nn.Module):
         routing_overrides: RoutingOverrides = AS_TRAINED,
         return_routings: bool = False,
     ) -> Output:
-        """images: (B, 3, H, W) in -1..1.
+        """images: (B, 3, H, W) in -1..1; a last incomplete routing group is filled up with padding.
 
         Args:
             valid_B: 0 for padding, which must not take capacity; else 1.
@@ -193,6 +194,10 @@ class ViT(nn.Module):
             raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")
         if valid_B is None:
             valid_B = images.new_ones(len(images))
+        B = len(images)
+        if self.config.moe and (missing := -B % self.config.moe.images_per_group):
+            images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
+            keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))
         x_BSD = self._tokens(images)
         aux, layers, routings = x_BSD.new_zeros((), dtype=torch.float32), [], []
         for block in self.blocks:
@@ -206,7 +211,7 @@ class ViT(nn.Module):
                 routings.append(routing)
         names = layers[0] if layers else ()
         stats = {name: torch.stack([layer[name] for layer in layers]) for name in names}
-        return self._pool(self.norm(x_BSD)), aux, stats, tuple(routings)
+        return self._pool(self.norm(x_BSD[:B])), aux, stats, tuple(routings)
 
     def _tokens(self, images: Tensor) -> Tensor:
         # contiguous, or every LayerNorm of the residual stream would copy its input

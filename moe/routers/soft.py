@@ -103,9 +103,8 @@ class SoftRouter(nn.Module):
         logits_GSEC = self._logits(x_GSD, keys_GS, random_GS) if config.learned() else None
         dispatch_GSEC = self._mix(config.dispatch, logits_GSEC, x_GSD, valid_GS, over_tokens=True)
         combine_GSEC = self._mix(config.combine, logits_GSEC, x_GSD, valid_GS, over_tokens=False)
-        valid_GS11 = valid_GS[..., None, None]
         gates_GSE = combine_GSEC.sum(-1)
-        load_GE = (combine_GSEC.detach() * valid_GS11).sum((1, 3))
+        load_GE = torch.einsum("gs,gse->ge", valid_GS.to(gates_GSE.dtype), gates_GSE.detach())
         kept_GE = overrides.kept(load_GE)
         if kept_GE is not None:
             combine_GSEC = combine_GSEC * kept_GE[:, None, :, None]
@@ -180,5 +179,7 @@ def mean_cosine(columns_GSN: Tensor) -> Tensor:
     The sum over all pairs is the squared length of the sum of unit columns, so no (N, N) array is made.
     """
     N = columns_GSN.shape[-1]
-    unit_GSN = columns_GSN / torch.linalg.vector_norm(columns_GSN, dim=1, keepdim=True).clamp(min=1e-12)
-    return (unit_GSN.sum(-1).square().sum(1) - unit_GSN.square().sum((1, 2))) / max(1, N * (N - 1))
+    square_GN = columns_GSN.square().sum(1)
+    scale_GN = square_GN.clamp(min=1e-24).rsqrt()  # an empty column stays 0
+    sum_GS = torch.einsum("gsn,gn->gs", columns_GSN, scale_GN)
+    return (sum_GS.square().sum(1) - (square_GN * scale_GN.square()).sum(1)) / max(1, N * (N - 1))
