@@ -5,6 +5,7 @@ random router at inference), Implicit Bias in Soft MoE section 4.3 (expert subse
 """
 
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -32,6 +33,16 @@ class RoutingOverrides:
     def __post_init__(self) -> None:
         if self.priority not in (None, *get_args(Priority)):
             raise ValueError(f"priority must be one of {get_args(Priority)}, got {self.priority!r}")
+        if self.k is not None and type(self.k) is not int:
+            raise ValueError(f"k must be an integer, got {self.k!r}")
+        if type(self.capacity_factor) not in (NoneType, int, float):
+            raise ValueError(f"capacity_factor must be a number, got {self.capacity_factor!r}")
+        if type(self.experts) not in (NoneType, int) and not _distinct(self.experts):
+            raise ValueError(
+                f"experts must be a number of them or a tuple of different ones, got {self.experts!r}"
+            )
+        if not _distinct(self.random_blocks):
+            raise ValueError(f"random_blocks must be a tuple of different blocks, got {self.random_blocks!r}")
 
     def apply(self, config: Config) -> Config:
         """The router's config as overridden.
@@ -66,6 +77,12 @@ class RoutingOverrides:
         listed = torch.zeros(E, dtype=torch.bool, device=weight_GE.device)
         listed[list(self.experts)] = True
         return listed.expand_as(weight_GE)
+
+
+def _distinct(indices: object) -> bool:
+    if not isinstance(indices, tuple) or not all(type(i) is int for i in indices):
+        return False
+    return len(set(indices)) == len(indices)
 
 
 AS_TRAINED = RoutingOverrides()

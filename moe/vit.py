@@ -190,6 +190,8 @@ class ViT(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
         """`forward` without the head: (B, width or representation_size), then the rest of `Output`."""
         moe_blocks = self.config.moe_blocks()
+        if not moe_blocks and routing_overrides != AS_TRAINED:
+            raise ValueError(f"a dense model has no routing to override: {routing_overrides}")
         if dense := sorted(set(routing_overrides.random_blocks).difference(moe_blocks)):
             raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")
         if valid_B is None:

@@ -22,8 +22,8 @@ class CapacityConfig:
     capacity_multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if self.capacity_factor <= 0:
-            raise ValueError(f"capacity_factor must be positive, got {self.capacity_factor}")
+        if not 0 < self.capacity_factor < math.inf:
+            raise ValueError(f"capacity_factor must be positive and finite, got {self.capacity_factor}")
         if self.capacity_multiple_of < 1:
             raise ValueError(f"capacity_multiple_of must be at least 1, got {self.capacity_multiple_of}")
 

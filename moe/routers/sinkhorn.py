@@ -75,7 +75,9 @@ def _implicit_gradient(ctx, grad_plan_GSE: Tensor, grad_residual_G: Tensor):
     centred_GSE = P_GSE * (R_GSE - (P_GSE * R_GSE).sum(-1, keepdim=True))
     column_GE = P_GSE.sum(1)
     target_G11 = column_GE.sum(-1).clamp(min=1)[:, None, None] / E
-    ridge_GEE = torch.finfo(P_GSE.dtype).eps * target_G11 * torch.eye(E).to(P_GSE)
+    ridge_GEE = (
+        torch.finfo(P_GSE.dtype).eps * target_G11 * torch.eye(E, dtype=P_GSE.dtype, device=P_GSE.device)
+    )
     system_GEE = torch.diag_embed(column_GE) - P_GSE.mT @ P_GSE + target_G11 + ridge_GEE
     v_GE1, _ = torch.linalg.solve_ex(system_GEE, centred_GSE.sum(1).unsqueeze(-1))
     return centred_GSE - P_GSE * (v_GE1.mT - P_GSE @ v_GE1), None, None

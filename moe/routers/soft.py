@@ -104,7 +104,7 @@ class SoftRouter(nn.Module):
         dispatch_GSEC = self._mix(config.dispatch, logits_GSEC, x_GSD, valid_GS, over_tokens=True)
         combine_GSEC = self._mix(config.combine, logits_GSEC, x_GSD, valid_GS, over_tokens=False)
         gates_GSE = combine_GSEC.sum(-1)
-        load_GE = torch.einsum("gs,gse->ge", valid_GS.to(gates_GSE.dtype), gates_GSE.detach())
+        load_GE = (gates_GSE.detach() * valid_GS.unsqueeze(-1)).sum(1)
         kept_GE = overrides.kept(load_GE)
         if kept_GE is not None:
             combine_GSEC = combine_GSEC * kept_GE[:, None, :, None]
@@ -181,5 +181,5 @@ def mean_cosine(columns_GSN: Tensor) -> Tensor:
     N = columns_GSN.shape[-1]
     square_GN = columns_GSN.square().sum(1)
     scale_GN = square_GN.clamp(min=1e-24).rsqrt()  # an empty column stays 0
-    sum_GS = torch.einsum("gsn,gn->gs", columns_GSN, scale_GN)
+    sum_GS = (columns_GSN * scale_GN.unsqueeze(1)).sum(-1)
     return (sum_GS.square().sum(1) - (square_GN * scale_GN.square()).sum(1)) / max(1, N * (N - 1))

@@ -49,8 +49,8 @@ def test_no_capacity_is_an_error_that_names_the_bound():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
-        ({"capacity_factor": -2.0}, "capacity_factor must be positive, got -2.0"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite, got 0.0"),
+        ({"capacity_factor": -2.0}, "capacity_factor must be positive and finite, got -2.0"),
         ({"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
     ],
 )

@@ -296,7 +296,11 @@ def test_random_blocks_must_be_moe_blocks(build_vit):
         (MixtureConfig(), {"capacity_factor": 2.0}, "kind 'mixture' has no capacity_factor to override"),
         (TokenChoiceConfig(), {"k": 5}, "k=5 exceeds num_experts=4"),
         (TokenChoiceConfig(), {"k": 0}, "k must be at least 1, got 0"),
-        (TokenChoiceConfig(), {"capacity_factor": -1.0}, "capacity_factor must be positive, got -1.0"),
+        (
+            TokenChoiceConfig(),
+            {"capacity_factor": -1.0},
+            "capacity_factor must be positive and finite, got -1.0",
+        ),
         (TokenChoiceConfig(), {"capacity_factor": 0.01}, "capacity_factor=0.01 leaves no slot"),
         (ExpertChoiceConfig(), {"capacity_factor": 9.0}, "capacity_factor=9.0 asks .* only 12 tokens"),
     ],
@@ -329,3 +333,21 @@ def test_a_router_may_be_called_without_overrides():
         router(images(), torch.ones(G, S)).weight_GEC,
         router(images(), torch.ones(G, S), None, AS_TRAINED, None).weight_GEC,
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k": 1.5}, "k must be an integer, got 1.5"),
+        ({"k": True}, "k must be an integer, got True"),
+        ({"capacity_factor": "1"}, "capacity_factor must be a number, got '1'"),
+        ({"experts": [0, 1]}, r"experts must be .* got \[0, 1\]"),
+        ({"experts": (0, 0)}, r"experts must be .* got \(0, 0\)"),
+        ({"experts": 1.5}, "experts must be .* got 1.5"),
+        ({"random_blocks": 1}, "random_blocks must be .* got 1"),
+        ({"priority": "best"}, "priority must be one of .* got 'best'"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_at_birth(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RoutingOverrides(**fields)

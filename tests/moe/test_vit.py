@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe.layer import MoEConfig
-from moe.overrides import RoutingOverrides
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
@@ -254,9 +254,16 @@ def test_learns_one_batch(router):
 
 
 def kept(router) -> RoutingOverrides:
-    """Overrides that every router, or every token choice, has."""
+    """Overrides that every router, or every token choice, has; a dense model has nothing to override."""
+    if router is None:
+        return AS_TRAINED
     changes = {"k": 2, "capacity_factor": 0.5} if isinstance(router, TokenChoiceConfig) else {}
-    return RoutingOverrides(experts=2, random_blocks=(1,) if router else (), **changes)
+    return RoutingOverrides(experts=2, random_blocks=(1,), **changes)
+
+
+def test_a_dense_model_refuses_overrides(build_vit):
+    with pytest.raises(ValueError, match="a dense model has no routing to override"):
+        build_vit(None)(images(2), routing_overrides=RoutingOverrides(experts=2))
 
 
 @each_model
