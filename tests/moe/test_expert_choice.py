@@ -207,7 +207,7 @@ def test_affinities_need_an_iteration(kind):
 
 
 def test_capacity_bounds():
-    with pytest.raises(ValueError, match="capacity_factor must be positive, got 0"):
+    with pytest.raises(ValueError, match="capacity_factor must be positive and finite, got 0"):
         ExpertChoiceConfig(capacity_factor=0.0)
     with pytest.raises(ValueError, match="noise_std must not be negative, got -1"):
         ExpertChoiceConfig(noise_std=-1)

@@ -284,8 +284,8 @@ def test_no_gradient_goes_through_a_plan_that_only_chooses():
     ("fields", "message"),
     [
         ({"k": 0}, "k must be at least 1, got 0"),
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
-        ({"capacity_factor": -1.0}, "capacity_factor must be positive, got -1.0"),
+        ({"capacity_factor": 0.0}, "capacity_factor must be positive and finite, got 0.0"),
+        ({"capacity_factor": -1.0}, "capacity_factor must be positive and finite, got -1.0"),
         ({"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
         ({"noise_std": -0.5}, "noise_std must not be negative, got -0.5"),
         ({"importance_weight": -1.0}, "importance_weight must not be negative, got -1.0"),
