@@ -480,9 +480,9 @@ def optimizer(z: Arrays, meta: Meta, report: Report) -> None:
     )
     built = build_optimizer(config, module)
     if decay.keys() - {"head/kernel", ".*/kernel"}:  # rules that we have no field for, on the same optimiser
-        rest = {key: value for key, value in built.defaults.items() if key != "weight_decay"}
-        groups = [{"params": [p], "weight_decay": _first_match(decay, name)} for name, p in params.items()]
-        built = type(built)(groups, **rest)
+        built.param_groups.clear()
+        for name, param in params.items():
+            built.add_param_group({"params": [param], "weight_decay": _first_match(decay, name)})
     updates = sum(name.startswith("grad") for name in z) // len(theirs)
     for t in range(updates):
         for group in built.param_groups:
