@@ -60,25 +60,12 @@ class Experts(nn.Module):
         w_out_EFD: Tensor,
         b_out_ED: Tensor,
     ) -> Tensor:
-        if keys_EN is None or not self.dropout:
-            return expert_mlps(x_END, w_in_EDF, b_in_EF, w_out_EFD, b_out_ED, self.activation)
+        """Row n of expert e through that expert's MLP, with weights that may be a rank's share."""
         h_ENF = activate(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), self.activation)
-        h_ENF = dropout(h_ENF, self.dropout, mix(keys_EN, 0))
+        if keys_EN is not None:
+            h_ENF = dropout(h_ENF, self.dropout, mix(keys_EN, 0))
         y_END = torch.baddbmm(b_out_ED.unsqueeze(1), h_ENF, w_out_EFD)
-        return dropout(y_END, self.dropout, mix(keys_EN, 1))
-
-
-def expert_mlps(
-    x_END: Tensor,
-    w_in_EDF: Tensor,
-    b_in_EF: Tensor,
-    w_out_EFD: Tensor,
-    b_out_ED: Tensor,
-    activation: Activation = "gelu",
-) -> Tensor:
-    """Row n of expert e through that expert's MLP: (E, N, D) -> (E, N, D)."""
-    h_ENF = activate(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), activation)
-    return torch.baddbmm(b_out_ED.unsqueeze(1), h_ENF, w_out_EFD)
+        return y_END if keys_EN is None else dropout(y_END, self.dropout, mix(keys_EN, 1))
 
 
 def activate(h: Tensor, activation: Activation) -> Tensor:

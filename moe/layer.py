@@ -72,9 +72,8 @@ class MoELayer(nn.Module):
         super().__init__()
         self.images_per_group = config.images_per_group
         self.block = block
-        self.dropout = config.expert_dropout
         self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
-        self.experts: nn.Module = Experts(config.num_experts, dim, hidden, dropout=config.expert_dropout)
+        self.experts = Experts(config.num_experts, dim, hidden, dropout=config.expert_dropout)
 
     def forward(
         self,
@@ -107,7 +106,7 @@ class MoELayer(nn.Module):
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS)
         x_END = routing.dispatch(x_GSD)
         keys_EN = None
-        if keys_GS is not None and self.dropout:
+        if keys_GS is not None and self.experts.dropout:
             E, N, _ = x_END.shape
             keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
         y_GSD = routing.combine(self.experts(x_END, keys_EN))

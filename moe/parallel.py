@@ -34,8 +34,7 @@ class ExpertParallel(Experts):
     Slots are static, so every rank sends equal blocks and the host never waits for counts.
     """
 
-    def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        assert isinstance(experts, Experts)
+    def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
         self.activation, self.dropout = experts.activation, experts.dropout
         self.group = mesh.get_group()

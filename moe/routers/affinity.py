@@ -49,42 +49,62 @@ class SparseTransportConfig:
 AffinityConfig = SoftmaxConfig | SinkhornConfig | SparseTransportConfig
 
 
-class Affinity(NamedTuple):
+class Gating(NamedTuple):
     """Attributes:
-    plan_GSE: what decides who meets whom; 0 in the rows of padding if it is a transport plan.
+    logits_GSE: without noise.
+    noisy_GSE: what decides; the same tensor where there is no noise.
+    gates_GSE: softmax of the noisy logits over the experts.
+    plan_GSE: who meets whom goes by it; 0 in the rows of padding if it is a transport plan.
     residual_G: how far the plan is from its constraints; None for the softmax.
+    clean_plan_GSE: the plan without noise; None where there is no noise.
     """
 
+    logits_GSE: Tensor
+    noisy_GSE: Tensor
+    gates_GSE: Tensor
     plan_GSE: Tensor
     residual_G: Tensor | None
+    clean_plan_GSE: Tensor | None
 
 
-def router_logits(
-    x_GSD: Tensor, gate_DE: Tensor, *, noise_std: float, keys_GS: Tensor | None, random_GS: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(G, S, E) twice: x W, and the same with noise of standard deviation noise_std / E (V-MoE section 2.3).
+def gating(
+    affinity: AffinityConfig,
+    x_GSD: Tensor,
+    gate_DE: Tensor,
+    valid_GS: Tensor,
+    *,
+    capacity: int,
+    noise_std: float,
+    keys_GS: Tensor | None,
+    random_GS: Tensor | None,
+) -> Gating:
+    """How much tokens and experts want each other; `capacity` is the most tokens of one expert.
 
-    Without `keys_GS` there is no noise. `random_GS`: keys of N(0, 1) logits in place of x W.
+    `keys_GS` draw noise of standard deviation noise_std / E (V-MoE section 2.3); without them there is none.
+    `random_GS` draw N(0, 1) logits in place of x W.
     """
     E = gate_DE.shape[1]
     logits_GSE = at_least_fp32(x_GSD) @ at_least_fp32(gate_DE)
     if random_GS is not None:
         logits_GSE = normal(split(random_GS, E)).to(logits_GSE.dtype)
-    if keys_GS is None or not noise_std:
-        return logits_GSE, logits_GSE
-    return logits_GSE, logits_GSE + noise_std / E * normal(split(keys_GS, E)).to(logits_GSE.dtype)
+    noisy_GSE, clean_plan_GSE = logits_GSE, None
+    if keys_GS is not None and noise_std:
+        noisy_GSE = logits_GSE + noise_std / E * normal(split(keys_GS, E)).to(logits_GSE.dtype)
+        clean_plan_GSE, _ = _plan(affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity)
+    gates_GSE = noisy_GSE.softmax(-1)
+    plan_GSE, residual_G = _plan(affinity, noisy_GSE, gates_GSE, valid_GS, capacity)
+    return Gating(logits_GSE, noisy_GSE, gates_GSE, plan_GSE, residual_G, clean_plan_GSE)
 
 
-def affinity(
-    config: AffinityConfig, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, *, capacity: int
-) -> Affinity:
-    """`gates_GSE` is the softmax of `logits_GSE`; `capacity` the most tokens of one expert."""
+def _plan(
+    config: AffinityConfig, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
+) -> tuple[Tensor, Tensor | None]:
     if isinstance(config, SinkhornConfig):
-        return Affinity(*sinkhorn_plan(logits_GSE, valid_GS, config.iterations))
+        return sinkhorn_plan(logits_GSE, valid_GS, config.iterations)
     if isinstance(config, SparseTransportConfig):
         plan_GSE, _, residual_G = sparse_plan(gates_GSE, valid_GS, capacity, config.iterations)
-        return Affinity(plan_GSE, residual_G)
-    return Affinity(gates_GSE, None)
+        return plan_GSE, residual_G
+    return gates_GSE, None
 
 
 def _check_iterations(iterations: int) -> None:

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers.affinity import (
-    AffinityConfig,
-    SoftmaxConfig,
-    SparseTransportConfig,
-    affinity,
-    router_logits,
-)
+from moe.routers.affinity import AffinityConfig, SoftmaxConfig, SparseTransportConfig, gating
 from moe.routers.capacity import CapacityConfig
 from moe.routers.gather import gather_routing
 from moe.routing import GatherRouting
@@ -78,25 +72,31 @@ class ExpertChoiceRouter(nn.Module):
     ) -> GatherRouting:
         config = overrides.apply(self.config)
         capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
-        logits_GSE, noisy_GSE = router_logits(
-            x_GSD, self.gate_DE, noise_std=config.noise_std, keys_GS=keys_GS, random_GS=random_GS
+        gated = gating(
+            config.affinity,
+            x_GSD,
+            self.gate_DE,
+            valid_GS,
+            capacity=capacity,
+            noise_std=config.noise_std,
+            keys_GS=keys_GS,
+            random_GS=random_GS,
         )
-        gates_GSE = noisy_GSE.softmax(-1)
-        plan_GSE, residual_G = affinity(config.affinity, noisy_GSE, gates_GSE, valid_GS, capacity=capacity)
-        token_GEC = best_tokens(plan_GSE, valid_GS, capacity)
+        gates_GSE = gated.gates_GSE
+        token_GEC = best_tokens(gated.plan_GSE, valid_GS, capacity)
         flip_G = None
-        if noisy_GSE is not logits_GSE:
-            clean = affinity(config.affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity=capacity)
-            flip_G = flip_share(best_tokens(clean.plan_GSE, valid_GS, capacity), token_GEC, valid_GS.shape[1])
+        if gated.clean_plan_GSE is not None:
+            clean_GEC = best_tokens(gated.clean_plan_GSE, valid_GS, capacity)
+            flip_G = flip_share(clean_GEC, token_GEC, valid_GS.shape[1])
         return gather_routing(
             token_GEC,
-            weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
+            weights_GSE=gates_GSE if config.combine == "softmax" else gated.plan_GSE,
             gates_GSE=gates_GSE,
             valid_GS=valid_GS,
             overrides=overrides,
             aux_G=gates_GSE.new_zeros(len(gates_GSE)),
             load_GE=(token_GEC < x_GSD.shape[1]).sum(-1),
-            residual_G=residual_G,
+            residual_G=gated.residual_G,
             flip_G=flip_G,
         )
 

@@ -42,7 +42,7 @@ class SoftConfig:
 
     def __post_init__(self) -> None:
         for name in ("slots_per_expert", "total_slots"):
-            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.noise_std < 0:
             raise ValueError(f"noise_std must not be negative, got {self.noise_std}")

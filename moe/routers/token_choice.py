@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
-from moe.routers.affinity import SinkhornConfig, SoftmaxConfig, affinity, router_logits
+from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig, gating
 from moe.routers.capacity import CapacityConfig
 from moe.routers.gather import gather_routing
 from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
@@ -79,16 +79,21 @@ class TokenChoiceRouter(nn.Module):
     ) -> GatherRouting:
         config = overrides.apply(self.config)
         capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
-        logits_GSE, noisy_GSE = router_logits(
-            x_GSD, self.gate_DE, noise_std=config.noise_std, keys_GS=keys_GS, random_GS=random_GS
+        gated = gating(
+            config.affinity,
+            x_GSD,
+            self.gate_DE,
+            valid_GS,
+            capacity=capacity,
+            noise_std=config.noise_std,
+            keys_GS=keys_GS,
+            random_GS=random_GS,
         )
-        gates_GSE = noisy_GSE.softmax(-1)
-        plan_GSE, residual_G = affinity(config.affinity, noisy_GSE, gates_GSE, valid_GS, capacity=capacity)
+        gates_GSE, plan_GSE = gated.gates_GSE, gated.plan_GSE
         expert_GSK = top_experts(plan_GSE, config.k)
         flip_G = None
-        if noisy_GSE is not logits_GSE:
-            clean = affinity(config.affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity=capacity)
-            flip_G = flip_share(top_experts(clean.plan_GSE, config.k), expert_GSK, valid_GS)
+        if gated.clean_plan_GSE is not None:
+            flip_G = flip_share(top_experts(gated.clean_plan_GSE, config.k), expert_GSK, valid_GS)
         chosen_GSE = torch.zeros_like(gates_GSE).scatter(-1, expert_GSK, 1.0) * valid_GS.unsqueeze(-1)
         return gather_routing(
             fill_slots(
@@ -102,10 +107,10 @@ class TokenChoiceRouter(nn.Module):
             gates_GSE=gates_GSE,
             valid_GS=valid_GS,
             overrides=overrides,
-            aux_G=auxiliary_loss(config, logits_GSE, noisy_GSE, gates_GSE, valid_GS),
+            aux_G=auxiliary_loss(config, gated, valid_GS),
             load_GE=chosen_GSE.sum(1),
             chosen_GS=chosen_GSE.sum(2),
-            residual_G=residual_G,
+            residual_G=gated.residual_G,
             flip_G=flip_G,
         )
 
@@ -169,10 +174,9 @@ def fill_slots(
     return token_slots[:, :overflow].unflatten(1, (num_experts, capacity))
 
 
-def auxiliary_loss(
-    config: TokenChoiceConfig, logits_GSE: Tensor, noisy_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor
-) -> Tensor:
-    """The weighted sum of each group, (G,); `gates_GSE` is the softmax of the noisy logits."""
+def auxiliary_loss(config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
+    """The weighted sum of each group, (G,)."""
+    logits_GSE, noisy_GSE, gates_GSE, *_ = gated
     noise = noisy_GSE is not logits_GSE
     aux_G = gates_GSE.new_zeros(len(gates_GSE))
     if config.importance_weight:

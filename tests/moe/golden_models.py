@@ -1,0 +1,165 @@
+"""Golden cases of whole models, position embeddings, schedules and optimisers."""
+
+import re
+
+import torch
+from torch import nn
+
+from moe.adapt import resize_position
+from moe.layer import MoEConfig
+from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.vit import ViT, ViTConfig
+from orchestrator.config import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
+from orchestrator.training.optim import build_optimizer, learning_rate
+from tests.moe.flax_names import from_flax
+from tests.moe.golden_report import Arrays, Meta, Report
+
+
+def model(z: Arrays, meta: Meta, report: Report) -> None:
+    """Logits, auxiliary loss, and the gradients of sum(logits * r) + the mean auxiliary loss."""
+    config = _model_config(z, meta["config"])
+    network = ViT(config)
+    flax, gradients = (
+        from_flax({k.removeprefix(p): v for k, v in z.items() if k.startswith(p)}, config)
+        for p in ("param/", "grad/")
+    )
+    network.load_state_dict(flax)
+    output = network(z["images"].permute(0, 3, 1, 2), return_routings=True)
+    report.close("logits", output.logits, z["logits"])
+    aux_G = torch.stack([r.aux_G for r in output.routings]).sum(0) if output.routings else torch.zeros(1)
+    report.close("auxiliary_loss", aux_G, torch.tensor(meta["auxiliary_loss"]).expand_as(aux_G))
+    ((output.logits * z["r"]).sum() + output.aux).backward()
+    whole = sum(v.numel() for k, v in z.items() if k.startswith("grad/"))
+    report.exact("parameters", whole == sum(p.numel() for p in network.parameters()))
+    worst = Report()
+    for name, parameter in network.named_parameters():
+        worst.gradient(f"grad {name}", parameter.grad, gradients[name])
+    shown = [line for line in worst.lines if line[2]] or [max(worst.lines, key=lambda line: float(line[1]))]
+    report.lines.extend(shown)
+
+
+def _model_config(z: Arrays, c: Meta) -> ViTConfig:
+    encoder, images = c["encoder"], z["images"]
+    pooling = c["classifier"]
+    assert pooling in ("token", "gap", "map")
+    position = "learned" if "param/Encoder/posembed_input/pos_embedding" in z else "sincos2d"
+    if encoder.get("position_emb", {}).get("name") == "none":
+        position = "none"
+    patches = (images.shape[1] // c["patch_size"][0]) ** 2
+    given, moe_config = encoder["moe"], None
+    if given.get("layers"):
+        moe_config = MoEConfig(
+            layers=tuple(given["layers"]),
+            num_experts=given["num_experts"],
+            images_per_group=given["group_size"] // (patches + (pooling == "token")),
+            router=_model_router(given["router"], z),
+        )
+    return ViTConfig(
+        image_size=images.shape[1],
+        patch_size=c["patch_size"][0],
+        width=c["hidden_size"],
+        depth=encoder["num_layers"],
+        heads=encoder["num_heads"],
+        mlp_dim=encoder["mlp_dim"],
+        num_classes=c["num_classes"],
+        pooling=pooling,
+        position=position,
+        representation_size=c.get("representation_size"),
+        qk_norm=encoder.get("attention_qk_norm", False),
+        moe=moe_config,
+    )
+
+
+def _model_router(router: Meta, z: Arrays) -> RouterConfig:
+    if "SoftRouter" in router.get("name", ""):
+        slots = next(array.shape[2] for name, array in z.items() if name.endswith("Router/mu"))
+        return SoftConfig(slots_per_expert=slots)
+    dispatcher = router["dispatcher"]
+    capacity = {
+        "capacity_factor": dispatcher["capacity_factor"],
+        "capacity_rounding": dispatcher.get("capacity_ceil_or_round", "ceil"),
+        "capacity_multiple_of": dispatcher.get("capacity_multiple_of", 4) or 1,
+    }
+    if "num_selected_experts" not in router:
+        return ExpertChoiceConfig(**capacity)
+    return TokenChoiceConfig(
+        **capacity,
+        k=router["num_selected_experts"],
+        priority="max" if dispatcher.get("batch_priority") else "none",
+        importance_weight=router.get("importance_loss_weight", 1.0),  # the reference's class defaults
+        load_weight=router.get("load_loss_weight", 1.0),
+        balance_weight=router.get("gshard_loss_weight", 0.0),
+    )
+
+
+def schedule(z: Arrays, meta: Meta, report: Report) -> None:
+    """The reference evaluates in float32."""
+    c = meta["config"]
+    rates = [_rate(c, int(step), c["total_steps"]) for step in z["steps"]]
+    report.close("lr", torch.tensor(rates, dtype=torch.float64), z["lr"])
+
+
+def _rate(c: Meta, step: int, total: int) -> float:
+    end_frac = c.get("end_value", 0.0) / c["peak_value"]
+    configs = {
+        "big_vision_rsqrt": lambda: RsqrtConfig(
+            warmup_steps=c["warmup_steps"], cooldown_steps=c["cooldown_steps"], timescale=c["timescale"]
+        ),
+        "warmup_linear_decay": lambda: LinearConfig(warmup_steps=c["warmup_steps"], end_frac=end_frac),
+        "warmup_cosine_decay": lambda: CosineConfig(warmup_steps=c["warmup_steps"], end_frac=end_frac),
+    }
+    return learning_rate(configs[c["schedule"]](), step, peak=c["peak_value"], total=total)
+
+
+def optimizer(z: Arrays, meta: Meta, report: Report) -> None:
+    """The file's updates from its gradients; which tensors decay is our rule, given our names."""
+    c = meta["config"]
+    theirs = [name.removeprefix("param0/") for name in z if name.startswith("param0/")]
+    module = nn.Module()
+    params = {}
+    for i, name in enumerate(theirs):
+        owner, leaf = f"/{name}".split("/")[-2:]
+        if owner != "head":
+            owner, leaf = f"part{i}", "w_in_EDF" if leaf == "kernel" else leaf
+        else:
+            leaf = "weight" if leaf == "kernel" else leaf
+        if not hasattr(module, owner):
+            module.add_module(owner, nn.Module())
+        params[name] = nn.Parameter(z[f"param0/{name}"].clone())
+        module.get_submodule(owner).register_parameter(leaf, params[name])
+    decay = dict(c.get("weight_decay") or [])
+    config = (
+        AdamWConfig(
+            beta1=c.get("b1", 0.9),
+            beta2=c.get("b2", 0.999),
+            weight_decay=decay.get(".*/kernel", 0.0),
+            weight_decay_head=decay.get("head/kernel", decay.get(".*/kernel", 0.0)),
+        )
+        if c["name"] == "adam"
+        else SGDConfig(momentum=c["momentum"])
+    )
+    built = build_optimizer(config, module)
+    if decay.keys() - {"head/kernel", ".*/kernel"}:  # rules that we have no field for, on the same optimiser
+        built.param_groups.clear()
+        for name, param in params.items():
+            built.add_param_group({"params": [param], "weight_decay": _first_match(decay, name)})
+    updates = sum(name.startswith("grad") for name in z) // len(theirs)
+    for t in range(updates):
+        for group in built.param_groups:
+            group["lr"] = _rate(c["learning_rate"], t, c["total_steps"])
+        for name, param in params.items():
+            param.grad = z[f"grad{t}/{name}"].clone()
+        if c.get("gradient_clip"):
+            nn.utils.clip_grad_norm_(params.values(), c["gradient_clip"]["global_norm"])
+        built.step()
+    for name, param in params.items():
+        report.close(f"{name} after {updates}", param, z[f"param{updates}/{name}"])
+
+
+def _first_match(decay: dict[str, float], name: str) -> float:
+    return next((value for rule, value in decay.items() if re.search(rule, name)), 0.0)
+
+
+def posemb_zoom(z: Arrays, meta: Meta, report: Report) -> None:
+    resized = resize_position(z["source"][0], meta["old_grid"], meta["new_grid"], class_token=True)
+    report.close("target", resized, z["target"][0])
