@@ -25,6 +25,8 @@ RESERVED = ("data", "mlartifacts", "mlflow.db")  # what else lies below the stor
 @contextmanager
 def command() -> Iterator[None]:
     """A user's mistake is one line and an exit code, never a traceback."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("orchestrator").setLevel(logging.INFO)
     try:
         yield
     except (UsageError, OSError) as error:
@@ -56,8 +58,11 @@ def run_parser(
     parser.add_argument(
         "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
     )
+    parser.add_argument(
+        "--init-from", help="start from these weights: checkpoints, or an exported file (train.init_from)"
+    )
     parser.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
-    parser.add_argument("--ep", type=int, help="of them, those that share one set of experts (scale.ep)")
+    parser.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
     parser.add_argument("--seed", type=int, help="train.seed")
     parser.add_argument(
         "--set",
@@ -78,11 +83,9 @@ def run_parser(
 
 
 def root(args: argparse.Namespace) -> str:
-    """Where all files of this user lie: one directory, absolute, the same for every process."""
+    """Where all files of this user lie: one directory or URI, absolute, the same for every process."""
     location = args.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
-    if not storage.is_local(location):
-        raise UsageError(f"--storage {location}: checkpoints need a directory that all workers share")
-    return storage.absolute(location)
+    return storage.absolute(location).rstrip("/")
 
 
 def data_path(args: argparse.Namespace) -> str:
@@ -111,14 +114,18 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     }
     flags = {"scale.workers": args.workers, "scale.ep": args.ep, "train.seed": args.seed}
     changes |= {field: value for field, value in flags.items() if value is not None}
-    assigned = dict(map(_assignment, args.set))
-    for field, flag in {"name": "--name", "storage": "--storage", "data.path": "--data"}.items():
+    if args.init_from:
+        changes["train.init_from"] = storage.absolute(args.init_from)
+    assigned = dict(map(assignment, args.set))
+    used = {"name": "--name", "storage": "--storage", "data.path": "--data", "train.init_from": "--init-from"}
+    for field, flag in used.items():
         if field in assigned:
             raise UsageError(f"--set {field}: use {flag}")
     return override(base, changes | assigned)
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def assignment(text: str) -> tuple[str, Any]:
+    """FIELD=VALUE of a --set. Raises UsageError."""
     field, equals, value = text.partition("=")
     if not equals or not field:
         raise UsageError(f"--set {text!r}: write FIELD=VALUE")
@@ -131,7 +138,10 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def tracking(args: argparse.Namespace) -> Tracking:
-    uri = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root(args)}/mlflow.db"
+    uri = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri and not storage.is_local(root(args)):
+        raise UsageError(f"--storage {root(args)} holds no MLflow store: name one with --tracking-uri")
+    uri = uri or f"sqlite:///{root(args)}/mlflow.db"
     return open_tracking(uri, artifacts=f"{root(args)}/mlartifacts")
 
 

@@ -22,9 +22,17 @@ from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.catalog import SWEEPS
 from orchestrator.sweeping.confirm import KNEE_ALIAS, check_confirm, confirm, confirm_config, knees
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_sweep, reason_of, run_sweep
+from orchestrator.sweeping.sweep import (
+    Outcomes,
+    Sweep,
+    check_sweep,
+    claim_sweep,
+    keep_weights_only,
+    reason_of,
+    run_sweep,
+)
 from orchestrator.tracking import TrackedRun, Tracking, track
-from orchestrator.training.fit import Result, run_directory
+from orchestrator.training.worker import Result, run_directory
 
 
 def main() -> None:
@@ -65,6 +73,7 @@ def train_and_report(args: argparse.Namespace, sweep: Sweep, store: Tracking, pa
             outcomes[f"confirm/{point.arm}"] = reason_of(error)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
+    keep_weights_only(sweep, frontier)
     failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")

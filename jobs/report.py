@@ -4,9 +4,9 @@ python jobs/report.py --name quickstart --out /tmp/report
 """
 
 import argparse
-from pathlib import Path
 
 from jobs.command import command, tracking
+from orchestrator import storage
 from orchestrator.sweeping.report import publish
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     with command():
-        frontier = publish(tracking(args), args.name, Path(args.out))
+        frontier = publish(tracking(args), args.name, storage.absolute(args.out))
         print(f"{args.out}/frontier.html and frontier.png: {len(frontier.points)} trials of {frontier.name}")
 
 

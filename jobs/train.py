@@ -14,8 +14,9 @@ from orchestrator.config import RunConfig
 from orchestrator.sweeping.sweep import reason_of
 from orchestrator.tracking import TrackedRun, track_training
 from orchestrator.training.claim import claim
-from orchestrator.training.fit import Result, check_data, check_resources, fit, identity, run_directory
+from orchestrator.training.fit import check_data, check_resources, fit, identity
 from orchestrator.training.loop import Metrics
+from orchestrator.training.worker import Result, run_directory
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""Weights of one model as the start of another: a new resolution, or experts from a dense model.
+"""Weights of one model as the start of another: a new resolution, other classes, experts from a dense model.
 
 Source: V-MoE section 3.5 fine-tunes at 384 pixels with the position embedding resized (``vit_zoom`` of the
 authors' code); Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +16,62 @@ from torch import Tensor
 
 from moe.vit import ViT, ViTConfig
 
+Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by name
+
 # an MLP's linear layers keep (out, in), experts (E, in, out)
-_EXPERTS = {
-    "up.weight": "w_in_EDF",
-    "up.bias": "b_in_EF",
-    "down.weight": "w_out_EFD",
-    "down.bias": "b_out_ED",
+_MLP = {
+    "w_in_EDF": "up.weight",
+    "b_in_EF": "up.bias",
+    "w_out_EFD": "down.weight",
+    "b_out_ED": "down.bias",
 }
+
+
+class Conversion(NamedTuple):
+    """A tensor made of one of another shape. `source`: its name; `how`: in words; `of`: makes it; what it
+    returns may share memory, also between experts.
+    """
+
+    source: str
+    how: str
+    of: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What one model takes over from another's tensors.
+
+    Attributes:
+    copied: tensors of equal name and shape.
+    converted: name here -> how it is made.
+    initial: name here -> why nothing there can fill it.
+    unused: names there that have no place here.
+    """
+
+    copied: tuple[str, ...]
+    converted: Mapping[str, Conversion]
+    initial: Mapping[str, str]
+    unused: tuple[str, ...]
+
+
+def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
+    """Equal tensors are copied; a position embedding of another grid is resized; where a block is MoE here
+    and dense there, every expert is a copy of its MLP. Nothing else fits.
+    """
+    copied, converted, initial = [], dict[str, Conversion](), dict[str, str]()
+    for name, shape in here.items():
+        source = name if name in there else _mlp_of(name)
+        if source not in there:
+            initial[name] = "absent there"
+        elif there[source] == shape:
+            copied.append(name)
+        elif conversion := _conversion(name, source, there, here):
+            converted[name] = conversion
+        else:
+            initial[name] = f"{tuple(there[source])} there, {tuple(shape)} here"
+    used = {conversion.source for conversion in converted.values()}
+    unused = tuple(name for name in there if name not in here and name not in used)
+    return Transfer(copied=tuple(copied), converted=converted, initial=initial, unused=unused)
 
 
 def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_token: bool) -> Tensor:
@@ -44,41 +95,46 @@ def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_
 
 
 def upcycle(dense_state: Mapping[str, Tensor], config: ViTConfig, *, seed: int = 0) -> dict[str, Tensor]:
-    """The state of `ViT(config)` that continues a dense one: each expert is a copy of its block's MLP,
-    routers are new (drawn from `seed`), a position embedding of another grid is resized, the rest is copied.
+    """The state of `ViT(config)` that continues a dense one, as `plan_transfer` says; routers are new, drawn
+    from `seed`.
 
     Raises:
         ValueError: if a tensor is missing, has no place in the model, or has another shape.
     """
-    dense = dict(dense_state)
-    if config.position == "learned" and "position_SD" in dense:
-        class_token = config.pooling == "token"
-        old_grid = math.isqrt(max(0, len(dense["position_SD"]) - class_token))
-        dense["position_SD"] = resize_position(
-            dense["position_SD"], old_grid, config.grid(), class_token=class_token
-        )
-    _check(dense, config)
     state = ViT(config, seed=seed).state_dict()
-    for name, tensor in dense.items():
-        if name in state:
-            state[name] = tensor.to(state[name].dtype, copy=True)
-        else:
-            mlp, _, part = name.partition(".mlp.")
-            expert = f"{mlp}.mlp.experts.{_EXPERTS[part]}"
-            state[expert] = tensor.t().expand_as(state[expert]).to(state[expert].dtype, copy=True)
-    return state
+    transfer = plan_transfer(shapes_of(dense_state), shapes_of(state))
+    wrong = [f"{name} ({why})" for name, why in transfer.initial.items() if ".router." not in name]
+    wrong += [f"{name} (no place here)" for name in transfer.unused]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"the dense model does not fit: {', '.join(wrong[:5])}{more}")
+    found = {name: dense_state[name] for name in transfer.copied}
+    found |= {name: made.of(dense_state[made.source]) for name, made in transfer.converted.items()}
+    return state | {name: tensor.to(state[name].dtype, copy=True) for name, tensor in found.items()}
 
 
-def _check(dense: Mapping[str, Tensor], config: ViTConfig) -> None:
-    with torch.device("meta"):
-        wanted = ViT(replace(config, moe=None)).state_dict()
-    if missing := sorted(wanted.keys() - dense.keys()):
-        raise ValueError(f"the dense model has no {', '.join(missing)}")
-    if unknown := sorted(dense.keys() - wanted.keys()):
-        raise ValueError(f"the model has no place for {', '.join(unknown)}")
-    for name, tensor in dense.items():
-        if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"{name} of the dense model has shape {tuple(tensor.shape)}, the model needs"
-                f" {tuple(wanted[name].shape)}"
-            )
+def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _mlp_of(name: str) -> str:
+    """The tensor of a dense block that takes the place of the experts' tensor `name`."""
+    block, _, part = name.partition(".experts.")
+    return f"{block}.{_MLP.get(part, '')}"
+
+
+def _conversion(name: str, source: str, there: Shapes, here: Shapes) -> Conversion | None:
+    old, new = there[source], here[name]
+    if name == "position_SD":
+        class_token = "class_token_D" in here
+        if class_token != ("class_token_D" in there) or old[1:] != new[1:]:
+            return None
+        old_grid, new_grid = math.isqrt(old[0] - class_token), math.isqrt(new[0] - class_token)
+        how = f"resized from {old_grid} x {old_grid} to {new_grid} x {new_grid} patches"
+        resize = partial(resize_position, old_grid=old_grid, new_grid=new_grid, class_token=class_token)
+        return Conversion(source, how, resize)
+    if source != name and old == new[:0:-1]:
+        return Conversion(
+            source, "each expert a copy of the block's MLP", lambda mlp: mlp.t().expand(new[0], *new[1:])
+        )
+    return None

@@ -1,4 +1,4 @@
-"""What a model costs, from its config alone: parameters, multiply-adds (MACs), memory and traffic per rank.
+"""What a model costs, from its config alone: parameters and multiply-adds (MACs).
 
 MACs are those of every matmul, as the papers count; not: softmax, LayerNorm, GELU, sorting (0.3-1 % of the
 published figures). Conventions differ by factors of two between the papers, so a cost carries its own in its
@@ -16,17 +16,15 @@ from torch import nn
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 
-FP32 = 4  # bytes
-
 
 def num_params(config: ViTConfig) -> int:
     """Every trainable number: weights, biases, norms, position embedding."""
-    return sum(map(prod, _shapes(config).values()))
+    return sum(map(prod, param_shapes(config).values()))
 
 
 def num_expert_params(config: ViTConfig) -> int:
     """Those of the experts' MLPs."""
-    return sum(prod(shape) for name, shape in _shapes(config).items() if ".experts." in name)
+    return sum(prod(shape) for name, shape in param_shapes(config).items() if ".experts." in name)
 
 
 def num_active_params(config: ViTConfig) -> float:
@@ -44,7 +42,8 @@ def num_active_params(config: ViTConfig) -> float:
 
 
 @cache
-def _shapes(config: ViTConfig) -> dict[str, torch.Size]:
+def param_shapes(config: ViTConfig) -> dict[str, torch.Size]:
+    """By parameter name; from a model on the meta device."""
     with torch.device("meta"):
         model: nn.Module = ViT(config)
     return {name: p.shape for name, p in model.named_parameters()}
@@ -65,14 +64,14 @@ def forward_macs(config: ViTConfig) -> dict[str, float]:
         "head": D * features + (features or D) * config.num_classes,
     }
     if config.moe:
-        macs["experts"] = num_moe * _rows(config) * 2 * D * F
+        macs["experts"] = num_moe * expert_rows(config) * 2 * D * F
         macs["router"] = num_moe * _router_macs(config)
         macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(config)
     return macs
 
 
-def _rows(config: ViTConfig) -> float:
-    """Expert rows computed per image and MoE layer."""
+def expert_rows(config: ViTConfig) -> float:
+    """Rows that the experts compute per image and MoE layer."""
     assert config.moe
     return config.moe.num_experts * config.slots() / config.moe.images_per_group
 
@@ -115,98 +114,4 @@ def train_flops_3mac(config: ViTConfig, images: int) -> float:
 
 def slots_per_token(config: ViTConfig) -> float:
     """Expert rows computed per token: k*C, c, or slots/tokens, as the router has it; 1 for dense."""
-    return _rows(config) / config.tokens() if config.moe else 1.0
-
-
-def saved_for_backward(config: ViTConfig) -> dict[str, float]:
-    """Numbers that autograd keeps of one image's forward pass, by part.
-
-    Counted: what matmuls, attention, LayerNorm, GELU and the routing's mixes need again. Assumed: fused
-    attention, which keeps no S x S scores, and no activation checkpointing. Not counted: router internals of
-    the size of its logits beyond gates, indices and mixing weights; the loss.
-    """
-    D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
-    num_moe = len(config.moe_blocks())
-    qk_norm = 2 * S * D + 4 * S * H if config.qk_norm else 0  # normalised queries, keys; means, deviations
-    # the input of both norms, and what they give; queries, keys, values; the heads' answers, log-sum-exp
-    block = S * (4 * D + 4) + 3 * S * D + qk_norm + S * D + S * H
-    hidden = 2 * S * F  # of an MLP: before and after GELU
-    saved: dict[str, float] = {
-        "embed": 3 * config.image_size**2,
-        "attention_norms": config.depth * block,
-        "mlp": (config.depth - num_moe) * hidden,
-        "head": S * (D + 2) + D + 2 * (config.representation_size or 0),
-    }
-    if config.pooling == "map":
-        saved["head"] += S * D * (3 + config.qk_norm) + 2 * F + 6 * D
-    if config.moe:
-        saved["experts"] = num_moe * _rows(config) * 2 * F
-        saved["routing"] = num_moe * _routing_saved(config)
-    return saved
-
-
-def _routing_saved(config: ViTConfig) -> float:
-    assert config.moe
-    router, D, S, E, rows = (
-        config.moe.router,
-        config.width,
-        config.tokens(),
-        config.moe.num_experts,
-        _rows(config),
-    )
-    if isinstance(router, SoftConfig):
-        unit_x = S * D if router.learned() and router.normalize != "none" else 0
-        return 2 * rows * D + 2 * S * E * config.slots() + unit_x
-    if isinstance(router, MixtureConfig):
-        return rows * D + S * E  # dispatch copies no token
-    return 3 * rows * D + S * E  # index_add keeps what it adds, for its shape
-
-
-def memory_per_rank(config: ViTConfig, *, dp: int, ep: int, images_per_rank: int) -> dict[str, float]:
-    """Bytes of one rank of a (dp, ep) mesh, by part; all in float32, as `parallel` trains.
-
-    Parameters, gradients and AdamW's two moments are spread evenly over all ranks. ``gathered``: what FSDP
-    holds whole for a moment, the root's own parameters and two blocks' (one computes, the next arrives).
-    Activations as `saved_for_backward` counts them. Not counted: temporary buffers, the allocator's waste.
-    """
-    own = FP32 * num_params(config) / (dp * ep)
-    root, *blocks = (dense + experts for dense, experts in _units(config, dp, ep))
-    return {
-        "parameters": own,
-        "gradients": own,
-        "adamw_moments": 2 * own,
-        "gathered": FP32 * (root + sum(sorted(blocks)[-2:])),
-        "activations": FP32 * images_per_rank * sum(saved_for_backward(config).values()),
-    }
-
-
-def traffic_per_rank(config: ViTConfig, *, dp: int, ep: int, images_per_rank: int) -> dict[str, float]:
-    """Bytes that a rank sends in one forward and backward pass, its own share apart; float32.
-
-    Every MoE layer exchanges its expert rows over ep twice forward and twice backward. FSDP gathers blocks
-    forward and backward, the root once, and reduces every gradient once.
-    """
-    rows = images_per_rank * _rows(config) * len(config.moe_blocks()) if config.moe else 0
-    dense_share, experts_share = 1 - 1 / (dp * ep), 1 - 1 / dp
-    root, *blocks = (
-        dense * dense_share + experts * experts_share for dense, experts in _units(config, dp, ep)
-    )
-    return {
-        "all_to_all": FP32 * 4 * rows * config.width * (1 - 1 / ep),
-        "all_gather": FP32 * (root + 2 * sum(blocks)),
-        "reduce_scatter": FP32 * (root + sum(blocks)),
-    }
-
-
-def _units(config: ViTConfig, dp: int, ep: int) -> list[tuple[float, float]]:
-    """What FSDP gathers at once, first the root, then the blocks: dense numbers, and a rank's experts' over
-    dp; 0 where there is nobody to gather from.
-    """
-    units = [[0.0, 0.0] for _ in range(1 + config.depth)]
-    for name, shape in _shapes(config).items():
-        unit = units[1 + int(name.split(".")[1]) if name.startswith("blocks.") else 0]
-        if ".experts." in name:
-            unit[1] += prod(shape) / ep if dp > 1 else 0
-        else:
-            unit[0] += prod(shape) if dp * ep > 1 else 0
-    return [(dense, experts) for dense, experts in units]
+    return expert_rows(config) / config.tokens() if config.moe else 1.0

@@ -72,6 +72,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.images_per_group = config.images_per_group
         self.block = block
+        self.salt = torch.tensor(block, device="cpu")  # a number is compiled in: a graph for each layer
         self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
         self.experts = Experts(config.num_experts, dim, hidden, dropout=config.expert_dropout)
 
@@ -99,10 +100,11 @@ class MoELayer(nn.Module):
         valid_GS = valid_B.unsqueeze(1).expand(-1, tokens).reshape(x_GSD.shape[:2])
         keys_GS = random_GS = None
         if keys_B is not None:
-            keys_GS = split(mix(keys_B, self.block), tokens).view(valid_GS.shape)
-        if self.block in overrides.random_blocks:  # in evaluation, without keys, any numbers will do
+            keys_GS = split(mix(keys_B, self.salt), tokens).view(valid_GS.shape)
+        if overrides.random_blocks and self.block in overrides.random_blocks:
+            # in evaluation, without keys, any numbers will do
             random_B = torch.arange(B, device=x_BSD.device) if keys_B is None else keys_B
-            random_GS = split(mix(random_B, ~self.block), tokens).view(valid_GS.shape)
+            random_GS = split(mix(random_B, ~self.salt), tokens).view(valid_GS.shape)
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS)
         x_END = routing.dispatch(x_GSD)
         keys_EN = None

@@ -17,8 +17,8 @@ from orchestrator.config import UsageError
 
 T = TypeVar("T")
 
-# What may differ between a run and its resumption: how it is split, and where it lies.
-MAY_CHANGE = ("scale.", "train.microbatch", "storage")
+# What may differ between a run and its resumption: how it is split, how and where it is kept.
+MAY_CHANGE = ("scale.", "train.microbatch", "checkpoint.", "storage")
 
 
 def to_dict(config: Any) -> Any:
@@ -147,7 +147,8 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
-        raise UsageError(f"{path}={value!r}: {error.errors()[0]['msg']}") from None
+        why = " or ".join(one["msg"] for one in error.errors())
+        raise UsageError(f"{path}={value!r}: {why}") from None
 
 
 @cache

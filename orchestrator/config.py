@@ -2,116 +2,24 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from moe.parallel import check_layout
+from moe.parallel import ParallelConfig, check_layout
+from moe.plan import choose_ep
 from moe.presets import PRESETS
 from moe.vit import ViTConfig
+from orchestrator.recipe import (
+    AdamWConfig,
+    OptimizerConfig,
+    RsqrtConfig,
+    ScheduleConfig,
+    at_least_one,
+    within,
+)
 
 
 class UsageError(ValueError):
     """What the user can mend: jobs print its message alone, without a traceback."""
-
-
-def _at_least_one(config: Any, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
-
-
-def _within(config: Any, low: float, high: float, *names: str) -> None:
-    for name in names:
-        if not low <= getattr(config, name) <= high:
-            raise ValueError(f"{name} must lie in {low} .. {high}, got {getattr(config, name)}")
-
-
-def _tenth(given: int | None, steps: int) -> int:
-    return steps // 10 if given is None else given
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Adam with decoupled weight decay. Source: the Soft MoE recipe (betas .9 / .999, kernels .03)."""
-
-    kind: Literal["adamw"] = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    weight_decay: float = 0.03
-    weight_decay_head: float = 0.03  # 3.0 in the papers' long runs
-
-    def __post_init__(self) -> None:
-        _within(self, 0, 1, "beta1", "beta2")
-        _within(self, 0, math.inf, "weight_decay", "weight_decay_head")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGDConfig:
-    """SGD with momentum. Source: the fine-tuning recipe of V-MoE."""
-
-    kind: Literal["sgd"] = "sgd"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    weight_decay_head: float = 0.0
-
-    def __post_init__(self) -> None:
-        _within(self, 0, math.inf, "momentum", "weight_decay", "weight_decay_head")
-
-
-OptimizerConfig = AdamWConfig | SGDConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class RsqrtConfig:
-    """Linear warm-up, peak / sqrt(1 + t / timescale), linear cooldown to 0 from the rate at its start.
-
-    Source: Soft MoE section 3.3. None: a tenth of the run for warm-up, a fifth for cooldown.
-    """
-
-    kind: Literal["rsqrt"] = "rsqrt"
-    warmup_steps: int | None = None
-    cooldown_steps: int | None = None
-    timescale: int = 10_000
-
-    def __post_init__(self) -> None:
-        _at_least_one(self, "timescale")
-
-    def phases(self, steps: int) -> tuple[int, int]:
-        """Steps of warm-up and of cooldown."""
-        cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
-        return _tenth(self.warmup_steps, steps), cooldown
-
-
-@dataclass(frozen=True, kw_only=True)
-class CosineConfig:
-    """Linear warm-up (None: a tenth of the run), then half a cosine down to `end_frac` of the peak."""
-
-    kind: Literal["cosine"] = "cosine"
-    warmup_steps: int | None = None
-    end_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        _within(self, 0, 1, "end_frac")
-
-    def phases(self, steps: int) -> tuple[int, int]:
-        return _tenth(self.warmup_steps, steps), 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearConfig:
-    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak."""
-
-    kind: Literal["linear"] = "linear"
-    warmup_steps: int | None = None
-    end_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        _within(self, 0, 1, "end_frac")
-
-    def phases(self, steps: int) -> tuple[int, int]:
-        return _tenth(self.warmup_steps, steps), 0
-
-
-ScheduleConfig = RsqrtConfig | CosineConfig | LinearConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +37,7 @@ class DataConfig:
     shuffle_shards: int = 8
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "batch_size", "shuffle_shards")
+        at_least_one(self, "batch_size", "shuffle_shards")
         if self.shuffle_shards > 15:
             raise ValueError(
                 f"shuffle_shards must be at most 15, got {self.shuffle_shards}: readers keep 16 shards"
@@ -142,29 +50,29 @@ class TrainConfig:
     steps: optimiser updates.
     lr: the schedule's peak.
     microbatch: images per worker and forward pass, accumulated; None: the worker's whole share at once.
+    init_from: weights to start from, as far as they fit: a directory of checkpoints, the folder of one, or an
+        exported file. None: all are drawn from `seed`.
     clip_norm: largest gradient norm.
-    eval_every, checkpoint_every: steps between; None: at the end only, and every tenth of the run.
-    keep_checkpoints: newest checkpoints that stay on disk.
+    compute_dtype: of matmuls and activations; weights and optimiser stay float32, routers compute in it.
+    eval_every: steps between; None: at the end only.
     """
 
     steps: int = 200
     lr: float = 1e-3
     seed: int = 0
+    init_from: str | None = None
     report_every: int = 10
     eval_every: int | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
     microbatch: int | None = None
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float = 1.0
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = RsqrtConfig()
 
     def __post_init__(self) -> None:
-        optional = (
-            n for n in ("eval_every", "checkpoint_every", "microbatch") if getattr(self, n) is not None
-        )
-        _at_least_one(self, "steps", "report_every", "keep_checkpoints", *optional)
-        _within(self, 0, math.inf, "lr", "seed")
+        optional = (n for n in ("eval_every", "microbatch") if getattr(self, n) is not None)
+        at_least_one(self, "steps", "report_every", *optional)
+        within(self, 0, math.inf, "lr", "seed")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
         warmup, cooldown = self.schedule.phases(self.steps)
@@ -175,19 +83,44 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleConfig:
+class CheckpointConfig:
+    """Attributes:
+    every: steps between; None: every tenth of the run. The last step is always saved.
+    asynchronous: write while training goes on; costs a second copy of the state in host memory.
+    keep_last, keep_best: newest checkpoints that stay, and those of the best ``val/acc1``.
+    keep_every: multiples of this many steps stay too: a trunk that cooldowns branch from (Soft MoE, 3.4).
+    """
+
+    every: int | None = None
+    asynchronous: bool = True
+    keep_last: int = 2
+    keep_best: int = 1
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        optional = (n for n in ("every", "keep_every") if getattr(self, n) is not None)
+        at_least_one(self, "keep_last", *optional)
+        within(self, 0, math.inf, "keep_best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleConfig(ParallelConfig):
     """Attributes:
     workers: processes that train one model together, a GPU or half a CPU each.
-    ep: workers that share one set of experts; dp = workers / ep.
+    ep: workers that share one set of experts, dp = workers / ep; ``auto``: what moves the fewest bytes over
+        the slowest links, for `workers_per_node` (`moe.plan`).
+    use_gpu: a GPU for every worker.
     """
 
     workers: int = 1
-    ep: int = 1
+    ep: int | Literal["auto"] = 1
+    workers_per_node: int = 8
     use_gpu: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "workers", "ep")
-        if self.workers % self.ep:
+        super().__post_init__()
+        at_least_one(self, "workers", "workers_per_node", *(["ep"] if self.ep != "auto" else []))
+        if self.ep != "auto" and self.workers % self.ep:
             raise ValueError(f"ep={self.ep} does not divide workers={self.workers}")
 
 
@@ -198,6 +131,7 @@ class RunConfig:
     model: ViTConfig = PRESETS["debug"]
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     scale: ScaleConfig = ScaleConfig()
 
     def __post_init__(self) -> None:
@@ -214,7 +148,23 @@ class RunConfig:
                 f"model.moe.images_per_group={group} does not divide the {self.images_per_pass()} images of"
                 f" one forward pass (train.microbatch, else data.batch_size={batch} / workers={workers})"
             )
-        check_layout(self.model, dp=workers // self.scale.ep, ep=self.scale.ep)
+        ep = self.ep()
+        check_layout(self.model, dp=workers // ep, ep=ep, dp_replicate=self.scale.dp_replicate)
+
+    def ep(self) -> int:
+        """Workers that share one set of experts: `scale.ep`, or the planner's choice."""
+        if self.scale.ep != "auto":
+            return self.scale.ep
+        share = self.data.batch_size // self.scale.workers
+        return choose_ep(
+            self.model,
+            workers=self.scale.workers,
+            images_per_rank=share,
+            passes=share // self.images_per_pass(),
+            compute_bytes=2 if self.train.compute_dtype == "bfloat16" else 4,
+            devices_per_node=self.scale.workers_per_node,
+            options=self.scale,
+        )
 
     def images_per_pass(self) -> int:
         """Images of one worker's forward pass."""

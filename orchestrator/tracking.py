@@ -124,17 +124,17 @@ class TrackedRun:
 
 
 def track(
-    tracking: Tracking, directory: Path, name: str, *, batch_size: int = 1, tags: Mapping[str, str]
+    tracking: Tracking, directory: str, name: str, *, batch_size: int = 1, tags: Mapping[str, str]
 ) -> TrackedRun:
     """The MLflow run of `directory`: the one that it had before, running again, or a new one."""
-    client, file = _client(tracking.uri), directory / "mlflow_run.json"
-    record = json.loads(file.read_text()) if file.exists() else {}
+    client, file = _client(tracking.uri), storage.join(directory, "mlflow_run.json")
+    record = json.loads(storage.read_bytes(file)) if storage.size(file) else {}
     if record.get("uri") == tracking.uri and _is_active(client, record["run_id"]):
         run_id = record["run_id"]
         client.update_run(run_id, status="RUNNING")
     else:
         run_id = client.create_run(tracking.experiment_id, run_name=name).info.run_id
-        storage.write_bytes(str(file), json.dumps({"uri": tracking.uri, "run_id": run_id}).encode())
+        storage.write_bytes(file, json.dumps({"uri": tracking.uri, "run_id": run_id}).encode())
     tracked = TrackedRun(tracking, run_id, batch_size=batch_size)
     tracked.tag(**tags)
     return tracked
@@ -149,7 +149,7 @@ def _is_active(client: MlflowClient, run_id: str) -> bool:
 
 
 def track_training(
-    tracking: Tracking, run: RunConfig, directory: Path, *, parent: TrackedRun | None = None, **tags: str
+    tracking: Tracking, run: RunConfig, directory: str, *, parent: TrackedRun | None = None, **tags: str
 ) -> TrackedRun:
     """`track` for training: the flat config as params, and `config.json`, which rebuilds the run."""
     if parent:

@@ -10,8 +10,9 @@ from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeping.sweep import Sweep, reason_of
 from orchestrator.tracking import TrackedRun, Tracking, register_model, track_training
-from orchestrator.training import checkpoint
-from orchestrator.training.fit import Result, check_resources, fit, result_of, run_directory
+from orchestrator.training.checkpoint.weights import load_newest
+from orchestrator.training.fit import check_resources, fit
+from orchestrator.training.worker import Result, checkpoint_directory, result_of, run_directory
 
 KNEE_ALIAS = "pareto-knee"
 
@@ -66,17 +67,17 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
         tracked.finish("FAILED")
         raise
     tracked.log(result.step, result.metrics)
-    record = directory / f"registered-{tracked.run_id}.json"  # of another run, if its store was lost
-    if alias and result.status == "finished" and not record.exists():
+    record = storage.join(
+        directory, f"registered-{tracked.run_id}.json"
+    )  # of another run, if its store was lost
+    if alias and result.status == "finished" and storage.size(record) is None:
         version = register_model(tracked, _trained(run), run, alias=alias)
-        storage.write_bytes(str(record), json.dumps({"alias": alias, "version": version}).encode())
+        storage.write_bytes(record, json.dumps({"alias": alias, "version": version}).encode())
     tracked.finish("FINISHED")
     return result
 
 
 def _trained(run: RunConfig) -> ViT:
-    path = checkpoint.newest(run_directory(run) / "checkpoints")
-    assert path is not None, "a complete run has a checkpoint"
     model = ViT(run.model)
-    checkpoint.load_weights(path, model)
+    load_newest(checkpoint_directory(run), model)
     return model

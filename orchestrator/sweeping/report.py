@@ -1,14 +1,16 @@
 """From MLflow to a frontier, and back: its page, picture and tags. Needs nothing but the tracking store."""
 
+import tempfile
 from pathlib import Path
 
 from moe.cost import slots_per_token
+from orchestrator import storage
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.picture import frontier_picture
 from orchestrator.frontier.points import Frontier, Point, Status, front_points, hypervolume
 from orchestrator.tracking import Found, Tracking, children, find_sweep
-from orchestrator.training.fit import costs
+from orchestrator.training.worker import costs
 
 MEASURED = (  # metric, label in the hover and the table
     ("val/loss", "validation loss"),
@@ -39,7 +41,7 @@ def build_frontier(sweep: Found, runs: list[Found]) -> Frontier:
     )
 
 
-def publish(tracking: Tracking, name: str, folder: Path) -> Frontier:
+def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     """Writes page and picture into `folder` and, with tags and hypervolume, to the sweep's MLflow run."""
     sweep = find_sweep(tracking, name)
     runs = children(tracking, sweep.tracked)
@@ -51,11 +53,13 @@ def publish(tracking: Tracking, name: str, folder: Path) -> Frontier:
         marked = run.tags.get("pareto") == "true"
         if (run.tracked.run_id in members) != marked:
             run.tracked.tag(pareto="false" if marked else "true")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "frontier.html").write_text(frontier_page(frontier), encoding="utf-8")
-    frontier_picture(frontier, folder / "frontier.png")
-    for file in ("frontier.html", "frontier.png"):
-        sweep.tracked.write_file(folder / file)
+    with tempfile.TemporaryDirectory() as temporary:
+        page, picture = Path(temporary, "frontier.html"), Path(temporary, "frontier.png")
+        page.write_text(frontier_page(frontier), encoding="utf-8")
+        frontier_picture(frontier, picture)
+        for file in (page, picture):
+            sweep.tracked.write_file(file)
+            storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
     sweep.tracked.tag(
         **{
             "hypervolume": f"{hypervolume(frontier):.6f}",

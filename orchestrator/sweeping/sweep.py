@@ -11,19 +11,13 @@ import ray.tune
 from ray.tune.experiment import Trial
 
 from orchestrator.config import RunConfig, UsageError
+from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeping.trial import run_trial, trial_config, trial_resources
 from orchestrator.tracking import TrackedRun, Tracking, children, track_training
+from orchestrator.training.checkpoint.retention import drop_optimizer
 from orchestrator.training.claim import Mode, claim
-from orchestrator.training.fit import (
-    CPU_FOR_DATA,
-    CPU_PER_WORKER,
-    Result,
-    check_data,
-    check_resources,
-    identity,
-    result_of,
-    run_directory,
-)
+from orchestrator.training.fit import CPU_FOR_DATA, CPU_PER_WORKER, check_data, check_resources, identity
+from orchestrator.training.worker import Result, checkpoint_directory, result_of, run_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +90,20 @@ def run_sweep(
                 max_concurrent_trials=max_concurrent or most_concurrent(anyone),
             ),
             run_config=ray.tune.RunConfig(
-                name="tune", storage_path=str(run_directory(sweep.base)), callbacks=[log], verbose=0
+                name="tune", storage_path=run_directory(sweep.base), callbacks=[log], verbose=0
             ),
         ).fit()
         log.settle_failures()
     return log.outcomes
+
+
+def keep_weights_only(sweep: Sweep, frontier: Frontier) -> int:
+    """Of complete trials off the frontier: nobody goes on from their optimiser. Bytes that it freed."""
+    runs, freed = sweep.runs(), 0
+    for point, front in zip(frontier.points, on_front(frontier), strict=True):
+        if not front and point.arm in runs and result_of(runs[point.arm]):
+            freed += drop_optimizer(checkpoint_directory(runs[point.arm]))
+    return freed
 
 
 def most_concurrent(run: RunConfig) -> int:

@@ -1,8 +1,8 @@
 """Whose directory it is: a run starts, continues or steps aside, never resumes under another config."""
 
 import json
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator import storage
@@ -12,7 +12,7 @@ from orchestrator.config import UsageError
 Mode = Literal["auto", "resume", "fresh"]
 
 
-def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
+def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
     """Makes `directory` that of the run or sweep with these flat fields.
 
     ``auto`` continues what is there if its fields are equal, else starts; ``resume`` insists that something
@@ -21,16 +21,18 @@ def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
-    file = directory / "fields.json"
-    if mode == "fresh" and directory.exists():
-        directory.rename(_free_name(directory))
-    if not file.exists():
+    file = storage.join(directory, "fields.json")
+    if mode == "fresh" and storage.names(directory):
+        if not storage.is_local(directory):
+            raise UsageError(f"--fresh cannot move {directory} aside: S3 has no rename; use another --name")
+        os.rename(directory, _free_name(directory))
+    if storage.size(file) is None:
         if mode == "resume":
             raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
-        storage.write_bytes(str(file), json.dumps(fields, indent=1).encode())
+        storage.write_bytes(file, json.dumps(fields, indent=1).encode())
         return
     try:
-        old = json.loads(file.read_text())
+        old = json.loads(storage.read_bytes(file))
     except ValueError:
         raise UsageError(f"{file} is damaged; use --fresh to start over") from None
     if changes := changed_fields(old, json.loads(json.dumps(fields))):
@@ -41,6 +43,6 @@ def claim(directory: Path, fields: Mapping[str, Any], mode: Mode) -> None:
         )
 
 
-def _free_name(directory: Path) -> Path:
-    taken = (directory.with_name(f"{directory.name}.old-{n}") for n in range(1, 1_000_000))
-    return next(path for path in taken if not path.exists())
+def _free_name(directory: str) -> str:
+    taken = (f"{directory}.old-{n}" for n in range(1, 1_000_000))
+    return next(path for path in taken if not os.path.exists(path))

@@ -1,35 +1,22 @@
 """A run: `fit` where it is asked for, `train_worker` on every worker. One worker may be this very process."""
 
-import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 import ray.train
-import torch
-import torch.distributed as dist
 from ray.train import Checkpoint, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
-from moe.parallel import build_sharded, make_mesh
-from moe.vit import ViT
-from orchestrator import storage
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.data.shards import open_manifest
-from orchestrator.data.stream import Batch, Stream, by_ray_data, in_process, open_stream, validation
-from orchestrator.training import checkpoint
-from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.data.stream import by_ray_data, in_process
 from orchestrator.training.claim import claim
-from orchestrator.training.loop import Diverged, Metrics, evaluate, train
-from orchestrator.training.meter import Meter
-from orchestrator.training.optim import build_optimizer
+from orchestrator.training.worker import Report, Result, result_of, run_directory, train_worker
 
-Report = Callable[[int, Metrics], None]
 CPU_PER_WORKER = 0.5  # of workers without a GPU
 CPU_FOR_DATA = 1
 RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
@@ -37,25 +24,6 @@ RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a complete run ended, with the metrics of its last report."""
-
-    status: Literal["finished", "diverged"]
-    step: int
-    metrics: Metrics
-
-
-def run_directory(run: RunConfig) -> Path:
-    return Path(run.storage) / run.name
-
-
-def result_of(run: RunConfig) -> Result | None:
-    """None while the run is not complete."""
-    path = run_directory(run) / "result.json"
-    return Result(**json.loads(path.read_text())) if path.exists() else None
 
 
 def identity(run: RunConfig) -> dict[str, Any]:
@@ -152,81 +120,10 @@ class ReportTo(UserCallback):
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("orchestrator").setLevel(logging.INFO)
     train_worker(
         from_dict(RunConfig, config),
         report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
         read=by_ray_data,
     )
-
-
-def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, range], Iterator[Batch]]) -> None:
-    """Everything one worker does, alone or among others; the first of them writes the result."""
-    keep_freed_memory()
-    rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    device = torch.device("cuda" if run.scale.use_gpu else "cpu")
-    if workers > 1:
-        mesh = make_mesh(device.type, ep=run.scale.ep)
-        model = build_sharded(run.model, mesh, seed=run.train.seed)
-    else:
-        model = ViT(run.model, seed=run.train.seed).to(device)
-    optimizer = build_optimizer(run.train.optimizer, model)
-    manifest = open_manifest(run.data.path)
-    checkpoints = run_directory(run) / "checkpoints"
-
-    done, reported, metrics, meter = 0, 0, Metrics(), Meter()
-    found = checkpoint.newest(checkpoints) if rank == 0 else None  # one rank reads every byte, not all
-    if (path := checkpoint.agree(found)) is not None:
-        saved = checkpoint.load(path, model, optimizer)
-        done, progress = saved["step"], saved["progress"]
-        reported, metrics = progress["reported"], progress["metrics"]
-        meter = Meter(trained_s=progress["trained_s"])
-        if reported:
-            report(reported, metrics)  # in case the crash came before it arrived
-
-    def on_report(step: int, values: Metrics) -> None:
-        nonlocal reported, metrics
-        reported, metrics = step, values | costs(run, step)
-        report(step, metrics)
-
-    def on_save(step: int) -> None:
-        progress = {"trained_s": meter.trained_s, "reported": reported, "metrics": metrics}
-        keep = run.train.keep_checkpoints
-        checkpoint.save(
-            checkpoints, step, model, optimizer, config=to_dict(run), progress=progress, keep=keep
-        )
-
-    def on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
-        return (Batch(*(field.to(device, non_blocking=True) for field in batch)) for batch in batches)
-
-    stream = open_stream(run, manifest, rank=rank, workers=workers)
-    status: Literal["finished", "diverged"] = "finished"
-    try:
-        train(
-            model,
-            optimizer,
-            on_device(read(stream, range(done, run.train.steps))),
-            run,
-            meter,
-            start=done,
-            report=on_report,
-            validate=lambda: evaluate(
-                model, on_device(validation(run, manifest, rank=rank, workers=workers)), run
-            ),
-            save=on_save,
-        )
-    except Diverged:
-        status = "diverged"
-    if rank == 0:
-        result = Result(status=status, step=reported, metrics=metrics)
-        storage.write_bytes(
-            str(run_directory(run) / "result.json"), json.dumps(asdict(result), indent=1).encode()
-        )
-
-
-def costs(run: RunConfig, step: int) -> Metrics:
-    """What `step` updates cost on paper; conventions are in the names."""
-    return {
-        "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
-        "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
-        "cost/params": float(num_params(run.model)),
-    }

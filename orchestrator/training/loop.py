@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.noise import mix
-from moe.parallel import clip_grad_norm, sum_over_ranks
+from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Batch
@@ -47,10 +47,8 @@ def train(
         Diverged: when a reported loss is not finite, after reporting it.
     """
     config = run.train
-    eval_every, save_every = (
-        config.eval_every or config.steps,
-        config.checkpoint_every or -(-config.steps // 10),
-    )
+    eval_every = config.eval_every or config.steps
+    save_every = run.checkpoint.every or -(-config.steps // 10)
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
         metrics = train_step(model, optimizer, batch, run, step=step - 1)
 
@@ -80,7 +78,10 @@ def train_step(
         if isinstance(module, MixtureRouter):
             module.anneal(step)
     optimizer.zero_grad(set_to_none=True)
-    passes = [_forward_backward(model, part, run) for part in _microbatches(batch, run.images_per_pass())]
+    passes, parts = [], _microbatches(batch, run.images_per_pass())
+    for i, part in enumerate(parts, start=1):
+        accumulate(model, last=i == len(parts))
+        passes.append(_forward_backward(model, part, run))
     grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
     optimizer.step()
     metrics = {name: torch.stack([one[name] for one in passes]).sum() for name in passes[0]}

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from orchestrator.config import LinearConfig, OptimizerConfig, RsqrtConfig, ScheduleConfig, SGDConfig
+from orchestrator.recipe import LinearConfig, OptimizerConfig, RsqrtConfig, ScheduleConfig, SGDConfig
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from moe.adapt import resize_position
 from moe.layer import MoEConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
-from orchestrator.config import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
+from orchestrator.recipe import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
 from orchestrator.training.optim import build_optimizer, learning_rate
 from tests.moe.flax_names import from_flax
 from tests.moe.golden_report import Arrays, Meta, Report

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe.adapt import resize_position, upcycle
+from moe.adapt import Transfer, plan_transfer, resize_position, upcycle
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig
+from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "posemb__vit_zoom.npz"
@@ -84,11 +84,25 @@ def test_every_expert_is_the_mlp(router, pooling):
             assert torch.equal(tensor, state[name]), name
 
 
-def test_with_the_identity_it_is_the_dense_model():
-    """As many slots as tokens, token i to slot i and back: experts that are copies change nothing."""
-    config = with_experts(SoftConfig(total_slots=16, dispatch="identity", combine="identity"))
-    state = dense()
+SUM_TO_ONE = {
+    # as many slots as tokens, token i to slot i and back
+    "identity": SoftConfig(total_slots=16, dispatch="identity", combine="identity"),
+    # a softmax over all experts, each of which has room for every token
+    "every expert": TokenChoiceConfig(k=4, capacity_factor=1.0),
+    "mixture": MixtureConfig(),
+}
+
+
+@pytest.mark.parametrize("router", SUM_TO_ONE.values(), ids=SUM_TO_ONE.keys())
+def test_where_weights_sum_to_one_it_is_the_dense_model(router):
+    """Each token itself is what experts see, and they are copies of one MLP: routing changes nothing."""
+    config, state = with_experts(router), dense()
     torch.testing.assert_close(output(config, upcycle(state, config)), output(DEBUG, state))
+
+
+def test_where_weights_do_not_sum_to_one_it_is_not():
+    config, state = with_experts(TokenChoiceConfig(k=1, capacity_factor=4.0)), dense()
+    assert not torch.allclose(output(config, upcycle(state, config)), output(DEBUG, state), atol=0.1)
 
 
 def test_experts_do_not_share_memory():
@@ -118,25 +132,97 @@ def test_upcycling_to_another_resolution(pooling):
         assert output(config, adapted).isfinite().all()
 
 
+def test_experts_move_to_another_resolution_too():
+    """V-MoE's own fine-tuning: what is MoE there and here is copied, routers as well."""
+    config = with_experts(ExpertChoiceConfig())
+    state = {name: torch.randn_like(tensor) for name, tensor in ViT(config).state_dict().items()}
+    adapted = upcycle(state, replace(config, image_size=12))
+    assert adapted.keys() == state.keys()
+    for name, tensor in adapted.items():
+        expected = (
+            state[name] if name != "position_SD" else resize_position(state[name], 4, 6, class_token=False)
+        )
+        assert torch.equal(tensor, expected), name
+
+
 def test_what_does_not_fit_is_named():
     config = with_experts(ExpertChoiceConfig())
-    with pytest.raises(
-        ValueError, match=r"blocks.0.mlp.up.weight of the dense model has shape \(64, 32\), .* \(128, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.up.weight \(\(64, 32\) there, \(128, 32\) here\)"):
         upcycle(dense(mlp_dim=64), config)
-    with pytest.raises(
-        ValueError, match=r"position_SD of the dense model has shape \(16, 48\), .* \(16, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"position_SD \(\(16, 48\) there, \(16, 32\) here\)"):
         upcycle(dense(width=48), config)
-    with pytest.raises(
-        ValueError, match=r"head.weight of the dense model has shape \(7, 32\), .* \(10, 32\)"
-    ):
+    with pytest.raises(ValueError, match=r"fit: head.weight \(\(7, 32\) there, \(10, 32\) here\)"):
         upcycle(dense(num_classes=7), config)
-    with pytest.raises(ValueError, match=r"the dense model has no blocks\.1\.attention\.norm_k\.weight, "):
+    with pytest.raises(ValueError, match=r"fit: blocks\.1\.norm1\.weight \(absent there\), .* and 9 more"):
         upcycle(dense(depth=1), config)
-    with pytest.raises(
-        ValueError, match=r"the model has no place for blocks\.2\.attention\.norm_k\.weight, "
-    ):
+    with pytest.raises(ValueError, match=r"fit: blocks\.2\.norm1\.weight \(no place here\), .* and 9 more"):
         upcycle(dense(depth=3), config)
-    with pytest.raises(ValueError, match=r"has 17 rows, a grid of 4 x 4 without class token 16"):
+    with pytest.raises(ValueError, match=r"fit: position_SD \(\(17, 32\) there, \(16, 32\) here\), class_"):
         upcycle(dense(pooling="token"), config)
+
+
+SHAPES = {
+    "position_SD": (16, 8),
+    "blocks.0.mlp.up.weight": (32, 8),
+    "blocks.0.mlp.up.bias": (32,),
+    "blocks.0.mlp.down.weight": (8, 32),
+    "blocks.0.mlp.down.bias": (8,),
+    "head.weight": (10, 8),
+}
+EXPERTS = {
+    "blocks.0.mlp.router.gate_DE": (8, 4),
+    "blocks.0.mlp.experts.w_in_EDF": (4, 8, 32),
+    "blocks.0.mlp.experts.b_in_EF": (4, 32),
+    "blocks.0.mlp.experts.w_out_EFD": (4, 32, 8),
+    "blocks.0.mlp.experts.b_out_ED": (4, 8),
+}
+MLP = [name for name in SHAPES if ".mlp." in name]
+
+
+def moe(**changed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    outside = {name: shape for name, shape in SHAPES.items() if name not in MLP}
+    return outside | EXPERTS | {f"blocks.0.mlp.experts.{name}": shape for name, shape in changed.items()}
+
+
+def test_plan_of_the_same_model():
+    assert plan_transfer(SHAPES, SHAPES) == Transfer(
+        copied=tuple(SHAPES), converted={}, initial={}, unused=()
+    )
+
+
+def test_plan_of_dense_to_experts():
+    plan = plan_transfer(SHAPES, moe())
+    assert plan.copied == ("position_SD", "head.weight")
+    assert {name: made.source for name, made in plan.converted.items()} == dict(
+        zip([name for name in EXPERTS if ".experts." in name], MLP, strict=True)
+    )
+    assert plan.initial == {"blocks.0.mlp.router.gate_DE": "absent there"}
+    assert plan.unused == ()
+
+
+def test_plan_of_experts_to_dense():
+    plan = plan_transfer(moe(), SHAPES)
+    assert plan.initial == dict.fromkeys(MLP, "absent there")
+    assert plan.converted == {}
+    assert plan.unused == tuple(EXPERTS)
+
+
+def test_plan_of_other_experts():
+    """Another number of them, or another width of theirs, has no rule."""
+    plan = plan_transfer(moe(), moe(b_in_EF=(2, 32)))
+    assert plan.initial == {"blocks.0.mlp.experts.b_in_EF": "(4, 32) there, (2, 32) here"}
+    assert plan.unused == ()
+    plan = plan_transfer(SHAPES, moe(w_in_EDF=(4, 8, 16)))
+    assert plan.initial["blocks.0.mlp.experts.w_in_EDF"] == "(32, 8) there, (4, 8, 16) here"
+    assert plan.unused == ("blocks.0.mlp.up.weight",)
+
+
+def test_plan_of_other_positions():
+    """Resized where both have a class token, or neither has."""
+    token = {"class_token_D": (8,)}
+    old, new = SHAPES | token | {"position_SD": (17, 8)}, SHAPES | token | {"position_SD": (37, 8)}
+    assert plan_transfer(old, new).converted["position_SD"].how == "resized from 4 x 4 to 6 x 6 patches"
+    plan = plan_transfer(old, SHAPES)
+    assert plan.initial == {"position_SD": "(17, 8) there, (16, 8) here"}
+    assert plan.unused == ("class_token_D",)
+    assert plan_transfer(SHAPES, SHAPES | {"position_SD": (36, 16)}).converted == {}

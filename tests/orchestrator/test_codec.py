@@ -12,17 +12,8 @@ from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.codec import changed_fields, describe, flat, from_dict, override, to_dict
-from orchestrator.config import (
-    CosineConfig,
-    DataConfig,
-    LinearConfig,
-    RsqrtConfig,
-    RunConfig,
-    ScaleConfig,
-    SGDConfig,
-    TrainConfig,
-    UsageError,
-)
+from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig, UsageError
+from orchestrator.recipe import CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
 
 
 def with_moe(**fields: Any) -> RunConfig:
@@ -94,8 +85,11 @@ def test_a_field_below_none_starts_that_group() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trian.lr": 1}, "unknown field trian; there is: name, storage, model, data, train, scale"),
-        ({"nmae": 1}, "unknown field nmae; a run has: name, storage, model, data, train, scale"),
+        (
+            {"trian.lr": 1},
+            "unknown field trian; there is: name, storage, model, data, train, checkpoint, scale",
+        ),
+        ({"nmae": 1}, "unknown field nmae; a run has: name, storage, model, data, train, checkpoint, scale"),
         ({"data.paht": 1}, "unknown field data.paht; data has: path, batch_size, augment, shuffle_shards"),
         ({"train.lr.x": 1}, "train.lr is a value, not a group: train.lr.x does not exist"),
         ({"model": "5"}, "model is a group of fields, not a value; got '5'"),
@@ -123,6 +117,10 @@ def test_a_field_below_none_starts_that_group() -> None:
         ({"data.path": None}, "data.path=None: Input should be a valid string"),
         ({"data.augment": "mixup"}, "data.augment='mixup': Input should be 'none' or 'inception'"),
         ({"scale.use_gpu": "maybe"}, "scale.use_gpu='maybe': Input should be a valid boolean"),
+        (
+            {"scale.ep": "all"},
+            "scale.ep='all': Input should be a valid integer, unable to parse string as an integer or Input should be 'auto'",
+        ),
         ({"model.moe.router.k": 0}, "model.moe.router: k must be at least 1, got 0"),
         (
             {"model.moe.layers": "last"},
@@ -160,7 +158,9 @@ def test_what_may_change_when_a_run_is_resumed() -> None:
             assert changes in ({}, {name: (value, "another")})
             if not changes:
                 ignored.add(name)
-    assert ignored == {"storage", "train.microbatch", "scale.workers", "scale.ep", "scale.use_gpu"}
+    split = {name for name in flat(RunConfig()) if name.startswith(("scale.", "checkpoint."))}
+    assert {"scale.workers", "scale.ep", "checkpoint.keep_last"} < split
+    assert ignored == {"storage", "train.microbatch", *split}
 
 
 def test_fields_of_one_side_only_are_changes() -> None:

@@ -6,17 +6,8 @@ import pytest
 
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
-from orchestrator.config import (
-    AdamWConfig,
-    CosineConfig,
-    DataConfig,
-    LinearConfig,
-    RsqrtConfig,
-    RunConfig,
-    ScaleConfig,
-    SGDConfig,
-    TrainConfig,
-)
+from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, ScaleConfig, TrainConfig
+from orchestrator.recipe import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
 
 PAIRS = replace(PRESETS["debug"], moe=MoEConfig(num_experts=6, images_per_group=2))
 NAN = float("nan")
@@ -37,9 +28,12 @@ NAN = float("nan")
         (DataConfig, {"shuffle_shards": 0}, "shuffle_shards must be at least 1, got 0"),
         (TrainConfig, {"steps": 0}, "steps must be at least 1, got 0"),
         (TrainConfig, {"report_every": 0}, "report_every must be at least 1, got 0"),
-        (TrainConfig, {"keep_checkpoints": 0}, "keep_checkpoints must be at least 1, got 0"),
+        (CheckpointConfig, {"keep_last": 0}, "keep_last must be at least 1, got 0"),
+        (CheckpointConfig, {"keep_best": -1}, "keep_best must lie in 0 .. inf, got -1"),
+        (ScaleConfig, {"dp_replicate": 0}, "dp_replicate must be at least 1, got 0"),
+        (ScaleConfig, {"ep": 0}, "ep must be at least 1, got 0"),
         (TrainConfig, {"eval_every": 0}, "eval_every must be at least 1, got 0"),
-        (TrainConfig, {"checkpoint_every": -5}, "checkpoint_every must be at least 1, got -5"),
+        (CheckpointConfig, {"every": -5}, "every must be at least 1, got -5"),
         (TrainConfig, {"microbatch": 0}, "microbatch must be at least 1, got 0"),
         (TrainConfig, {"clip_norm": 0.0}, "clip_norm must be positive, got 0.0"),
         (TrainConfig, {"lr": -1e-3}, "lr must lie in 0 .. inf, got -0.001"),

@@ -67,7 +67,7 @@ def test_opening_twice_is_opening_once(store: Tracking, client: MlflowClient) ->
 
 
 def test_files_lie_where_they_should(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
-    tracked = track(store, tmp_path, "files", tags={})
+    tracked = track(store, str(tmp_path), "files", tags={})
     (tmp_path / "page.html").write_text("<p>")
     tracked.write_text("notes/a.txt", "hello")
     tracked.write_file(tmp_path / "page.html")
@@ -79,16 +79,16 @@ def test_files_lie_where_they_should(store: Tracking, client: MlflowClient, tmp_
 
 def test_a_directory_has_one_run(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
     before = num_runs(client, store)
-    first = track(store, tmp_path, "one", batch_size=8, tags={"color": "red"})
+    first = track(store, str(tmp_path), "one", batch_size=8, tags={"color": "red"})
     first.finish("FAILED")
     assert client.get_run(first.run_id).info.status == "FAILED"
-    again = track(store, tmp_path, "one", batch_size=8, tags={"size": "small"})
+    again = track(store, str(tmp_path), "one", batch_size=8, tags={"size": "small"})
     assert again.run_id == first.run_id
     assert num_runs(client, store) == before + 1
     run = client.get_run(first.run_id)
     assert (run.info.status, run.info.run_name) == ("RUNNING", "one")
     assert {"color": "red", "size": "small"}.items() <= run.data.tags.items()
-    assert track(store, tmp_path / "other", "one", tags={}).run_id != first.run_id
+    assert track(store, str(tmp_path / "other"), "one", tags={}).run_id != first.run_id
     again.finish("FINISHED")
     assert client.get_run(first.run_id).info.status == "FINISHED"
 
@@ -96,13 +96,13 @@ def test_a_directory_has_one_run(store: Tracking, client: MlflowClient, tmp_path
 def test_another_store_means_another_run(store: Tracking, tmp_path: Path) -> None:
     """A run id means nothing to a store that did not give it."""
     (tmp_path / "mlflow_run.json").write_text(json.dumps({"uri": "http://other", "run_id": "0" * 32}))
-    tracked = track(store, tmp_path, "moved", tags={})
+    tracked = track(store, str(tmp_path), "moved", tags={})
     assert tracked.run_id != "0" * 32
-    assert track(store, tmp_path, "moved", tags={}).run_id == tracked.run_id
+    assert track(store, str(tmp_path), "moved", tags={}).run_id == tracked.run_id
 
 
 def test_the_axis_is_images_seen(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
-    tracked = track(store, tmp_path, "axis", batch_size=8, tags={})
+    tracked = track(store, str(tmp_path), "axis", batch_size=8, tags={})
     tracked.log(1, {"loss": 3.0})
     tracked.log(5, {"loss": 2.0, "acc": 0.5})
     assert history(client, tracked, "loss") == [(8, 3.0), (40, 2.0)]
@@ -111,13 +111,13 @@ def test_the_axis_is_images_seen(store: Tracking, client: MlflowClient, tmp_path
 
 def test_a_replayed_step_is_not_written_twice(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
     """By the same object, by one that was unpickled elsewhere, and by one that a new process makes."""
-    tracked = track(store, tmp_path, "replay", batch_size=2, tags={})
+    tracked = track(store, str(tmp_path), "replay", batch_size=2, tags={})
     tracked.log(1, {"loss": 3.0})
     tracked.log(2, {"loss": 2.0})
     tracked.log(2, {"loss": 99.0})
     other = pickle.loads(pickle.dumps(tracked))
     other.log(1, {"loss": 99.0})
-    resumed = track(store, tmp_path, "replay", batch_size=2, tags={})
+    resumed = track(store, str(tmp_path), "replay", batch_size=2, tags={})
     resumed.log(1, {"loss": 99.0})
     resumed.log(2, {"loss": 99.0, "val": 0.25})
     resumed.log(3, {"loss": 1.0})
@@ -129,7 +129,7 @@ def test_a_replayed_step_is_not_written_twice(store: Tracking, client: MlflowCli
 def test_what_is_not_finite_is_dropped_and_tagged(
     store: Tracking, client: MlflowClient, tmp_path: Path
 ) -> None:
-    tracked = track(store, tmp_path, "diverging", tags={})
+    tracked = track(store, str(tmp_path), "diverging", tags={})
     tracked.log(1, {"loss": 3.0, "acc": 0.1})
     assert "diverged" not in client.get_run(tracked.run_id).data.tags
     tracked.log(2, {"loss": NAN, "norm": INF, "acc": 0.2})
@@ -141,7 +141,7 @@ def test_what_is_not_finite_is_dropped_and_tagged(
 
 
 def test_a_run_of_nothing_but_nans(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
-    tracked = track(store, tmp_path, "nans", tags={})
+    tracked = track(store, str(tmp_path), "nans", tags={})
     tracked.log(1, {"loss": NAN})
     assert client.get_run(tracked.run_id).data.metrics == {}
     assert client.get_run(tracked.run_id).data.tags["diverged"] == "true"
@@ -149,7 +149,7 @@ def test_a_run_of_nothing_but_nans(store: Tracking, client: MlflowClient, tmp_pa
 
 def test_params_and_config(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
     run = run_config(SoftConfig(), name="sweep/arm-3")
-    tracked = track_training(store, run, tmp_path, role="trial")
+    tracked = track_training(store, run, str(tmp_path), role="trial")
     found = client.get_run(tracked.run_id)
     assert found.data.params == {name: str(value) for name, value in flat(run).items()}
     assert (found.info.run_name, found.data.tags["role"]) == ("arm-3", "trial")
@@ -160,8 +160,8 @@ def test_params_and_config(store: Tracking, client: MlflowClient, tmp_path: Path
 def test_params_are_those_of_the_start(store: Tracking, client: MlflowClient, tmp_path: Path) -> None:
     """A resumed run may be split another way, but MLflow's params never change."""
     run = run_config()
-    tracked = track_training(store, run, tmp_path)
-    again = track_training(store, replace(run, train=TrainConfig(microbatch=2)), tmp_path)
+    tracked = track_training(store, run, str(tmp_path))
+    again = track_training(store, replace(run, train=TrainConfig(microbatch=2)), str(tmp_path))
     assert again.run_id == tracked.run_id
     assert client.get_run(tracked.run_id).data.params["train.microbatch"] == "None"
     assert json.loads(tracked.read_text("config.json"))["train"]["microbatch"] is None
@@ -183,25 +183,25 @@ def test_a_run_with_params_has_its_config(
     with monkeypatch.context() as patch:
         patch.setattr(TrackedRun, "write_text", dies)
         with pytest.raises(Dies, match=r"config\.json"):
-            track_training(store, run, tmp_path)
-    tracked = track_training(store, run, tmp_path)
+            track_training(store, run, str(tmp_path))
+    tracked = track_training(store, run, str(tmp_path))
     assert json.loads(tracked.read_text("config.json"))["name"] == "run"
     assert client.get_run(tracked.run_id).data.params
 
 
 def test_a_sweep_and_its_children(store: Tracking, tmp_path: Path) -> None:
-    first = track(store, tmp_path / "first", "families", tags={"role": "sweep"})
+    first = track(store, str(tmp_path / "first"), "families", tags={"role": "sweep"})
     time.sleep(0.002)  # start times have milliseconds
-    sweep = track(store, tmp_path / "second", "families", tags={"role": "sweep"})
-    track(store, tmp_path / "not-a-sweep", "families", tags={})
-    track(store, tmp_path / "another", "other", tags={"role": "sweep"})
+    sweep = track(store, str(tmp_path / "second"), "families", tags={"role": "sweep"})
+    track(store, str(tmp_path / "not-a-sweep"), "families", tags={})
+    track(store, str(tmp_path / "another"), "other", tags={"role": "sweep"})
     runs = [run_config(router, name=f"families/arm-{i}") for i, router in enumerate((None, SoftConfig()))]
     for run in runs:
-        trial = track_training(store, run, tmp_path / run.name, parent=sweep, arm=run.name[-1])
+        trial = track_training(store, run, str(tmp_path / run.name), parent=sweep, arm=run.name[-1])
         trial.log(3, {"val/acc1": 0.5})
         trial.finish("FINISHED")
         time.sleep(0.002)
-    track_training(store, run_config(), tmp_path / "stranger", parent=first)
+    track_training(store, run_config(), str(tmp_path / "stranger"), parent=first)
 
     found = find_sweep(store, "families")
     assert (found.tracked.run_id, found.name, found.status) == (sweep.run_id, "families", "RUNNING")
@@ -259,7 +259,7 @@ def test_a_registered_model_comes_back(router: RouterConfig | None, store: Track
     run = run_config(router)
     model = ViT(run.model, seed=3)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
-    tracked = track_training(store, run, tmp_path)
+    tracked = track_training(store, run, str(tmp_path))
     version = register_model(tracked, model, run, alias="best")
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
     for uri in (f"models:/moe-frontier/{version}", "models:/moe-frontier@best"):
@@ -274,7 +274,7 @@ def test_an_alias_moves_on(store: Tracking, tmp_path: Path) -> None:
     run = run_config()
     versions = []
     for seed in (1, 2):
-        tracked = track_training(store, run, tmp_path / str(seed))
+        tracked = track_training(store, run, str(tmp_path / str(seed)))
         versions.append(register_model(tracked, ViT(run.model, seed=seed), run, alias="moving"))
     assert int(versions[1]) == int(versions[0]) + 1
     embed = load_model("models:/moe-frontier@moving", store.uri).embed.weight

@@ -10,9 +10,17 @@ from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import on_front
 from orchestrator.sweeping.confirm import knees
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.sweep import Outcomes, Sweep, check_sweep, claim_sweep, run_sweep
+from orchestrator.sweeping.sweep import (
+    Outcomes,
+    Sweep,
+    check_sweep,
+    claim_sweep,
+    keep_weights_only,
+    run_sweep,
+)
 from orchestrator.tracking import Tracking, open_tracking, track
-from orchestrator.training.fit import Result, run_directory
+from orchestrator.training.checkpoint.weights import newest
+from orchestrator.training.worker import Result, checkpoint_directory, run_directory
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -46,7 +54,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
     outcomes = swept(sweep, tracking)
-    assert "File exists" in str(outcomes.pop("broken"))
+    assert "Not a directory" in str(outcomes.pop("broken"))
     assert all(isinstance(outcome, Result) for outcome in outcomes.values())
     runs = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
     assert {name: run.info.status for name, run in runs.items()} == {
@@ -55,8 +63,8 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
         "soft": "FINISHED",
         "broken": "FAILED",
     }
-    assert "File exists" in runs["broken"].data.tags["error"]
-    frontier = publish(tracking, "tiny", tmp_path / "report")
+    assert "Not a directory" in runs["broken"].data.tags["error"]
+    frontier = publish(tracking, "tiny", str(tmp_path / "report"))
     assert {p.arm: p.status for p in frontier.points} == {
         "dense": "finished",
         "soft": "finished",
@@ -70,7 +78,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
     assert {n: r.info.run_id for n, r in again.items()} == {n: r.info.run_id for n, r in runs.items()}
     assert {run.info.status for run in again.values()} == {"FINISHED"}
 
-    frontier = publish(tracking, "tiny", tmp_path / "report")
+    frontier = publish(tracking, "tiny", str(tmp_path / "report"))
     marked = {
         n for n, run in again.items() if client.get_run(run.info.run_id).data.tags.get("pareto") == "true"
     }
@@ -79,6 +87,16 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
     assert [p.arm for p in knees(frontier, 1)] != ["dense"]
     parent = again["tiny"].info.run_id
     assert {a.path for a in client.list_artifacts(parent)} == {"frontier.html", "frontier.png"}
+    assert (tmp_path / "report" / "frontier.html").stat().st_size > 10_000
+
+    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    before = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
+    freed = keep_weights_only(sweep, frontier)
+    after = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
+    assert {arm for arm, manifest in after.items() if manifest.has_optimizer()} == on
+    assert (freed > 0) == (on != set(sweep.arms))
+    assert all(before[arm].step == after[arm].step for arm in sweep.arms)
+
     for run in again.values():
         for name in run.data.metrics:
             steps = [metric.step for metric in client.get_metric_history(run.info.run_id, name)]

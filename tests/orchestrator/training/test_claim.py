@@ -23,7 +23,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("mode", ["auto", "fresh"])
 def test_start(mode: Mode, tmp_path: Path) -> None:
-    claim(tmp_path / "sweeps" / "run", fields(), mode)
+    claim(str(tmp_path / "sweeps" / "run"), fields(), mode)
     assert json.loads((tmp_path / "sweeps" / "run" / "fields.json").read_text()) == fields()
     assert os.listdir(tmp_path / "sweeps") == ["run"]
 
@@ -32,20 +32,20 @@ def test_start(mode: Mode, tmp_path: Path) -> None:
 def test_continue(mode: Mode, tmp_path: Path) -> None:
     """Tuples come back from JSON as lists; that is no change."""
     layers = {**fields(), "model.moe.layers": (0, 1)}
-    claim(tmp_path / "run", layers, "auto")
+    claim(str(tmp_path / "run"), layers, "auto")
     (tmp_path / "run" / "result").write_text("kept")
     before = content(tmp_path)
-    claim(tmp_path / "run", layers, mode)
+    claim(str(tmp_path / "run"), layers, mode)
     assert content(tmp_path) == before
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
 def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    claim(directory, fields(), "auto")
+    claim(str(directory), fields(), "auto")
     before = content(directory)
     with pytest.raises(UsageError) as caught:
-        claim(directory, fields(train__lr=0.5, data__augment="inception", scale__workers=2), mode)
+        claim(str(directory), fields(train__lr=0.5, data__augment="inception", scale__workers=2), mode)
     for part in (str(directory), "train.lr: 0.001 -> 0.5", "data.augment: 'none' -> 'inception'", "--fresh"):
         assert part in str(caught.value)
     assert "scale.workers" not in str(caught.value)
@@ -54,23 +54,23 @@ def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
 def test_how_it_is_split_and_where_it_lies_may_change(mode: Mode, tmp_path: Path) -> None:
-    claim(tmp_path, fields(), "auto")
+    claim(str(tmp_path), fields(), "auto")
     elsewhere = fields(
         scale__workers=4, scale__ep=1, scale__use_gpu=True, train__microbatch=4, storage="/new"
     )
-    claim(tmp_path, elsewhere, mode)
+    claim(str(tmp_path), elsewhere, mode)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"nothing to resume at {tmp_path}/run; leave out --resume to start"):
-        claim(tmp_path / "run", fields(), "resume")
+        claim(str(tmp_path / "run"), fields(), "resume")
     assert not (tmp_path / "run").exists()
 
 
 def test_fresh_moves_aside_as_often_as_it_must(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     for n in range(3):
-        claim(directory, fields(train__seed=n), "fresh")
+        claim(str(directory), fields(train__seed=n), "fresh")
         (directory / "checkpoints").mkdir()
         (directory / "checkpoints" / "weights").write_text(f"weights {n}")
     assert sorted(os.listdir(tmp_path)) == ["run", "run.old-1", "run.old-2"]

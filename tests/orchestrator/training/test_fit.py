@@ -73,7 +73,7 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
 
 def test_two_workers_equal_one_and_survive_a_kill(run, tmp_path):
     """FSDP + EP on two workers, one of them killed half-way: the losses of one undisturbed process."""
-    run = override(run, {"train.steps": 120, "train.checkpoint_every": 10})
+    run = override(run, {"train.steps": 120, "checkpoint.every": 10})
     alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
 
     log = tmp_path / "two.jsonl"
@@ -97,7 +97,7 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
 
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
     """Checkpoints fall between reports, and the crash between both."""
-    run = override(run, {"train.steps": 20, "train.report_every": 5, "train.checkpoint_every": 4})
+    run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4})
     alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
 
     def crash_at_15(step: int, metrics: dict[str, float]) -> None:

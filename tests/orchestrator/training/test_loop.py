@@ -106,8 +106,8 @@ def test_learns_one_batch(router: str) -> None:
     [
         ({"train.report_every": 4}, [4, 8, 10], [10], [*range(1, 11)]),
         ({"train.report_every": 5, "train.eval_every": 4}, [4, 5, 8, 10], [4, 8, 10], [*range(1, 11)]),
-        ({"train.report_every": 100, "train.checkpoint_every": 3}, [10], [10], [3, 6, 9, 10]),
-        ({"train.report_every": 1, "train.checkpoint_every": 100}, [*range(1, 11)], [10], [10]),
+        ({"train.report_every": 100, "checkpoint.every": 3}, [10], [10], [3, 6, 9, 10]),
+        ({"train.report_every": 1, "checkpoint.every": 100}, [*range(1, 11)], [10], [10]),
         ({"train.steps": 25, "train.report_every": 100}, [25], [25], [*range(3, 25, 3), 25]),
     ],
 )
@@ -182,7 +182,7 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_divergence_is_reported_and_ends_it(value: float) -> None:
-    run = small_run(**{"train.steps": 10, "train.report_every": 3, "train.checkpoint_every": 10})
+    run = small_run(**{"train.steps": 10, "train.report_every": 3, "checkpoint.every": 10})
     model = ViT(run.model)
     torch.nn.init.constant_(model.head.bias, value)
     steps = []

@@ -19,7 +19,7 @@ from moe.parallel import clip_grad_norm
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT
-from orchestrator.config import (
+from orchestrator.recipe import (
     AdamWConfig,
     CosineConfig,
     LinearConfig,

@@ -1,0 +1,147 @@
+"""Plan how a model is split over devices: memory and traffic of a rank on every layout, and which to take.
+
+  python jobs/plan.py soft-B/16-128e --devices 64 --set data.batch_size=1024
+  python jobs/plan.py --set model.moe.router.kind=soft --set train.compute_dtype=bfloat16
+
+Computed from the config: nothing is trained and no weights are made. Formulae, and how far they were from
+measured memory: docs/planning.md.
+"""
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from jobs.command import assignment, command
+from moe.cost import num_expert_params, num_params
+from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, choose, layouts
+from moe.presets import PRESETS
+from moe.sharding import FP32, Step
+from moe.traffic import Sent
+from orchestrator.codec import override
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.recipe import AdamWConfig
+
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+CONVENTIONS = """\
+GiB: 2^30 bytes of tensors at the worst moment of a step, by part; leave a tenth for the allocator.
+GB: 1e9 bytes that a rank sends per step, inside its node | to other nodes.
+link s: at the links' nominal rates, one collective after another, none of them behind computation."""
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Prints the plan.
+
+    Raises:
+        UsageError: after the tables, if no layout fits the memory.
+    """
+    run, memory = planned_run(args), args.memory * GIB
+    step = planned_step(run)
+    try:
+        cluster = Cluster(
+            devices=args.devices,
+            devices_per_node=args.devices_per_node,
+            intra_gb_per_s=args.intra,
+            inter_gb_per_s=args.inter,
+        )
+        found = layouts(run.model, step, cluster, run.scale)
+        print(f"{summary(run, step)}\n\n{memory_table(found, memory)}\n\n{traffic_table(found)}\n")
+        print(f"{CONVENTIONS}\n", flush=True)
+        chosen = choose(found, memory=memory)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on the links of those that fit")
+    if run.ep() != chosen.ep:
+        print(
+            f"scale.ep=auto knows neither memory nor rates and takes ep={run.ep()}: set scale.ep={chosen.ep}"
+        )
+
+
+def planned_run(args: argparse.Namespace) -> RunConfig:
+    """The run of `train.py` with as many workers as devices."""
+    if args.model not in PRESETS:
+        raise UsageError(f"unknown model {args.model!r}; known: {', '.join(PRESETS)}")
+    assigned = dict(map(assignment, args.set))
+    taken = {
+        "scale.workers": (args.devices, "use --devices"),
+        "scale.workers_per_node": (args.devices_per_node, "use --devices-per-node"),
+        "scale.ep": ("auto", "every ep is planned"),
+    }
+    for field, (_, instead) in taken.items():
+        if field in assigned:
+            raise UsageError(f"--set {field}: {instead}")
+    mesh = {field: value for field, (value, _) in taken.items()}
+    return override(RunConfig(model=PRESETS[args.model]), assigned | mesh)
+
+
+def planned_step(run: RunConfig) -> Step:
+    """What a worker of `run` computes per update."""
+    optimizer, images = run.train.optimizer, run.images_per_pass()
+    return Step(
+        images=images,
+        passes=run.data.batch_size // run.scale.workers // images,
+        compute_bytes=2 if run.train.compute_dtype == "bfloat16" else FP32,
+        moments=2 if isinstance(optimizer, AdamWConfig) else int(optimizer.momentum > 0),
+    )
+
+
+def summary(run: RunConfig, step: Step) -> str:
+    size = checkpoint_bytes(run.model, moments=step.moments)
+    return (
+        f"{num_params(run.model) / 1e6:.1f}M parameters, {num_expert_params(run.model) / 1e6:.1f}M of them in"
+        f" experts; a checkpoint is {size['total'] / 1e9:.2f} GB, its weights alone"
+        f" {size['weights'] / 1e9:.2f} GB\n"
+        f"a step of a rank: {step.passes} x {step.images} images, {run.train.compute_dtype},"
+        f" {run.train.optimizer.kind}, {run.scale.workers} devices, {run.scale.workers_per_node} to a node"
+    )
+
+
+def memory_table(found: Sequence[Layout], memory: float) -> str:
+    parts = "".join(f"{part:>12}" for part in found[0].memory)
+    lines = [f"{'GiB':<5}{'dp':>5}{'ep':>5}{parts}{'peak':>9}"]
+    for layout in found:
+        parts = "".join(f"{size / GIB:12.2f}" for size in layout.memory.values())
+        fits = "fits" if layout.peak() <= memory else "does not fit"
+        lines.append(f"{layout.dp:10}{layout.ep:5}{parts}{layout.peak() / GIB:9.2f}  {fits}")
+    return "\n".join(lines)
+
+
+def traffic_table(found: Sequence[Layout]) -> str:
+    names = "".join(f"{name:>17}" for name in (*COLLECTIVES, "sum"))
+    lines = [f"{'GB':<5}{'dp':>5}{'ep':>5}{names}{'link s':>9}"]
+    for layout in found:
+        sent = [total(b for name, b in layout.traffic.items() if name.startswith(c)) for c in COLLECTIVES]
+        cells = "".join(f"{f'{s.intra / 1e9:.2f} | {s.inter / 1e9:.2f}':>17}" for s in (*sent, total(sent)))
+        lines.append(f"{layout.dp:10}{layout.ep:5}{cells}{layout.seconds:9.4f}")
+    return "\n".join(lines)
+
+
+def total(sent: Iterable[Sent]) -> Sent:
+    return Sent(*map(sum, zip(*sent, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"models: {', '.join(PRESETS)}\n\n{CONVENTIONS}\nExit code 1 if no layout fits.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", default="debug", metavar="MODEL", help="by name (%(default)s)")
+    parser.add_argument("--devices", type=int, default=8, help="with a worker each (%(default)s)")
+    parser.add_argument("--devices-per-node", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of a device (%(default)s)")
+    rate = {"type": float, "metavar": "GB_PER_S"}
+    parser.add_argument("--intra", default=450.0, help="from a device to its node (%(default)s)", **rate)
+    parser.add_argument("--inter", default=50.0, help="from a device to other nodes (%(default)s)", **rate)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="any field that train.py knows, e.g. train.microbatch=8 (repeatable)",
+    )
+    args = parser.parse_args()
+    with command():
+        plan(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The recipe of training: optimisers and schedules, as fields of a run."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+def at_least_one(config: Any, *names: str) -> None:
+    """Raises ValueError for the first of these fields below 1."""
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
+
+
+def within(config: Any, low: float, high: float, *names: str) -> None:
+    """Raises ValueError for the first of these fields that is not in low .. high."""
+    for name in names:
+        if not low <= getattr(config, name) <= high:
+            raise ValueError(f"{name} must lie in {low} .. {high}, got {getattr(config, name)}")
+
+
+def _tenth(given: int | None, steps: int) -> int:
+    return steps // 10 if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """Adam with decoupled weight decay. Source: the Soft MoE recipe (betas .9 / .999, kernels .03)."""
+
+    kind: Literal["adamw"] = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.03
+    weight_decay_head: float = 0.03  # 3.0 in the papers' long runs
+
+    def __post_init__(self) -> None:
+        within(self, 0, 1, "beta1", "beta2")
+        within(self, 0, math.inf, "weight_decay", "weight_decay_head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """SGD with momentum. Source: the fine-tuning recipe of V-MoE."""
+
+    kind: Literal["sgd"] = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    weight_decay_head: float = 0.0
+
+    def __post_init__(self) -> None:
+        within(self, 0, math.inf, "momentum", "weight_decay", "weight_decay_head")
+
+
+OptimizerConfig = AdamWConfig | SGDConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RsqrtConfig:
+    """Linear warm-up, peak / sqrt(1 + t / timescale), linear cooldown to 0 from the rate at its start.
+
+    Source: Soft MoE section 3.3. None: a tenth of the run for warm-up, a fifth for cooldown.
+    """
+
+    kind: Literal["rsqrt"] = "rsqrt"
+    warmup_steps: int | None = None
+    cooldown_steps: int | None = None
+    timescale: int = 10_000
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "timescale")
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        """Steps of warm-up and of cooldown."""
+        cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
+        return _tenth(self.warmup_steps, steps), cooldown
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineConfig:
+    """Linear warm-up (None: a tenth of the run), then half a cosine down to `end_frac` of the peak."""
+
+    kind: Literal["cosine"] = "cosine"
+    warmup_steps: int | None = None
+    end_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        within(self, 0, 1, "end_frac")
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        return _tenth(self.warmup_steps, steps), 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak."""
+
+    kind: Literal["linear"] = "linear"
+    warmup_steps: int | None = None
+    end_frac: float = 0.0
+
+    def __post_init__(self) -> None:
+        within(self, 0, 1, "end_frac")
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        return _tenth(self.warmup_steps, steps), 0
+
+
+ScheduleConfig = RsqrtConfig | CosineConfig | LinearConfig

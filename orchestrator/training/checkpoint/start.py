@@ -1,0 +1,68 @@
+"""A model that starts from another's weights, for fine-tuning and upcycling."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from moe.adapt import plan_transfer, shapes_of
+from orchestrator.config import UsageError
+from orchestrator.training.checkpoint.find import agreed
+from orchestrator.training.checkpoint.single_file import SUFFIX
+from orchestrator.training.checkpoint.source import open_source, read, tensors_in
+from orchestrator.training.checkpoint.start_report import StartReport, by_reason
+
+
+def start_from(model: nn.Module, location: str, *, group: dist.ProcessGroup | None = None) -> StartReport:
+    """Fills a model in place with what `location` has for it, as `moe.adapt.plan_transfer` says; the rest of
+    it stays as initialised.
+
+    All workers of `group` call it together, each with its share of one model; without a group the caller
+    is alone. Shares are read as such; only what is converted is read whole.
+
+    Args:
+        location: a directory of checkpoints (the newest whole one is taken), the folder of one, or one
+            `SUFFIX` file.
+
+    Raises:
+        UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
+        FileNotFoundError: if there is nothing at `location`.
+    """
+    source, step, reader = open_source(location, group)
+    there = agreed(lambda: tensors_in(reader), group)
+    here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
+    transfer = plan_transfer(shapes_of(there), shapes_of(here))
+    origins = {name: name for name in transfer.copied}
+    origins |= {name: conversion.source for name, conversion in transfer.converted.items()}
+    if not any(here[name].ndim > 1 for name in origins):  # vectors fit many a model
+        raise UsageError(
+            f"nothing in {source} fits the model: {'; '.join(by_reason(transfer.initial))};"
+            " it must be of the same width"
+        )
+    dtypes = {name: (there[origin].dtype, here[name].dtype) for name, origin in origins.items()}
+    if wrong := {name: f"{old} there, {new} here" for name, (old, new) in dtypes.items() if old != new}:
+        raise UsageError(
+            f"{source} holds other dtypes: {'; '.join(by_reason(wrong))}; cast them first, into a file"
+            f" *{SUFFIX}"
+        )
+    whole = {
+        conversion.source: torch.empty_like(there[conversion.source], device="cpu")
+        for conversion in transfer.converted.values()
+    }
+    read(reader, {name: here[name] for name in transfer.copied} | whole, group)
+    for name, conversion in transfer.converted.items():
+        _fill(here[name], conversion.of(whole[conversion.source]))
+    numbers = sum(here[name].numel() for name in origins)
+    return StartReport(source=source, step=step, transfer=transfer, numbers=numbers)
+
+
+def _fill(target: Tensor, whole: Tensor) -> None:
+    """The part of `whole` that this rank holds."""
+    if isinstance(target, DTensor):
+        (part,) = target.__create_chunk_list__()
+        for dim, (offset, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, length)
+        target = target.to_local()
+    with torch.no_grad():
+        target.copy_(whole)

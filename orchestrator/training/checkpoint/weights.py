@@ -1,0 +1,78 @@
+"""Weights handed on, in one process: a checkpoint's as a model, or as one safetensors file."""
+
+import hashlib
+import json
+
+import torch
+from torch import nn
+
+from moe.vit import ViT, ViTConfig
+from orchestrator import storage
+from orchestrator.codec import from_dict
+from orchestrator.config import UsageError
+from orchestrator.training.checkpoint import manifest as manifests
+from orchestrator.training.checkpoint.find import located, newest
+from orchestrator.training.checkpoint.manifest import Manifest
+from orchestrator.training.checkpoint.single_file import SUFFIX, read_header, write
+from orchestrator.training.checkpoint.source import read, tensors_in, weights_reader
+from orchestrator.training.checkpoint.start import start_from
+from orchestrator.training.checkpoint.state import load
+
+VERSION = "1"  # of the metadata in an exported file
+
+
+def load_newest(directory: str, model: nn.Module) -> Manifest:
+    """Fills `model` with the newest weights that are whole. Raises as `newest` and `load` do."""
+    folder, manifest = newest(directory, weights_only=True)
+    load(folder, manifest, model)
+    return manifest
+
+
+def export(location: str, out: str, *, force: bool = False) -> None:
+    """Writes the weights of a checkpoint, as `located` finds it, into the local file `out`, bit for bit.
+    Meanwhile it holds one copy of them.
+
+    Beside them lie `config` (of the run, JSON), `step`, `manifest_sha256` (of the checkpoint's manifest) and
+    `version`.
+
+    Raises:
+        UsageError: if `out` is no name for it, or is there already and not to be replaced (`force`).
+        OSError: if reading or writing fails.
+    """
+    if not (storage.is_local(out) and out.endswith(SUFFIX)):
+        raise UsageError(f"{out}: weights are exported to a local file that ends in {SUFFIX}")
+    if storage.size(out) is not None and not force:
+        raise UsageError(f"{out} exists already; --force replaces it")
+    folder, manifest = located(location)
+    reader = weights_reader(folder, manifest)
+    tensors = {name: torch.empty_like(held, device="cpu") for name, held in tensors_in(reader).items()}
+    read(reader, tensors)
+    metadata = {
+        "format": "pt",  # torch's tensors, by convention of the library
+        "version": VERSION,
+        "config": json.dumps(manifest.config),
+        "step": str(manifest.step),
+        "manifest_sha256": hashlib.sha256(manifests.encode(manifest)).hexdigest(),
+    }
+    write(out, tensors, metadata)
+
+
+def load_exported(location: str) -> ViT:
+    """The model of a file that `export` wrote, in evaluation mode; `location` may be on S3.
+
+    Raises:
+        UsageError: if the file is not whole, or not one of `export`.
+        FileNotFoundError: if there is none.
+    """
+    metadata = read_header(storage.absolute(location)).metadata
+    if metadata.get("version") != VERSION:
+        raise UsageError(
+            f"{location} is no export of version {VERSION}: its metadata is {metadata or 'empty'}"
+        )
+    with torch.device("meta"):
+        model = ViT(from_dict(ViTConfig, json.loads(metadata["config"])["model"]))
+    model.to_empty(device="cpu")
+    report = start_from(model, location)
+    if len(report.transfer.copied) < len(model.state_dict()) or report.transfer.unused:
+        raise UsageError(f"{location} does not hold the model that its config describes; {report}")
+    return model.eval()

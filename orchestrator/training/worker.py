@@ -1,0 +1,168 @@
+"""What one worker of a run does, alone or among others, from its newest checkpoint to the result."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
+from moe.parallel import build_sharded, make_mesh
+from moe.vit import ViT
+from orchestrator import storage
+from orchestrator.codec import to_dict
+from orchestrator.config import RunConfig
+from orchestrator.data.shards import open_manifest
+from orchestrator.data.stream import Batch, Stream, open_stream, validation
+from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.training.checkpoint.retention import BEST_BY
+from orchestrator.training.checkpoint.run import Checkpoints
+from orchestrator.training.checkpoint.start import start_from
+from orchestrator.training.loop import Diverged, Metrics, evaluate, train
+from orchestrator.training.meter import Meter
+from orchestrator.training.optim import build_optimizer
+
+log = logging.getLogger(__name__)
+Report = Callable[[int, Metrics], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a complete run ended, with the metrics of its last report."""
+
+    status: Literal["finished", "diverged"]
+    step: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a run counts beside its steps, as it lies in its checkpoints: seconds of training, the last
+    report, and the best value of `BEST_BY` with its step.
+    """
+
+    trained_s: float = 0.0
+    reported: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    best: tuple[float, int] | None = None
+
+    def after(self, step: int, metrics: Metrics) -> "Progress":
+        """With the report of `step`."""
+        best, quality = self.best, metrics.get(BEST_BY)
+        if quality is not None and (best is None or quality > best[0]):
+            best = quality, step
+        return Progress(trained_s=self.trained_s, reported=step, metrics=metrics, best=best)
+
+    def best_so_far(self) -> str:
+        return (
+            f"best {BEST_BY} {self.best[0]:.4g} at step {self.best[1]}" if self.best else f"no {BEST_BY} yet"
+        )
+
+
+def run_directory(run: RunConfig) -> str:
+    return storage.join(run.storage, run.name)
+
+
+def checkpoint_directory(run: RunConfig) -> str:
+    return storage.join(run_directory(run), "checkpoints")
+
+
+def result_of(run: RunConfig) -> Result | None:
+    """None while the run is not complete."""
+    path = storage.join(run_directory(run), "result.json")
+    return Result(**json.loads(storage.read_bytes(path))) if storage.size(path) is not None else None
+
+
+def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, range], Iterator[Batch]]) -> None:
+    """Trains to the end of the run; the first worker reports, and writes the result."""
+    keep_freed_memory()
+    device = torch.device("cuda" if run.scale.use_gpu else "cpu")
+    model = build_model(run, device)
+    optimizer = build_optimizer(run.train.optimizer, model)
+    rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    data = open_manifest(run.data.path)
+    checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
+    config = to_dict(run)
+
+    done, progress = 0, Progress()
+    if (restored := checkpoints.restore(model, optimizer)) is not None:
+        done, progress = restored.step, Progress(**restored.progress)
+        if rank == 0:
+            log.info("%s: on from step %d of %d, %s", run.name, done, run.train.steps, progress.best_so_far())
+        if progress.reported:  # in case the crash came before it arrived
+            report(progress.reported, progress.metrics | {"resumed/step": float(done)})
+    elif run.train.init_from:
+        started = start_from(model, run.train.init_from, group=checkpoints.group)
+        if rank == 0:
+            log.info("%s %s", run.name, started)
+    meter = Meter(trained_s=progress.trained_s)
+
+    def on_report(step: int, values: Metrics) -> None:
+        nonlocal progress
+        failures = {"checkpoint/failed": float(checkpoints.failures)} if checkpoints.failures else {}
+        progress = progress.after(step, values | costs(run, step) | failures)
+        report(step, progress.metrics)
+
+    def on_save(step: int) -> None:
+        counted = asdict(progress) | {"trained_s": meter.trained_s}
+        images = step * run.data.batch_size
+        checkpoints.save(step, model, optimizer, images=images, progress=counted, config=config)
+
+    def on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
+        return (Batch(*(field.to(device, non_blocking=True) for field in batch)) for batch in batches)
+
+    status: Literal["finished", "diverged"] = "finished"
+    try:
+        train(
+            model,
+            optimizer,
+            on_device(read(open_stream(run, data, rank=rank, workers=workers), range(done, run.train.steps))),
+            run,
+            meter,
+            start=done,
+            report=on_report,
+            validate=lambda: evaluate(
+                model, on_device(validation(run, data, rank=rank, workers=workers)), run
+            ),
+            save=on_save,
+        )
+    except Diverged:
+        status = "diverged"
+    checkpoints.finish()
+    if rank == 0:
+        result = Result(status=status, step=progress.reported, metrics=progress.metrics)
+        content = json.dumps(asdict(result), indent=1).encode()
+        storage.write_bytes(storage.join(run_directory(run), "result.json"), content)
+
+
+def build_model(run: RunConfig, device: torch.device) -> nn.Module:
+    """Sharded over all workers of the run; whole where the only one trains it as it is."""
+    scale, compute_dtype = run.scale, getattr(torch, run.train.compute_dtype)
+    whole = compute_dtype == torch.float32
+    if scale.workers == 1 and whole and not scale.activation_checkpointing and not scale.compile:
+        return ViT(run.model, seed=run.train.seed).to(device)
+    if not dist.is_initialized():  # one worker in the process that asked for the run
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    mesh = make_mesh(device.type, ep=run.ep(), dp_replicate=scale.dp_replicate)
+    return build_sharded(
+        run.model,
+        mesh,
+        seed=run.train.seed,
+        options=scale,
+        compute_dtype=None if whole else compute_dtype,
+    )
+
+
+def costs(run: RunConfig, step: int) -> Metrics:
+    """What `step` updates cost on paper; conventions are in the names."""
+    return {
+        "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
+        "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
+        "cost/params": float(num_params(run.model)),
+    }

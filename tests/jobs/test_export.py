@@ -1,0 +1,193 @@
+"""`jobs/export.py` as a user runs it, on the checkpoints of a run that was trained."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs import export
+from moe.vit import ViT
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.training.checkpoint.retention import drop_optimizer
+from orchestrator.training.checkpoint.weights import load_exported, load_newest
+from orchestrator.training.fit import fit
+
+ROOT = Path(__file__).parents[2]
+CHANGES = {
+    "model.moe.router.kind": "soft",
+    "model.width": 16,
+    "train.steps": 4,
+    "train.eval_every": 2,
+    "checkpoint.every": 2,
+}
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def trained(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage with the run `soft` and its checkpoints of steps 2 and 4; not to be written to."""
+    home = tmp_path_factory.mktemp("home")
+    run = override(RunConfig(), {**CHANGES, "name": "soft", "data.path": digits, "storage": str(home)})
+    fit(run, lambda step, metrics: None, inline=True)
+    return home
+
+
+@pytest.fixture
+def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained, tmp_path / "home")
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """``call("--name", "soft", "--list")``: what it exits with, and what it prints."""
+
+    def run_here(*args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["export", *args])
+        stopped = ""
+        try:
+            export.main()
+        except SystemExit as stop:
+            stopped = str(stop.code or "")
+        return stopped, capsys.readouterr().out
+
+    return run_here
+
+
+def damage(folder: Path) -> str:
+    (file,) = folder.glob("weights-*.bin")
+    file.write_bytes(file.read_bytes()[:-1])
+    return file.name
+
+
+def test_from_the_command_line_to_a_model(home, tmp_path):
+    """A process as a user starts it; then the line that it printed."""
+    job = subprocess.run(
+        [sys.executable, "jobs/export.py", "--name", "soft", "--out", f"{tmp_path}/soft.safetensors"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stderr == ""
+    line, code = job.stdout.splitlines()
+    size = (tmp_path / "soft.safetensors").stat().st_size / 1e6
+    expected = ViT(override(RunConfig(), CHANGES).model)
+    load_newest(f"{home}/soft/checkpoints", expected)
+    numbers = sum(param.numel() for param in expected.parameters())
+    tensors = len(expected.state_dict())
+    assert line == (
+        f"{tmp_path}/soft.safetensors: step 4, {tensors} tensors, {numbers:,} parameters, {size:.1f} MB"
+    )
+    found: dict[str, ViT] = {}
+    exec(code, found)
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(found["model"](images).logits, expected.eval()(images).logits)
+
+
+def test_list(home, call):
+    code, out = call("--name", "soft", "--list")
+    assert code == ""
+    title, first, second = (line.split() for line in out.splitlines())
+    assert title == ["step", "val/acc1", "MB", "state"]
+    assert (first[0], second[0]) == ("2", "4")
+    assert 0 < float(second[1]) < 1
+    size = sum(file.stat().st_size for file in home.glob("soft/checkpoints/step-00000004/[wo]*")) / 1e6
+    assert second[2:] == [f"{size:.1f}", "whole"]
+
+    drop_optimizer(f"{home}/soft/checkpoints")
+    broken = damage(home / "soft/checkpoints/step-00000002")
+    code, out = call("--name", "soft", "--list")
+    assert code == "1"
+    _, first, second = out.splitlines()
+    assert first.endswith(f"  damaged: {broken}")
+    assert second.endswith("  whole, weights only")
+
+    (home / "soft/checkpoints/step-00000002/manifest.json").write_text("")
+    code, out = call("--checkpoint", f"{home}/soft/checkpoints", "--step", "2", "--list")
+    assert (code, out.splitlines()[1].split()) == ("1", ["2", "damaged:", "manifest.json"])
+
+
+@pytest.mark.parametrize(
+    ("source", "step"),
+    [
+        (["--name", "soft"], "4"),
+        (["--name", "soft", "--step", "2"], "2"),
+        (["--checkpoint", "{home}/soft/checkpoints"], "4"),
+        (["--checkpoint", "{home}/soft/checkpoints", "--step", "2"], "2"),
+        (["--checkpoint", "{home}/soft/checkpoints/step-00000002/"], "2"),
+    ],
+)
+def test_which_checkpoint(source, step, home, call, tmp_path):
+    code, out = call(*(word.format(home=home) for word in source), "--out", f"{tmp_path}/soft.safetensors")
+    assert code == ""
+    assert f"soft.safetensors: step {step}, " in out
+
+
+def test_damage(home, call, tmp_path, caplog):
+    """The one before is exported, unless this very one was asked for."""
+    out = f"{tmp_path}/soft.safetensors"
+    broken = damage(home / "soft/checkpoints/step-00000004")
+    assert "soft.safetensors: step 2, " in call("--name", "soft", "--out", out)[1]
+    assert f"step-00000004 is damaged ({broken}); trying the one before" in caplog.text
+    code, _ = call("--name", "soft", "--step", "4", "--out", out, "--force")
+    assert code == f"error: checkpoint {home}/soft/checkpoints/step-00000004 is damaged: {broken}"
+    damage(home / "soft/checkpoints/step-00000002")
+    code, _ = call("--name", "soft", "--out", out, "--force")
+    assert code == f"error: {home}/soft/checkpoints holds no whole checkpoint"
+
+
+def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("soft.safetensors").write_bytes(b"precious")
+    code, out = call("--name", "soft", "--out", "soft.safetensors")
+    assert (code, out) == (f"error: {tmp_path}/soft.safetensors exists already; --force replaces it", "")
+    assert Path("soft.safetensors").read_bytes() == b"precious"
+    assert call("--name", "soft", "--out", "soft.safetensors", "--force")[0] == ""
+    assert load_exported("soft.safetensors").config.width == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--name", "sotf"],
+            "no checkpoint in {home}/sotf/checkpoints; {home} holds: soft",
+        ),
+        (
+            ["--name", "soft/trials/x"],
+            "no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: checkpoints, fields.json,",
+        ),
+        (["--checkpoint", "{home}/soft"], "no checkpoint in {home}/soft; {home}/soft holds: checkpoints, "),
+        (
+            ["--checkpoint", "{home}/soft/checkpoints/step-00000004", "--step", "2"],
+            "no checkpoint in {home}/soft/checkpoints/step-00000004; {home}/soft/checkpoints/step-",
+        ),
+        (
+            ["--name", "soft", "--step", "3"],
+            "no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4",
+        ),
+    ],
+)
+@pytest.mark.parametrize("task", [["--list"], ["--out", "{home}/soft.safetensors"]])
+def test_what_is_not_there(flags, message, task, home, call):
+    code, out = call(*(word.format(home=home) for word in [*flags, *task]))
+    assert code.startswith(f"error: {message.format(home=home)}")
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "flags", [["--name", "soft"], ["--out", "x"], ["--name", "x", "--checkpoint", "y", "--list"]]
+)
+def test_flags_that_do_not_go_together(flags, call):
+    assert call(*flags)[0] == "2"

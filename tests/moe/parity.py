@@ -1,0 +1,204 @@
+"""Training a small model on this rank's share of every batch, compared with one process that has it all."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from moe.layer import MoEConfig
+from moe.noise import mix
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.parallel import accumulate, clip_grad_norm, make_mesh, sum_over_ranks
+from moe.presets import PRESETS
+from moe.routers import RouterConfig
+from moe.vit import ViT, ViTConfig
+
+BATCH, SEED = 8, 3
+MAX_NORM = 0.5  # below every norm but the first ones, so that clipping matters
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative; DISTRIBUTED.md measured 5e-16 and 4e-7
+
+
+def vit(router: RouterConfig | None, **fields) -> ViTConfig:
+    moe = MoEConfig(num_experts=4, router=router, **fields) if router else None
+    return replace(PRESETS["debug"], moe=moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    config: ViTConfig
+    dtype: torch.dtype = torch.float64
+    steps: int = 5
+    batch: int = BATCH
+    overrides: RoutingOverrides = AS_TRAINED  # in training
+    after: RoutingOverrides = RoutingOverrides(experts=2, random_blocks=(1,))  # and once after it
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a case left behind."""
+
+    start: dict[str, Tensor]  # the parameters, sharded as the model is; in float64
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the last step, clipped; likewise
+    logits: tuple[Tensor, ...]  # of a padded batch, after training: as trained, and as `case.after`
+    stats: dict[str, Tensor]  # of this rank's slice
+
+
+def batches(case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Images, labels and keys of every step, the whole batch."""
+    g = torch.Generator().manual_seed(SEED)
+    for step in range(case.steps):
+        images = torch.randn(case.batch, 3, 8, 8, generator=g).to(case.dtype)
+        labels = torch.randint(0, 10, (case.batch,), generator=g)
+        yield images, labels, mix(torch.arange(case.batch), step)
+
+
+def forward_backward(
+    model: ViT, case: Case, batch: tuple[Tensor, ...], mine: slice, microbatches: int = 1
+) -> Tensor:
+    """This rank's share of the loss, its gradients accumulated over equal `microbatches`."""
+    shares = zip(*(whole_batch[mine].chunk(microbatches) for whole_batch in batch), strict=True)
+    losses = []
+    for i, (images, labels, keys_B) in enumerate(shares, start=1):
+        accumulate(model, last=i == microbatches)
+        output = model(images, keys_B=keys_B, routing_overrides=case.overrides)
+        loss = F.cross_entropy(output.logits, labels, reduction="sum") / case.batch
+        loss = loss + output.aux * len(labels) / case.batch
+        loss.backward()
+        losses.append(loss.detach().double())
+    return torch.stack(losses).sum()
+
+
+def train(model: ViT, case: Case, mine: slice, microbatches: int = 1) -> Trained:
+    """Steps of AdamW, with noise, on this rank's slice of every batch."""
+    exact = case.dtype == torch.float64
+    start = {name: p.detach().clone() for name, p in model.named_parameters()} if exact else {}
+    # at 1e-2 Adam alone amplifies float32 rounding past the tolerance
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
+    losses, norms = [], []
+    for batch in batches(case):
+        optimizer.zero_grad()
+        losses.append(forward_backward(model, case, batch, mine, microbatches))
+        norms.append(clip_grad_norm(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    losses = sum_over_ranks(torch.stack(losses)).tolist()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()} if exact else {}
+    images, _, keys_B = batch
+    # the last of four ranks has padding only
+    valid = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0]).repeat_interleave(case.batch // 8).to(case.dtype)
+    after = (AS_TRAINED, case.after) if model.config.moe else (AS_TRAINED,)
+    with torch.no_grad():
+        outputs = [
+            model(images[mine], valid[mine], None if chosen is AS_TRAINED else keys_B[mine], chosen)
+            for chosen in after
+        ]
+    logits = tuple(output.logits for output in outputs)
+    return Trained(start, losses, norms, gradients, logits, outputs[0].stats)
+
+
+def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case: str) -> None:
+    assert set(got.start) == set(expected.start), case
+    for name, p in expected.start.items():
+        ours, theirs = local(got.start[name], p)
+        assert torch.equal(ours, theirs), f"start of {name}, {case}"
+    for what in ("losses", "norms"):
+        ours, theirs = getattr(got, what), getattr(expected, what)
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert abs(a - b) <= tolerance * abs(b), f"{what} of step {step}, {case}: {a!r}, expected {b!r}"
+    # Adam amplifies rounding where a gradient is almost nothing: entries are looser than norms
+    for name, gradient in expected.gradients.items():
+        close(*local(got.gradients[name], gradient), 100 * tolerance, f"gradient of {name}, {case}")
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        close(ours, theirs[mine], 100 * tolerance, f"logits of the padded batch, {case}")
+    assert set(got.stats) == set(expected.stats), case
+
+
+def local(got: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank holds of `got`, and the same part of `whole`."""
+    if not isinstance(got, DTensor):
+        return got, whole
+    for axis, placement in enumerate(got.placements):
+        if isinstance(placement, Shard):
+            parts = whole.chunk(got.device_mesh.size(axis), placement.dim)
+            mine = got.device_mesh.get_local_rank(axis)
+            whole = parts[mine] if mine < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return got.to_local(), whole
+
+
+def wake(*models: ViT) -> None:
+    """Sets the heads to the same numbers: from its start at zero, a head passes no gradient on."""
+    for model in models:
+        weight = model.head.weight.detach()
+        g = torch.Generator().manual_seed(SEED)
+        numbers = torch.randn(weight.shape, generator=g).to(weight.device, weight.dtype) / 10
+        ours, theirs = local(weight, numbers)
+        ours.copy_(theirs)
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    if got.numel():
+        error = (got - expected).abs().max().item()
+        bound = tolerance * max(expected.abs().max().item(), 1e-3)
+        assert error <= bound, f"{what}: off by {error:.2e}, allowed {bound:.2e}"
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def spawn(ranks: int, worker: Callable[..., None], folder: str) -> None:
+    """Runs ``worker(rank, ranks, folder)`` in as many processes of one gloo group."""
+    mp.spawn(_start, args=(ranks, worker, folder), nprocs=ranks)
+
+
+def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/{worker.__name__}-{ranks}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    worker(rank, ranks, folder)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def one_rank(device_type: str) -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield make_mesh(device_type, ep=1)
+    finally:
+        dist.destroy_process_group()
+
+
+def one_process(cases: dict[str, Case], folder: Path) -> dict[str, Trained]:
+    """What plain torch gets in one process, also in a file for `read`."""
+    results = {}
+    for name, case in cases.items():
+        with default_dtype(case.dtype):
+            results[name] = train(ViT(case.config, seed=SEED), case, slice(0, case.batch))
+    torch.save(results, folder / "one-process")
+    return results
+
+
+def read(folder: str | Path) -> dict[str, Trained]:
+    return torch.load(f"{folder}/one-process", weights_only=False)
+
+
+def share(rank: int, ranks: int, batch: int) -> slice:
+    """A rank's images."""
+    return slice(rank * batch // ranks, (rank + 1) * batch // ranks)

@@ -1,0 +1,196 @@
+"""One worker without Ray: it resumes to the bit, says from where, starts from other weights, and goes on when
+a checkpoint cannot be written."""
+
+import errno
+import json
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator import storage
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data.stream import in_process
+from orchestrator.training.checkpoint import manifest as manifests
+from orchestrator.training.checkpoint.weights import newest
+from orchestrator.training.loop import Metrics
+from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
+
+SMALL = {
+    "model.width": 16,
+    "model.mlp_dim": 32,
+    "model.moe.num_experts": 4,
+    "data.batch_size": 16,
+    "train.steps": 24,
+    "train.report_every": 1,
+    "train.eval_every": 6,
+    "checkpoint.every": 5,
+    "checkpoint.asynchronous": False,  # a crash in a test kills no thread that still writes
+}
+Reports = list[tuple[int, Metrics]]
+
+
+class UnpluggedError(Exception):
+    pass
+
+
+@pytest.fixture
+def run(digits: str, tmp_path: Path) -> RunConfig:
+    return override(RunConfig(), {**SMALL, "data.path": digits, "storage": str(tmp_path)})
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def trained(run: RunConfig, *, stop_at: int | None = None) -> Reports:
+    """What the run reports, up to a crash in the report of step `stop_at`."""
+    reports: Reports = []
+
+    def report(step: int, metrics: Metrics) -> None:
+        if step == stop_at:
+            raise UnpluggedError
+        reports.append((step, metrics))
+
+    if stop_at is None:
+        train_worker(run, report=report, read=in_process)
+    else:
+        with pytest.raises(UnpluggedError):
+            train_worker(run, report=report, read=in_process)
+    return reports
+
+
+def numbers(reports: Reports) -> dict[int, tuple[float, ...]]:
+    names = ("train/loss", "train/grad_norm", "train/acc1", "val/loss", "val/acc1")
+    return {step: tuple(metrics[name] for name in names if name in metrics) for step, metrics in reports}
+
+
+@pytest.mark.parametrize("router", ["soft", "token_choice", "expert_choice"])
+def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunConfig) -> None:
+    run = override(run, {"model.moe.router.kind": router, "checkpoint.asynchronous": True})
+    whole = numbers(trained(override(run, {"name": "whole"})))
+    stops = random.Random(router).sample(range(2, 25), 3)
+    seen: dict[int, tuple[float, ...]] = {}
+    for stop in sorted(stops):
+        seen |= numbers(trained(run, stop_at=stop))
+    seen |= numbers(trained(run))
+    assert seen == whole
+
+
+def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    before = dict(trained(run, stop_at=17))
+    best = max((before[step]["val/acc1"], -step) for step in (6, 12))
+    with caplog.at_level(logging.INFO, "orchestrator"):
+        (step, metrics), *_ = trained(run)
+    assert (step, metrics["resumed/step"]) == (15, 15)
+    (line,) = [r.getMessage() for r in caplog.records if "on from" in r.getMessage()]
+    assert line == f"train: on from step 15 of 24, best val/acc1 {best[0]:.4g} at step {-best[1]}"
+
+
+def test_a_checkpoint_says_what_it_is(run: RunConfig) -> None:
+    trained(run)
+    folder, manifest = newest(checkpoint_directory(run))
+    assert folder.endswith("step-00000024")
+    assert (manifest.step, manifest.images, manifest.progress["reported"]) == (24, 24 * 16, 24)
+    assert manifest.config["train"]["steps"] == 24
+    assert manifest.random.startswith("keyed")
+
+
+def test_it_starts_from_other_weights_once(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    dense = override(run, {"name": "dense", "model.moe": None, "train.lr": 0.02})
+    trained(dense)
+    changes = {
+        "train.init_from": checkpoint_directory(dense),
+        "train.lr": 0.0,
+        "model.moe.router.kind": "soft",
+    }
+    with caplog.at_level(logging.INFO, "orchestrator"):
+        first = trained(override(run, changes), stop_at=9)
+        assert "each expert a copy of the block's MLP" in caplog.text
+        caplog.clear()
+        again = trained(override(run, changes))
+    assert "on from step 5" in caplog.text
+    assert "started from" not in caplog.text
+    assert numbers(again)[6] == numbers(first)[6]
+    # the mean of all experts' answers over soft slots is not the MLP's answer for each token, but near it
+    fresh = trained(override(run, {"name": "fresh", "train.lr": 0.0, "model.moe.router.kind": "soft"}))
+    assert dict(first)[6]["val/loss"] < dict(fresh)[6]["val/loss"] - 0.02
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
+    """The disk is full whenever one of these steps is saved."""
+    write = storage.open_to_write
+
+    def maybe(location: str) -> Any:
+        if any(f"step-{step:08d}" in location for step in steps):
+            raise OSError(errno.ENOSPC, "No space left on device", location)
+        return write(location)
+
+    monkeypatch.setattr(storage, "open_to_write", maybe)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_fails_does_not_stop_training(
+    asynchronous: bool, run: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = override(run, {"checkpoint.asynchronous": asynchronous})
+    whole = numbers(trained(override(run, {"name": "whole"})))
+    fails_at(monkeypatch, 10, 15)
+    reports = trained(run)
+    assert numbers(reports) == whole
+    assert reports[-1][1]["checkpoint/failed"] == 2
+    assert all("checkpoint/failed" not in metrics for step, metrics in reports if step <= 10)
+    ours = [r for r in caplog.records if r.name.startswith("orchestrator")]
+    errors = [r.getMessage() for r in ours if r.levelno == logging.ERROR]
+    assert [next(s for s in (10, 15) if f"step {s} " in line) for line in errors] == [10, 15]
+    assert all("No space left on device" in line for line in errors)
+    result = result_of(run)
+    assert result is not None
+    assert result.step == 24
+
+
+def test_a_run_is_not_complete_without_its_weights(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as full:
+        fails_at(full, 24)
+        with pytest.raises(OSError, match=r"saving step 24 .*No space left"):
+            trained(run)
+    assert result_of(run) is None
+    assert newest(checkpoint_directory(run))[1].step == 20
+    assert [step for step, _ in trained(run)] == [20, 21, 22, 23, 24]
+    assert result_of(run) is not None
+
+
+def test_another_number_of_workers_or_checkpoints_is_the_same_run(run: RunConfig) -> None:
+    trained(run, stop_at=12)
+    kept = override(run, {"checkpoint.keep_last": 4, "checkpoint.every": 3, "scale.overlap_chunks": 2})
+    assert [step for step, _ in trained(kept)][:2] == [10, 11]
+    steps = manifests.steps(checkpoint_directory(run))
+    assert set(steps[-4:]) == {15, 18, 21, 24}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [({"scale.activation_checkpointing": True}, 1e-5), ({"train.compute_dtype": "bfloat16"}, 0.02)],
+)
+def test_one_worker_computes_as_many_do(changes: dict[str, Any], tolerance: float, run: RunConfig) -> None:
+    """A mesh of one rank; its checkpoints are those of any other."""
+    run = override(run, {"train.steps": 6, "train.eval_every": 6, "model.moe.router.kind": "soft"})
+    plain = trained(override(run, {"name": "plain"}))
+    spread = trained(override(run, {"name": "spread", **changes}))
+    for (step, a), (_, b) in zip(plain, spread, strict=True):
+        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=tolerance), step
+    _, manifest = newest(checkpoint_directory(override(run, {"name": "spread"})))
+    index = next(name for name in manifest.files if name.startswith("weights.") and name.endswith(".json"))
+    folder = manifests.folder_of(checkpoint_directory(override(run, {"name": "spread"})), 6)
+    tensors = json.loads(storage.read_bytes(storage.join(folder, index)))
+    assert {entry["dtype"] for entry in tensors.values()} == {"float32"}  # the masters
+    assert torch.isfinite(torch.tensor(spread[-1][1]["val/loss"]))
