@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
+TWO_AT_ONCE := --numprocesses 2 --dist loadfile  # a file's fixtures are made once
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -18,10 +19,10 @@ sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
 	$(BIN)/python jobs/pareto_sweep.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_AT_ONCE)
 
 test-all: setup  ## slow tests too, and those for a GPU where there is one
-	$(BIN)/python -m pytest -m 'slow or not slow'
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m 'slow or not slow'
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,17 +1,15 @@
-"""What the commands share: the flags of a run, where things lie, and how they fail."""
+"""What commands that train share: the flags of a run, and where things lie."""
 
 import argparse
-import json
 import logging
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from jobs.usage import assignment
 from orchestrator import storage
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig, UsageError
@@ -20,19 +18,6 @@ from orchestrator.data.sources import open_source
 from orchestrator.tracking import Tracking, open_tracking
 
 RESERVED = ("data", "mlartifacts", "mlflow.db")  # what else lies below the storage
-
-
-@contextmanager
-def command() -> Iterator[None]:
-    """A user's mistake is one line and an exit code, never a traceback."""
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("orchestrator").setLevel(logging.INFO)
-    try:
-        yield
-    except (UsageError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the same command continues")
 
 
 def run_parser(
@@ -105,6 +90,7 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
         raise UsageError(
             f"--name {args.name!r}: use letters, digits, '.', '_' and '-', and none of {', '.join(RESERVED)}"
         )
+    tracking_uri(args)  # before the digits are packed
     path = data_path(args)
     changes: dict[str, Any] = {
         "name": args.name,
@@ -124,25 +110,17 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     return override(base, changes | assigned)
 
 
-def assignment(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE of a --set. Raises UsageError."""
-    field, equals, value = text.partition("=")
-    if not equals or not field:
-        raise UsageError(f"--set {text!r}: write FIELD=VALUE")
-    if value == "null" or value.startswith(("[", "{")):
-        try:
-            return field, json.loads(value)
-        except ValueError as error:
-            raise UsageError(f"--set {text!r}: {error}") from None
-    return field, value
-
-
 def tracking(args: argparse.Namespace) -> Tracking:
-    uri = args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri and not storage.is_local(root(args)):
+    return open_tracking(tracking_uri(args), artifacts=f"{root(args)}/mlartifacts")
+
+
+def tracking_uri(args: argparse.Namespace) -> str:
+    """Raises UsageError if none is given and the storage cannot hold one."""
+    if uri := args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    if not storage.is_local(root(args)):
         raise UsageError(f"--storage {root(args)} holds no MLflow store: name one with --tracking-uri")
-    uri = uri or f"sqlite:///{root(args)}/mlflow.db"
-    return open_tracking(uri, artifacts=f"{root(args)}/mlartifacts")
+    return f"sqlite:///{root(args)}/mlflow.db"
 
 
 def connect(*, show_workers: bool) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from jobs.command import command
+from jobs.usage import command
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_3mac, train_flops_6mac
 from moe.presets import PRESETS
 from orchestrator.config import UsageError

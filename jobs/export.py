@@ -9,7 +9,8 @@ python jobs/export.py --name soft --list                        exit code 1 if a
 import argparse
 import json
 
-from jobs.command import RESERVED, command, root
+from jobs.command import RESERVED, root
+from jobs.usage import command
 from moe.cost import num_params
 from moe.vit import ViTConfig
 from orchestrator import storage

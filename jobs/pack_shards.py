@@ -9,7 +9,7 @@ A folder has one folder per class, or `train` and `val` with one folder per clas
 
 import argparse
 
-from jobs.command import command
+from jobs.usage import command
 from orchestrator import storage
 from orchestrator.data.shards import write_shards
 from orchestrator.data.sources import open_source

@@ -16,7 +16,8 @@ from ray.train import TrainingFailedError
 from rich.console import Console
 from rich.table import Table
 
-from jobs.command import command, connect, run_config, run_parser, tracking
+from jobs.command import connect, run_config, run_parser, tracking
+from jobs.usage import command
 from orchestrator.config import UsageError
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.catalog import SWEEPS

@@ -10,7 +10,7 @@ measured memory: docs/planning.md.
 import argparse
 from collections.abc import Iterable, Sequence
 
-from jobs.command import assignment, command
+from jobs.usage import assignment, command
 from moe.cost import num_expert_params, num_params
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, choose, layouts
 from moe.presets import PRESETS

@@ -5,7 +5,8 @@ python jobs/report.py --name quickstart --out /tmp/report
 
 import argparse
 
-from jobs.command import command, tracking
+from jobs.command import tracking
+from jobs.usage import command
 from orchestrator import storage
 from orchestrator.sweeping.report import publish
 

@@ -9,7 +9,8 @@ The same command again continues from the last checkpoint, or says that the run 
 
 import sys
 
-from jobs.command import command, connect, run_config, run_parser, tracking
+from jobs.command import connect, run_config, run_parser, tracking
+from jobs.usage import command
 from orchestrator.config import RunConfig
 from orchestrator.sweeping.sweep import reason_of
 from orchestrator.tracking import TrackedRun, track_training

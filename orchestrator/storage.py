@@ -74,15 +74,11 @@ def write_new(location: str, content: bytes) -> None:
 
 @contextmanager
 def open_to_write(location: str) -> Iterator[pa.NativeFile]:
-    """A stream of bytes into a folder that is there (see `make_folder`). When the block ends, the file is
-    durable, and as long as what was written."""
+    """A stream of bytes into a folder that is there (see `make_folder`); durable when the block ends."""
     system, path = _resolve(location)
     with system.open_output_stream(path) as stream:
         yield stream
-        written = stream.tell()
     flush(location)
-    if (found := size(location)) != written:
-        raise OSError(f"{location} has {found} bytes after {written} were written")
 
 
 def open_to_read(location: str) -> pa.NativeFile:
@@ -214,6 +210,9 @@ def _put(location: str, content: bytes, **condition: str) -> None:
                 raise
             if read_bytes(location) != content:  # else a retry met what the first attempt had written
                 raise FileExistsError(f"{location} exists already") from None
+    if (found := size(location)) != len(content):
+        delete(location)
+        raise OSError(f"{location} has {found} bytes after {len(content)} were written")
 
 
 def _bucket_and_key(location: str) -> tuple[str, str]:

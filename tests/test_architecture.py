@@ -50,7 +50,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.frontier": {"orchestrator.frontier"},
     "orchestrator.frontier.pareto": set(),
     "orchestrator.sweeping": {"moe", "orchestrator"},
-    "jobs": {"moe", "orchestrator", "jobs.command"},
+    "jobs": {"moe", "orchestrator", "jobs.command", "jobs.usage"},
     "bench": {"moe", "orchestrator"},
 }
 LIBRARIES = {  # library -> where it may be imported

@@ -73,7 +73,10 @@ def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
             ["--set", "model.moe.images_per_group=5"],
             "images_per_group=5 does not divide the 64 images of one",
         ),
-        (["--storage", "s3://bucket/runs"], "checkpoints need a directory"),
+        (
+            ["--storage", "s3://bucket/runs"],
+            "s3://bucket/runs holds no MLflow store",
+        ),
         (["--storage", str(ROOT / "README.md")], "Not a directory|Cannot create directory|File exists"),
         (["--set", "name=elsewhere"], "use --name"),
         (["--set", "data.path=/x"], "use --data"),

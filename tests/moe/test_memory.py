@@ -146,6 +146,32 @@ def test_peak_sharded_by_hand():
     )  # reduced in float32
 
 
+def test_peak_of_several_passes_by_hand():
+    """Experts in every block: a backward pass that keeps all weights for the next pass ends with most."""
+    moe = MoEConfig(layers=tuple(range(6)), num_experts=16, router=ExpertChoiceConfig())
+    config = replace(PRESETS["debug"], depth=6, moe=moe)
+    parts = units(config, dp=2, ep=2)
+    whole = sum(unit.gathered() for unit in parts)
+    two, three = (
+        memory_per_rank(config, Step(images=1, passes=n), dp=2, ep=2, options=PLAIN) for n in (2, 3)
+    )
+    assert three["gradients"] == 4 * whole
+    assert two["gradients"] == 4 * sum(unit.gathered() for unit in parts[2:])  # those of one pass, so far
+    assert two["buffers"] == three["buffers"] == 4 * (whole + 2 * parts[1].experts.gathered)
+    keep = ParallelConfig(reshard_after_forward=False)
+    kept = memory_per_rank(config, Step(images=1, passes=3), dp=2, ep=2, options=keep)
+    assert kept["buffers"] == 4 * (whole + parts[1].gathered())  # nothing arrives any more
+
+
+def test_routers_stay_in_float32_by_hand():
+    """Two mixing weights per token and slot, its unit vector, and a copy of what the router sees."""
+    config, saved = debug(SoftConfig()), saved_for_backward(debug(SoftConfig()))
+    memory = memory_per_rank(config, Step(images=64, compute_bytes=2), dp=1, ep=1, options=PLAIN)
+    assert saved["mixing"] == 16 * (2 * 4 + 32)
+    others = sum(saved.values()) - saved["mixing"]
+    assert memory["activations"] == 64 * (2 * others + 4 * (saved["mixing"] + 16 * 32))
+
+
 def test_activation_checkpointing_by_hand():
     config = debug(ExpertChoiceConfig())
     step, options = Step(images=64), ParallelConfig(activation_checkpointing=True)

@@ -119,7 +119,8 @@ def test_a_field_below_none_starts_that_group() -> None:
         ({"scale.use_gpu": "maybe"}, "scale.use_gpu='maybe': Input should be a valid boolean"),
         (
             {"scale.ep": "all"},
-            "scale.ep='all': Input should be a valid integer, unable to parse string as an integer or Input should be 'auto'",
+            "scale.ep='all': Input should be a valid integer, unable to parse string as an integer"
+            " or Input should be 'auto'",
         ),
         ({"model.moe.router.k": 0}, "model.moe.router: k must be at least 1, got 0"),
         (

@@ -31,7 +31,6 @@ NAN = float("nan")
         (CheckpointConfig, {"keep_last": 0}, "keep_last must be at least 1, got 0"),
         (CheckpointConfig, {"keep_best": -1}, "keep_best must lie in 0 .. inf, got -1"),
         (ScaleConfig, {"dp_replicate": 0}, "dp_replicate must be at least 1, got 0"),
-        (ScaleConfig, {"ep": 0}, "ep must be at least 1, got 0"),
         (TrainConfig, {"eval_every": 0}, "eval_every must be at least 1, got 0"),
         (CheckpointConfig, {"every": -5}, "every must be at least 1, got -5"),
         (TrainConfig, {"microbatch": 0}, "microbatch must be at least 1, got 0"),

@@ -62,17 +62,28 @@ def step_of(folder: str) -> int | None:
 def steps(directory: str) -> list[int]:
     """Of all folders with a manifest, whole or damaged, oldest first."""
     found = [step for name in storage.names(directory) if (step := step_of(name)) is not None]
-    return sorted(s for s in found if _has_manifest(folder_of(directory, s)))
+    return sorted(s for s in found if is_there(folder_of(directory, s)))
 
 
-def commit(folder: str, temporary: str, manifest: Manifest) -> None:
+def is_there(folder: str) -> bool:
+    """Whole or damaged."""
+    return storage.size(storage.join(folder, MANIFEST)) is not None
+
+
+def commit(folder: str, temporary: str, manifest: Manifest, *, replace: bool) -> None:
     """Makes the files in `temporary` the checkpoint `folder`: from one moment to the next, or not at all.
 
     On S3 files are where they stay (`temporary` is `folder`) and the manifest's appearance is that moment.
 
     Raises:
-        FileExistsError: if another writer was first.
+        FileExistsError: if there is one already, and it is not to be replaced.
+        OSError: if a file was cut short on its way, or is gone: a run that took over has collected it.
     """
+    for name, file in manifest.files.items():
+        if (found := storage.size(storage.join(temporary, name))) != file.bytes:
+            raise OSError(f"{temporary}/{name} has {found} bytes after {file.bytes} were written")
+    if replace:
+        remove(folder)
     content = encode(manifest)
     if not storage.is_local(folder):
         storage.write_new(storage.join(folder, MANIFEST), content)
@@ -115,10 +126,6 @@ def remove(folder: str) -> None:
     """The manifest first, so that half a removal is no checkpoint."""
     storage.delete(storage.join(folder, MANIFEST))
     storage.delete(folder)
-
-
-def _has_manifest(folder: str) -> bool:
-    return storage.size(storage.join(folder, MANIFEST)) is not None
 
 
 def _found(location: str) -> File | None:

@@ -49,6 +49,7 @@ class Checkpoints:
         self._pending: tuple[int, Writer, Future[Any]] | None = None
         self._failed_last: str | None = None
         self._passed_over: set[int] = set()
+        self._saved: set[int] = set()
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
         """Fills both from the newest checkpoint whose every file is as it was written, whatever layout wrote
@@ -70,7 +71,7 @@ class Checkpoints:
                 load(folder, manifest, model, optimizer, group=self.group)
         self._passed_over = {step for step in there if manifest is None or step > manifest.step}
         if self.config.asynchronous:
-            self._snapshot = Snapshot(state_of(model, optimizer))
+            self._snapshot = Snapshot(model, optimizer)
         return manifest
 
     def save(
@@ -95,9 +96,10 @@ class Checkpoints:
             state_dict_saver.save, storage_writer=writer, process_group=self.group, no_dist=self.alone
         )
         if self.config.asynchronous:
-            snapshot = self._snapshot = self._snapshot or Snapshot(state_of(model, optimizer))
-            future = self._beside.submit(write, snapshot.state, planner=snapshot.take())
-            self._pending = step, writer, future
+            if not (self._snapshot and self._snapshot.is_of(model, optimizer)):
+                self._snapshot = Snapshot(model, optimizer)
+            copied = self._snapshot.take()
+            self._pending = step, writer, self._beside.submit(write, self._snapshot.state, planner=copied)
         else:
             self._outcome(step, writer, lambda: write(state_of(model, optimizer)))
 
@@ -116,10 +118,10 @@ class Checkpoints:
             raise OSError(self._failed_last)
 
     def _commit(self, folder: str, temporary: str, manifest: Manifest) -> None:
-        if manifest.step in manifests.steps(self.directory):  # passed over, or saved twice
-            manifests.remove(folder)
-        manifests.commit(folder, temporary, manifest)
+        replace = manifest.step in self._passed_over | self._saved  # else it is another writer's
+        manifests.commit(folder, temporary, manifest, replace=replace)
         self._passed_over.discard(manifest.step)
+        self._saved.add(manifest.step)
         retaining = partial(retain, self.directory, manifest.step, self.config, self._passed_over)
         _tidy(self.directory, retaining)
 

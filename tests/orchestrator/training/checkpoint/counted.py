@@ -1,8 +1,10 @@
 """A state whose every number is known from the step, so that any checkpoint of it can be checked."""
 
+import logging
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +91,12 @@ def restored(directory: Path | str, *, rows: int = 40) -> Manifest | None:
 def step_restored(directory: Path | str) -> int | None:
     manifest = restored(directory)
     return manifest and manifest.step
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    """What we logged, of this level; not what DCP did."""
+    ours = (record for record in caplog.records if record.name.startswith("orchestrator."))
+    return [record.getMessage() for record in ours if record.levelno == level]
 
 
 def folder(directory: Path | str, step: int) -> Path:

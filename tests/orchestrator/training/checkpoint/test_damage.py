@@ -1,7 +1,6 @@
 """Whatever happened to the files of a checkpoint: it is noticed, named, and the one before is taken."""
 
 import json
-import logging
 import random
 import shutil
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from tests.orchestrator.training.checkpoint.counted import (
     folder,
     odd,
     restored,
+    said,
     save,
     saved,
     step_restored,
@@ -40,10 +40,6 @@ def copy(three: Path, tmp_path: Path) -> Path:
 def one(path: Path, kind: str) -> Path:
     (file,) = path.glob(kind)
     return file
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_whole(copy, caplog):

@@ -1,5 +1,6 @@
-"""A disk that is full while a checkpoint is saved: training goes on, and so do checkpoints when there is room."""
+"""A disk that is full while a checkpoint is saved: training goes on, and saves when there is room again."""
 
+import logging
 import os
 import resource
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.run import Checkpoints
-from tests.orchestrator.training.checkpoint.counted import save, step_restored
+from tests.orchestrator.training.checkpoint.counted import said, save, step_restored
 
 PAGE = 4096
 Room = Callable[[int], AbstractContextManager[None]]  # with room(pages): no more than that can be written
@@ -68,7 +69,7 @@ def test_full_after_any_number_of_pages(asynchronous, disk, caplog):
             checkpoints.settle()
         if checkpoints.failures == pages:
             break
-        (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        (line,) = said(caplog, logging.ERROR)
         assert f"saving step {2 + pages} to {directory} failed" in line
         assert "No space left on device" in line or "File too large" in line
         assert "training goes on" in line

@@ -16,7 +16,7 @@ def test_training_replaces_no_tensor(name: str, sharded: bool) -> None:
     """Neither do evaluation, a change of the rate, or collecting the state."""
     with one_rank():
         model, optimizer = built(name, seed=0, **({"ep": 1} if sharded else {}))
-        snapshot = Snapshot(state_of(model, optimizer))
+        snapshot = Snapshot(model, optimizer)
         train(model, optimizer, range(3))
         with torch.no_grad():
             model(torch.zeros(8, 3, 8, 8, dtype=next(model.parameters()).dtype))

@@ -1,0 +1,36 @@
+"""How every command fails, and how it reads --set. Imports little: planning must not wait for Ray."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from orchestrator.config import UsageError
+
+
+@contextmanager
+def command() -> Iterator[None]:
+    """A user's mistake is one line and an exit code, never a traceback."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("orchestrator").setLevel(logging.INFO)
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command continues")
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """FIELD=VALUE of a --set. Raises UsageError."""
+    field, equals, value = text.partition("=")
+    if not equals or not field:
+        raise UsageError(f"--set {text!r}: write FIELD=VALUE")
+    if value == "null" or value.startswith(("[", "{")):
+        try:
+            return field, json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {text!r}: {error}") from None
+    return field, value
