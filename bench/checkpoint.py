@@ -1,34 +1,49 @@
-"""How long saving stalls the training loop, synchronously and beside training, by the size of the state.
+"""How long training waits for a checkpoint: saved beside training, and in step with it.
 
-  python bench/checkpoint.py [--rounds N] [--megabytes 50 200 450] [--storage DIR] [--out FILE]
+  python bench/checkpoint.py [--rounds N] [--models s32 s16-soft ..] [--folder DIR] [--out FILE]
 
-One worker and one thread of compute, AdamW, local disk. Both ways save the same state in turns; before every
-save it trains a step, and waits until the save before is written. Wall seconds, for disks are waited for.
+Both ways in one process, in turns, on the same disk, of a model that was resumed from a checkpoint, with AdamW's
+state; a training step lies between two saves. The stall is the time until save() returns, the write the time
+until the checkpoint is there. Medians; the share is that of the medians.
 """
 
 import argparse
 import json
+import os
+import platform
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-from layers import provenance
-from torch import nn
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from moe.vit import ViT
-from orchestrator.codec import override, to_dict
-from orchestrator.config import CheckpointConfig, RunConfig
-from orchestrator.training.allocator import keep_freed_memory
-from orchestrator.training.checkpoint.run import Checkpoints
-from orchestrator.training.optim import build_optimizer
+import torch  # noqa: E402 - the number of threads comes first
+from torch import nn  # noqa: E402
 
-BYTES_PER_PARAM = 12  # float32 weights and AdamW's two moments
-TARGET = 0.10
+from moe.layer import MoEConfig  # noqa: E402
+from moe.routers import SoftConfig  # noqa: E402
+from moe.vit import ViT, ViTConfig  # noqa: E402
+from orchestrator.config import CheckpointConfig  # noqa: E402
+from orchestrator.training.checkpoint.run import Checkpoints  # noqa: E402
+
+S = ViTConfig(image_size=224, patch_size=32, width=384, depth=12, heads=6, mlp_dim=1536)
+MODELS = {
+    "tiny": replace(S, width=96, depth=4, heads=3, mlp_dim=384),
+    "s32": S,
+    "s32-soft16": replace(S, moe=MoEConfig(num_experts=16, router=SoftConfig(), layers="last_6")),
+    "b32": replace(S, width=768, heads=12, mlp_dim=3072),
+}
+TARGET = 0.1  # of the time in step
+Record = dict[str, Any]
 
 
 def main() -> None:
@@ -36,65 +51,103 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--megabytes", type=int, nargs="*", default=[50, 200, 450], help="of the state")
-    parser.add_argument("--storage", help="directory on the disk to measure; default: a temporary one")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--folder", help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--out", help="also write all samples as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()
-    records = [measure(megabytes, args.rounds, args.storage) for megabytes in args.megabytes]
-    for record in records:
-        sync, stall = (statistics.median(record["seconds"][how]) for how in ("synchronous", "stall"))
-        met = "met" if stall < TARGET * sync else "missed"
-        print(
-            f"{record['megabytes']:6.0f} MB  synchronous {sync:.3f} s  stall {stall:.3f} s"
-            f"  {stall / sync:.1%} (target {TARGET:.0%}: {met})"
-        )
-    if args.out:
-        args.out.write_text(json.dumps(provenance() | {"records": records}, indent=1))
-
-
-def measure(megabytes: int, rounds: int, storage: str | None) -> dict[str, Any]:
-    run = sized(megabytes)
-    model = ViT(run.model)
-    optimizer = build_optimizer(run.train.optimizer, model)
-    seconds: dict[str, list[float]] = {"synchronous": [], "stall": []}
-    directory = tempfile.mkdtemp(dir=storage)
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        ways = {
-            how: Checkpoints(f"{directory}/{how}", CheckpointConfig(keep_last=1, asynchronous=how == "stall"))
-            for how in seconds
-        }
-        for checkpoints in ways.values():
-            checkpoints.restore(model, optimizer)
-        for step in range(1, rounds + 1):
-            for how, checkpoints in ways.items():
-                train_step(model, optimizer)
-                began = time.perf_counter()
-                checkpoints.save(step, model, optimizer, images=step, progress={}, config=to_dict(run))
-                seconds[how].append(time.perf_counter() - began)
-                checkpoints.settle()
-        for checkpoints in ways.values():
-            checkpoints.finish()
+        records = [measure(name, folder / name, args.rounds) for name in args.models]
     finally:
-        shutil.rmtree(directory)
-    params = sum(p.numel() for p in model.parameters())
-    return {"megabytes": params * BYTES_PER_PARAM / 1e6, "seconds": seconds}
+        shutil.rmtree(folder)
+    if args.out:
+        Path(args.out).write_text(json.dumps(provenance(folder) | {"records": records}, indent=1))
 
 
-def sized(megabytes: int) -> RunConfig:
-    """A soft MoE whose state has about that many bytes: its experts are as wide as needed."""
-    base: Mapping[str, Any] = {"model.width": 256, "model.heads": 4, "model.moe.router.kind": "soft"}
-    experts = 2 * 8 * 256 * 2  # numbers in two blocks' experts for each of their hidden units
-    hidden = int(megabytes * 1e6 / BYTES_PER_PARAM / experts / 1.2)
-    return override(RunConfig(), {**base, "model.depth": 4, "model.mlp_dim": hidden})
+def measure(name: str, folder: Path, rounds: int) -> Record:
+    """Seconds of every save, but the first of each way."""
+    ways = {"beside": folder / "beside", "in step": folder / "in step"}
+    model, optimizer = resumed_once(name, *ways.values())
+    keeping = {
+        way: Checkpoints(str(directory), CheckpointConfig(asynchronous=way == "beside", keep_last=1))
+        for way, directory in ways.items()
+    }
+    for checkpoints in keeping.values():
+        checkpoints.restore(model, optimizer)
+    samples: dict[str, list[float]] = {"stall beside": [], "write beside": [], "stall in step": []}
+    for i in range(1 + rounds):
+        for way, checkpoints in keeping.items():
+            update(model, optimizer)
+            began = time.perf_counter()
+            checkpoints.save(2 + i, model, optimizer, images=0, progress={}, config={})
+            stall = time.perf_counter() - began
+            checkpoints.settle()
+            if i:
+                samples[f"stall {way}"].append(stall)
+                if way == "beside":
+                    samples["write beside"].append(time.perf_counter() - began)
+    for checkpoints in keeping.values():
+        checkpoints.finish()
+        assert not checkpoints.failures
+    size = sum(file.stat().st_size for file in ways["beside"].rglob("*.bin"))
+    shutil.rmtree(folder)
+    medians = {what: statistics.median(seconds) for what, seconds in samples.items()}
+    share = medians["stall beside"] / medians["stall in step"]
+    tensors = len(model.state_dict())
+    print(
+        f"{name:11} {size / 1e6:7.0f} MB, {tensors:3} tensors of the model:"
+        f" stall {1000 * medians['stall beside']:7.1f} ms beside training"
+        f" (spread {spread(samples['stall beside'])}; written after {1000 * medians['write beside']:7.0f} ms),"
+        f" {1000 * medians['stall in step']:7.0f} ms in step (spread {spread(samples['stall in step'])}):"
+        f" {share:.1%}, {'met' if share < TARGET else 'MISSED'}",
+        flush=True,
+    )
+    return {"model": name, "bytes": size, "tensors": tensors, "seconds": samples, "share": share}
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """New numbers everywhere; what they mean does not matter here."""
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
+def resumed_once(name: str, *directories: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model after its first step, of which each directory has a checkpoint."""
+    model = ViT(MODELS[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    update(model, optimizer)
+    for directory in directories:
+        checkpoints = Checkpoints(str(directory), CheckpointConfig(asynchronous=False))
+        checkpoints.save(1, model, optimizer, images=0, progress={}, config={})
+        checkpoints.finish()
+    return model, optimizer
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    output = model(torch.randn(2, 3, 224, 224))
+    output.logits.logsumexp(-1).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{1000 * min(seconds):.1f} .. {1000 * max(seconds):.1f}"
+
+
+def provenance(folder: Path) -> Record:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    cpu = next(
+        (ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), platform.processor()
+    )
+    disk = subprocess.run(
+        ["df", "--output=fstype", str(folder.parent)], capture_output=True, text=True
+    ).stdout.split()[-1]
+    git = ["git", "-C", str(ROOT)]
+    return {
+        "hardware": f"{cpu}, {os.cpu_count()} cores, 1 thread; {disk}",
+        "load_average": os.getloadavg(),
+        "versions": {name: metadata.version(name) for name in ("pyarrow", "torch")},
+        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "changed": subprocess.run(
+            [*git, "status", "--short", "orchestrator"], capture_output=True, text=True
+        ).stdout,
+    }
 
 
 if __name__ == "__main__":

@@ -74,7 +74,8 @@ def train_and_report(args: argparse.Namespace, sweep: Sweep, store: Tracking, pa
             outcomes[f"confirm/{point.arm}"] = reason_of(error)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
-    keep_weights_only(sweep, frontier)
+    if freed := keep_weights_only(sweep, frontier):
+        print(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")

@@ -82,14 +82,14 @@ def commit(folder: str, temporary: str, manifest: Manifest, *, replace: bool) ->
     for name, file in manifest.files.items():
         if (found := storage.size(storage.join(temporary, name))) != file.bytes:
             raise OSError(f"{temporary}/{name} has {found} bytes after {file.bytes} were written")
-    if replace:
-        remove(folder)
     content = encode(manifest)
     if not storage.is_local(folder):
-        storage.write_new(storage.join(folder, MANIFEST), content)
-        return
+        put = storage.write_bytes if replace else storage.write_new
+        return put(storage.join(folder, MANIFEST), content)
     with storage.open_to_write(storage.join(temporary, MANIFEST)) as stream:
         stream.write(content)
+    if replace:
+        remove(folder)
     storage.rename_folder(temporary, folder)
 
 

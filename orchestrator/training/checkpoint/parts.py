@@ -1,6 +1,5 @@
 """Parts of tensors as they lie in a file: numbers in row-major order, one part after the other."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -26,31 +25,37 @@ class Window:
     def __init__(self, file: pa.NativeFile) -> None:
         self.file, self.begin, self.content = file, 0, b""
 
-    def read(self, begin: int, length: int) -> memoryview:
-        """Raises OSError if the file ends before."""
-        if not self.begin <= begin <= begin + length <= self.begin + len(self.content):
-            self.begin, self.content = begin, self.file.read_at(max(length, self.AHEAD), begin)
-        found = memoryview(self.content)[begin - self.begin :][:length]
-        if len(found) < length:
-            raise OSError(f"{len(found)} bytes at {begin} where {length} should be")
-        return found
+    def fill(self, target: memoryview, begin: int) -> None:
+        """With the bytes from `begin` on. Raises OSError if the file ends before."""
+        wanted, done = len(target), 0
+        if wanted > self.AHEAD:
+            self.file.seek(begin)
+            while done < wanted and (count := self.file.readinto(target[done:])):
+                done += count
+        else:
+            if not self.begin <= begin <= begin + wanted <= self.begin + len(self.content):
+                self.begin, self.content = begin, self.file.read_at(self.AHEAD, begin)
+            found = self.content[begin - self.begin :][:wanted]
+            done = len(found)
+            target[:done] = found
+        if done < wanted:
+            raise OSError(f"the file ends {wanted - done} bytes early")
 
 
 def part_of(window: Window, place: Place, dtype: torch.dtype, item: ReadItem) -> Tensor:
     """Of what lies at `place`, what `item` asks for; rows that it does not ask for are not read."""
-    shape, begin, length = list(place.shape), place.begin, place.bytes
-    offsets = list(item.storage_offsets)
-    if length and shape:
-        row = length // shape[0]
-        begin, length = begin + offsets[0] * row, item.lengths[0] * row
+    shape, offsets, begin = list(place.shape), list(item.storage_offsets), place.begin
+    if place.bytes and shape:
+        begin += offsets[0] * (place.bytes // shape[0])
         offsets[0], shape[0] = 0, item.lengths[0]
-    part = _tensor_of(window.read(begin, length), dtype, shape)
+    part = torch.empty(shape, dtype=dtype)
+    if part.numel():
+        window.fill(bytes_of(part), begin)
     for dim, (start, count) in enumerate(zip(offsets, item.lengths, strict=True)):
         part = part.narrow(dim, start, count)
     return part
 
 
-def _tensor_of(content: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    if not content:  # `frombuffer` refuses no bytes at all
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a contiguous tensor in host memory; they share it."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

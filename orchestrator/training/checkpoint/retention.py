@@ -67,7 +67,7 @@ def collect_garbage(directory: str) -> None:
             log.warning("removing %s: its saving was interrupted", folder)
             storage.delete(folder)
         elif manifests.step_of(folder) is not None:
-            _sweep(folder)
+            sweep(folder)
 
 
 def discard(temporary: str, token: str) -> None:
@@ -76,7 +76,22 @@ def discard(temporary: str, token: str) -> None:
         storage.delete(temporary)
     else:
         storage.abort_uploads(temporary, f".{token}.")
-        _sweep(temporary, f".{token}.")
+        sweep(temporary, f".{token}.")
+
+
+def sweep(folder: str, containing: str = "") -> None:
+    """Removes files that we named, and that the manifest in `folder` does not vouch for."""
+    try:
+        vouched = manifests.read(folder).files.keys()
+    except DamagedError:
+        return  # it cannot say what it vouches for
+    except (FileNotFoundError, NotADirectoryError):
+        vouched = set()
+    for name in storage.names(folder):
+        if FILE.fullmatch(name) and containing in name and name not in vouched:
+            log.warning("removing %s/%s: it belongs to no checkpoint", folder, name)
+            storage.delete(storage.join(folder, name))
+    storage.delete_empty_folder(folder)
 
 
 def drop_optimizer(directory: str) -> int:
@@ -95,23 +110,10 @@ def drop_optimizer(directory: str) -> int:
             storage.write_bytes(storage.join(folder, MANIFEST), manifests.encode(after))
             storage.flush(folder)
             freed += before.size() - after.size()
-        _sweep(folder)
+            for name in before.files.keys() - after.files.keys():
+                storage.delete(storage.join(folder, name))
+        sweep(folder)
     return freed
-
-
-def _sweep(folder: str, containing: str = "") -> None:
-    """Removes files that we named, and that the manifest in `folder` does not vouch for."""
-    try:
-        vouched = manifests.read(folder).files.keys()
-    except DamagedError:
-        return  # it cannot say what it vouches for
-    except FileNotFoundError:
-        vouched = set()
-    for name in storage.names(folder):
-        if FILE.fullmatch(name) and containing in name and name not in vouched:
-            log.warning("removing %s/%s: it belongs to no checkpoint", folder, name)
-            storage.delete(storage.join(folder, name))
-    storage.delete_empty_folder(folder)
 
 
 def _quality(manifest: Manifest) -> float | None:

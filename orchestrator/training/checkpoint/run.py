@@ -18,7 +18,7 @@ from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import agreed, newest
 from orchestrator.training.checkpoint.manifest import Manifest
-from orchestrator.training.checkpoint.retention import collect_garbage, discard, retain
+from orchestrator.training.checkpoint.retention import collect_garbage, discard, retain, sweep
 from orchestrator.training.checkpoint.snapshot import Snapshot
 from orchestrator.training.checkpoint.state import first_failure, load, state_of
 from orchestrator.training.checkpoint.tensors import Writer
@@ -120,6 +120,8 @@ class Checkpoints:
     def _commit(self, folder: str, temporary: str, manifest: Manifest) -> None:
         replace = manifest.step in self._passed_over | self._saved  # else it is another writer's
         manifests.commit(folder, temporary, manifest, replace=replace)
+        if replace:
+            _tidy(self.directory, lambda: sweep(folder))
         self._passed_over.discard(manifest.step)
         self._saved.add(manifest.step)
         retaining = partial(retain, self.directory, manifest.step, self.config, self._passed_over)

@@ -1,6 +1,6 @@
 """The state that training goes on from, as tensors by name: collected from a model, and filled into one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -111,9 +111,12 @@ class _Exactly(DefaultLoadPlanner):
 
 
 def _check_same(folder: str, saved: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    wrong = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
-    wrong += [f"{name} has no place" for name in sorted(saved.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & saved.keys()):
+    def weights_first(names: Set[str]) -> list[str]:
+        return sorted(names, key=lambda name: (name.startswith("optimizer."), name))
+
+    wrong = [f"{name} is not in it" for name in weights_first(wanted.keys() - saved.keys())]
+    wrong += [f"{name} has no place" for name in weights_first(saved.keys() - wanted.keys())]
+    for name in weights_first(wanted.keys() & saved.keys()):
         there, here = saved[name], wanted[name]
         if (tuple(there.size), there.properties.dtype) != (tuple(here.shape), here.dtype):
             wrong.append(

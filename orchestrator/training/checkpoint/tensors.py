@@ -35,7 +35,7 @@ from torch.futures import Future
 
 from orchestrator import storage
 from orchestrator.training.checkpoint.manifest import CHUNK, File
-from orchestrator.training.checkpoint.parts import Place, Window, part_of
+from orchestrator.training.checkpoint.parts import Place, Window, bytes_of, part_of
 
 KINDS = ("weights", "optimizer")
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Writer(StorageWriter):
         with storage.open_to_write(storage.join(self.temporary(token), name)) as stream:
             for item in items:
                 tensor: Tensor = planner.resolve_data(item)  # pyright: ignore[reportAssignmentType]
-                content = _bytes_of(tensor.detach().cpu().contiguous()).numpy().data
+                content = bytes_of(tensor.detach().cpu().contiguous())
                 for i in range(0, len(content), CHUNK):
                     stream.write(content[i : i + CHUNK])
                     digest.update(content[i : i + CHUNK])
@@ -196,10 +196,6 @@ def _index(metadata: Metadata, results: Iterable[WriteResult]) -> bytes:
             entries[name] = {"dtype": dtype, "shape": list(whole.size), "parts": []}
         entries[name]["parts"].append([list(result.index.offset or ()), *result.storage_data.place])
     return json.dumps(entries).encode()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _done(value: T) -> Future[T]:
