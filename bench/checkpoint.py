@@ -2,9 +2,9 @@
 
   python bench/checkpoint.py [--rounds N] [--models s32 s16-soft ..] [--folder DIR] [--out FILE]
 
-Both ways in one process, in turns, on the same disk, of a model that was resumed from a checkpoint, with AdamW's
-state; a training step lies between two saves. The stall is the time until save() returns, the write the time
-until the checkpoint is there. Medians; the share is that of the medians.
+Both ways in one process, in turns, on the same disk, of a model that was resumed from a checkpoint, with
+AdamW's state; a training step lies between two saves. The stall is the time until save() returns, the write
+the time until the checkpoint is there. Medians; the share is that of the medians.
 """
 
 import argparse
@@ -92,18 +92,15 @@ def measure(name: str, folder: Path, rounds: int) -> Record:
         assert not checkpoints.failures
     size = sum(file.stat().st_size for file in ways["beside"].rglob("*.bin"))
     shutil.rmtree(folder)
+    record = {"model": name, "bytes": size, "tensors": len(model.state_dict()), "seconds": samples}
     medians = {what: statistics.median(seconds) for what, seconds in samples.items()}
-    share = medians["stall beside"] / medians["stall in step"]
-    tensors = len(model.state_dict())
-    print(
-        f"{name:11} {size / 1e6:7.0f} MB, {tensors:3} tensors of the model:"
-        f" stall {1000 * medians['stall beside']:7.1f} ms beside training"
-        f" (spread {spread(samples['stall beside'])}; written after {1000 * medians['write beside']:7.0f} ms),"
-        f" {1000 * medians['stall in step']:7.0f} ms in step (spread {spread(samples['stall in step'])}):"
-        f" {share:.1%}, {'met' if share < TARGET else 'MISSED'}",
-        flush=True,
-    )
-    return {"model": name, "bytes": size, "tensors": tensors, "seconds": samples, "share": share}
+    record["share"] = medians["stall beside"] / medians["stall in step"]
+    print(f"{name}: {size / 1e6:.0f} MB, {record['tensors']} tensors of the model")
+    for what, seconds in samples.items():
+        low, median, high = (1000 * value for value in (min(seconds), medians[what], max(seconds)))
+        print(f"  {what:14} {median:7.1f} ms, {low:.1f} .. {high:.1f}")
+    print(f"  {record['share']:.1%}, {'met' if record['share'] < TARGET else 'MISSED'}", flush=True)
+    return record
 
 
 def resumed_once(name: str, *directories: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -123,10 +120,6 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     output.logits.logsumexp(-1).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def spread(seconds: list[float]) -> str:
-    return f"{1000 * min(seconds):.1f} .. {1000 * max(seconds):.1f}"
 
 
 def provenance(folder: Path) -> Record:

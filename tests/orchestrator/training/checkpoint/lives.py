@@ -20,6 +20,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from orchestrator import storage
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint.run import Checkpoints
 from tests.orchestrator.training.checkpoint.counted import fill, odd, wrong
@@ -110,6 +111,8 @@ def _lead(plans: Mapping[str, Plan], connection) -> None:
 
 def _lives(plan: Plan) -> list[Life]:
     os.environ |= plan.environment
+    if not storage.is_local(plan.directory):
+        storage._s3()  # as above; it connects nowhere yet
     rng, lives = random.Random(0), list[Life]()
     if plan.template:
         while not lives or lives[-1].said[-1:] != [THE_END]:

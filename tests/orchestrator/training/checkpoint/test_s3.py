@@ -19,6 +19,7 @@ from tests.orchestrator.training.checkpoint.counted import (
     saved,
     step_restored,
 )
+from tests.orchestrator.training.checkpoint.lives import Plan, check, died_saving, live
 
 LARGE = 100_000  # rows: files of several parts
 KINDS = ["weights-", "optimizer-", "weights.", "optimizer.", "manifest.json"]
@@ -170,6 +171,15 @@ def test_a_server_that_is_gone(bucket, monkeypatch):
         Checkpoints(bucket.uri("checkpoints"), IN_STEP).restore(*odd())
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(count, bucket):
+    plan = Plan(bucket.uri("checkpoints"), lives=count, environment=bucket.environment)
+    lives = live({"s3": plan})["s3"]
+    check(lives)
+    print(sum(map(died_saving, lives)), [life.said[-1:] for life in lives])
+    assert sum(map(died_saving, lives)) >= count / 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_flipped_bit(kind, bucket, caplog):
     directory = bucket.uri("checkpoints")
@@ -181,6 +191,12 @@ def test_one_flipped_bit(kind, bucket, caplog):
     assert step_restored(directory) == 1
     (line,) = said(caplog)
     assert f"{directory}/step-00000002 is damaged ({location.split('/')[-1]})" in line
+    checkpoints = Checkpoints(directory, IN_STEP)
+    checkpoints.restore(*odd())
+    save(checkpoints, 2)  # in its place
+    assert checkpoints.failures == 0
+    assert step_restored(directory) == 2
+    assert len(bucket.all_keys()) == 10
 
 
 def test_what_killed_runs_left(bucket, caplog):
