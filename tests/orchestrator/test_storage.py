@@ -1,6 +1,7 @@
-"""Files as whole as they were written, or not there."""
+"""Files as whole as they were written, or not there: on a disk and on S3."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,28 +9,204 @@ import pytest
 from orchestrator import storage
 
 
-def test_write_then_read(tmp_path: Path) -> None:
-    location = str(tmp_path / "new" / "deep" / "file")
+@pytest.fixture(params=["local", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place that holds nothing."""
+    return request.getfixturevalue("bucket").uri("root") if request.param == "s3" else str(tmp_path / "root")
+
+
+def test_write_then_read(root):
+    location = f"{root}/new/deep/file"
     assert storage.size(location) is None
     storage.write_bytes(location, b"first, and longer")
     storage.write_bytes(location, b"second")
     assert storage.read_bytes(location) == b"second"
     assert storage.size(location) == 6
-    assert os.listdir(tmp_path / "new" / "deep") == ["file"]
+    assert storage.names(f"{root}/new/deep") == ["file"]
 
 
-def test_a_directory_has_no_size(tmp_path: Path) -> None:
-    assert storage.size(str(tmp_path)) is None
+def test_nothing_is_a_content(root):
+    storage.write_bytes(f"{root}/file", b"")
+    assert storage.read_bytes(f"{root}/file") == b""
+    assert storage.size(f"{root}/file") == 0
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_reading_nothing(root):
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes(f"{root}/nothing")
+    with pytest.raises(FileNotFoundError), storage.open_to_read(f"{root}/nothing"):
+        pass
+
+
+def test_a_directory_has_no_size(root):
+    storage.write_bytes(f"{root}/folder/file", b"content")
+    assert storage.size(f"{root}/folder") is None
+
+
+def test_streams(root):
+    storage.make_folder(root)
+    with storage.open_to_write(f"{root}/file") as stream:
+        for i in range(100):
+            stream.write(bytes([i]) * 1000)
+    with storage.open_to_read(f"{root}/file") as file:
+        assert file.size() == 100_000
+        assert file.read_at(3, 41_999) == b"\x29\x2a\x2a"
+        assert file.read_at(10, 99_999) == b"\x63"
+        file.seek(0)
+        assert file.read(1001) == bytes(1000) + b"\1"
+
+
+def test_large_ones(root):
+    """On S3 they are sent in parts."""
+    content = os.urandom(11 << 20) * 2
+    storage.make_folder(root)
+    with storage.open_to_write(f"{root}/file") as stream:
+        stream.write(content)
+    assert storage.read_bytes(f"{root}/file") == content
+
+
+def test_only_where_nothing_is(root):
+    storage.make_folder(root)
+    storage.write_new(f"{root}/file", b"mine")
+    with pytest.raises(FileExistsError, match="file"):
+        storage.write_new(f"{root}/file", b"theirs")
+    assert storage.read_bytes(f"{root}/file") == b"mine"
+    assert storage.names(root) == ["file"]
+
+
+def test_one_of_many_is_first(root):
+    storage.make_folder(root)
+    outcomes = []
+
+    def write(i: int) -> None:
+        try:
+            storage.write_new(f"{root}/file", f"by {i}".encode())
+            outcomes.append(f"by {i}")
+        except FileExistsError:
+            outcomes.append("late")
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (first,) = (outcome for outcome in outcomes if outcome != "late")
+    assert len(outcomes) == 8
+    assert storage.read_bytes(f"{root}/file") == first.encode()
+    assert storage.names(root) == ["file"]
+
+
+def test_an_answer_that_was_lost(bucket, monkeypatch):
+    """The object was written, the connection died, and the retry met it: it is ours."""
+    client, answers = storage._s3(), []
+    put = client.put_object
+
+    def put_twice(**kwargs):
+        answers.append(put(**kwargs))
+        return put(**kwargs)
+
+    monkeypatch.setattr(client, "put_object", put_twice)
+    storage.write_new(bucket.uri("file"), b"mine")
+    assert len(answers) == 1
+    assert storage.read_bytes(bucket.uri("file")) == b"mine"
+
+
+def test_names(root):
+    assert storage.names(root) == []
+    for name in ("b", "a/x", "a/y/z", "ab", ".hidden", "with space", "100%"):
+        storage.write_bytes(f"{root}/{name}", b"content")
+    assert storage.names(root) == [".hidden", "100%", "a", "ab", "b", "with space"]
+    assert storage.names(f"{root}/a") == ["x", "y"]
+    assert storage.names(f"{root}/a/") == ["x", "y"]
+    assert storage.names(f"{root}/b") == []
+
+
+@pytest.mark.slow
+def test_more_names_than_a_page_holds(bucket):
+    for i in range(1003):
+        storage._s3().put_object(Bucket=bucket.name, Key=f"a/{i}", Body=b"")
+    assert len(storage.names(bucket.uri("a"))) == 1003
+    storage.delete(bucket.uri("a"))
+    assert storage.names(bucket.uri("a")) == []
+
+
+def test_delete(root):
+    for name in ("a/x", "a/y/z", "ab", "a.json"):
+        storage.write_bytes(f"{root}/{name}", b"content")
+    storage.delete(f"{root}/a/x")
+    assert storage.names(f"{root}/a") == ["y"]
+    storage.delete(f"{root}/a")
+    storage.delete(f"{root}/a")
+    storage.delete(f"{root}/nothing")
+    assert storage.names(root) == ["a.json", "ab"]
+    storage.delete(f"{root}/ab")
+    assert storage.names(root) == ["a.json"]
+
+
+def test_a_link_is_deleted_not_followed(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    storage.delete(str(tmp_path / "link"))
+    assert os.listdir(tmp_path) == ["theirs"]
+    assert os.listdir(tmp_path / "theirs") == ["file"]
+
+
+def test_empty_folders(tmp_path):
+    (tmp_path / "empty").mkdir()
+    storage.write_bytes(f"{tmp_path}/full/file", b"content")
+    for name in ("empty", "full", "nothing"):
+        storage.delete_empty_folder(f"{tmp_path}/{name}")
+    assert os.listdir(tmp_path) == ["full"]
+
+
+def test_renaming_folders(tmp_path):
+    for name in ("old", "taken"):
+        storage.write_bytes(f"{tmp_path}/{name}/file", name.encode())
+    storage.write_bytes(f"{tmp_path}/file", b"content")
+    for target in ("taken", "file"):
+        with pytest.raises(FileExistsError, match=f"{target} exists already"):
+            storage.rename_folder(f"{tmp_path}/old", f"{tmp_path}/{target}")
+    with pytest.raises(FileNotFoundError):
+        storage.rename_folder(f"{tmp_path}/nothing", f"{tmp_path}/new")
+    storage.rename_folder(f"{tmp_path}/old", f"{tmp_path}/new")
+    assert storage.read_bytes(f"{tmp_path}/new/file") == b"old"
+    assert storage.names(str(tmp_path)) == ["file", "new", "taken"]
+
+
+def test_unfinished_uploads(bucket):
+    for key in ("a/one", "a/two", "ab/one"):
+        storage._s3().create_multipart_upload(Bucket=bucket.name, Key=key)
+    storage.abort_uploads(bucket.uri("a"), "tw")
+    assert bucket.uploads() == ["a/one", "ab/one"]
+    storage.abort_uploads(bucket.uri("a"))
+    assert bucket.uploads() == ["ab/one"]
+    storage.abort_uploads("/anywhere")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
         storage.write_bytes(str(tmp_path / "taken"), b"content")
     assert os.listdir(tmp_path) == ["taken"]
 
 
-def test_old_content_stays_until_the_new_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["busy", "cut upload", "short"])
+def test_an_upload_that_fails(fault, bucket):
+    """The old content stays; if it cannot, nothing does."""
+    storage.write_bytes(bucket.uri("file"), b"old")
+    with (
+        bucket.failing(fault, lambda request: request.startswith("PUT")),
+        pytest.raises(OSError, match="file"),
+    ):
+        storage.write_bytes(bucket.uri("file"), b"new content")
+    if fault == "short":
+        assert storage.size(bucket.uri("file")) is None
+    else:
+        assert storage.read_bytes(bucket.uri("file")) == b"old"
+
+
+def test_old_content_stays_until_the_new_is_whole(tmp_path):
     """A reader that has the file open still reads the old bytes: they were replaced, not written over."""
     location = tmp_path / "file"
     storage.write_bytes(str(location), b"old")
@@ -38,25 +215,49 @@ def test_old_content_stays_until_the_new_is_whole(tmp_path: Path) -> None:
         assert reader.read() == b"old"
 
 
-def test_reading_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        storage.read_bytes(str(tmp_path / "nothing"))
+@pytest.mark.parametrize("name", ["a b", "a%20b", "100%", "x#y", "x?y=1&z=2", "a+b", "ü", "~", "a:b"])
+def test_names_are_taken_as_they_are(name, root):
+    storage.write_bytes(f"{root}/{name}/file", b"content")
+    assert storage.names(root) == [name]
+    assert storage.read_bytes(f"{root}/{name}/file") == b"content"
+    assert storage.size(f"{root}/{name}/file") == 7
+    assert storage.size(f"{root}/{name[:-1]}x/file") is None
+    storage.delete(f"{root}/{name}")
+    assert storage.names(root) == []
 
 
-def test_file_uris(tmp_path: Path) -> None:
-    storage.write_bytes(f"file://{tmp_path}/a/b", b"content")
-    assert storage.read_bytes(str(tmp_path / "a" / "b")) == b"content"
-    assert storage.size(f"file://{tmp_path}/a/b") == 7
+def test_file_uris(tmp_path):
+    storage.write_bytes(f"file://{tmp_path}/a/b%20c", b"content")
+    assert storage.read_bytes(f"{tmp_path}/a/b%20c") == b"content"
+    assert storage.size(f"file://{tmp_path}/a/b%20c") == 7
+    assert storage.is_local(f"file://{tmp_path}")
+    storage.delete(f"file://{tmp_path}/a")
+    assert os.listdir(tmp_path) == []
 
 
-def test_join() -> None:
+@pytest.mark.parametrize("location", ["gs://bucket/key", "http://host/key", "S3://bucket/key"])
+def test_unknown_places(location):
+    for act in (storage.read_bytes, storage.size, storage.names, storage.delete):
+        with pytest.raises(ValueError, match="a location is a local path or s3://bucket/key"):
+            act(location)
+
+
+def test_no_bucket(bucket):
+    """Nobody mistakes it for an empty one when writing."""
+    for write in (storage.write_bytes, storage.write_new):
+        with pytest.raises(OSError, match="NoSuchBucket"):
+            write("s3://there-is-none/file", b"content")
+
+
+def test_join():
     assert storage.join("s3://bucket/data/", "train", "0.parquet") == "s3://bucket/data/train/0.parquet"
     assert storage.join("/data", "manifest.json") == "/data/manifest.json"
 
 
-def test_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert storage.absolute("runs/../data") == f"{tmp_path.resolve()}/data"
     assert storage.absolute("~/data") == f"{tmp_path.resolve()}/data"
     assert storage.absolute("s3://bucket/../data") == "s3://bucket/../data"
+    assert storage.absolute(f"file://{tmp_path}/a/../b") == f"{tmp_path.resolve()}/b"

@@ -9,7 +9,7 @@ from orchestrator import storage
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.run import Checkpoints
-from tests.orchestrator.training.checkpoint.buckets import connect_anew
+from tests.orchestrator.buckets import connect_anew
 from tests.orchestrator.training.checkpoint.counted import (
     IN_STEP,
     odd,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator import storage
-from tests.orchestrator.training.checkpoint.faulty_proxy import FaultyProxy, Kind
+from tests.orchestrator.faulty_proxy import FaultyProxy, Kind
 
 
 @dataclass(frozen=True)

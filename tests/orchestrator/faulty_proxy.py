@@ -35,8 +35,7 @@ class FaultyProxy:
                 proxy.requests.append(request)
                 self.answer(proxy.upstream, proxy._fault(request))
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -69,6 +68,13 @@ class FaultyProxy:
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients are killed, too: nothing to tell."""
 
 
 class _Handler(BaseHTTPRequestHandler):
