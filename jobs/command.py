@@ -13,7 +13,8 @@ from jobs.usage import assignment
 from orchestrator import storage
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig, UsageError
-from orchestrator.data.shards import open_manifest, write_shards
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.tracking import Tracking, open_tracking
 

@@ -11,7 +11,7 @@ import argparse
 
 from jobs.usage import command
 from orchestrator import storage
-from orchestrator.data.shards import write_shards
+from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 
 

@@ -27,21 +27,47 @@ class DataConfig:
     """Attributes:
     path: directory or URI with `manifest.json`, as `jobs/pack_shards.py` writes it.
     batch_size: global: images per step over all workers.
+    lanes: places of the data set that are read at the same time, each batch taking as much from all of them;
+        the number of workers must divide it, and may change as long as it does. None: as `lane_count` says.
+    shuffle_window: images of a lane that are mixed with each other.
+    tail: what an epoch does with the images that fill no batch: ``wrap``: the batch goes on with the next
+        epoch; ``drop``: they are left out, others in each epoch.
     augment: ``none``, or ``inception`` (random crop of 5-100 % of the area, flip; the papers' pre-training).
-    shuffle_shards: shards that are mixed with each other at a time; a reader holds about that many.
+    eval_crop: part of the shorter side that the central crop of evaluation keeps.
+    randaugment: operations per image, 0 to 14, after the crop; of `randaugment_magnitude`, 0 to 30.
+    mixup, cutmix: parameter of the Beta distribution that two images are mixed by; 0: not. With both, a pair
+        is mixed by one of them, either as often.
+    max_bad_frac: images that cannot be decoded, of those read, above which the run stops.
+    cache_gb: of a node's disk that shards on S3 may take.
     """
 
     path: str = ""
     batch_size: int = 64
+    lanes: int | None = None
+    shuffle_window: int = 1024
+    tail: Literal["wrap", "drop"] = "wrap"
     augment: Literal["none", "inception"] = "none"
-    shuffle_shards: int = 8
+    eval_crop: float = 0.875
+    randaugment: int = 0
+    randaugment_magnitude: int = 9
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    max_bad_frac: float = 0.01
+    cache_gb: float = 16.0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "batch_size", "shuffle_shards")
-        if self.shuffle_shards > 15:
-            raise ValueError(
-                f"shuffle_shards must be at most 15, got {self.shuffle_shards}: readers keep 16 shards"
-            )
+        at_least_one(self, "batch_size", "shuffle_window", *(["lanes"] if self.lanes is not None else []))
+        within(self, 0, math.inf, "mixup", "cutmix", "cache_gb")
+        within(self, 0, 14, "randaugment")
+        within(self, 0, 30, "randaugment_magnitude")
+        within(self, 0, 1, "max_bad_frac", "eval_crop")
+        if self.lanes is not None and self.batch_size % self.lanes:
+            raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
+
+    def lane_count(self) -> int:
+        """`lanes`; else the largest divisor of the batch up to 16, or up to an eighth of it."""
+        most = max(16, self.batch_size // 8)
+        return self.lanes or max(d for d in range(1, most + 1) if self.batch_size % d == 0)
 
 
 @dataclass(frozen=True, kw_only=True)

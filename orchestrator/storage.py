@@ -136,6 +136,14 @@ def names(location: str) -> list[str]:
     return sorted(info.base_name for info in found)
 
 
+def files(location: str) -> dict[str, int]:
+    """Every file below a folder, at any depth: path below it -> bytes, sorted; nothing if there is no folder."""
+    system, path = _resolve(location)
+    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    below = len(path.rstrip("/")) + 1
+    return dict(sorted((info.path[below:], info.size) for info in found if info.type == fs.FileType.File))
+
+
 def delete(location: str) -> None:
     """A file, or a folder with all that is in it; nothing if there is none."""
     if is_local(location):

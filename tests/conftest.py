@@ -13,8 +13,9 @@ import pytest
 import ray
 from PIL import Image
 
-from orchestrator.data import shards
-from orchestrator.data.shards import Manifest, Sample, write_shards
+from orchestrator.data import packing
+from orchestrator.data.manifest import Manifest
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 
 
@@ -38,7 +39,7 @@ def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         def samples(numbers: Sequence[int]) -> list[Sample]:
             return [Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in numbers]
 
-        monkeypatch.setattr(shards, "ROWS_PER_SHARD", rows_per_shard)
+        monkeypatch.setattr(packing, "ROWS_PER_SHARD", rows_per_shard)
         path = str(tmp_path / f"greys-{train}-{val}-{rows_per_shard}")
         splits = {"train": samples(range(train)), "val": samples(range(train, train + val))}
         return path, write_shards(path, map(str, range(10)), splits)

@@ -15,7 +15,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from orchestrator.config import UsageError
-from orchestrator.data.shards import Sample
+from orchestrator.data.packing import Sample
 from orchestrator.data.transforms import decode
 
 VAL_FRAC = 0.2  # where the source itself has no split

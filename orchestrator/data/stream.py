@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orchestrator.config import RunConfig
 from orchestrator.data.plan import Ints, Plan
-from orchestrator.data.shards import Manifest, read_shard
+from orchestrator.data.manifest import Manifest
 from orchestrator.data.transforms import Augment, prepare
 
 BLOCK_BYTES = 8 << 20  # of decoded images per Ray Data task, in whole steps: it streams, and pays its start

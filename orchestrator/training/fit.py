@@ -12,7 +12,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig, UsageError
-from orchestrator.data.shards import open_manifest
+from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import by_ray_data, in_process
 from orchestrator.training.claim import claim
 from orchestrator.training.worker import Report, Result, result_of, run_directory, train_worker

@@ -17,7 +17,7 @@ from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.shards import open_manifest
+from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Batch, Stream, open_stream, validation
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.checkpoint.retention import BEST_BY

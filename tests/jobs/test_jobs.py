@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from jobs import pack_shards, pareto_sweep, train
 from orchestrator.codec import flat, from_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.shards import open_manifest
+from orchestrator.data.manifest import open_manifest
 from orchestrator.tracking import EXPERIMENT, load_model
 
 ROOT = Path(__file__).parents[2]

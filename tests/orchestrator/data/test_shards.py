@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import UsageError
-from orchestrator.data.shards import Manifest, Sample, open_manifest, read_shard, write_shards
+from orchestrator.data.manifest import Manifest, open_manifest
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 
 Pack = Callable[..., tuple[str, Manifest]]

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from orchestrator.config import UsageError
-from orchestrator.data.shards import Sample
+from orchestrator.data.packing import Sample
 from orchestrator.data.sources import Source, open_source
 from orchestrator.data.transforms import decode
 

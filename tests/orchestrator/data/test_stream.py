@@ -12,7 +12,8 @@ from PIL import Image
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.plan import Plan
-from orchestrator.data.shards import Manifest, Sample, open_manifest, write_shards
+from orchestrator.data.manifest import Manifest, open_manifest
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import Batch, Stream, in_process, open_stream, validation
 
 Pack = Callable[..., tuple[str, Manifest]]

@@ -14,7 +14,7 @@ import torch
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.data import stream
-from orchestrator.data.shards import open_manifest
+from orchestrator.data.manifest import open_manifest
 from orchestrator.training.fit import Report, check_resources, fit
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -1,0 +1,84 @@
+"""What a data set holds: a directory's `manifest.json` names every shard, its rows, size and SHA-256."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from orchestrator import storage
+from orchestrator.config import UsageError
+
+Format = Literal["parquet", "webdataset"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    path: str  # below the data set; or absolute or a URI, of shards that somebody else wrote
+    rows: int
+    bytes: int
+    sha256: str
+    format: Format = "parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Attributes:
+    classes: names by label.
+    splits: ``train`` and ``val`` -> shards in order.
+    """
+
+    classes: tuple[str, ...]
+    splits: Mapping[str, tuple[Shard, ...]]
+
+    def rows(self, split: str) -> int:
+        return sum(shard.rows for shard in self.splits[split])
+
+    def digest(self) -> str:
+        """SHA-256 over all shards' own: two data sets of equal digest are equal."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def locate(data_set: str, shard: Shard) -> str:
+    """Where a shard of the data set lies."""
+    elsewhere = shard.path.startswith("/") or "://" in shard.path
+    return shard.path if elsewhere else storage.join(data_set, shard.path)
+
+
+def has_manifest(path: str) -> bool:
+    return storage.size(storage.join(path, "manifest.json")) is not None
+
+
+def save_manifest(path: str, manifest: Manifest) -> None:
+    storage.write_bytes(storage.join(path, "manifest.json"), json.dumps(asdict(manifest), indent=1).encode())
+
+
+def open_manifest(path: str) -> Manifest:
+    """Reads a data set's manifest and checks that every shard is there in its full size.
+
+    Contents are checked against their SHA-256 when a shard is first read.
+
+    Raises:
+        UsageError: naming the path or shard that is missing or cut short.
+    """
+    try:
+        tree = json.loads(storage.read_bytes(storage.join(path, "manifest.json")))
+        manifest = Manifest(
+            classes=tuple(tree["classes"]),
+            splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}/manifest.json is not a shard manifest ({error!r})") from None
+    for split in ("train", "val"):
+        if not manifest.splits.get(split):
+            raise UsageError(f"{path}/manifest.json has no {split} shards")
+        for shard in manifest.splits[split]:
+            found = storage.size(locate(path, shard))
+            if found != shard.bytes:
+                state = "is missing" if found is None else f"has {found} bytes"
+                raise UsageError(
+                    f"shard {locate(path, shard)} {state}, the manifest says {shard.bytes}: copy it again"
+                )
+    return manifest
