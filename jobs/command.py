@@ -13,7 +13,8 @@ from jobs.usage import assignment
 from orchestrator import storage
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig, UsageError
-from orchestrator.data.manifest import open_manifest
+from orchestrator.data.adopt import adopt
+from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.tracking import Tracking, open_tracking
@@ -36,7 +37,9 @@ def run_parser(
         "--name", default=name, help="of the run, its directory and its MLflow run (%(default)s)"
     )
     parser.add_argument(
-        "--data", help="directory or URI of shards; default: the digits, packed below the storage"
+        "--data",
+        help="directory or URI of shards, or of WebDataset tars or parquet files that somebody else wrote;"
+        " default: the digits, packed below the storage",
     )
     parser.add_argument(
         "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
@@ -56,6 +59,9 @@ def run_parser(
         default=[],
         metavar="FIELD=VALUE",
         help="any field, e.g. train.lr=3e-4 (repeatable)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="read all shards and check their SHA-256 before training"
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
@@ -77,7 +83,8 @@ def root(args: argparse.Namespace) -> str:
 def data_path(args: argparse.Namespace) -> str:
     """The shards that were asked for; else the digits, packed on first use."""
     if args.data:
-        return storage.absolute(args.data)
+        path = storage.absolute(args.data)
+        return path if has_manifest(path) else adopt(path, root(args))
     path = f"{root(args)}/data/digits"
     if storage.size(f"{path}/manifest.json") is None:
         digits = open_source("digits")

@@ -41,7 +41,7 @@ def main() -> None:
     with command():
         sweep = sweep_from(args)
         connect(show_workers=False)
-        check_sweep(sweep)
+        check_sweep(sweep, verify=args.verify)
         if args.confirm:
             check_confirm(sweep)
         store = tracking(args)

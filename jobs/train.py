@@ -17,6 +17,7 @@ from orchestrator.tracking import TrackedRun, track_training
 from orchestrator.training.claim import claim
 from orchestrator.training.fit import check_data, check_resources, fit, identity
 from orchestrator.training.loop import Metrics
+from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import Result, run_directory
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     args = run_parser(__doc__, name="train", base=RunConfig()).parse_args()
     with command():
         run = run_config(args, RunConfig())
-        check_data(run)
+        check_data(run, verify=args.verify)
         inline = run.scale.workers == 1 and not run.scale.use_gpu
         if not inline:
             connect(show_workers=True)
@@ -35,12 +36,14 @@ def main() -> None:
         try:
             result = fit(run, Progress(tracked, run), inline=inline)
         except BaseException as error:
+            log_bad(run_directory(run), tracked)
             tracked.tag(error=reason_of(error))
             tracked.finish("FAILED")
             if isinstance(error, Exception):
                 sys.exit(f"error: {run.name} failed: {reason_of(error)}")
             raise
         tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
+        log_bad(run_directory(run), tracked)
         tracked.finish("FINISHED")
         print_result(run, result)
 

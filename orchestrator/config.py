@@ -61,6 +61,8 @@ class DataConfig:
         within(self, 0, 14, "randaugment")
         within(self, 0, 30, "randaugment_magnitude")
         within(self, 0, 1, "max_bad_frac", "eval_crop")
+        if not self.eval_crop:
+            raise ValueError("eval_crop must be more than 0: it is the part of the image that stays")
         if self.lanes is not None and self.batch_size % self.lanes:
             raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
 
@@ -167,6 +169,16 @@ class RunConfig:
         if batch // workers % self.images_per_pass():
             raise ValueError(
                 f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers}"
+            )
+        if self.data.lane_count() % workers:
+            raise ValueError(
+                f"data.lanes={self.data.lane_count()} does not divide over workers={workers}: begin the run"
+                f" with data.lanes a multiple of the workers and a divisor of data.batch_size={batch}"
+            )
+        if (self.data.mixup or self.data.cutmix) and self.images_per_pass() % 2:
+            raise ValueError(
+                f"mixup and cutmix mix pairs of images: the {self.images_per_pass()} images of one forward"
+                " pass must be even"
             )
         group = self.model.moe.images_per_group if self.model.moe else 1
         if self.images_per_pass() % group:

@@ -137,7 +137,7 @@ def names(location: str) -> list[str]:
 
 
 def files(location: str) -> dict[str, int]:
-    """Every file below a folder, at any depth: path below it -> bytes, sorted; nothing if there is no folder."""
+    """Every file below a folder, at any depth: path below it -> bytes, sorted; nothing without a folder."""
     system, path = _resolve(location)
     found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
     below = len(path.rstrip("/")) + 1

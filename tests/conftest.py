@@ -19,6 +19,12 @@ from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 
 
+@pytest.fixture(scope="session", autouse=True)
+def node_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of these tests alone; processes that they start inherit it."""
+    os.environ["MOE_FRONTIER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled digits as shards; not to be written to."""

@@ -37,7 +37,10 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.tracking": {"moe", "orchestrator.config", "orchestrator.codec", "orchestrator.storage"},
     "orchestrator.data": {"orchestrator.config", "orchestrator.storage", "orchestrator.data"},
     "orchestrator.data.plan": set(),
-    "orchestrator.data.transforms": set(),
+    "orchestrator.data.transforms": {"orchestrator.data.decode", "orchestrator.data.randaugment"},
+    "orchestrator.data.decode": set(),
+    "orchestrator.data.randaugment": set(),
+    "orchestrator.data.mixing": set(),
     "orchestrator.training": {
         "moe",
         "orchestrator.config",
@@ -54,13 +57,14 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "bench": {"moe", "orchestrator"},
 }
 LIBRARIES = {  # library -> where it may be imported
-    "ray": {"orchestrator.data.stream", "orchestrator.training.fit", "orchestrator.sweeping", "jobs"},
+    "ray": {"orchestrator.data.ray_data", "orchestrator.training.fit", "orchestrator.sweeping", "jobs"},
     "mlflow": {"orchestrator.tracking"},
     "boto3": {"orchestrator.storage"},
     "pyarrow.fs": {"orchestrator.storage"},
     "torch.distributed": {
         "moe.expert_parallel",
         "moe.parallel",
+        "orchestrator.training.seen",
         "orchestrator.training.checkpoint",
         "orchestrator.training.worker",
     },

@@ -1,13 +1,18 @@
-"""Which sample is at which position of training: a pure function of integers, the same for any world size.
+"""Which sample is at which place of training: a function of integers, the same for any number of workers.
 
-Positions count samples from the start of training: step s of batch size B covers s*B .. (s+1)*B, over epoch
-borders without a gap, and every sample comes once per epoch. In an epoch the shards are permuted, cut into
-windows of `shuffle_shards`, and the rows of a window are permuted together; so a reader needs one window in
-memory, and nothing here is proportional to the data set but the list of its shards.
+Step s takes `batch_size / lanes` samples from each lane, lane 0 first. A lane is a place in the data set that
+is read on its own: with L lanes and M samples in an epoch, the samples of training, counted from its start,
+are dealt to the lanes in turn (v-th sample: lane v mod L), so that every lane knows how many it has in each
+epoch without asking the others. In an epoch the shards are permuted and laid end to end; that line is cut
+into one segment per lane, and the samples of a segment are permuted within windows. Every sample comes once
+per epoch.
+
+Nothing here is proportional to the samples: an epoch's order of shards is an array, all else is arithmetic.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,52 +20,102 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Places(NamedTuple):
+    """Where samples lie; arrays of one shape. `row` counts within the shard."""
+
+    epoch: Ints
+    shard: Ints
+    row: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity: `rows` may be long
 class Plan:
     """Attributes:
     rows: rows per shard.
     seed: of all permutations.
-    shuffle_shards: shards per window.
+    lanes: divides `batch_size`.
+    shuffle_window: samples of a lane that are permuted with each other.
+    tail: ``wrap``: batches run over the ends of epochs. ``drop``: an epoch is whole batches; the samples that
+        would fill no batch are left out, and they are others in each epoch.
     """
 
     rows: tuple[int, ...]
     seed: int
-    shuffle_shards: int
+    lanes: int
+    batch_size: int
+    shuffle_window: int
+    tail: Literal["wrap", "drop"] = "wrap"
 
-    def locate(self, positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """(N,) positions, ascending -> (epoch, shard, row), each (N,)."""
-        epochs, offsets = np.divmod(positions, sum(self.rows))
-        shards, rows = np.empty_like(positions), np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            starts = _window_starts(self, int(epoch))
-            windows = np.where(epochs == epoch, np.searchsorted(starts, offsets, side="right") - 1, -1)
-            for window in np.unique(windows[windows >= 0]):
-                here = windows == window
-                window_shard, window_row = _window(self, int(epoch), int(window))
-                within = offsets[here] - starts[window]
-                shards[here], rows[here] = window_shard[within], window_row[within]
-        return epochs, shards, rows
+    def __post_init__(self) -> None:
+        if self.batch_size % self.lanes:
+            raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
+        if not self.epoch_size():
+            raise ValueError(
+                f"{sum(self.rows)} samples do not fill a batch of {self.batch_size}, and tail='drop' drops"
+                " them: use a smaller batch or tail='wrap'"
+            )
+
+    def epoch_size(self) -> int:
+        """Samples that an epoch trains on."""
+        samples = sum(self.rows)
+        return samples - samples % self.batch_size if self.tail == "drop" else samples
+
+    def slots(self, step: int, lanes: range) -> tuple[Ints, Ints]:
+        """(lane, index within the lane) of the samples that `lanes` add to a step, each (images,)."""
+        per_lane = self.batch_size // self.lanes
+        index = step * per_lane + np.arange(per_lane)
+        return np.repeat(np.array(lanes), per_lane), np.tile(index, len(lanes))
+
+    def locate(self, lane: Ints, index: Ints) -> Places:
+        """Sample `index` of `lane`, counted from the start of training; arrays of one shape."""
+        size = self.epoch_size()
+        epoch = (index * self.lanes + lane) // size
+        within = index - _before(self, lane, epoch)
+        window = within // self.shuffle_window
+        places = Places(epoch, np.empty_like(index), np.empty_like(index))
+        groups = np.stack([epoch, lane, window], -1).reshape(-1, 3)
+        for group in np.unique(groups, axis=0):
+            here = (groups == group).all(-1).reshape(index.shape)
+            shard, row = _window(self, *map(int, group))
+            places.shard[here] = shard[within[here] % self.shuffle_window]
+            places.row[here] = row[within[here] % self.shuffle_window]
+        return places
 
 
-def _shard_order(plan: Plan, epoch: int) -> Ints:
-    return np.random.default_rng((plan.seed, epoch)).permutation(len(plan.rows))
+def _before(plan: Plan, lane: Ints, epoch: Ints) -> Ints:
+    """Samples of `lane` before `epoch`: those v < epoch * size with v mod lanes = lane."""
+    return (epoch * plan.epoch_size() + plan.lanes - 1 - lane) // plan.lanes
+
+
+def _segment(plan: Plan, epoch: int, lane: int) -> tuple[int, int]:
+    """First and last (exclusive) place of the lane's segment on the epoch's line of samples."""
+
+    def of_lanes_below(lane: int, samples: int) -> int:
+        return samples // plan.lanes * lane + min(samples % plan.lanes, lane)
+
+    def first(lane: int) -> int:
+        size = plan.epoch_size()
+        return of_lanes_below(lane, (epoch + 1) * size) - of_lanes_below(lane, epoch * size)
+
+    return first(lane), first(lane + 1)
 
 
 @lru_cache(maxsize=4)
-def _window_starts(plan: Plan, epoch: int) -> Ints:
-    """First offset of each window of the epoch, (windows,)."""
-    ends = np.cumsum(np.asarray(plan.rows)[_shard_order(plan, epoch)])
-    return np.concatenate([[0], ends[plan.shuffle_shards - 1 : -1 : plan.shuffle_shards]])
+def _line(plan: Plan, epoch: int) -> tuple[Ints, Ints]:
+    """The epoch's shards in order, and the place on the line at which each begins."""
+    order = np.random.default_rng((plan.seed, epoch)).permutation(len(plan.rows))
+    return order, np.concatenate([[0], np.cumsum(np.asarray(plan.rows)[order])])
 
 
-@lru_cache(maxsize=4)
-def _window(plan: Plan, epoch: int, window: int) -> tuple[Ints, Ints]:
-    """(shard, row) of every offset of the window, in the order in which they are read."""
-    first = window * plan.shuffle_shards
-    shards = _shard_order(plan, epoch)[first : first + plan.shuffle_shards]
-    counts = np.asarray(plan.rows)[shards]
-    shard = np.repeat(shards, counts)
-    row = np.concatenate([np.arange(count) for count in counts])
+@lru_cache(maxsize=4096)
+def _window(plan: Plan, epoch: int, lane: int, window: int) -> tuple[Ints, Ints]:
+    """(shard, row) of the window's samples in the order in which they are read."""
+    first, last = _segment(plan, epoch, lane)
+    start = first + window * plan.shuffle_window
+    size = min(plan.shuffle_window, last - start)
     # + 1, because numpy takes (seed, epoch, 0) for (seed, epoch): the generator of the shards' order
-    order = np.random.default_rng((plan.seed, epoch, window + 1)).permutation(len(shard))
-    return shard[order], row[order]
+    rng = np.random.default_rng((plan.seed, epoch, lane + 1, window + 1))
+    places = start + rng.permutation(size)
+    order, begins = _line(plan, epoch)
+    at = np.searchsorted(begins, places, side="right") - 1
+    return order[at], places - begins[at]

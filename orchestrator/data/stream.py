@@ -1,136 +1,219 @@
-"""The plan executed: one worker's batches, the same whether read by Ray Data or in its own process."""
+"""What one worker reads, and how a part of it becomes arrays: the same wherever it is read."""
 
-import logging
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import count
+from typing import Literal, NamedTuple
 
 import numpy as np
-import ray.data
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from orchestrator.config import RunConfig
+from orchestrator.config import DataConfig, RunConfig, UsageError
+from orchestrator.data import mixing
+from orchestrator.data.decode import BadImage
+from orchestrator.data.manifest import open_manifest
 from orchestrator.data.plan import Ints, Plan
-from orchestrator.data.manifest import Manifest
-from orchestrator.data.transforms import Augment, prepare
+from orchestrator.data.shards import DataSet
+from orchestrator.data.transforms import Transform
 
-BLOCK_BYTES = 8 << 20  # of decoded images per Ray Data task, in whole steps: it streams, and pays its start
+Split = Literal["train", "val"]
+MOST_BAD_IN_A_ROW = 1000
+
+
+class Bad(NamedTuple):
+    """An image that cannot be decoded."""
+
+    shard: str
+    row: int
+    key: str
+    reason: str
 
 
 class Batch(NamedTuple):
     """Attributes:
-    image: (B, 3, H, W) uint8.
+    image: (B, 3, H, W) uint8, channels last in memory.
     label: (B,) int64.
-    valid: (B,) float, 0 for the padding of the last evaluation batch.
+    valid: (B,) float32, 0 for what evaluation leaves out: padding, and images that cannot be decoded.
     key: (B,) int64, the image's place in the run (or in the validation set), the same for every number of
         workers: what its router noise depends on.
+    sample: (B,) int64, the `sample_id` of what is there.
+    mix: (B, 5) float32, how the image is mixed with its neighbour; see `mixing`.
+    bad: what could not be decoded while this was read.
     """
 
     image: Tensor
     label: Tensor
     valid: Tensor
     key: Tensor
+    sample: Tensor
+    mix: Tensor
+    bad: tuple[Bad, ...] = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """With every tensor replaced."""
+        return Batch(*map(function, self[:-1]), bad=self.bad)
+
+
+class Piece(NamedTuple):
+    """Some slots of a worker's share: a Batch of n images as arrays, image (n, H, W, 3)."""
+
+    image: NDArray[np.uint8]
+    label: Ints
+    valid: NDArray[np.float32]
+    key: Ints
+    sample: Ints
+    mix: NDArray[np.float32]
+    bad: list[Bad]
+
+
+class Place(NamedTuple):
+    epoch: int
+    shard: int
+    row: int
+
+
+Reader = Callable[["Stream", range], Iterator[Batch]]  # the stream's batches of some steps, in order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """Which part of every batch this worker reads: images `rank * share` .. `(rank + 1) * share`."""
+    """The part of every global batch that one worker reads: slots `rank * share` .. `(rank + 1) * share`.
 
-    path: str
-    manifest: Manifest
-    plan: Plan
-    batch_size: int  # global
-    image_size: int
-    augment: Augment
+    A slot of training whose image cannot be decoded takes the next sample of its lane that can, which then
+    comes twice: nothing that follows moves. A slot of validation is left empty.
+
+    Attributes:
+    plan: of training; None: the validation set once, in the order of its shards.
+    """
+
+    run: RunConfig
+    split: Split
     rank: int
     workers: int
+    data: DataSet
+    plan: Plan | None
+    transform: Transform
 
     def share(self) -> int:
-        return self.batch_size // self.workers
+        return self.run.data.batch_size // self.workers
 
-    def positions(self, step: int) -> Ints:
-        first = step * self.batch_size + self.rank * self.share()
-        return np.arange(first, first + self.share())
+    def epoch(self) -> int:
+        """Images of the split."""
+        return self.data.manifest.rows(self.split)
 
-    def read(self, steps: range) -> dict[str, np.ndarray]:
-        """This worker's images of `steps`, one step after the other: image (n, 3, H, W) uint8, label and key
-        (n,).
+    def steps(self) -> range:
+        """Of validation: the last global batch is filled up with empty slots."""
+        return range(-(-self.epoch() // self.run.data.batch_size))
+
+    def read(self, step: int, slots: range) -> Piece:
+        """Some slots of this worker's share of `step`.
+
+        Raises:
+            UsageError: for a shard that is not what the manifest describes, and for no end of bad images.
         """
-        shards = self.manifest.splits["train"]
-        images, labels = [], []
-        positions = np.concatenate([self.positions(s) for s in steps])
-        for epoch, shard, row in zip(*self.plan.locate(positions), strict=True):
-            table = read_shard(self.path, shards[shard])
-            key = f"{self.plan.seed}/{epoch}/{table['key'][row].as_py()}"
-            images.append(
-                prepare(table["image"][row].as_py(), self.image_size, augment=self.augment, key=key)
-            )
-            labels.append(table["label"][row].as_py())
-        return {"image": torch.stack(images).numpy(), "label": np.array(labels), "key": positions}
+        n, size, config = len(slots), self.transform.size, self.run.data
+        first = step * config.batch_size + self.rank * self.share() + slots.start
+        key = np.arange(first, first + n)
+        image, label = np.zeros((n, size, size, 3), np.uint8), np.zeros(n, np.int64)
+        valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
+        bad: list[Bad] = []
+        names = [""] * n
+        for i, places in enumerate(self._training(step, slots) if self.plan else self._validation(key)):
+            for place in places:
+                rows = self.data.open(self.split, place.shard)
+                names[i] = f"{self.run.train.seed}/{place.epoch}/{rows.keys[place.row]}"
+                try:
+                    pixels = self.transform(rows.image(place.row), names[i])
+                except BadImage as error:
+                    bad.append(Bad(rows.location, place.row, rows.keys[place.row], str(error)))
+                    if len(bad) > MOST_BAD_IN_A_ROW:
+                        raise UsageError(f"{len(bad)} images in a row cannot be decoded: {bad[-1]}") from None
+                    continue
+                image[i] = pixels.permute(1, 2, 0).numpy()
+                label[i], valid[i], sample[i] = rows.labels[place.row], 1, sample_id(rows.keys[place.row])
+                break
+        mix = mixing.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
+        return Piece(image, label, valid, key, sample, mix, bad)
+
+    def _training(self, step: int, slots: range) -> Iterator[Iterator[Place]]:
+        """For each slot its place, and those that may stand in for it."""
+        plan = self.plan
+        assert plan
+        lanes = plan.lanes // self.workers
+        lane, index = plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
+        lane, index = lane[slots.start : slots.stop], index[slots.start : slots.stop]
+
+        def places(first: Place, lane: int, index: int) -> Iterator[Place]:
+            yield first
+            for following in count(index + 1):
+                yield Place(*map(int, plan.locate(np.array(lane), np.array(following))))
+
+        for *first, lane_of, index_of in zip(*plan.locate(lane, index), lane, index, strict=True):
+            yield places(Place(*map(int, first)), lane_of, index_of)
+
+    def _validation(self, positions: Ints) -> Iterator[Iterator[Place]]:
+        ends = np.cumsum([shard.rows for shard in self.data.manifest.splits["val"]])
+        for position in positions[positions < ends[-1]]:
+            shard = int(np.searchsorted(ends, position, side="right"))
+            yield iter([Place(0, shard, int(position - ends[shard]) + self._rows(shard))])
+
+    def _rows(self, shard: int) -> int:
+        return self.data.manifest.splits[self.split][shard].rows
 
 
-def open_stream(run: RunConfig, manifest: Manifest, *, rank: int, workers: int) -> Stream:
-    rows = tuple(shard.rows for shard in manifest.splits["train"])
+@lru_cache(maxsize=64)  # a process decodes for many workers
+def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream:
+    """Raises UsageError if there is no data set."""
+    config = run.data
+    transform = Transform(
+        size=run.model.image_size,
+        augment=config.augment,
+        randaugment=config.randaugment,
+        randaugment_magnitude=config.randaugment_magnitude,
+        eval_crop=config.eval_crop,
+    )
+    evaluation = Transform(size=run.model.image_size, eval_crop=config.eval_crop)
     return Stream(
-        path=run.data.path,
-        manifest=manifest,
-        plan=Plan(rows=rows, seed=run.train.seed, shuffle_shards=run.data.shuffle_shards),
-        batch_size=run.data.batch_size,
-        image_size=run.model.image_size,
-        augment=run.data.augment,
+        run=run,
+        split=split,
         rank=rank,
         workers=workers,
+        data=_data_set(config),
+        plan=_plan(config, run.train.seed) if split == "train" else None,
+        transform=transform if split == "train" else evaluation,
     )
 
 
-def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
-    """This worker's batches of `steps`, read by itself."""
-    for step in steps:
-        yield _batch(stream.read(range(step, step + 1)))
+@lru_cache(maxsize=4)
+def _data_set(config: DataConfig) -> DataSet:
+    return DataSet(
+        path=config.path, manifest=open_manifest(config.path), cache_bytes=int(config.cache_gb * 1e9)
+    )
 
 
-def by_ray_data(stream: Stream, steps: range) -> Iterator[Batch]:
-    """The same batches, read by Ray Data tasks on any free CPU of the cluster."""
-    step_bytes = stream.share() * 3 * stream.image_size**2
-    per_task = max(1, BLOCK_BYTES // step_bytes)
-    if not steps:
-        return
-    tasks = [steps[i : i + per_task] for i in range(0, len(steps), per_task)]
-
-    def read(task: Any) -> Any:
-        return stream.read(tasks[int(task["id"][0])])
-
-    dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(read, batch_size=1)
-    dataset.context.execution_options.preserve_order = True
-    dataset.context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
-    for rows in dataset.iter_batches(batch_size=stream.share(), prefetch_batches=2):
-        yield _batch(rows)
+@lru_cache(maxsize=4)
+def _plan(config: DataConfig, seed: int) -> Plan:
+    return Plan(
+        rows=tuple(shard.rows for shard in _data_set(config).manifest.splits["train"]),
+        seed=seed,
+        lanes=config.lane_count(),
+        batch_size=config.batch_size,
+        shuffle_window=config.shuffle_window,
+        tail=config.tail,
+    )
 
 
-def validation(run: RunConfig, manifest: Manifest, *, rank: int, workers: int) -> Iterator[Batch]:
-    """This worker's share of the whole validation set, once, in the order of its shards.
-
-    The last global batch is filled up with invalid images, so that all workers make the same number of steps.
-    """
-    counts = np.cumsum([0] + [shard.rows for shard in manifest.splits["val"]])
-    share = run.data.batch_size // workers
-    for first in range(0, int(counts[-1]), run.data.batch_size):
-        images = torch.zeros(share, 3, run.model.image_size, run.model.image_size, dtype=torch.uint8)
-        labels, valid = torch.zeros(share, dtype=torch.int64), torch.zeros(share)
-        start = first + rank * share
-        mine = range(start, min(start + share, int(counts[-1])))
-        for i, position in enumerate(mine):
-            shard = int(np.searchsorted(counts, position, side="right")) - 1
-            table = read_shard(run.data.path, manifest.splits["val"][shard])
-            row = int(position - counts[shard])
-            images[i] = prepare(table["image"][row].as_py(), run.model.image_size)
-            labels[i], valid[i] = table["label"][row].as_py(), 1
-        yield Batch(images, labels, valid, torch.arange(start, start + share))
+def sample_id(key: str) -> int:
+    """63 bits of the key's SHA-256: what was trained on, for those who compare."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
-def _batch(rows: Any) -> Batch:
-    # copied, because Ray Data's arrays are read-only views of its object store
-    image, label, key = (torch.tensor(rows[name]) for name in ("image", "label", "key"))
-    return Batch(image, label, torch.ones(len(label)), key)
+def to_batch(pieces: Sequence[Piece]) -> Batch:
+    """One after the other."""
+    *arrays, bad = zip(*pieces, strict=True)
+    image, *others = (torch.from_numpy(np.concatenate(parts)) for parts in arrays)
+    return Batch(image.permute(0, 3, 1, 2), *others, bad=tuple(one for some in bad for one in some))

@@ -12,6 +12,7 @@ from orchestrator.sweeping.sweep import Sweep, reason_of
 from orchestrator.tracking import TrackedRun, Tracking, register_model, track_training
 from orchestrator.training.checkpoint.weights import load_newest
 from orchestrator.training.fit import check_resources, fit
+from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import Result, checkpoint_directory, result_of, run_directory
 
 KNEE_ALIAS = "pareto-knee"
@@ -63,6 +64,7 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
     try:
         result = fit(run, tracked.log, inline=False)
     except Exception as error:
+        log_bad(directory, tracked)
         tracked.tag(error=reason_of(error))
         tracked.finish("FAILED")
         raise
@@ -73,6 +75,7 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
     if alias and result.status == "finished" and storage.size(record) is None:
         version = register_model(tracked, _trained(run), run, alias=alias)
         storage.write_bytes(record, json.dumps({"alias": alias, "version": version}).encode())
+    log_bad(directory, tracked)
     tracked.finish("FINISHED")
     return result
 

@@ -17,6 +17,7 @@ from orchestrator.tracking import TrackedRun, Tracking, children, track_training
 from orchestrator.training.checkpoint.retention import drop_optimizer
 from orchestrator.training.claim import Mode, claim
 from orchestrator.training.fit import CPU_FOR_DATA, CPU_PER_WORKER, check_data, check_resources, identity
+from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import Result, checkpoint_directory, result_of, run_directory
 
 
@@ -44,14 +45,14 @@ Outcomes = dict[str, Result | str]
 Progress = Callable[[str, Outcomes], None]
 
 
-def check_sweep(sweep: Sweep) -> None:
+def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
     """Raises UsageError for an arm that is refused, data that is not whole, or too many workers."""
     runs = sweep.runs().values()
     if len({run.scale for run in runs}) > 1:
         raise UsageError("arms with different scale.* cannot share a sweep: set it once, for the base")
     for run in runs:
         check_resources(run)
-    check_data(sweep.base)
+    check_data(sweep.base, verify=verify)
 
 
 def claim_sweep(sweep: Sweep, mode: Mode) -> None:
@@ -161,12 +162,14 @@ class _TrialLog(ray.tune.Callback):
             arm, reason = _arm(trial), reason_of(trial.get_error())
             tracked = self._run_of(arm)
             tracked.tag(error=reason)
+            log_bad(run_directory(self.runs[arm]), tracked)
             tracked.finish("FAILED")
             self.outcomes[arm] = reason
 
     def _settle(self, arm: str, result: Result) -> None:
         tracked = self._run_of(arm)
         tracked.log(result.step, result.metrics)
+        log_bad(run_directory(self.runs[arm]), tracked)
         tracked.finish("FINISHED")
 
     def _end(self, arm: str, outcome: Result | str) -> None:

@@ -10,10 +10,13 @@ import ray.train
 from ray.train import Checkpoint, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from orchestrator import storage
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.check import check_shards
+from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.stream import by_ray_data, in_process
+from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.training.claim import claim
 from orchestrator.training.worker import Report, Result, result_of, run_directory, train_worker
 
@@ -31,29 +34,43 @@ def identity(run: RunConfig) -> dict[str, Any]:
     return flat(run) | {"data.digest": open_manifest(run.data.path).digest()}
 
 
-def check_data(run: RunConfig) -> None:
-    """Raises UsageError if the shards are not whole, or hold classes that the model has no output for."""
-    classes = len(open_manifest(run.data.path).classes)
-    if classes > run.model.num_classes:
+def check_data(run: RunConfig, *, verify: bool = False) -> None:
+    """Checks sizes and footers of all shards; with `verify` SHA-256 too, which else waits for the first read.
+
+    Raises:
+        UsageError: if one is not whole, or holds classes that the model has no output for.
+    """
+    manifest = open_manifest(run.data.path)
+    if len(manifest.classes) > run.model.num_classes:
         raise UsageError(
-            f"model.num_classes={run.model.num_classes}, but {run.data.path} has {classes} classes"
+            f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
+            " classes"
         )
+    check_shards(run.data.path, manifest, verify=verify)
 
 
 def check_resources(run: RunConfig) -> None:
-    """Raises UsageError if the connected cluster can never hold the run's workers."""
+    """Raises UsageError, with the arithmetic, if the connected cluster can never hold the run's workers and
+    a CPU that decodes for them.
+    """
     workers, have = run.scale.workers, ray.cluster_resources()
-    if run.scale.use_gpu:
-        if workers > have.get("GPU", 0):
-            raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
+    each = worker_resources(run)
+    if each.get("GPU", 0) * workers > have.get("GPU", 0):
+        raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
+    if workers == 1 and not run.scale.use_gpu:  # it reads its own data
         return
-    need = workers * CPU_PER_WORKER + CPU_FOR_DATA if workers > 1 else 1  # one reads its own data
+    need = workers * each["CPU"] + CPU_FOR_DATA
     if need > have.get("CPU", 0):
-        fits = max(0, int((have.get("CPU", 0) - CPU_FOR_DATA) / CPU_PER_WORKER))
+        fits = max(0, int((have.get("CPU", 0) - CPU_FOR_DATA) / each["CPU"]))
         raise UsageError(
-            f"{workers} workers x {CPU_PER_WORKER} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the"
+            f"{workers} workers x {each['CPU']:g} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the"
             f" cluster has {have.get('CPU', 0):g}: use at most {fits} workers, or add nodes"
         )
+
+
+def worker_resources(run: RunConfig) -> dict[str, float]:
+    """What a worker keeps for itself; its images are decoded on what is left of the cluster."""
+    return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
 
 
 def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
@@ -85,26 +102,36 @@ def start(run: RunConfig) -> Result | None:
 
 
 def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
-    """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint."""
+    """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint.
+
+    Raises:
+        UsageError: what a worker met that no other attempt would mend.
+    """
     for name, value in RAY_TRAIN_ENV.items():
         os.environ.setdefault(name, value)
     gpu = run.scale.use_gpu
-    TorchTrainer(
-        _train_worker_on_ray,
-        train_loop_config=to_dict(run),
-        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=run.scale.workers,
-            use_gpu=gpu,
-            resources_per_worker={"GPU": 1, "CPU": 1} if gpu else {"CPU": CPU_PER_WORKER},
-        ),
-        run_config=ray.train.RunConfig(
-            name=f"{run.name}/ray",
-            storage_path=run.storage,
-            callbacks=list(callbacks),
-            failure_config=ray.train.FailureConfig(max_failures=3, controller_failure_limit=3),
-        ),
-    ).fit()
+    refused = storage.join(run_directory(run), "refused.txt")
+    storage.delete(refused)
+    feed: Any = Feed.remote()
+    try:
+        TorchTrainer(
+            _train_worker_on_ray,
+            train_loop_config={"run": to_dict(run), "feed": feed, "refused": refused},
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=run.scale.workers, use_gpu=gpu, resources_per_worker=worker_resources(run)
+            ),
+            run_config=ray.train.RunConfig(
+                name=f"{run.name}/ray",
+                storage_path=run.storage,
+                callbacks=list(callbacks),
+                failure_config=ray.train.FailureConfig(max_failures=3, controller_failure_limit=3),
+            ),
+        ).fit()
+    finally:
+        ray.kill(feed)
+    if storage.size(refused) is not None:
+        raise UsageError(storage.read_bytes(refused).decode())
 
 
 class ReportTo(UserCallback):
@@ -120,10 +147,19 @@ class ReportTo(UserCallback):
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
+    """A mistake of the user is left in a file before this worker fails: those that Ray starts in its place
+    find it, and end at once.
+    """
+    if storage.size(config["refused"]) is not None:
+        return
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
-    train_worker(
-        from_dict(RunConfig, config),
-        report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
-        read=by_ray_data,
-    )
+    try:
+        train_worker(
+            from_dict(RunConfig, config["run"]),
+            report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
+            read=by_ray_data(config["feed"]),
+        )
+    except UsageError as error:
+        storage.write_bytes(config["refused"], str(error).encode())
+        raise

@@ -16,6 +16,7 @@ from moe.noise import mix
 from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from orchestrator.config import RunConfig
+from orchestrator.data import mixing
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
 from orchestrator.training.meter import Meter, device_sync
@@ -91,11 +92,19 @@ def train_step(
 
 def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[str, Tensor]:
     share = len(batch.label) / run.data.batch_size
-    output = model(normalize(batch.image), keys_B=mix(batch.key, run.train.seed))
-    loss_class = F.cross_entropy(output.logits, batch.label, reduction="sum") / run.data.batch_size
+    images, label = normalize(batch.image), batch.label
+    mixed = run.data.mixup > 0 or run.data.cutmix > 0
+    if mixed:
+        images, label = mixing.mix(images, batch.mix), mixing.heavier(batch.label, batch.mix)
+    output = model(images, keys_B=mix(batch.key, run.train.seed))
+    if mixed:
+        loss_sum = mixing.cross_entropy(output.logits, batch.label, batch.mix)
+    else:
+        loss_sum = F.cross_entropy(output.logits, batch.label, reduction="sum")
+    loss_class = loss_sum / run.data.batch_size
     loss_router = output.aux * share
     (loss_class + loss_router).backward()
-    correct = output.logits.detach().argmax(-1) == batch.label
+    correct = output.logits.detach().argmax(-1) == label
     return {
         "train/loss": (loss_class + loss_router).detach(),
         "train/loss_class": loss_class.detach(),
@@ -105,7 +114,8 @@ def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[st
 
 
 def _microbatches(batch: Batch, images: int) -> list[Batch]:
-    return [Batch(*(field[i : i + images] for field in batch)) for i in range(0, len(batch.label), images)]
+    fields = zip(*(field.split(images) for field in batch[:-1]), strict=True)
+    return [Batch(*part) for part in fields]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -17,8 +17,8 @@ from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.stream import Batch, Stream, open_stream, validation
+from orchestrator.data.prefetch import prefetched
+from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.checkpoint.retention import BEST_BY
 from orchestrator.training.checkpoint.run import Checkpoints
@@ -26,6 +26,7 @@ from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
+from orchestrator.training.seen import Seen, check_bad, save_bad, shown
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -43,20 +44,22 @@ class Result:
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """What a run counts beside its steps, as it lies in its checkpoints: seconds of training, the last
-    report, and the best value of `BEST_BY` with its step.
+    report, the best value of `BEST_BY` with its step, and what has been read (see `seen`).
     """
 
     trained_s: float = 0.0
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     best: tuple[float, int] | None = None
+    fingerprint: int = 0
+    bad: list[Bad] = field(default_factory=list)
 
     def after(self, step: int, metrics: Metrics) -> "Progress":
         """With the report of `step`."""
         best, quality = self.best, metrics.get(BEST_BY)
         if quality is not None and (best is None or quality > best[0]):
             best = quality, step
-        return Progress(trained_s=self.trained_s, reported=step, metrics=metrics, best=best)
+        return replace(self, reported=step, metrics=metrics, best=best)
 
     def best_so_far(self) -> str:
         return (
@@ -78,14 +81,14 @@ def result_of(run: RunConfig) -> Result | None:
     return Result(**json.loads(storage.read_bytes(path))) if storage.size(path) is not None else None
 
 
-def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, range], Iterator[Batch]]) -> None:
+def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
     """Trains to the end of the run; the first worker reports, and writes the result."""
     keep_freed_memory()
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
     model = build_model(run, device)
     optimizer = build_optimizer(run.train.optimizer, model)
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    data = open_manifest(run.data.path)
+    training, validation = (open_stream(run, split, rank, workers) for split in ("train", "val"))
     checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
     config = to_dict(run)
 
@@ -101,34 +104,40 @@ def train_worker(run: RunConfig, *, report: Report, read: Callable[[Stream, rang
         if rank == 0:
             log.info("%s %s", run.name, started)
     meter = Meter(trained_s=progress.trained_s)
+    seen = Seen(fingerprint=progress.fingerprint, bad=progress.bad)
 
     def on_report(step: int, values: Metrics) -> None:
         nonlocal progress
         failures = {"checkpoint/failed": float(checkpoints.failures)} if checkpoints.failures else {}
-        progress = progress.after(step, values | costs(run, step) | failures)
+        fingerprint, bad = seen.gather()
+        if rank == 0 and bad:
+            save_bad(run_directory(run), bad)
+        read = {"data/fingerprint": shown(fingerprint), "data/bad_images": float(len(bad))}
+        progress = progress.after(step, values | costs(run, step) | failures | read)
         report(step, progress.metrics)
+        images = step * run.data.batch_size
+        check_bad(bad, read=images, epoch=training.epoch(), most=run.data.max_bad_frac)
 
     def on_save(step: int) -> None:
-        counted = asdict(progress) | {"trained_s": meter.trained_s}
+        fingerprint, bad = seen.gather()
+        counted = asdict(progress) | {"trained_s": meter.trained_s, "fingerprint": fingerprint, "bad": bad}
         images = step * run.data.batch_size
         checkpoints.save(step, model, optimizer, images=images, progress=counted, config=config)
 
-    def on_device(batches: Iterator[Batch]) -> Iterator[Batch]:
-        return (Batch(*(field.to(device, non_blocking=True) for field in batch)) for batch in batches)
+    def batches(stream: Stream, steps: range) -> Iterator[Batch]:
+        return prefetched(read(stream, steps), device)
 
     status: Literal["finished", "diverged"] = "finished"
     try:
         train(
             model,
             optimizer,
-            on_device(read(open_stream(run, data, rank=rank, workers=workers), range(done, run.train.steps))),
+            seen.training(batches(training, range(done, run.train.steps))),
             run,
             meter,
             start=done,
             report=on_report,
-            validate=lambda: evaluate(
-                model, on_device(validation(run, data, rank=rank, workers=workers)), run
-            ),
+            validate=lambda: evaluate(model, seen.validation(batches(validation, validation.steps())), run),
             save=on_save,
         )
     except Diverged:

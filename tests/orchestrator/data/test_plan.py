@@ -1,95 +1,169 @@
-"""The order of samples: once per epoch, window by window, and independent of how it is asked for."""
+"""The order of samples: once per epoch, lane by lane, and independent of who asks for what."""
 
 import itertools
+import resource
+import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.data.plan import Plan
 
-SHARDS = st.lists(st.integers(1, 9), min_size=1, max_size=9).map(tuple)
-ANY = st.builds(Plan, rows=SHARDS, seed=st.integers(0, 3), shuffle_shards=st.integers(1, 10))
+Sample = tuple[int, int, int]  # epoch, shard, row
 
 
-def order(plan: Plan, first: int, last: int) -> list[tuple[int, int, int]]:
-    """(epoch, shard, row) of positions `first` .. `last` - 1."""
-    return [tuple(map(int, where)) for where in zip(*plan.locate(np.arange(first, last)), strict=True)]
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    lanes = draw(st.integers(1, 6))
+    batch_size = lanes * draw(st.integers(1, 4))
+    rows = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)))
+    tail = draw(st.sampled_from(["wrap", "drop"] if sum(rows) >= batch_size else ["wrap"]))
+    window = draw(st.integers(1, 12))
+    seed = draw(st.integers(0, 3))
+    return Plan(rows=rows, seed=seed, lanes=lanes, batch_size=batch_size, shuffle_window=window, tail=tail)
 
 
-def naive(plan: Plan, epoch: int) -> list[tuple[int, int, int]]:
-    """The definition: permute the shards, cut them into windows, permute the rows of each."""
-    shards = np.random.default_rng([plan.seed, epoch]).permutation(len(plan.rows))
-    found = []
-    for number, first in enumerate(range(0, len(shards), plan.shuffle_shards), start=1):
-        window = [(s, r) for s in shards[first : first + plan.shuffle_shards] for r in range(plan.rows[s])]
-        shuffled = np.random.default_rng([plan.seed, epoch, number]).permutation(len(window))
-        found += [(epoch, int(window[i][0]), window[i][1]) for i in shuffled]
-    return found
+def read(plan: Plan, steps: range, lanes: range | None = None) -> list[list[Sample]]:
+    """The samples of each step, for all lanes or some."""
+    lanes = range(plan.lanes) if lanes is None else lanes
+    places = [plan.locate(*plan.slots(step, lanes)) for step in steps]
+    return [[(int(e), int(s), int(r)) for e, s, r in zip(*step, strict=True)] for step in places]
 
 
-@settings(deadline=None)
-@given(plan=ANY)
-def test_the_definition_over_epochs(plan: Plan) -> None:
-    size = sum(plan.rows)
-    assert order(plan, 0, 3 * size) == naive(plan, 0) + naive(plan, 1) + naive(plan, 2)
-
-
-@settings(deadline=None)
-@given(plan=ANY, epoch=st.integers(0, 3))
-def test_every_sample_once_per_epoch(plan: Plan, epoch: int) -> None:
-    size = sum(plan.rows)
-    found = order(plan, epoch * size, (epoch + 1) * size)
-    assert sorted(found) == [(epoch, s, r) for s in range(len(plan.rows)) for r in range(plan.rows[s])]
-
-
-@settings(deadline=None)
-@given(plan=ANY)
-def test_a_window_touches_its_shards_alone(plan: Plan) -> None:
-    """A reader that goes on needs `shuffle_shards` shards, and never again one that it has left."""
-    found = order(plan, 0, sum(plan.rows))
-    left: set[int] = set()
-    while found:
-        window: set[int] = set()
-        taken = 0
-        while len(window) < min(plan.shuffle_shards, len(plan.rows) - len(left)) or taken < sum(
-            plan.rows[shard] for shard in window
-        ):
-            window.add(found[taken][1])
-            taken += 1
-        assert len(window) <= plan.shuffle_shards
-        assert not window & left
-        left |= window
-        found = found[taken:]
+def naive(plan: Plan, epochs: int) -> list[list[Sample]]:
+    """The definition, with lists: the samples of each lane over some epochs."""
+    size = sum(plan.rows) - (sum(plan.rows) % plan.batch_size if plan.tail == "drop" else 0)
+    lanes: list[list[Sample]] = [[] for _ in range(plan.lanes)]
+    for epoch in range(epochs):
+        order = np.random.default_rng([plan.seed, epoch]).permutation(len(plan.rows))
+        line = [(epoch, int(shard), row) for shard in order for row in range(plan.rows[shard])]
+        for lane in range(plan.lanes):
+            count = sum(v % plan.lanes == lane for v in range(epoch * size, (epoch + 1) * size))
+            segment, line = line[:count], line[count:]
+            for window, start in enumerate(range(0, count, plan.shuffle_window)):
+                some = segment[start : start + plan.shuffle_window]
+                mixed = np.random.default_rng([plan.seed, epoch, lane + 1, window + 1]).permutation(len(some))
+                lanes[lane] += [some[i] for i in mixed]
+    return lanes
 
 
 @settings(deadline=None)
-@given(plan=ANY, cuts=st.lists(st.integers(0, 120), max_size=6))
-def test_chunks_change_nothing(plan: Plan, cuts: list[int]) -> None:
-    borders = [0, *sorted(cuts), 120]
-    pieces = [order(plan, a, b) for a, b in itertools.pairwise(borders)]
-    assert [where for piece in pieces for where in piece] == order(plan, 0, 120)
-    fresh = Plan(rows=plan.rows, seed=plan.seed, shuffle_shards=plan.shuffle_shards)
-    assert [order(fresh, p, p + 1)[0] for p in (119, 0, 60)] == [order(plan, 0, 120)[p] for p in (119, 0, 60)]
+@given(plan=plans())
+def test_the_definition(plan: Plan) -> None:
+    lanes, per_step = naive(plan, 3), plan.batch_size // plan.lanes
+    steps = min(map(len, lanes)) // per_step
+    expected = [[s for lane in lanes for s in lane[i * per_step : (i + 1) * per_step]] for i in range(steps)]
+    assert read(plan, range(steps)) == expected
+
+
+@settings(deadline=None)
+@given(plan=plans(), epochs=st.integers(1, 4))
+def test_every_sample_once_per_epoch(plan: Plan, epochs: int) -> None:
+    """Of the first epochs; batches that run into the next one are cut there."""
+    steps = -(-epochs * plan.epoch_size() // plan.batch_size) + 1
+    found = [sample for step in read(plan, range(steps)) for sample in step if sample[0] < epochs]
+    assert len(found) == len(set(found)) == epochs * plan.epoch_size()
+    if plan.tail == "wrap":
+        assert set(found) == {
+            (e, s, r) for e in range(epochs) for s, n in enumerate(plan.rows) for r in range(n)
+        }
+
+
+@settings(deadline=None)
+@given(plan=plans().filter(lambda plan: plan.tail == "drop"), epochs=st.integers(1, 3))
+def test_dropped_tails_leave_whole_batches_of_one_epoch(plan: Plan, epochs: int) -> None:
+    per_epoch = plan.epoch_size() // plan.batch_size
+    for step, samples in enumerate(read(plan, range(epochs * per_epoch))):
+        assert {epoch for epoch, _, _ in samples} == {step // per_epoch}
+
+
+def test_what_is_dropped_differs_between_epochs() -> None:
+    plan = Plan(rows=(5,) * 5, seed=0, lanes=2, batch_size=8, shuffle_window=4, tail="drop")
+    epochs = [{s[1:] for step in read(plan, range(3 * e, 3 * e + 3)) for s in step} for e in range(8)]
+    assert all(len(epoch) == 24 for epoch in epochs)
+    assert len(set.union(*epochs)) == 25
+
+
+@settings(deadline=None)
+@given(plan=plans(), data=st.data())
+def test_workers_share_a_batch_in_its_order(plan: Plan, data: st.DataObject) -> None:
+    """For every number of workers that divides the lanes."""
+    workers = data.draw(st.sampled_from([n for n in range(1, plan.lanes + 1) if plan.lanes % n == 0]))
+    each = plan.lanes // workers
+    whole = read(plan, range(20))
+    parts = [read(plan, range(20), range(rank * each, (rank + 1) * each)) for rank in range(workers)]
+    assert [[s for part in step for s in part] for step in zip(*parts, strict=True)] == whole
+
+
+@settings(deadline=None)
+@given(plan=plans(), cuts=st.lists(st.integers(0, 30), max_size=5))
+def test_resuming_gives_the_suffix(plan: Plan, cuts: list[int]) -> None:
+    """By a process that has read nothing before."""
+    whole = read(plan, range(30))
+    for first, last in itertools.pairwise([0, *sorted(cuts), 30]):
+        fresh = Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
+        assert read(fresh, range(first, last)) == whole[first:last]
+
+
+@settings(deadline=None)
+@given(plan=plans())
+def test_a_lane_reads_its_segment_window_by_window(plan: Plan) -> None:
+    """So that a reader goes through the shards one after the other."""
+    order = np.random.default_rng((plan.seed, 0)).permutation(len(plan.rows))
+    line = {place: i for i, place in enumerate((int(s), r) for s in order for r in range(plan.rows[s]))}
+    whole_windows = plan.epoch_size() // plan.lanes // plan.shuffle_window * plan.shuffle_window
+    index = np.arange(whole_windows)
+    for lane in range(plan.lanes if whole_windows else 0):
+        places = plan.locate(np.full_like(index, lane), index)
+        found = np.array([line[int(s), int(r)] for s, r in zip(places.shard, places.row, strict=True)])
+        for start in range(0, len(found), plan.shuffle_window):
+            window = np.sort(found[start : start + plan.shuffle_window])
+            assert np.array_equal(window, found.min() + start + np.arange(len(window)))
 
 
 def test_epochs_and_seeds_differ() -> None:
-    plans = [Plan(rows=(10, 10, 10, 10), seed=seed, shuffle_shards=2) for seed in (0, 1)]
-    orders = [[where[1:] for where in order(plan, e * 40, (e + 1) * 40)] for plan in plans for e in (0, 1, 2)]
-    assert len({tuple(one) for one in orders}) == 6
-    shards = [tuple(dict.fromkeys(shard for shard, _ in one)) for one in orders]
-    assert len({frozenset(one[:2]) for one in shards}) > 1  # windows are of other shards
+    orders = set()
+    for seed in (0, 1):
+        plan = Plan(rows=(10,) * 4, seed=seed, lanes=2, batch_size=4, shuffle_window=5)
+        for epoch in range(3):
+            steps = read(plan, range(10 * epoch, 10 * epoch + 10))
+            orders.add(tuple(sample[1:] for step in steps for sample in step))
+    assert len(orders) == 6
 
 
 def test_rows_of_a_window_are_mixed() -> None:
-    plan = Plan(rows=(50, 50), seed=0, shuffle_shards=2)
-    shards = np.array([shard for _, shard, _ in order(plan, 0, 100)])
+    plan = Plan(rows=(50, 50), seed=0, lanes=1, batch_size=1, shuffle_window=100)
+    shards = np.array([step[0][1] for step in read(plan, range(100))])
     assert 30 < np.abs(np.diff(shards)).sum() < 70  # 49.5 expected
-    assert not np.array_equal(shards, np.sort(shards))
 
 
 def test_rows_are_not_permuted_as_the_shards_are() -> None:
     """100 shards of one row: with one generator for both, the second permutation would repeat the first."""
-    plan = Plan(rows=(1,) * 100, seed=0, shuffle_shards=100)
+    plan = Plan(rows=(1,) * 100, seed=0, lanes=1, batch_size=1, shuffle_window=100)
     shards = np.random.default_rng((0, 0)).permutation(100)
-    assert [shard for _, shard, _ in order(plan, 0, 100)] != shards[shards].tolist()
+    assert [step[0][1] for step in read(plan, range(100))] != shards[shards].tolist()
+
+
+def test_lanes_must_divide_the_batch() -> None:
+    with pytest.raises(ValueError, match="lanes=3 does not divide batch_size=8"):
+        Plan(rows=(10,), seed=0, lanes=3, batch_size=8, shuffle_window=4)
+
+
+def test_an_epoch_that_fills_no_batch() -> None:
+    with pytest.raises(ValueError, match="7 samples do not fill a batch of 8"):
+        Plan(rows=(3, 4), seed=0, lanes=2, batch_size=8, shuffle_window=4, tail="drop")
+    wrapped = Plan(rows=(3, 4), seed=0, lanes=2, batch_size=16, shuffle_window=4)
+    assert sorted(sample[0] for sample in read(wrapped, range(1))[0]) == [0] * 7 + [1] * 7 + [2] * 2
+
+
+def test_four_billion_samples_cost_no_memory() -> None:
+    """100,000 shards: the first batch in well under a second, in the memory of their list."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    plan = Plan(rows=(40_000,) * 100_000, seed=0, lanes=512, batch_size=4096, shuffle_window=1024)
+    far = range(2_000_000, 2_000_001)  # in the third epoch
+    assert {sample[0] for sample in read(plan, far)[0]} == {2}
+    assert time.process_time() - began < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB

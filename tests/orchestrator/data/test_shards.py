@@ -1,131 +1,186 @@
-"""Packing is deterministic, and what is not as the manifest says is refused by name."""
+"""Any image of a shard, whoever wrote it; a shard that changed is refused when it is first read."""
 
-import json
+import hashlib
+import io
 import os
+import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from orchestrator import storage
 from orchestrator.config import UsageError
-from orchestrator.data.manifest import Manifest, open_manifest
-from orchestrator.data.packing import Sample, write_shards
-from orchestrator.data.sources import open_source
+from orchestrator.data import cache
+from orchestrator.data.manifest import Format, Manifest, Shard, open_manifest
+from orchestrator.data.shards import DataSet, Rows
+from tests.orchestrator.buckets import Bucket
 
 Pack = Callable[..., tuple[str, Manifest]]
+IMAGES = [np.random.default_rng(n).bytes(50 + 100 * n) for n in range(20)]
 
 
-def files(path: str) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in Path(path).rglob("*") if p.is_file()}
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def test_same_input_same_bytes(digits: str, tmp_path: Path) -> None:
-    source = open_source("digits")
-    again = write_shards(str(tmp_path / "again"), source.classes, source.splits)
-    assert files(str(tmp_path / "again")) == files(digits)
-    assert again.digest() == open_manifest(digits).digest()
+def parquet(compression: str, images: list[bytes] = IMAGES) -> bytes:
+    keys = [f"key-{n}" for n in range(len(images))]
+    table = pa.table({"image": images, "label": [n % 3 for n in range(len(images))], "key": keys})
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression=compression, row_group_size=7)
+    return sink.getvalue()
 
 
-def test_round_trip(pack_greys: Pack) -> None:
-    path, manifest = pack_greys(train=10, val=3)
-    assert open_manifest(path) == manifest
-    assert [shard.rows for shard in manifest.splits["train"]] == [4, 4, 2]
-    assert manifest.rows("train") == 10
-    assert manifest.rows("val") == 3
-    rows = [row for shard in manifest.splits["train"] for row in read_shard(path, shard).to_pylist()]
-    assert [(row["key"], row["label"]) for row in rows] == [(f"grey-{n}", n % 10) for n in range(10)]
+def tar() -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as file:
+        for n, image in enumerate(IMAGES):
+            for name, content in ((f"key-{n}.jpg", image), (f"key-{n}.cls", str(n % 3).encode())):
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                file.addfile(info, io.BytesIO(content))
+    return sink.getvalue()
 
 
-def test_digest_tells_data_sets_apart(pack_greys: Pack) -> None:
-    assert pack_greys(train=8)[1].digest() != pack_greys(train=9)[1].digest()
+def described(path: str, content: bytes, format: Format = "parquet", rows: int = 20) -> Shard:
+    return Shard(
+        path=path, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest(), format=format
+    )
 
 
-def test_digits(digits: str) -> None:
-    manifest = open_manifest(digits)
-    assert manifest.classes == tuple("0123456789")
-    assert manifest.rows("train") + manifest.rows("val") == 1797
-    assert 0.17 < manifest.rows("val") / 1797 < 0.23
+def data_set(path: str, *shards: Shard, classes: tuple[str, ...] = ("a", "b", "c")) -> DataSet:
+    manifest = Manifest(classes=classes, splits={"train": shards, "val": shards})
+    return DataSet(path=path, manifest=manifest, cache_bytes=10**9)
 
 
-def test_packing_never_overwrites(pack_greys: Pack) -> None:
-    path, _ = pack_greys(train=4)
-    before = files(path)
-    with pytest.raises(UsageError, match=f"{path} already holds a data set"):
-        write_shards(path, ["a"], {"train": [Sample(b"", 0, "k")]})
-    assert files(path) == before
-
-
-def test_no_data_set_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"no data set at {tmp_path}/nothing: .*pack one with"):
-        open_manifest(f"{tmp_path}/nothing")
+def assert_all_there(rows: Rows) -> None:
+    assert [rows.image(n) for n in reversed(range(20))] == IMAGES[::-1]
+    assert rows.labels.tolist() == [n % 3 for n in range(20)]
+    assert rows.keys == [f"key-{n}" for n in range(20)]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "format"),
     [
-        ("{", "no data set at .*pack one with"),
-        ("[]", "is not a shard manifest"),
-        ("{}", "is not a shard manifest .*classes"),
-        ('{"classes": [], "splits": {"train": [{"path": "x"}]}}', "is not a shard manifest .*rows"),
-        ('{"classes": [], "splits": []}', "is not a shard manifest"),
-        ('{"classes": [], "splits": {}}', "has no train shards"),
+        (parquet("none"), "parquet"),
+        (parquet("zstd"), "parquet"),
+        (parquet("snappy"), "parquet"),
+        (tar(), "webdataset"),
     ],
+    ids=["parquet", "zstd", "snappy", "tar"],
 )
-def test_manifest_that_is_none(content: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UsageError, match=message) as caught:
-        open_manifest(str(tmp_path))
-    assert str(tmp_path) in str(caught.value)
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_every_row(
+    content: bytes, format: Format, where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    root = str(tmp_path) if where == "local" else request.getfixturevalue("bucket").uri("data")
+    storage.write_bytes(storage.join(root, "shard"), content)
+    for _ in range(2):  # the second finds the index of the first
+        rows = data_set(root, described("shard", content, format)).open("train", 0)
+        assert rows.location == storage.join(root, "shard")
+        assert_all_there(rows)
 
 
-def test_missing_split(pack_greys: Pack) -> None:
-    with pytest.raises(UsageError, match="no val images"):
-        pack_greys(train=4, val=0)
-    path, _ = pack_greys(train=4)
-    manifest = Path(path) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"val"', '"test"'))
-    with pytest.raises(UsageError, match="has no val shards"):
-        open_manifest(path)
+def test_images_that_repeat_and_hold_each_other(tmp_path: Path) -> None:
+    """They are looked for one after the other."""
+    images = [b"aaaa", b"aa", b"aaaa", b"", b"a", b"", b"aaaa" * 200, b"aaaa" * 199]
+    content = parquet("none", images)
+    (tmp_path / "shard").write_bytes(content)
+    rows = data_set(str(tmp_path), described("shard", content, rows=8)).open("train", 0)
+    assert [rows.image(n) for n in range(8)] == images
 
 
-@pytest.mark.parametrize("shard", ["train/000001.parquet", "val/000000.parquet"])
-def test_missing_shard(shard: str, pack_greys: Pack) -> None:
-    path, _ = pack_greys(train=8)
-    os.remove(f"{path}/{shard}")
-    with pytest.raises(UsageError, match=f"{path}/{shard} is missing, the manifest says"):
-        open_manifest(path)
+def test_names_for_labels(tmp_path: Path) -> None:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"image": IMAGES[:3], "label": ["cat", "dog", "cat"], "key": list("xyz")}), sink)
+    (tmp_path / "shard").write_bytes(sink.getvalue())
+    shard = described("shard", sink.getvalue(), rows=3)
+    assert data_set(str(tmp_path), shard, classes=("dog", "cat")).open("train", 0).labels.tolist() == [
+        1,
+        0,
+        1,
+    ]
+    with pytest.raises(UsageError, match=r"shard: y has label 'dog', the data set has 1 classes"):
+        data_set(str(tmp_path), shard, classes=("cat",)).open("train", 0)
 
 
-def test_shard_cut_short(pack_greys: Pack) -> None:
-    path, manifest = pack_greys(train=8)
-    shard = manifest.splits["train"][1]
-    os.truncate(f"{path}/{shard.path}", shard.bytes - 1)
-    message = f"{path}/{shard.path} has {shard.bytes - 1} bytes, the manifest says {shard.bytes}"
-    with pytest.raises(UsageError, match=message):
-        open_manifest(path)
+def test_labels_out_of_range(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(content := parquet("none"))
+    with pytest.raises(UsageError, match=r"shard: key-2 has label 2, the data set has 2 classes"):
+        data_set(str(tmp_path), described("shard", content), classes=("a", "b")).open("train", 0)
 
 
-def test_flipped_byte(pack_greys: Pack) -> None:
-    path, manifest = pack_greys(train=8)
-    first, second = manifest.splits["train"]
-    content = bytearray(Path(path, second.path).read_bytes())
+@pytest.mark.parametrize("where", ["local", "s3"])
+def test_flipped_byte(where: str, tmp_path: Path, own_cache: Path, request: pytest.FixtureRequest) -> None:
+    root = str(tmp_path) if where == "local" else request.getfixturevalue("bucket").uri("data")
+    content = bytearray(parquet("none"))
+    shard = described("shard", bytes(content))
     content[len(content) // 2] ^= 1
-    Path(path, second.path).write_bytes(content)
-    open_manifest(path)  # sizes are all that is checked at the start
-    assert read_shard(path, first).num_rows == 4
-    with pytest.raises(UsageError, match=f"{path}/{second.path} changed since it was packed"):
-        read_shard(path, second)
+    storage.write_bytes(storage.join(root, "shard"), bytes(content))
+    with pytest.raises(UsageError, match=rf"shard {root}/shard changed since it was packed"):
+        data_set(root, shard).open("train", 0)
+    assert not [path for path in own_cache.iterdir() if path.suffix != ".lock" and path.name != "lock"]
 
 
-def test_manifest_is_written_last(tmp_path: Path) -> None:
-    """A packing that breaks off leaves nothing that could be taken for a data set."""
+def test_a_change_after_it_was_indexed(tmp_path: Path) -> None:
+    """By whoever opens it next; nothing is taken from the old index."""
+    (tmp_path / "shard").write_bytes(content := parquet("none"))
+    assert_all_there(data_set(str(tmp_path), described("shard", content)).open("train", 0))
+    (tmp_path / "shard").write_bytes(zlib.compress(content)[: len(content)])
+    with pytest.raises(UsageError, match="changed since it was packed"):
+        data_set(str(tmp_path), described("shard", content)).open("train", 0)
 
-    def breaks_off():
-        yield Sample(b"", 0, "k")
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": breaks_off()})
-    assert not (tmp_path / "manifest.json").exists()
-    write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": [Sample(b"", 0, "v")]})
-    assert json.loads((tmp_path / "manifest.json").read_text())["classes"] == ["a"]
+def test_a_shard_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        data_set(str(tmp_path), described("nothing", b"")).open("train", 0)
+
+
+class TestS3:
+    @pytest.fixture
+    def data(self, bucket: Bucket) -> DataSet:
+        content = parquet("none")
+        storage.write_bytes(bucket.uri("data/shard"), content)
+        bucket.proxy.requests.clear()
+        return data_set(bucket.uri("data"), described("shard", content))
+
+    def test_a_shard_is_fetched_once_per_node(self, data: DataSet, bucket: Bucket) -> None:
+        assert_all_there(data.open("train", 0))
+        fetched = len(bucket.proxy.requests)
+        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
+        assert_all_there(again.open("train", 0))
+        assert len(bucket.proxy.requests) == fetched > 0
+
+    def test_what_is_open_survives_its_eviction(self, data: DataSet, own_cache: Path) -> None:
+        rows = data.open("train", 0)
+        for path in own_cache.iterdir():
+            path.unlink()
+        assert_all_there(rows)
+        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
+        assert_all_there(again.open("train", 0))
+
+    def test_busy_and_cut_connections(self, data: DataSet, bucket: Bucket) -> None:
+        with bucket.failing("busy", times=1, attempts=3):
+            assert_all_there(data.open("train", 0))
+        for path in Path(os.environ[cache.FOLDER]).iterdir():
+            path.unlink()
+        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
+        with bucket.failing("cut download", lambda request: request.startswith("GET"), times=1, attempts=3):
+            assert_all_there(again.open("train", 0))
+
+
+def test_packed_shards(pack_greys: Pack) -> None:
+    """As training opens them."""
+    path, _ = pack_greys(train=10, val=3)
+    manifest = open_manifest(path)
+    data = DataSet(path=path, manifest=manifest, cache_bytes=10**9)
+    rows = [data.open("train", shard) for shard in range(3)]
+    assert [key for one in rows for key in one.keys] == [f"grey-{n}" for n in range(10)]
+    assert [label for one in rows for label in one.labels] == list(range(10))

@@ -1,214 +1,248 @@
-"""Images of every kind that people have, and files that are none."""
+"""Folders of images of every kind that people have, and files that are none."""
 
-import io
-import struct
-import zlib
-from collections.abc import Iterable
+import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
 
+from orchestrator import storage
 from orchestrator.config import UsageError
-from orchestrator.data.packing import Sample
-from orchestrator.data.sources import Source, open_source
-from orchestrator.data.transforms import decode
-
-RNG = np.random.default_rng(0)
-RGB = Image.fromarray(RNG.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-GREY = Image.fromarray(RNG.integers(0, 256, (12, 16), dtype=np.uint8))
-
-
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format=kind, **options)
-    return buffer.getvalue()
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+from orchestrator.data.decode import decode
+from orchestrator.data.sources import open_source
+from tests.orchestrator.data.images import (
+    CONVERTED,
+    JPEG,
+    KEPT,
+    PNG,
+    everything,
+    numbered,
+    pixels,
+    raw_png,
+    write,
+)
 
 
-def raw_png(*, width: int, height: int, bits: int, rows: bytes) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
-    parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+def many(classes: int, images: int) -> dict[str, bytes]:
+    return {f"{c}/{n}.png": numbered(n) for c in range(classes) for n in range(images)}
 
 
-def write(folder: Path, files: dict[str, bytes]) -> str:
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return f"folder:{folder}"
+def test_every_kind_of_image_is_stored_as_training_sees_it(tmp_path: Path) -> None:
+    """What training decodes stays as it is; the rest becomes PNG of the same pixels."""
+    files = {f"cat/{name}": content for name, content in (KEPT | CONVERTED).items()}
+    source = open_source(f"folder:{write(tmp_path, {**files, 'dog/a/b/1.png': PNG, 'dog/2.png': PNG})}")
+    found, bad = everything(source)
+    assert source.skipped == ()
+    assert bad == []
+    assert {*found} == {*files, "dog/a/b/1.png", "dog/2.png"}
+    for key, content in files.items():
+        np.testing.assert_array_equal(pixels(found[key].image), pixels(content), err_msg=key)
+        assert (found[key].image == content) == (key.removeprefix("cat/") in KEPT), key
+        assert found[key].image == content or found[key].image.startswith(b"\x89PNG"), key
 
 
-def everything(source: Source) -> dict[str, Sample]:
-    return {sample.key: sample for split in source.splits.values() for sample in split}
-
-
-def pixels(sample: Sample) -> np.ndarray:
-    image = decode(sample.image)
-    assert image.dtype == torch.uint8
-    return image.permute(1, 2, 0).numpy()
-
-
-def keys(samples: Iterable[Sample]) -> list[str]:
-    return [sample.key for sample in samples]
-
-
-IMAGES = {
-    "plain.png": encoded(RGB, "PNG"),
-    "plain.jpg": encoded(RGB, "JPEG", quality=90),
-    "progressive.jpeg": encoded(RGB, "JPEG", progressive=True),
-    "plain.gif": encoded(RGB, "GIF"),
-    "plain.webp": encoded(RGB, "WEBP", lossless=True),
-    "plain.bmp": encoded(RGB, "BMP"),
-    "grey.png": encoded(GREY, "PNG"),
-    "grey.jpg": encoded(GREY, "JPEG"),
-    "palette.png": encoded(RGB.quantize(16), "PNG"),
-    "alpha.png": encoded(Image.merge("RGBA", (*RGB.split(), GREY)), "PNG"),
-    "transparent.png": encoded(RGB, "PNG", transparency=(1, 2, 3)),
-    "bits.png": encoded(GREY.convert("1"), "PNG"),
-    "print.jpg": encoded(RGB.convert("CMYK"), "JPEG"),
-    "nested/deeper.png": encoded(RGB, "PNG"),
-}
-
-
-def test_every_kind_of_image_decodes_to_what_pillow_sees(tmp_path: Path) -> None:
-    source = open_source(write(tmp_path / "a", {f"cat/{name}": content for name, content in IMAGES.items()}))
-    found = everything(source)
-    assert {*found} == {f"cat/{name}" for name in IMAGES}
-    assert source.skipped == []
-    for key, sample in found.items():
-        with Image.open(tmp_path / "a" / key) as image:
-            seen = np.asarray(image.convert("RGB")).astype(int)
-        # decoders of JPEG round differently
-        assert np.abs(pixels(sample) - seen).max() <= (3 if ".jp" in key else 0), key
-
-
-def test_jpeg_and_png_stay_the_bytes_that_they_are(tmp_path: Path) -> None:
-    found = everything(open_source(write(tmp_path, {f"cat/{n}": content for n, content in IMAGES.items()})))
-    kept = {
-        key.removeprefix("cat/")
-        for key, sample in found.items()
-        if sample.image == (tmp_path / key).read_bytes()
-    }
-    assert kept == {
-        *(
-            "plain.png",
-            "plain.jpg",
-            "progressive.jpeg",
-            "grey.png",
-            "grey.jpg",
-            "transparent.png",
-            "nested/deeper.png",
-        )
-    }
-
-
-def test_sixteen_bits_become_eight(tmp_path: Path) -> None:
-    """They would reach training as uint16, or as white."""
-    values = RNG.integers(0, 2**16, (5, 4, 3))
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    grey = encoded(Image.fromarray(values[..., 0].astype("uint16")), "PNG")
-    files = {"cat/rgb.png": raw_png(width=4, height=5, bits=16, rows=rows), "cat/grey.png": grey}
-    found = everything(open_source(write(tmp_path, files)))
-    np.testing.assert_allclose(pixels(found["cat/rgb.png"]), values / 257, atol=1)
-    np.testing.assert_allclose(pixels(found["cat/grey.png"])[..., 0], values[..., 0] / 257, atol=1)
-
-
-def test_files_that_are_no_images_are_named_once(tmp_path: Path) -> None:
-    cut = IMAGES["plain.jpg"][: len(IMAGES["plain.jpg"]) // 2]
+def test_files_that_are_no_images_are_named(tmp_path: Path) -> None:
     bomb = raw_png(width=60_000, height=60_000, bits=8, rows=b"")
-    bad = {"cat/cut.jpg": cut, "cat/notes.txt": b"no image", "dog/empty.png": b"", "dog/bomb.png": bomb}
-    source = open_source(write(tmp_path, {**bad, "dog/fine.png": IMAGES["plain.png"]}))
-    assert {*everything(source)} == {"dog/fine.png"}
+    bad = {
+        "cat/cut.jpg": JPEG[: len(JPEG) // 2],
+        "dog/empty.png": b"",
+        "dog/bomb.png": bomb,
+        "dog/x": b"text",
+    }
+    by_name = {
+        "cat/notes.txt": b"no image",
+        "cat/labels.xml": b"<a/>",
+        "loose.png": PNG,
+        "dog/LICENSE.md": b"",
+    }
+    hidden = {
+        f"cat/{name}": b"?" for name in (".DS_Store", "._1.png", "Thumbs.db", ".cache/1.png", "desktop.ini")
+    }
+    good = {f"{c}/{n}.png": PNG for c in ("cat", "dog") for n in range(4)}
+    source = open_source(f"folder:{write(tmp_path, bad | by_name | hidden | good)}")
+    found, skipped = everything(source)
+    assert {*found} == {*good}
+    assert {*skipped} == {*bad}
     assert sorted(line.split(": ")[0] for line in source.skipped) == sorted(
-        f"{tmp_path}/{name}" for name in bad
+        f"{tmp_path}/{n}" for n in by_name
     )
 
 
+def test_links(tmp_path: Path) -> None:
+    """Followed, to files and folders; not in a circle; one that leads nowhere is named."""
+    store = write(
+        tmp_path / "store", {"1.png": numbered(1), "more/2.png": numbered(2), "more/3.png": numbered(3)}
+    )
+    folder = write(tmp_path / "set", {"dog/4.png": numbered(4), "dog/5.png": numbered(5), "cat/6.png": PNG})
+    for link, target in {
+        "cat/1.png": store / "1.png",
+        "cat/more": store / "more",
+        "cat/gone.png": store / "gone.png",
+        "cat/circle": folder,
+    }.items():
+        (folder / link).symlink_to(target)
+    found, skipped = everything(open_source(f"folder:{folder}"))
+    pets = ["cat/1.png", "cat/6.png", "cat/more/2.png", "cat/more/3.png", "dog/4.png", "dog/5.png"]
+    assert sorted(found) == pets
+    assert skipped == ["cat/gone.png"]
+
+
+def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, many(2, 4))
+    (folder / "0" / "2.png").chmod(0)
+    if os.access(folder / "0" / "2.png", os.R_OK):
+        pytest.skip("root may read all")
+    _, skipped = everything(open_source(f"folder:{folder}"))
+    assert skipped == ["0/2.png"]
+
+
 def test_what_is_packed_can_be_decoded(tmp_path: Path) -> None:
-    """PIL reads files that torchvision refuses; 300 damaged ones, none of which may stop a training run."""
+    """300 damaged files, none of which may stop a training run."""
     rng = np.random.default_rng(1)
     files = {}
     for i in range(300):
-        name, content = list(IMAGES.items())[i % 3]
+        name, content = list((KEPT | CONVERTED).items())[i % len(KEPT | CONVERTED)]
         damaged = bytearray(content)
         for _ in range(rng.choice([1, 2, 8])):
             damaged[rng.integers(min(len(damaged), 60))] = rng.integers(256)
-        files[f"cat/{i}-{name}"] = bytes(damaged)
-    source = open_source(write(tmp_path, files))
-    found = everything(source)
-    assert len(found) + len(source.skipped) == 300
+        files[f"{i % 2}/{i}-{name}"] = bytes(damaged)
+    found, skipped = everything(open_source(f"folder:{write(tmp_path, files)}"))
+    assert len(found) + len(skipped) == 300
     assert len(found) > 50
-    for sample in found.values():
-        assert pixels(sample).shape[2] == 3
+    assert len(skipped) > 50
+    for taken in found.values():
+        assert decode(taken.image).shape[0] == 3
 
 
-def test_own_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
+def test_own_split(val: str, tmp_path: Path) -> None:
     """A class may be missing on one side; labels count the classes of both."""
-    png = IMAGES["plain.png"]
-    files = {
-        "train/b/1.png": png,
-        "train/a/1.png": png,
-        "val/b/2.png": png,
-        "val/c/3.png": png,
-        "readme": b"",
+    files = ("train/b/1.png", "train/a/x/1.png", f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
+    source = open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}")
+    assert source.classes == ("a", "b", "c")
+    found, _ = everything(source)
+    assert {key: taken[:2] for key, taken in found.items()} == {
+        "train/b/1.png": ("train", 1),
+        "train/a/x/1.png": ("train", 0),
+        f"{val}/b/2.png": ("val", 1),
+        f"{val}/c/3.png": ("val", 2),
     }
-    source = open_source(write(tmp_path, files))
-    assert source.classes == ["a", "b", "c"]
-    assert [(s.key, s.label) for s in source.splits["train"]] == [("train/a/1.png", 0), ("train/b/1.png", 1)]
-    assert [(s.key, s.label) for s in source.splits["val"]] == [("val/b/2.png", 1), ("val/c/3.png", 2)]
+    assert source.skipped == (
+        f"{tmp_path}/extra/a/1.png: neither in train nor in a folder of validation images",
+    )
+
+
+def test_test_images_are_kept_for_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = [f"{split}/{c}/{n}.png" for split in ("train", "valid", "test") for c in "ab" for n in range(2)]
+    found, _ = everything(open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}"))
+    assert sorted(found) == sorted(name for name in files if not name.startswith("test"))
+    assert "validation is valid; left out: test" in caplog.text
+
+
+def test_a_class_named_train(tmp_path: Path) -> None:
+    names = [f"{c}/{n}.png" for c in ("bus", "train") for n in range(4)]
+    assert open_source(f"folder:{write(tmp_path, dict.fromkeys(names, PNG))}").classes == ("bus", "train")
+
+
+def test_train_alone_is_split(tmp_path: Path) -> None:
+    found, _ = everything(
+        open_source(f"folder:{write(tmp_path / 'set', many(2, 30)).rename(tmp_path / 'train')}")
+    )
+    inside, _ = everything(open_source(f"folder:{tmp_path}"))
+    assert len(found) == len(inside) == 60
+    assert Counter(taken.split for taken in inside.values())["val"] > 2
 
 
 def test_split_by_key_is_stable(tmp_path: Path) -> None:
     """A sample keeps its side when others come; a fifth is validation."""
-    png = IMAGES["grey.png"]
-    name = write(tmp_path, {f"cat/{n:03d}.png": png for n in range(0, 200, 2)})
-    before = {split: {*keys(samples)} for split, samples in open_source(name).splits.items()}
-    write(tmp_path, {f"cat/{n:03d}.png": png for n in range(1, 200, 2)})
-    after = {split: {*keys(samples)} for split, samples in open_source(name).splits.items()}
-    assert before["train"] < after["train"]
-    assert before["val"] < after["val"]
-    assert not after["train"] & after["val"]
-    assert len(after["train"]) + len(after["val"]) == 200
-    assert 20 < len(after["val"]) < 60
+    write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(0, 200)})
+    before, _ = everything(open_source(f"folder:{tmp_path}"))
+    write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(200, 400)})
+    after, _ = everything(open_source(f"folder:{tmp_path}"))
+    assert len(after) == 400
+    assert all(after[key].split == taken.split for key, taken in before.items())
+    assert 55 < sum(taken.split == "val" for taken in after.values()) < 105
 
 
-def test_torchvision(tmp_path: Path) -> None:
-    """A set of torchvision that needs no network: its own ImageFolder."""
-    files = {f"{c}/{n}.png": encoded(RGB.rotate(n), "PNG") for c in ("cat", "dog") for n in range(10)}
-    write(tmp_path, files)
-    source = open_source("torchvision:ImageFolder", root=str(tmp_path))
-    assert source.classes == ["cat", "dog"]
-    found = everything(source)
-    assert [found[key].label for key in sorted(found)] == [0] * 10 + [1] * 10
-    with Image.open(tmp_path / "dog" / "3.png") as image:
-        np.testing.assert_array_equal(pixels(found["0000013"]), np.asarray(image))
+@pytest.mark.parametrize("val_frac", [0.01, 0.2, 0.99])
+def test_a_class_of_two_has_one_on_either_side(val_frac: float, tmp_path: Path) -> None:
+    write(tmp_path, {**many(20, 2), "single/1.png": PNG})
+    found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=val_frac))
+    count = Counter(
+        (taken.split, taken.label) for key, taken in found.items() if not key.startswith("single")
+    )
+    assert count == Counter({(split, label): 1 for split in ("train", "val") for label in range(20)})
+
+
+def test_val_frac(tmp_path: Path) -> None:
+    write(tmp_path, many(2, 300))
+    found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=0.5))
+    assert 250 < sum(taken.split == "val" for taken in found.values()) < 350
+    for wrong in (0, 1, -0.1, float("nan")):
+        with pytest.raises(UsageError, match=r"--val-frac .* must lie between 0 and 1"):
+            open_source(f"folder:{tmp_path}", val_frac=wrong)
+
+
+def test_every_part_of_the_order_holds_all_classes(tmp_path: Path) -> None:
+    write(tmp_path, many(4, 60))
+    samples = open_source(f"folder:{tmp_path}").splits["train"]
+    for first in range(0, 180, 20):
+        assert {sample.label for sample in samples[first : first + 20]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "no files below"),
+        (
+            ["image.png"],
+            "has no class folders with images; 1 files, the first: .*image.png: in no class folder",
+        ),
+        (["cat/1.txt"], "has no class folders with images.*its name is no image's"),
+        (["cat/1.png"], "only one class .cat."),
+        (["train/1.png", "val/1.png"], "has no class folders with images"),
+        (["cat/1.png", "dog/1.png"], "no (train|val) images"),
+    ],
+)
+def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path) -> None:
+    write(tmp_path, dict.fromkeys(files, PNG))
+    with pytest.raises(UsageError, match=message):
+        open_source(f"folder:{tmp_path}")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("imagenet", "unknown source 'imagenet'; known: digits, folder:PATH, torchvision:NAME"),
+        ("imagenet", "unknown source 'imagenet'; known: digits, folder:PATH, webdataset:PATH"),
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
-        ("torchvision:NoSuchSet", "torchvision.datasets has no 'NoSuchSet'"),
-        ("torchvision:mnist", "torchvision.datasets has no 'mnist'"),  # a module there
-        ("torchvision:ImageFolder", "torchvision:ImageFolder below '/not/there': .*No such file"),
-        ("torchvision:CocoDetection", "torchvision:CocoDetection below '/not/there': .*annFile"),
+        ("webdataset:/not/there", "no folder /not/there"),
+        ("parquet:/not/there", "no folder /not/there"),
+        ("csv:/not/there.csv", "no file /not/there.csv"),
+        ("jsonl:/not/there", "no file /not/there"),
     ],
 )
 def test_unknown_sources(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        open_source(name, root="/not/there")
-
-
-def test_folder_without_classes(tmp_path: Path) -> None:
-    name = write(tmp_path, {"image.png": IMAGES["plain.png"]})
-    with pytest.raises(UsageError, match=f"{tmp_path} has no class folders"):
         open_source(name)
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    write(tmp_path, {"cat/\udcff.png": PNG})
+    with pytest.raises(UsageError, match="is not UTF-8: rename it"):
+        open_source(f"folder:{tmp_path}")
+
+
+def test_on_s3(bucket) -> None:
+    for name, content in many(2, 5).items():
+        storage.write_bytes(bucket.uri("set", name), content)
+    storage.write_bytes(bucket.uri("set", "0", ".hidden.png"), PNG)
+    source = open_source(f"folder:{bucket.uri('set')}")
+    found, skipped = everything(source)
+    assert {key: taken.image for key, taken in found.items()} == many(2, 5)
+    assert skipped == []
+    with pytest.raises(UsageError, match="no files below s3://"):
+        open_source(f"folder:{bucket.uri('nothing')}")
+    with bucket.failing("busy"), pytest.raises(OSError, match="503"):
+        everything(source)

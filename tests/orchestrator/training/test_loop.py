@@ -16,6 +16,7 @@ from orchestrator.data.transforms import normalize
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train, train_step
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
+from tests.orchestrator.training.batches import make_batch
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -39,9 +40,7 @@ def random_batch(size: int, seed: int = 0, *, valid: int | None = None) -> Batch
     rng = torch.Generator().manual_seed(seed)
     image = torch.randint(256, (size, 3, 8, 8), generator=rng, dtype=torch.uint8)
     label = torch.randint(10, (size,), generator=rng)
-    return Batch(
-        image, label, (torch.arange(size) < (size if valid is None else valid)).float(), torch.arange(size)
-    )
+    return make_batch(image, label, valid=valid)
 
 
 def live_model(run: RunConfig, dtype: torch.dtype = torch.float32) -> ViT:
@@ -243,7 +242,7 @@ def test_padding_does_not_matter(router: str) -> None:
     black, noise = random_batch(8, 0, valid=3), random_batch(8, 0, valid=3)
     black.image[3:] = 0
     noise.label[3:] = 9 - noise.label[3:]
-    short = Batch(*(field[:4] for field in black))
+    short = black.map(lambda field: field[:4])
     losses = [evaluate(model, [batch], run)["val/loss"] for batch in (black, noise, short)]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
@@ -260,7 +259,7 @@ def test_padding_takes_no_capacity() -> None:
     assert run.model.slots() == alone.model.slots()
     model, single = live_model(run), live_model(alone)
     image = random_batch(1, 3)
-    pair = Batch(*(torch.cat([field, field]) for field in image))  # both would want the same seats
+    pair = image.map(lambda field: torch.cat([field, field]))  # both would want the same seats
     pair.valid[0] = 0
     expected = evaluate(single, [image], alone)["val/loss"]
     assert evaluate(model, [pair], run)["val/loss"] == pytest.approx(expected, rel=1e-5)

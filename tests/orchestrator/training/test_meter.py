@@ -8,12 +8,13 @@ import torch
 
 from orchestrator.data.stream import Batch
 from orchestrator.training.meter import Meter
+from tests.orchestrator.training.batches import make_batch
 
 
 def batches(count: int, *, wait_s: float) -> Iterator[Batch]:
     for _ in range(count):
         time.sleep(wait_s)
-        yield Batch(torch.zeros(5, 3, 2, 2), torch.zeros(5), torch.ones(5), torch.arange(5))
+        yield make_batch(torch.zeros(5, 3, 2, 2), torch.zeros(5))
 
 
 def test_waiting_and_computing() -> None:

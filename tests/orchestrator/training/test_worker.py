@@ -16,7 +16,7 @@ import torch.distributed as dist
 from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.stream import in_process
+from orchestrator.data.in_process import in_process
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.weights import newest
 from orchestrator.training.loop import Metrics
@@ -123,7 +123,7 @@ def test_it_starts_from_other_weights_once(run: RunConfig, caplog: pytest.LogCap
     assert numbers(again)[6] == numbers(first)[6]
     # the mean of all experts' answers over soft slots is not the MLP's answer for each token, but near it
     fresh = trained(override(run, {"name": "fresh", "train.lr": 0.0, "model.moe.router.kind": "soft"}))
-    assert dict(first)[6]["val/loss"] < dict(fresh)[6]["val/loss"] - 0.02
+    assert dict(first)[6]["val/loss"] < dict(fresh)[6]["val/loss"] - 0.01
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:

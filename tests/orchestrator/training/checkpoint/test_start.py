@@ -29,6 +29,7 @@ from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.checkpoint.weights import export, load_exported
 from orchestrator.training.loop import train_step
 from orchestrator.training.optim import build_optimizer
+from tests.orchestrator.training.batches import make_batch
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "data.batch_size": 8, "train.schedule.warmup_steps": 0}
 DENSE = override(RunConfig(), SMALL)
@@ -55,7 +56,7 @@ CASES = {  # source -> what starts from it
 def random_batch(seed: int) -> Batch:
     rng = torch.Generator().manual_seed(seed)
     image = torch.randint(256, (8, 3, 8, 8), generator=rng, dtype=torch.uint8)
-    return Batch(image, torch.randint(10, (8,), generator=rng), torch.ones(8), torch.arange(8))
+    return make_batch(image, torch.randint(10, (8,), generator=rng))
 
 
 def save_trained(run: RunConfig, directory: str, *steps: int) -> ViT:

@@ -1,0 +1,100 @@
+"""What a run has read: a fingerprint of its samples in order, and the images that could not be decoded."""
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe.noise import mix
+from moe.parallel import sum_over_ranks
+from orchestrator import storage
+from orchestrator.config import UsageError
+from orchestrator.data.stream import Bad, Batch
+
+BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
+COUNTED_FROM = 1000  # images: of few, one bad is many
+SHOWN = 20
+
+
+class Artifacts(Protocol):
+    def write_text(self, name: str, text: str) -> None: ...
+
+
+class Seen:
+    """Of this worker's batches; `gather` has that of all workers.
+
+    The fingerprint is a sum over samples, of a hash of each and its place in the run, so it does not depend
+    on how they are shared out: runs that have the same after a step have read the same samples in the same
+    places.
+    """
+
+    def __init__(self, *, fingerprint: int = 0, bad: list[Bad]) -> None:
+        """With what all workers had read before."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        self._sum = torch.tensor(fingerprint if first else 0)
+        self._bad = {Bad(*one): None for one in bad}
+
+    def training(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches."""
+        for batch in self.validation(batches):
+            self._sum = self._sum.to(batch.key.device) + _hashes(batch).sum()
+            yield batch
+
+    def validation(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches, of which only what is bad counts."""
+        for batch in batches:
+            self._bad |= dict.fromkeys(batch.bad)
+            yield batch
+
+    def gather(self) -> tuple[int, list[Bad]]:
+        """The fingerprint, and what is bad, each once; to be called by all workers together."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone: list[list[Bad]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(everyone, list(self._bad))
+            self._bad = {bad: None for one in everyone for bad in one}
+        return int(sum_over_ranks(self._sum.clone())), sorted(self._bad)
+
+
+def shown(fingerprint: int) -> float:
+    """As a metric: the 48 bits that every store holds exactly."""
+    return float(fingerprint % 2**48)
+
+
+def check_bad(bad: list[Bad], *, read: int, epoch: int, most: float) -> None:
+    """`read`: images so far; `epoch`: images of one.
+
+    Raises:
+        UsageError: if more than the part `most` of them is bad.
+    """
+    base = max(read, min(epoch, COUNTED_FROM))
+    if len(bad) > most * base:
+        lines = "".join(f"\n  {one.shard} row {one.row}, {one.key}: {one.reason}" for one in bad[:SHOWN])
+        more = f"\n  .. and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+        raise UsageError(
+            f"{len(bad)} of {base} images cannot be decoded, more than data.max_bad_frac={most:g}:"
+            f"{lines}{more}\n{BAD_IMAGES} in the run's directory has all; mend them, or raise"
+            " data.max_bad_frac"
+        )
+
+
+def save_bad(directory: str, bad: list[Bad]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(Bad._fields)
+    writer.writerows(bad)
+    storage.write_bytes(storage.join(directory, BAD_IMAGES), text.getvalue().encode())
+
+
+def log_bad(directory: str, tracked: Artifacts) -> None:
+    """The list as it was last written, if anything was bad."""
+    path = storage.join(directory, BAD_IMAGES)
+    if storage.size(path) is not None:
+        tracked.write_text(BAD_IMAGES, storage.read_bytes(path).decode())
+
+
+def _hashes(batch: Batch) -> Tensor:
+    return mix(batch.sample, batch.key)

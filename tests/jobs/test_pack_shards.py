@@ -1,0 +1,157 @@
+"""`jobs/pack_shards.py` as a user runs it, alone and on a cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs import pack_shards
+from orchestrator.data import packing
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.packing import pack
+from orchestrator.data.sources import open_source
+from tests.orchestrator.data.foreign import samples, tar
+from tests.orchestrator.data.images import JPEG, PNG, numbered, write
+
+ROOT = Path(__file__).parents[2]
+Call = Callable[..., tuple[str, list[str]]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """``call("--source", "digits", ..)``: what it exits with, empty for success, and the lines it prints."""
+
+    def run_here(*args: str) -> tuple[str, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["pack_shards", *args])
+        error = ""
+        try:
+            pack_shards.main()
+        except SystemExit as stop:
+            error = str(stop.code or "")
+        return error, capsys.readouterr().out.splitlines()
+
+    return run_here
+
+
+def files(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_shards, "connect", None)
+    error, lines = call("--source", "digits", "--out", str(tmp_path), "--val-frac", "0.5")
+    assert error == ""
+    train, val, end = lines
+    assert open_manifest(str(tmp_path)).rows("val") == 907
+    assert train.startswith("train: 890 images, 0.")
+    assert train.endswith(" MB in 2 shards")
+    assert val.startswith("val: 907 images, 0.")
+    assert end == f"{tmp_path}: 890 training and 907 validation images, 10 classes, 0 skipped"
+
+
+def test_on_a_cluster(cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes as in one process; what is skipped is counted, shown in part, and kept."""
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 10)
+    good = {f"{c}/{n}.png": numbered(60 * c + n) for c in range(2) for n in range(60)}
+    bad = {f"1/{n}.jpg": JPEG[:100] for n in range(30)}
+    source = f"folder:{write(tmp_path / 'images', good | bad)}"
+    error, lines = call("--source", source, "--out", str(tmp_path / "out"))
+    assert error == ""
+    assert sum(line.startswith("skipped 1/") for line in lines) == 20
+    assert f".. and 10 more, see {tmp_path}/out/skipped.txt" in lines
+    assert lines[-1].endswith(" validation images, 2 classes, 30 skipped")
+    pack(str(tmp_path / "here"), open_source(source))
+    assert files(tmp_path / "out") == files(tmp_path / "here")
+    assert len(files(tmp_path / "here")) > 8
+
+
+def test_a_failure_on_the_cluster_is_one_line(
+    cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(9):
+        tar(tmp_path / "in" / f"{n}.tar", samples(10 * n, 10))
+    (tmp_path / "in" / "1.tar").write_bytes(b"nothing")
+    error, lines = call("--source", f"webdataset:{tmp_path}/in", "--out", str(tmp_path / "out"))
+    assert error.startswith(f"error: {tmp_path}/in/1.tar is not a whole uncompressed tar")
+    assert lines == []
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 4)
+    write(tmp_path / "images", {f"{c}/{n}.png": PNG for c in range(2) for n in range(20)})
+    (tmp_path / "file").touch()
+    error, _ = call("--source", f"folder:{tmp_path}/images", "--out", str(tmp_path / "file" / "out"))
+    assert error.startswith("error: ")
+    assert "Not a directory" in error
+
+
+def test_warnings(call: Call, tmp_path: Path) -> None:
+    """Classes without a valid image, and more bad files than good ones."""
+    write(tmp_path / "images", {f"{c}/{n}.png": PNG for c in "ab" for n in range(4)})
+    write(tmp_path / "images", {f"c/{n}.png": b"-" for n in range(9)})
+    error, lines = call("--source", f"folder:{tmp_path}/images", "--out", str(tmp_path / "out"))
+    assert error == ""
+    assert "warning: train has no image of 1 classes: c" in lines
+    assert f"warning: more than half of all files were skipped, see {tmp_path}/out/skipped.txt" in lines
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("imagenet", "error: unknown source 'imagenet'; known: digits, folder:PATH"),
+        ("folder:/not/there", "error: no folder /not/there"),
+        ("torchvision:Mnist", "error: torchvision.datasets has no 'Mnist'; did you mean "),
+        ("torchvision:CIFAR10", "error: torchvision:CIFAR10 below "),
+    ],
+)
+def test_mistakes_are_one_line(source: str, message: str, call: Call, tmp_path: Path) -> None:
+    error, lines = call("--source", source, "--out", str(tmp_path / "out"), "--root", str(tmp_path))
+    assert error.startswith(message)
+    assert "\n" not in error
+    assert lines == []
+
+
+def test_never_into_the_source(call: Call, tmp_path: Path) -> None:
+    """`--overwrite` would delete what looks like shards of ours."""
+    for source, out in ((tmp_path, tmp_path), (tmp_path, tmp_path / "out"), (tmp_path / "train", tmp_path)):
+        error, _ = call("--source", f"parquet:{source}", "--out", str(out), "--overwrite")
+        assert error == f"error: --out {out} and the source {source} lie in each other: choose another place"
+
+
+def test_overwriting_is_asked_for(call: Call, tmp_path: Path) -> None:
+    pack(str(tmp_path), open_source("digits"))
+    error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path))
+    assert "already holds a data set; choose another place, or --overwrite" in error
+    error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path), "--overwrite")
+    assert error == "error: no folder /not/there"
+    assert open_manifest(str(tmp_path)).rows("train")  # a mistake costs nothing
+    assert call("--source", "digits", "--out", str(tmp_path), "--overwrite")[0] == ""
+
+
+@pytest.mark.slow
+def test_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C while it packs: not exit code 0, and nothing that could be taken for a data set."""
+    script = "import os; from orchestrator.data import packing; packing.ROWS_PER_SHARD = 4"
+    write(tmp_path / "images", {f"{c}/{n}.png": numbered(n) for c in range(2) for n in range(4000)})
+    command = f"{script}; from jobs.pack_shards import main; main()"
+    job = subprocess.Popen(
+        [sys.executable, "-c", command, "--source", f"folder:{tmp_path}/images", "--out", f"{tmp_path}/out"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "out").rglob("*.parquet")) and time.monotonic() < until:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        _, error = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 1
+    assert error.splitlines()[-1].startswith("interrupted")
+    assert list((tmp_path / "out").rglob("*.parquet"))
+    assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,0 +1,122 @@
+"""Shards that are not as the manifest says are refused by name, before anything is trained."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config import UsageError
+from orchestrator.data.check import check_shards
+from orchestrator.data.manifest import Manifest, open_manifest, save_manifest
+from orchestrator.data.packing import Sample, write_shards
+from tests.orchestrator.buckets import Bucket
+
+Pack = Callable[..., tuple[str, Manifest]]
+
+
+def changed(manifest: Manifest, **fields) -> Manifest:
+    first, *others = manifest.splits["train"]
+    return replace(manifest, splits={**manifest.splits, "train": (replace(first, **fields), *others)})
+
+
+def test_what_is_whole_passes(pack_greys: Pack, bucket: Bucket) -> None:
+    path, manifest = pack_greys(train=8)
+    check_shards(path, manifest)
+    check_shards(path, manifest, verify=True)
+    sample = Sample(b"image", 0, "key")
+    remote = write_shards(bucket.uri("data"), ["a"], {"train": [sample], "val": [sample]})
+    check_shards(bucket.uri("data"), remote, verify=True)
+
+
+@pytest.mark.parametrize("shard", ["train/000001.parquet", "val/000000.parquet"])
+def test_missing_shard(shard: str, pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=8)
+    os.remove(f"{path}/{shard}")
+    with pytest.raises(UsageError, match=f"{path}/{shard} is missing, the manifest says"):
+        check_shards(path, manifest)
+
+
+def test_shard_cut_short(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=8)
+    shard = manifest.splits["train"][1]
+    os.truncate(f"{path}/{shard.path}", shard.bytes - 1)
+    message = f"{path}/{shard.path} has {shard.bytes - 1} bytes, the manifest says {shard.bytes}"
+    with pytest.raises(UsageError, match=message):
+        check_shards(path, manifest)
+
+
+def test_shards_that_lie_elsewhere(pack_greys: Pack, tmp_path: Path) -> None:
+    path, manifest = pack_greys(train=4)
+    absolute = changed(manifest, path=f"{path}/train/000000.parquet")
+    save_manifest(str(tmp_path / "other"), absolute)
+    with pytest.raises(UsageError, match=f"shard {tmp_path}/other/val/000000.parquet is missing"):
+        check_shards(str(tmp_path / "other"), absolute)
+    moved = {
+        split: [replace(s, path=f"{path}/{s.path}") for s in manifest.splits[split]]
+        for split in manifest.splits
+    }
+    check_shards(str(tmp_path / "other"), replace(manifest, splits=moved), verify=True)
+
+
+def test_damaged_footer(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=4)
+    shard = Path(path, manifest.splits["train"][0].path)
+    shard.write_bytes(shard.read_bytes()[:-4] + b"nope")
+    with pytest.raises(UsageError, match=f"{shard} is no whole parquet file"):
+        check_shards(path, manifest)
+
+
+def test_wrong_number_of_rows(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=4)
+    with pytest.raises(UsageError, match=f"{path}/train/000000.parquet has 4 rows, the manifest says 5"):
+        check_shards(path, changed(manifest, rows=5))
+
+
+@pytest.mark.parametrize("label", [-1, 2, 1000])
+def test_label_out_of_range(label: int, tmp_path: Path) -> None:
+    samples = [Sample(b"image", 0, "a"), Sample(b"image", label, "b")]
+    manifest = write_shards(str(tmp_path), ["a", "b"], {"train": samples, "val": samples[:1]})
+    with pytest.raises(
+        UsageError, match=f"000000.parquet has label {label}, the data set has 2 classes: 0 to 1"
+    ):
+        check_shards(str(tmp_path), manifest)
+
+
+def test_flipped_byte_is_found_when_asked(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=8)
+    shard = Path(path, manifest.splits["train"][1].path)
+    content = bytearray(shard.read_bytes())
+    content[50] ^= 1
+    shard.write_bytes(content)
+    check_shards(path, manifest)  # at its first read, else
+    with pytest.raises(UsageError, match=f"shard {shard} changed since it was packed"):
+        check_shards(path, manifest, verify=True)
+
+
+def test_no_data_set_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"no data set at {tmp_path}/nothing: .*pack one with"):
+        open_manifest(f"{tmp_path}/nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "no data set at .*pack one with"),
+        ("[]", "is not a shard manifest"),
+        ("{}", "is not a shard manifest .*classes"),
+        ('{"classes": [], "splits": {"train": [{"path": "x"}]}}', "is not a shard manifest .*rows"),
+        ('{"classes": [], "splits": []}', "is not a shard manifest"),
+        ('{"classes": [], "splits": {}}', "has no train shards"),
+    ],
+)
+def test_manifest_that_is_none(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        open_manifest(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_digest_tells_data_sets_apart(pack_greys: Pack) -> None:
+    assert pack_greys(train=8)[1].digest() != pack_greys(train=9)[1].digest()

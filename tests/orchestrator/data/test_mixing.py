@@ -1,0 +1,152 @@
+"""mixup and CutMix against loops over images and pixels."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from orchestrator.data.mixing import cross_entropy, draw, heavier, mix, partners
+
+SIZE = 12
+KEYS = [f"0/3/image-{n}" for n in range(600)]
+MIXUP = draw(KEYS, mixup=0.4, cutmix=0, size=SIZE)
+CUTMIX = draw(KEYS, mixup=0, cutmix=1.0, size=SIZE)
+BOTH = draw(KEYS, mixup=0.4, cutmix=1.0, size=SIZE)
+
+
+def by_loop(images: Tensor, draws: np.ndarray) -> Tensor:
+    mixed = images.clone()
+    for i, (weight, top, left, bottom, right) in enumerate(draws.tolist()):
+        partner = images[i + 1 if i % 2 == 0 else i - 1]
+        if top < bottom and left < right:
+            box = (slice(None), slice(int(top), int(bottom)), slice(int(left), int(right)))
+            mixed[i][box] = partner[box]
+        else:
+            mixed[i] = weight * images[i] + (1 - weight) * partner
+    return mixed
+
+
+def boxed(draws: np.ndarray) -> np.ndarray:
+    """Which images have a box."""
+    return (draws[:, 1] < draws[:, 3]) & (draws[:, 2] < draws[:, 4])
+
+
+def random_images(count: int) -> Tensor:
+    return torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])
+def test_pixels_are_those_of_the_definition(draws: np.ndarray) -> None:
+    images = random_images(len(draws))
+    torch.testing.assert_close(mix(images, torch.from_numpy(draws)), by_loop(images, draws))
+
+
+def test_what_is_cut_is_exact() -> None:
+    images = random_images(len(CUTMIX))
+    assert torch.equal(mix(images, torch.from_numpy(CUTMIX)), by_loop(images, CUTMIX))
+
+
+def test_without_either_images_stay_themselves() -> None:
+    draws = draw(KEYS[:5], mixup=0, cutmix=0, size=SIZE)  # nor need they be even in number
+    assert draws.tolist() == [[1, 0, 0, 0, 0]] * 5
+    images = random_images(4)
+    assert torch.equal(mix(images, torch.from_numpy(draws[:4])), images)
+    assert draw([], mixup=1, cutmix=0, size=SIZE).shape == (0, 5)
+
+
+def test_partners_are_neighbours() -> None:
+    assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
+
+
+@pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])
+def test_a_pair_shares_its_draw(draws: np.ndarray) -> None:
+    assert draws.dtype == np.float32
+    np.testing.assert_array_equal(draws[::2], draws[1::2])
+    assert len({row.tobytes() for row in draws}) > 150
+
+
+def test_the_weight_is_the_part_of_an_image_that_is_its_own() -> None:
+    """White images in black company: what is left of white, pixel by pixel."""
+    images = torch.zeros(len(KEYS), 3, SIZE, SIZE)
+    images[::2] = 1
+    for draws in (MIXUP, CUTMIX, BOTH):
+        left = mix(images, torch.from_numpy(draws))[::2].mean((1, 2, 3))
+        np.testing.assert_allclose(left.numpy(), draws[::2, 0], atol=1e-5)
+
+
+def test_boxes_lie_in_the_image_and_are_cut_off_at_its_border() -> None:
+    box = CUTMIX[:, 1:]
+    assert box.min() == 0
+    assert box.max() == SIZE
+    assert (box == box.astype(int)).all()
+    heights, widths = box[:, 2] - box[:, 0], box[:, 3] - box[:, 1]
+    assert 0.2 < (heights != widths).mean() < 0.8  # squares but for the border
+
+
+def test_boxes_have_the_published_distribution() -> None:
+    """Against 20,000 boxes by the formulas of Yun et al. 2019, algorithm A1."""
+    rng = np.random.default_rng(0)
+    cut = np.sqrt(1 - rng.beta(1, 1, 20_000)) * SIZE
+    sides = []
+    for _ in range(2):
+        centre = rng.integers(SIZE, size=20_000)
+        half = cut.astype(int) // 2
+        sides.append(np.clip(centre + half, 0, SIZE) - np.clip(centre - half, 0, SIZE))
+    expected = 1 - sides[0] * sides[1] / SIZE**2
+    found = CUTMIX[::2, 0]
+    assert abs(found.mean() - expected.mean()) < 4 * expected.std() / math.sqrt(len(found))
+    assert abs(found.std() - expected.std()) < 0.04
+
+
+def test_weights_of_mixup_are_beta_distributed() -> None:
+    weights = MIXUP[::2, 0]
+    assert not boxed(MIXUP).any()
+    assert abs(weights.mean() - 0.5) < 4 * math.sqrt(0.25 / 1.8 / 300)  # variance 1 / 4 (2 a + 1)
+    assert abs(weights.var() - 0.25 / 1.8) < 0.02
+
+
+def test_with_both_either_is_as_frequent() -> None:
+    mixup = (BOTH[::2, 0] < 1) & ~boxed(BOTH[::2])
+    assert 0.42 < mixup.mean() < 0.58
+
+
+def test_the_keys_of_a_pair_alone_decide() -> None:
+    """Not the place in the batch, the other images or the order of calls."""
+    elsewhere = draw([*KEYS[100:104], *KEYS[20:24]], mixup=0.4, cutmix=1.0, size=SIZE)
+    np.testing.assert_array_equal(elsewhere, np.concatenate([BOTH[100:104], BOTH[20:24]]))
+    assert not np.array_equal(draw([KEYS[0], KEYS[2]], mixup=0.4, cutmix=1.0, size=SIZE), BOTH[:2])
+
+
+def test_loss_is_that_of_soft_labels() -> None:
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    label, weight = torch.tensor([0, 1, 2, 2, 4, 3, 1, 0]), torch.from_numpy(MIXUP[:8, :1])
+    soft = weight * F.one_hot(label, 5) + (1 - weight) * F.one_hot(partners(label), 5)
+    expected = F.cross_entropy(logits, soft, reduction="sum")
+    torch.testing.assert_close(cross_entropy(logits, label, torch.from_numpy(MIXUP[:8])), expected)
+
+
+def test_accuracy_counts_the_heavier_label() -> None:
+    draws = torch.tensor([[0.8], [0.8], [0.3], [0.3], [0.5], [0.5]])
+    assert heavier(torch.tensor([1, 2, 3, 4, 5, 6]), draws).tolist() == [1, 2, 4, 3, 5, 6]
+
+
+def test_nothing_is_read_back_from_the_device() -> None:
+    """The meta device has no values that could be."""
+    images, draws = torch.empty(8, 3, 6, 6, device="meta"), torch.empty(8, 5, device="meta")
+    label = torch.empty(8, dtype=torch.int64, device="meta")
+    assert mix(images, draws).shape == images.shape
+    assert heavier(label, draws).shape == label.shape
+    assert cross_entropy(torch.empty(8, 4, device="meta"), label, draws).shape == ()
+
+
+def test_one_graph_for_every_draw() -> None:
+    compiled = torch.compile(mix, fullgraph=True, backend="aot_eager", dynamic=False)
+    images = random_images(8)
+    compiled(images, torch.from_numpy(MIXUP[:8]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for draws in (MIXUP[8:16], CUTMIX[:8], BOTH[:8]):
+            part = torch.from_numpy(draws)
+            torch.testing.assert_close(compiled(images, part), mix(images, part))

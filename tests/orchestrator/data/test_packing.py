@@ -1,0 +1,226 @@
+"""Packing is deterministic, checks every image, and leaves no half data set."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from orchestrator import storage
+from orchestrator.config import UsageError
+from orchestrator.data import packing
+from orchestrator.data.manifest import Manifest, open_manifest
+from orchestrator.data.packing import Sample, check_free, pack, pack_shard, write_shards
+from orchestrator.data.sources import open_source
+from tests.orchestrator.data.images import CONVERTED, JPEG, KEPT, PNG, numbered, write
+
+Pack = Callable[..., tuple[str, Manifest]]
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> str:
+    """A folder of 3 x 40 images, as a source."""
+    content = {f"{c}/{n}.png": numbered(40 * c + n) for c in range(3) for n in range(40)}
+    return f"folder:{write(tmp_path / 'images', content)}"
+
+
+def files(path: str | Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in Path(path).rglob("*") if p.is_file()}
+
+
+def rows(path: str | Path, split: str) -> list[dict[str, Any]]:
+    shards = open_manifest(str(path)).splits[split]
+    return [row for shard in shards for row in pq.read_table(f"{path}/{shard.path}").to_pylist()]
+
+
+def backwards(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+    return map(work, tasks[::-1])
+
+
+def test_same_input_same_bytes(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order shards get ready, and files are listed."""
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
+    report = pack(str(tmp_path / "a"), open_source(images))
+    walk = os.walk
+    monkeypatch.setattr(
+        os, "walk", lambda *args, **kw: ((f, d, n[::-1]) for f, d, n in reversed([*walk(*args, **kw)]))
+    )
+    again = pack(str(tmp_path / "b"), open_source(images), execute=backwards)
+    assert again == report
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert len(files(tmp_path / "a")) > 12
+
+
+def test_every_image_once(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 50)
+    report = pack(str(tmp_path / "out"), open_source(images))
+    manifest = open_manifest(str(tmp_path / "out"))
+    assert manifest == report.manifest
+    assert manifest.classes == ("0", "1", "2")
+    found = {row["key"]: row for split in ("train", "val") for row in rows(tmp_path / "out", split)}
+    assert {key: (row["label"], row["image"]) for key, row in found.items()} == {
+        f"{c}/{n}.png": (c, numbered(40 * c + n)) for c in range(3) for n in range(40)
+    }
+    assert report.labels["train"] + report.labels["val"] == Counter({0: 40, 1: 40, 2: 40})
+    assert [shard.rows for shard in manifest.splits["train"]][:-1] == [50]
+    assert manifest.rows("train") + manifest.rows("val") == 120
+    assert not (tmp_path / "out" / "skipped.txt").exists()
+
+
+def test_bad_images_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 2)
+    good = {f"{c}/{n}.png": PNG for c in "ab" for n in range(4)}
+    bad = {f"{c}/{n}.jpg": JPEG[:200] for c in "ab" for n in range(9)}
+    source = open_source(f"folder:{write(tmp_path / 'images', good | bad | {'a/x.txt': b''})}")
+    report = pack(str(tmp_path / "out"), source)
+    assert {row["key"] for split in ("train", "val") for row in rows(tmp_path / "out", split)} == {*good}
+    assert {line.split(": ")[0] for line in report.skipped} == {*bad, f"{tmp_path}/images/a/x.txt"}
+    assert all(line.split(": ", 1)[1] for line in report.skipped)
+    assert (tmp_path / "out" / "skipped.txt").read_text().splitlines() == [*report.skipped]
+    assert all(shard.rows for shards in report.manifest.splits.values() for shard in shards)
+
+
+def test_no_valid_image(tmp_path: Path) -> None:
+    images = {f"{c}/{n}.png": b"none" for c in "ab" for n in range(4)}
+    source = open_source(f"folder:{write(tmp_path / 'images', images)}")
+    with pytest.raises(
+        UsageError, match=r"no valid train images, see .*skipped.txt; the first: ./\d.png: not an"
+    ):
+        pack(str(tmp_path / "out"), source)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert len((tmp_path / "out" / "skipped.txt").read_text().splitlines()) == 8
+
+
+def test_large_images_make_shards_of_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut by the sizes of the files, so the same whatever they hold; one above the limit has its own."""
+    sizes = [len(PNG)] * 9
+    monkeypatch.setattr(packing, "SHARD_BYTES", 4 * len(PNG))
+    write(tmp_path / "images", {f"train/{n % 2}/{n}.png": PNG for n in range(len(sizes))})
+    write(tmp_path / "images", {"val/0/a.png": PNG + bytes(9 * len(PNG)), "val/1/b.png": PNG})
+    report = pack(str(tmp_path / "out"), open_source(f"folder:{tmp_path}/images"))
+    assert [shard.rows for shard in report.manifest.splits["train"]] == [4, 4, 1]
+    assert [shard.rows for shard in report.manifest.splits["val"]] == [1, 1]
+
+
+def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only when asked to; nothing of the old data set stays, and nothing else goes."""
+    out = str(tmp_path / "out")
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
+    pack(out, open_source(images))
+    write(
+        tmp_path / "out", {"notes.txt": b"mine", "train/000000.parquet.bak": b"mine", "skipped.txt": b"old"}
+    )
+    before = files(out)
+    for refused in (lambda: pack(out, open_source("digits")), lambda: check_free(out)):
+        with pytest.raises(UsageError, match=f"{out} already holds a data set; .*--overwrite"):
+            refused()
+    assert files(out) == before
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)
+    pack(out, open_source("digits"), overwrite=True)
+    shards = ("train/000000.parquet", "train/000001.parquet", "val/000000.parquet")
+    assert {*files(out)} == {*shards, "manifest.json", "notes.txt", "train/000000.parquet.bak"}
+
+
+def test_a_packing_that_breaks_off(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over another data set, it leaves nothing that could be taken for one; the next packs over it."""
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
+    out = str(tmp_path / "out")
+    pack(out, open_source("digits"))
+
+    def breaks_off(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        yield work(tasks[3])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(out, open_source(images), overwrite=True, execute=breaks_off)
+    assert {*files(out)} == {"train/000003.parquet"}
+    pack(out, open_source(images))
+    assert {row["key"][0] for row in rows(out, "train")} == {"0", "1", "2"}
+
+
+def test_on_s3(bucket, images: str, tmp_path: Path) -> None:
+    """The same bytes; and a storage that fails ends the packing."""
+    pack(str(tmp_path / "out"), open_source(images))
+    pack(bucket.uri("out"), open_source(images))
+    local = files(tmp_path / "out")
+    assert {
+        name: storage.read_bytes(bucket.uri("out", name)) for name in storage.files(bucket.uri("out"))
+    } == local
+    pack(bucket.uri("out"), open_source("digits"), overwrite=True)
+    assert len(open_manifest(bucket.uri("out")).classes) == 10
+    with bucket.failing("busy"), pytest.raises(OSError, match="503"):
+        pack(bucket.uri("other"), open_source(images))
+
+
+def test_every_kind_of_image_is_packed(tmp_path: Path) -> None:
+    images = {
+        f"{c}/{n}/{name}": content for c in "ab" for n in "12" for name, content in (KEPT | CONVERTED).items()
+    }
+    report = pack(str(tmp_path / "out"), open_source(f"folder:{write(tmp_path / 'images', images)}"))
+    assert report.skipped == ()
+    assert sum(map(report.manifest.rows, ("train", "val"))) == len(images)
+
+
+def test_progress(images: str, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 60)
+    monkeypatch.setattr(packing, "PROGRESS_EVERY_S", 0.0)
+    with caplog.at_level("INFO"):
+        report = pack(str(tmp_path / "out"), open_source(images))
+    first, *_, last = caplog.messages
+    assert first.startswith("packed 60 images, ")
+    assert first.endswith("/s, 1 of 3 shards")
+    assert last.startswith(f"packed {sum(map(report.manifest.rows, ('train', 'val')))} images, ")
+
+
+def test_a_shard_of_no_valid_image_is_none(tmp_path: Path) -> None:
+    task = packing.Task(out=str(tmp_path), path="train/0", samples=[Sample(b"", 0, "k")], fetch=iter)
+    packed = pack_shard(task)
+    assert packed.shard is None
+    assert packed.skipped[0].startswith("k: ")
+    assert files(tmp_path) == {}
+
+
+def test_digits(digits: str) -> None:
+    manifest = open_manifest(digits)
+    assert manifest.classes == tuple("0123456789")
+    assert (manifest.rows("train"), manifest.rows("val")) == (1430, 367)
+    again = pack(f"{digits}-again", open_source("digits")).manifest
+    assert again == manifest  # by either way
+
+
+def test_round_trip(pack_greys: Pack) -> None:
+    path, manifest = pack_greys(train=10, val=3)
+    assert open_manifest(path) == manifest
+    assert [shard.rows for shard in manifest.splits["train"]] == [4, 4, 2]
+    assert [(row["key"], row["label"]) for row in rows(path, "train")] == [
+        (f"grey-{n}", n) for n in range(10)
+    ]
+
+
+def test_write_shards_never_overwrites(pack_greys: Pack) -> None:
+    path, _ = pack_greys(train=4)
+    before = files(path)
+    with pytest.raises(UsageError, match=f"{path} already holds a data set"):
+        write_shards(path, ["a"], {"train": [Sample(b"", 0, "k")]})
+    assert files(path) == before
+
+
+def test_manifest_is_written_last(tmp_path: Path) -> None:
+    def breaks_off() -> Iterator[Sample[bytes]]:
+        yield Sample(b"", 0, "k")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": breaks_off()})
+    assert not (tmp_path / "manifest.json").exists()
+    write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": [Sample(b"", 0, "v")]})
+    assert json.loads((tmp_path / "manifest.json").read_text())["classes"] == ["a"]
+
+
+def test_a_split_without_images(pack_greys: Pack) -> None:
+    with pytest.raises(UsageError, match="no val images"):
+        pack_greys(train=4, val=0)

@@ -1,0 +1,123 @@
+"""Ray Data gives the batches that one process reads, whatever they are cut into and whoever comes back."""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from orchestrator.codec import override
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.in_process import in_process
+from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.data.stream import Batch, Split, open_stream
+from orchestrator.data.units import cut
+from tests.orchestrator.data.test_stream import equal, pack
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture(scope="module")
+def feed(cluster: None) -> Iterator[Any]:
+    feed = Feed.remote(tasks_each=6)
+    yield feed
+    ray.kill(feed)
+
+
+def digits_run(digits: str, **changes) -> RunConfig:
+    data = {"data.path": digits, "data.batch_size": 48, "data.lanes": 12, "model.image_size": 16}
+    return override(RunConfig(), data | changes)
+
+
+def read_all(
+    feed: Any, run: RunConfig, workers: int, steps: range, split: Split = "train"
+) -> list[list[Batch]]:
+    """Each worker's batches; they read at the same time, as workers do."""
+
+    def one(rank: int) -> list[Batch]:
+        return list(by_ray_data(feed)(open_stream(run, split, rank, workers), steps))
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(one, range(workers)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "changes", "steps"),
+    [
+        (1, {"data.augment": "inception", "data.mixup": 1.0}, range(7, 90)),  # 9 blocks in 2 executions
+        (3, {"data.augment": "inception", "data.cutmix": 1.0}, range(7, 90)),
+        (2, {"model.image_size": 512}, range(3)),  # two blocks a step
+    ],
+    ids=["one worker", "three", "parts of a step"],
+)
+def test_same_batches_as_in_process(
+    workers: int, changes: dict, steps: range, digits: str, feed: Any
+) -> None:
+    run = digits_run(digits, **changes)
+    for rank, batches in enumerate(read_all(feed, run, workers, steps)):
+        expected = in_process(open_stream(run, "train", rank, workers), steps)
+        assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_validation_beside_training(digits: str, feed: Any) -> None:
+    run = digits_run(digits)
+    stream, validation = open_stream(run, "train", 0, 1), open_stream(run, "val", 0, 1)
+    training = by_ray_data(feed)(stream, range(40))
+    first = next(training)
+    for _ in range(2):
+        (found,) = read_all(feed, run, 1, validation.steps(), "val")
+        expected = in_process(validation, validation.steps())
+        assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected = in_process(stream, range(40))
+    assert all(equal(a, b) for a, b in zip([first, *training], expected, strict=True))
+
+
+def test_workers_that_come_back_read_from_where_they_say(digits: str, feed: Any) -> None:
+    """Others of the first attempt never get further; the numbers of workers and steps are new."""
+    run = digits_run(digits)
+    abandoned = by_ray_data(feed)(open_stream(run, "train", 0, 1), range(60))
+    next(abandoned)
+    for rank, batches in enumerate(read_all(feed, run, 2, range(20, 25))):
+        expected = in_process(open_stream(run, "train", rank, 2), range(20, 25))
+        assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_bad_images_are_named(tmp_path: Path, feed: Any) -> None:
+    digits = pack(tmp_path / "bad", [b"nothing", b"", *[_png(n) for n in range(10)]])
+    run = override(RunConfig(), {"data.path": digits, "data.batch_size": 4, "data.lanes": 2})
+    stream = open_stream(run, "train", 0, 1)
+    (found,) = read_all(feed, run, 1, range(6))
+    assert {bad.key for batch in found for bad in batch.bad} == {"0", "1"}
+    assert all(equal(a, b) for a, b in zip(found, in_process(stream, range(6)), strict=True))
+
+
+def test_a_shard_that_changed_is_the_users_to_mend(tmp_path: Path, feed: Any) -> None:
+    path = pack(tmp_path / "changed", [_png(n) for n in range(12)])
+    shard = Path(path, "train/000000.parquet")
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    run = override(RunConfig(), {"data.path": path, "data.batch_size": 4, "data.lanes": 2})
+    with pytest.raises(UsageError, match=r"000000.parquet changed since it was packed"):
+        read_all(feed, run, 1, range(3))
+
+
+@pytest.mark.parametrize(("batch_size", "image_size"), [(48, 16), (48, 512), (6, 3000), (2048, 8), (30, 224)])
+def test_units_cover_every_slot_in_order(batch_size: int, image_size: int) -> None:
+    run = override(RunConfig(), {"data.batch_size": batch_size, "model.image_size": image_size})
+    for workers, steps in itertools.product((1, 2, 3), (range(0), range(5, 6), range(3, 50))):
+        units = cut(run, steps, workers=workers)
+        slots = [(step, slot) for i in range(len(units)) for step, part in units[i] for slot in part]
+        assert slots == [(step, slot) for step in steps for slot in range(batch_size // workers)]
+        assert all(part.start % 2 == 0 for i in range(len(units)) for _, part in units[i])
+
+
+def _png(number: int) -> bytes:
+    import numpy as np
+
+    from tests.conftest import png
+
+    return png(np.full((8, 8), number))

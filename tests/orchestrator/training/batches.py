@@ -1,0 +1,15 @@
+"""Batches that were never in a data set."""
+
+import torch
+from torch import Tensor
+
+from orchestrator.data.stream import Batch
+
+
+def make_batch(image: Tensor, label: Tensor, *, valid: int | None = None) -> Batch:
+    """Of images that are not mixed, the first `valid` of them valid."""
+    place = torch.arange(len(label))
+    unmixed = torch.tensor([1.0, 0, 0, 0, 0]).repeat(len(label), 1)
+    return Batch(
+        image, label, (place < (len(label) if valid is None else valid)).float(), place, place, unmixed
+    )
