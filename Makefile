@@ -32,6 +32,7 @@ check: setup
 bench: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python bench/layers.py
+	$(BIN)/python bench/data.py
 
 ui: setup  ## MLflow on http://127.0.0.1:5000
 	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port 5000

@@ -11,7 +11,9 @@ Needs `pip install -e .[dev,bench]`. Every loader runs in a process of its own.
 """
 
 import argparse
+import importlib
 import json
+import logging
 import os
 import platform
 import re
@@ -20,31 +22,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import psutil
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - found from now on
 from bench.loaders import PEERS, Job  # noqa: E402
+from bench.processes import CORES, Limit, Record, cache_folder, peak_bytes, run_loader, start  # noqa: E402
 from orchestrator import storage  # noqa: E402
 
-CORES = os.cpu_count() or 1
-LIMIT_S = 2.0
 TARGETS = {"in process": 0.9, "Ray Data": 0.7}  # of the limit, steady, warm
 BUCKET = "bench"
 AWS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
-FIGURES = ("steady", "epoch", "cpu", "first_batch_s")
-Record = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -67,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: memory alone")
     parser.add_argument("--quick", action="store_true", help="epochs of 300 images; writes only --out")
     parser.add_argument("--memory", action="store_true", help="also peak memory, small sets and large")
     parser.add_argument("--s3", action="store_true", help="also from S3, a server on this machine")
@@ -80,16 +75,16 @@ def main() -> None:
         images = 300 if args.quick else 3000
         data = folder / str(images)
         prepare(data, images)
-        with on_s3(data / "shards") if args.s3 else local():
-            result["records"] = measure(cases(args.s3), data, images, args.rounds)
+        with on_s3(data / "shards") if args.s3 else nullcontext():
+            result["records"] = measure(cases(args.s3), data, images, args.rounds) if args.rounds else []
         if args.memory:
-            result["memory"] = list(memory(data, folder / "memory", images // 300))
+            result["memory"] = list(memory(data, folder, images // 300))
     finally:
         if not args.folder:
             shutil.rmtree(folder)
     result["load_average_after"] = os.getloadavg()
-    out = args.out or (None if args.quick else ROOT / f"bench/results/data-{slug(cpu())}.json")
-    if out:
+    machine = re.sub(r"\W+", "-", cpu().lower())
+    if out := args.out or (not args.quick and ROOT / f"bench/results/data-{machine}.json"):
         Path(out).write_text(json.dumps(result, indent=1))
 
 
@@ -105,7 +100,7 @@ def measure(cases: list[Case], data: Path, images: int, rounds: int) -> list[Rec
     limit = Limit(data)
     with cache_folder() as warm:
         for case in cases:
-            if case.cache == "warm":
+            if case.loader == "in process" and case.cache == "warm":
                 run_loader(job_of(case, data, images), warm)
         for i in range(rounds):
             before = limit.sample()
@@ -116,6 +111,101 @@ def measure(cases: list[Case], data: Path, images: int, rounds: int) -> list[Rec
                 records.append({"case": str(case), "round": i} | found | ratios(found, before, after))
                 before = after
     limit.close()
-    for case in cases:
-        print_case([record for record in records if record["case"] == str(case)])
+    by_case = {str(case): [record for record in records if record["case"] == str(case)] for case in cases}
+    for name, found in by_case.items():
+        print_case(name, found)
+        if name.endswith("S3"):
+            pairs = zip(by_case[name.removesuffix(", S3")], found, strict=True)
+            times = statistics.median(far["epoch_s"] / near["epoch_s"] for near, far in pairs)
+            print(f"  {times:.2f} times the epoch from disk")
     return records
+
+
+def job_of(case: Case, data: Path, images: int) -> Job:
+    path = str(data) if case.loader in PEERS else f"s3://{BUCKET}" if case.on_s3 else str(data / "shards")
+    return Job(loader=case.loader, transform=case.transform, path=path, images=images, cores=CORES)
+
+
+def ratios(found: Record, *limits: Record) -> Record:
+    limit, cpu = (statistics.mean(one[key] for one in limits) for key in ("images_per_s", "cpu_ms_per_image"))
+    return {
+        "limit_images_per_s": limit,
+        "limit_cpu_ms_per_image": cpu,
+        "steady": found["images_per_s"] / limit,
+        "epoch": found["images"] / found["epoch_s"] / limit,
+        "cpu": found["cpu_ms_per_image"] / cpu,
+    }
+
+
+def print_case(case: str, records: list[Record]) -> None:
+    def of(key: str) -> float:
+        return statistics.median(record[key] for record in records)
+
+    low, high = (limit(record["steady"] for record in records) for limit in (min, max))
+    line = (
+        f"{case:27} steady {of('steady'):.2f} of the limit ({low:.2f} .. {high:.2f}),"
+        f" epoch {of('epoch'):.2f}, CPU {of('cpu'):.2f}x, first batch {of('first_batch_s'):.2f} s"
+    )
+    if "feed_ready_s" in records[0]:
+        line += f"; once: ray.init {of('ray_init_s'):.1f} s, feed ready {of('feed_ready_s'):.1f} s"
+    print(line)
+    for loader, target in TARGETS.items():
+        if case == f"{loader}, uint8, warm":
+            print(f"{'met' if of('steady') >= target else 'MISSED'}: {case} at least {target} of the limit")
+
+
+def memory(data: Path, folder: Path, times: int) -> Iterator[Record]:
+    """Peak of an epoch of a data set, and of one that is ten times as large; nothing is cached before."""
+    photos = [file.read_bytes() for file in jpegs(data)[: 120 * times]]
+    dots = [small_png(number) for number in range(1000)]
+    sets = [("in process", photos, 224, 120), ("Ray Data", photos, 224, 120), ("in process", dots, 32, 1000)]
+    for loader, images, size, tenth in sets:
+        peaks = []
+        for count in (tenth * times, 10 * tenth * times):
+            with tempfile.TemporaryDirectory(dir=folder) as packed, cache_folder() as cache:
+                shards = f"{packed}/shards"
+                pack(Path(shards), images, count)
+                job = Job(loader=loader, path=shards, images=count, cores=CORES, size=size, flow_epochs=1)
+                peaks.append(peak_bytes(start(job, cache)))
+            yield {"loader": loader, "images": count, "size": size, "peak_bytes": peaks[-1]}
+            print(f"{loader}, {count} images of {size} px: {peaks[-1] / 2**20:.0f} MiB", flush=True)
+        print(f"  ten times the images: {peaks[1] / peaks[0]:.2f} times the memory")
+
+
+@contextmanager
+def on_s3(shards: Path) -> Iterator[None]:
+    """A server in this process that holds the shards."""
+    server = importlib.import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    os.environ.update(AWS | {"AWS_ENDPOINT_URL": url})
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT"))
+    for name in storage.files(str(shards)):
+        storage.write_bytes(f"s3://{BUCKET}/{name}", (shards / name).read_bytes())
+    yield
+    server.stop()
+
+
+def cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def provenance() -> Record:
+    git = ["git", "-C", str(ROOT)]
+    changed = [*git, "status", "--short", "orchestrator"]
+    packages = ("litdata", "pillow", "pyarrow", "ray", "torch", "torchvision", "webdataset")
+    return {
+        "hardware": f"{cpu()}, {CORES} cores",
+        "load_average": os.getloadavg(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "changed": subprocess.run(changed, capture_output=True, text=True).stdout,
+    }
+
+
+if __name__ == "__main__":
+    main()

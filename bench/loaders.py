@@ -204,7 +204,7 @@ def cpu_seconds() -> float:
 
 
 def limit(job: Job) -> None:
-    """One core of it. For each line ``BEGIN SECONDS`` on stdin, on the monotonic clock: what it decoded then."""
+    """One core of it. For each line ``BEGIN SECONDS`` on stdin, by the monotonic clock: what it did then."""
     transform = AsUint8()
     files = cycle(jpegs(Path(job.path)))
     transform(next(files).read_bytes())

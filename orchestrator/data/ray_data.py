@@ -11,23 +11,23 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import ray.data
-from ray.data import ExecutionResources
 from ray.data.block import BlockAccessor
 from ray.exceptions import RayTaskError
 
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Bad, Batch, Piece, Reader, Split, Stream, open_stream, to_batch
-from orchestrator.data.units import BLOCK_BYTES, Part, Units, cut
+from orchestrator.data.units import Part, Units, cut
 
 AHEAD = 2  # blocks that a worker asks for before it needs them
 READY_BLOCKS = 3  # per worker, decoded and not yet fetched
-TASKS_PER_CPU = 64  # of one execution: its start takes time for each
+TASKS_PER_CPU = 8  # of one execution, and so what can be decoded before it is asked for
 
 
 class Flow(NamedTuple):
@@ -105,7 +105,7 @@ class Feed:
 
 @ray.remote(num_cpus=0)
 def _import_all() -> None:
-    """Unpickling this function has imported this module."""
+    import_module("orchestrator.data.stream")
 
 
 def _first_execution() -> None:
@@ -186,10 +186,9 @@ def _execute(flow: Flow, tasks: range) -> Iterator[Any]:
 
     dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(decode, batch_size=None)
     dataset.context.raise_original_map_exception = True
-    options = dataset.context.execution_options
-    options.preserve_order = True
-    in_flight = 2 * _cpus() + READY_BLOCKS * flow.workers
-    options.resource_limits = ExecutionResources(object_store_memory=4 * in_flight * BLOCK_BYTES)
+    dataset.context.execution_options.preserve_order = True
+    # its budgets wait for a coordinator that looks every 20 s, and until then run one task at a time
+    dataset.context.set_config("backpressure_policies.enabled", [])
     return dataset.iter_internal_ref_bundles()
 
 

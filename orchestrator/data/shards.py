@@ -58,11 +58,12 @@ class DataSet:
 
     def open(self, split: str, shard: int) -> Rows:
         """Raises UsageError if the shard is not what the manifest describes, OSError if it cannot be read."""
-        return _open(self, self.manifest.splits[split][shard])
+        return _open(self, split, shard)
 
 
 @lru_cache(maxsize=256)  # files that stay open
-def _open(data: DataSet, shard: Shard) -> Rows:
+def _open(data: DataSet, split: str, number: int) -> Rows:
+    shard = data.manifest.splits[split][number]
     location, limit = locate(data.path, shard), data.cache_bytes
     if storage.is_local(location):
         whole = _opened(location)

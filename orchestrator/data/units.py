@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from orchestrator.config import RunConfig
 
-BLOCK_BYTES = 16 << 20  # of decoded images per task: it streams, and pays the task's cost
+BLOCK_BYTES = 32 << 20  # of decoded images per task: it streams, and pays the task's cost
 BLOCK_IMAGES = 512  # at most, of small ones
 
 Part = tuple[int, range]  # a step, and slots of a worker's share of it

@@ -58,12 +58,18 @@ class FaultyProxy:
                 left[0] -= 1
                 return kind
 
+        with self.failing_by(fault):
+            yield
+        assert left[0] < times, "nothing failed"
+
+    @contextmanager
+    def failing_by(self, fault: Callable[[str], Kind | None]) -> Iterator[None]:
+        """Every request fails as `fault` says of it."""
         self._fault = fault
         try:
             yield
         finally:
             self._fault = lambda request: None
-        assert left[0] < times, "nothing failed"
 
     def close(self) -> None:
         self.server.shutdown()
