@@ -1,4 +1,4 @@
-"""Training from S3 through a storm: one request in twenty refused, every shard's connection cut once."""
+"""Training from S3 through a storm: one request in seven refused, every shard's connection cut once."""
 
 import itertools
 import random
@@ -44,7 +44,7 @@ def stormy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 
     def fault(request: str) -> Kind | None:
         kind: Kind | None = None
-        if draws.random() < 0.05:
+        if draws.random() < 0.15:
             kind = "busy"
         elif request.startswith("GET") and ".parquet" in request and request not in cut:
             cut.add(request)
@@ -75,7 +75,7 @@ def assert_same(found: list[Batch], expected: list[Batch], failed: list[Kind]) -
     assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
     kinds = {kind: len(list(some)) for kind, some in itertools.groupby(sorted(failed))}
     assert kinds["cut download"] >= 12
-    assert kinds["busy"] >= 2
+    assert kinds["busy"] >= 1
 
 
 def test_in_process(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> None:
