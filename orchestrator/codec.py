@@ -18,7 +18,7 @@ from orchestrator.config import UsageError
 T = TypeVar("T")
 
 # What may differ between a run and its resumption: how it is split, how and where it is kept.
-MAY_CHANGE = ("scale.", "train.microbatch", "checkpoint.", "storage")
+MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac")
 
 
 def to_dict(config: Any) -> Any:
