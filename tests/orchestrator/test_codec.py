@@ -161,7 +161,7 @@ def test_what_may_change_when_a_run_is_resumed() -> None:
                 ignored.add(name)
     split = {name for name in flat(RunConfig()) if name.startswith(("scale.", "checkpoint."))}
     assert {"scale.workers", "scale.ep", "checkpoint.keep_last"} < split
-    assert ignored == {"storage", "train.microbatch", *split}
+    assert ignored == {"storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac", *split}
 
 
 def test_fields_of_one_side_only_are_changes() -> None:

@@ -122,6 +122,20 @@ def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
         fit(run, lambda step, metrics: None, inline=True)
 
 
+@pytest.mark.slow
+def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
+    """It is the user's to mend: workers are not started again for it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(digits, copy)
+    for shard in (copy / "train").iterdir():
+        content = bytearray(shard.read_bytes())
+        content[200] ^= 1
+        shard.write_bytes(content)
+    run = override(run, {"data.path": str(copy), "train.steps": 5, "scale.workers": 2})
+    with pytest.raises(UsageError, match=r"^shard .*parquet changed since it was packed"):
+        fit(run, lambda step, metrics: None, inline=False)
+
+
 def test_too_many_workers_are_refused_with_the_arithmetic(run):
     with pytest.raises(UsageError, match=r"4 workers x 0.5 CPU \+ 1 CPU for data = 3 CPUs, .* has 2.*most 2"):
         check_resources(override(run, {"scale.workers": 4}))
