@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--download", action="store_true", help="let torchvision fetch what is missing")
     args = parser.parse_args()
     with command():
+        if not args.out:
+            raise UsageError("--out is empty: name a directory or URI")
         out = storage.absolute(args.out).rstrip("/")
         check_apart(args.source, out)
         if not args.overwrite:

@@ -46,6 +46,8 @@ def adopt(path: str, root: str) -> str:
         UsageError: if there are no such files, or one is damaged, or their labels do not fit.
     """
     path = storage.absolute(path).rstrip("/")
+    if storage.size(path) is not None:
+        raise UsageError(f"no data set at {path}: it is a file; name the folder of the shards")
     try:
         folder, sizes = shards_at(path, *FORMATS)
     except UsageError as error:

@@ -60,13 +60,17 @@ def open_manifest(path: str) -> Manifest:
         UsageError: if there is none, or it has no shards of a split.
     """
     try:
-        tree = json.loads(storage.read_bytes(storage.join(path, "manifest.json")))
+        content = storage.read_bytes(storage.join(path, "manifest.json"))
+    except OSError as error:
+        raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
+    try:
+        tree = json.loads(content)
         manifest = Manifest(
             classes=tuple(tree["classes"]),
             splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
+    except ValueError as error:
+        raise UsageError(f"{path}/manifest.json is damaged ({error}): copy it again") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}/manifest.json is not a shard manifest ({error!r})") from None
     for split in ("train", "val"):

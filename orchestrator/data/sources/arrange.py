@@ -49,7 +49,9 @@ def arrange(
         splits[split or "train"].append(Sample(one.image, label, one.key, one.size))
     for split, samples in splits.items():
         if not samples:
-            raise UsageError(f"no {split} images: nothing to train and validate on")
+            raise UsageError(
+                f"none of the {len(found)} images is for {split}: add images, or another --val-frac"
+            )
     return classes, splits
 
 

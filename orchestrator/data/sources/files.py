@@ -1,5 +1,6 @@
 """Images that are files of their own."""
 
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,9 +39,11 @@ def may_be_image(name: str) -> bool:
 
 
 def _read(location: str) -> bytes | BadImage:
+    if storage.is_local(location) and os.path.exists(location) and not os.path.isfile(location):
+        return BadImage("no regular file")  # to open a pipe would wait for ever
     try:
         return storage.read_bytes(location)
     except FileNotFoundError:
         return BadImage("no such file")
-    except (PermissionError, IsADirectoryError) as error:
+    except PermissionError as error:
         return BadImage(error.strerror or str(error))

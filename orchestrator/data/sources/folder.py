@@ -1,11 +1,17 @@
 """A folder with a folder per class, or with ``train`` and ``val`` of them; classes may hold deeper ones."""
 
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.data.sources.arrange import Found, arrange
 from orchestrator.data.sources.files import may_be_image, read_files
 from orchestrator.data.sources.listing import VALIDATION, by_split, files_below
 from orchestrator.data.sources.source import Source
+
+log = logging.getLogger(__name__)
 
 
 def folder(path: str, val_frac: float) -> Source[str]:
@@ -26,6 +32,7 @@ def folder(path: str, val_frac: float) -> Source[str]:
         else:
             found.append(Found(storage.join(root, name), folders[depth], name, size))
             told[name] = folders[0] if has_splits else None
+    _warn_of_empty_classes(root, listed, depth)
     if not found:
         reasons = f"; {len(skipped)} files, the first: {skipped[0]}" if skipped else ""
         raise UsageError(f"{root} has no class folders with images{reasons}")
@@ -33,3 +40,12 @@ def folder(path: str, val_frac: float) -> Source[str]:
     samples = [one._replace(split=used[one.key]) for one in found if one.key in used]
     classes, splits = arrange(samples, val_frac=val_frac, order="hash")
     return Source(classes=classes, splits=splits, fetch=read_files, skipped=tuple(skipped))
+
+
+def _warn_of_empty_classes(root: str, listed: Iterable[str], depth: int) -> None:
+    """They are no classes; S3 has no empty folders."""
+    if storage.is_local(root):
+        used = {tuple(name.split("/")[: depth + 1]) for name in listed}
+        for folder in sorted(Path(root).glob("/".join("*" * (depth + 1)))):
+            if folder.is_dir() and folder.relative_to(root).parts not in used and folder.name[0] != ".":
+                log.warning("%s has no files: it is no class", folder)

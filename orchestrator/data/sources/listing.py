@@ -25,6 +25,8 @@ def files_below(location: str) -> dict[str, int]:
     shown = {path: size for path, size in sorted(found.items()) if not is_hidden(path)}
     if not shown:
         there = not storage.is_local(location) or os.path.isdir(location)
+        if storage.size(location) is not None:
+            raise UsageError(f"{location} is a file, not a folder")
         raise UsageError(f"no files below {location}" if there else f"no folder {location}")
     return shown
 

@@ -36,9 +36,12 @@ def jsonl_list(path: str, val_frac: float) -> Source[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
-                rows.append((f"line {number}", dict(json.loads(line))))
-            except (ValueError, TypeError) as error:
+                row = json.loads(line)
+            except ValueError as error:
                 raise UsageError(f"{location} line {number} is no JSON object: {error}") from None
+            if not isinstance(row, dict):
+                raise UsageError(f"{location} line {number} is no JSON object")
+            rows.append((f"line {number}", row))
     return _listed(location, _checked(location, rows), val_frac)
 
 

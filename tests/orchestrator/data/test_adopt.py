@@ -12,7 +12,9 @@ import pytest
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.data.adopt import adopt
+from orchestrator.data.check import check_shards
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.shards import DataSet
 from tests.orchestrator.data.foreign import parquet, samples, tar
 from tests.orchestrator.data.images import numbered
 
@@ -149,3 +151,23 @@ def test_on_s3(bucket, theirs: Path) -> None:
     bucket.proxy.requests.clear()
     assert adopt(bucket.uri("theirs"), bucket.uri("root")) == path
     assert not any(request.startswith("GET") and ".tar" in request for request in bucket.proxy.requests)
+
+
+def test_rows_that_are_left_out_are_not_read(tmp_path: Path) -> None:
+    """The file's footer still counts them."""
+    for name in ("train-0", "val-0"):
+        images = [numbered(n) for n in range(4)]
+        images[1] = None
+        parquet(tmp_path / "them" / f"{name}.parquet", {"image": images, "label": [0, 1, None, 1]})
+    path = adopt(str(tmp_path / "them"), str(tmp_path))
+    manifest = open_manifest(path)
+    check_shards(path, manifest)
+    rows = DataSet(path=path, manifest=manifest, cache_bytes=10**9).open("train", 0)
+    assert [rows.image(n) for n in range(2)] == [numbered(0), numbered(3)]
+    assert rows.labels.tolist() == [0, 1]
+
+
+def test_a_file_is_no_data_set(tmp_path: Path) -> None:
+    (tmp_path / "file.tar").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"no data set at .*file.tar: it is a file"):
+        adopt(str(tmp_path / "file.tar"), str(tmp_path))

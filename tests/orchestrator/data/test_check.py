@@ -103,7 +103,7 @@ def test_no_data_set_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "no data set at .*pack one with"),
+        ("{", r"manifest.json is damaged .*: copy it again"),
         ("[]", "is not a shard manifest"),
         ("{}", "is not a shard manifest .*classes"),
         ('{"classes": [], "splits": {"train": [{"path": "x"}]}}', "is not a shard manifest .*rows"),

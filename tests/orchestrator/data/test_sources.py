@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.config import UsageError
-from orchestrator.data.decode import decode
+from orchestrator.data.decode import BadImage, decode
 from orchestrator.data.sources import open_source
 from tests.orchestrator.data.images import (
     CONVERTED,
@@ -202,7 +202,7 @@ def test_every_part_of_the_order_holds_all_classes(tmp_path: Path) -> None:
         (["cat/1.txt"], "has no class folders with images.*its name is no image's"),
         (["cat/1.png"], "only one class .cat."),
         (["train/1.png", "val/1.png"], "has no class folders with images"),
-        (["cat/1.png", "dog/1.png"], "no (train|val) images"),
+        (["cat/1.png", "dog/1.png"], "none of the 2 images is for (train|val)"),
     ],
 )
 def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path) -> None:
@@ -246,3 +246,20 @@ def test_on_s3(bucket) -> None:
         open_source(f"folder:{bucket.uri('nothing')}")
     with bucket.failing("busy"), pytest.raises(OSError, match="503"):
         everything(source)
+
+
+def test_a_pipe_is_no_image_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    write(tmp_path / "a", {"cat/fine.png": PNG, "dog/fine.png": PNG})
+    os.mkfifo(tmp_path / "a" / "cat" / "pipe.png")
+    source = open_source(f"folder:{tmp_path / 'a'}")
+    fetched = [
+        image for samples in source.splits.values() for image in source.fetch([s.image for s in samples])
+    ]
+    assert sorted(str(image) for image in fetched if isinstance(image, BadImage)) == ["no regular file"]
+
+
+def test_an_empty_class_folder_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a", {"cat/fine.png": PNG, "dog/deep/fine.png": PNG})
+    (tmp_path / "a" / "emu").mkdir()
+    assert open_source(f"folder:{tmp_path / 'a'}").classes == ("cat", "dog")
+    assert [record.message for record in caplog.records] == [f"{tmp_path}/a/emu has no files: it is no class"]
