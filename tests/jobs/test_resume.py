@@ -67,7 +67,8 @@ def test_killed_and_continued_on_other_workers(tmp_path: Path) -> None:
     killed = history(tmp_path / "killed")
     assert killed["data/fingerprint"] == whole["data/fingerprint"], (first, second)
     for name in ("train/loss", "train/grad_norm"):
-        assert killed[name][:first] == whole[name][:first], "equal to the bit at the same layout"
+        # the kill may come between the line that it waits for and MLflow
+        assert killed[name][: first - 1] == whole[name][: first - 1], "to the bit at the same layout"
         assert close(killed[name], whole[name]), (first, second)
 
 
