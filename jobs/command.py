@@ -86,7 +86,7 @@ def data_path(args: argparse.Namespace) -> str:
         path = storage.absolute(args.data)
         return path if has_manifest(path) else adopt(path, root(args))
     path = f"{root(args)}/data/digits"
-    if storage.size(f"{path}/manifest.json") is None:
+    if not has_manifest(path):
         digits = open_source("digits")
         write_shards(path, digits.classes, digits.splits)
     return path

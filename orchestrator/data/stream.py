@@ -123,20 +123,21 @@ class Stream:
         bad: list[Bad] = []
         names = [""] * n
         for i, places in enumerate(self._training(step, slots) if self.plan else self._validation(key)):
-            for place in places:
+            for tried, place in enumerate(places, start=1):
                 rows = self.data.open(self.split, place.shard)
                 names[i] = f"{self.run.train.seed}/{place.epoch}/{rows.keys[place.row]}"
                 try:
                     pixels = self.transform(rows.image(place.row), names[i])
                 except BadImage as error:
                     bad.append(Bad(rows.location, place.row, rows.keys[place.row], str(error)))
-                    if len(bad) > MOST_BAD_IN_A_ROW:
-                        raise UsageError(f"{len(bad)} images in a row cannot be decoded: {bad[-1]}") from None
+                    if tried > MOST_BAD_IN_A_ROW:
+                        raise UsageError(f"{tried} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
                 image[i] = pixels.permute(1, 2, 0).numpy()
                 label[i], valid[i], sample[i] = rows.labels[place.row], 1, sample_id(rows.keys[place.row])
                 break
-        mix = mixing.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
+        mixup, cutmix = (config.mixup, config.cutmix) if self.plan else (0, 0)
+        mix = mixing.draw(names, mixup=mixup, cutmix=cutmix, size=size)
         return Piece(image, label, valid, key, sample, mix, bad)
 
     def _training(self, step: int, slots: range) -> Iterator[Iterator[Place]]:
@@ -156,13 +157,10 @@ class Stream:
             yield places(Place(*map(int, first)), lane_of, index_of)
 
     def _validation(self, positions: Ints) -> Iterator[Iterator[Place]]:
-        ends = np.cumsum([shard.rows for shard in self.data.manifest.splits["val"]])
-        for position in positions[positions < ends[-1]]:
-            shard = int(np.searchsorted(ends, position, side="right"))
-            yield iter([Place(0, shard, int(position - ends[shard]) + self._rows(shard))])
-
-    def _rows(self, shard: int) -> int:
-        return self.data.manifest.splits[self.split][shard].rows
+        starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits["val"])])
+        for position in positions[positions < starts[-1]]:
+            shard = int(np.searchsorted(starts, position, side="right")) - 1
+            yield iter([Place(0, shard, int(position - starts[shard]))])
 
 
 @lru_cache(maxsize=64)  # a process decodes for many workers

@@ -185,6 +185,12 @@ class TestBadImages:
         assert whole.valid.tolist() == [float(n not in (3, 4, 10)) for n in range(12)]
         assert sorted(one.row for one in whole.bad) == [3, 4, 10]
 
+    def test_many_in_one_part_are_not_many_in_a_row(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Parts are as large as whoever reads likes."""
+        monkeypatch.setattr(streams, "MOST_BAD_IN_A_ROW", 3)
+        (stream,) = workers_of(greys_run(path, **{"data.batch_size": 48, "data.lanes": 6}), 1)
+        assert len(stream.read(0, range(48)).bad) > 4
+
     def test_no_end_of_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(streams, "MOST_BAD_IN_A_ROW", 20)
         (stream,) = workers_of(greys_run(pack(tmp_path / "none", [b"nothing"] * 12)), 1)
