@@ -1,9 +1,11 @@
 """What commands that train share: the flags of a run, and where things lie."""
 
 import argparse
+import hashlib
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +16,13 @@ from orchestrator import storage
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.data.adopt import adopt
+from orchestrator.data.cache import FOLDER
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.tracking import Tracking, open_tracking
 
-RESERVED = ("data", "mlartifacts", "mlflow.db")  # what else lies below the storage
+RESERVED = ("data", "mlartifacts", "mlflow.db", "outbox")  # what else lies below the storage
 
 
 def run_parser(
@@ -118,8 +121,23 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     return override(base, changes | assigned)
 
 
-def tracking(args: argparse.Namespace) -> Tracking:
-    return open_tracking(tracking_uri(args), artifacts=f"{root(args)}/mlartifacts")
+def tracking(args: argparse.Namespace, name: str) -> Tracking:
+    """`name`: of the run or sweep whose process this is."""
+    return open_tracking(
+        tracking_uri(args), artifacts=f"{root(args)}/mlartifacts", spool=spool_of(args, name)
+    )
+
+
+def spool_of(args: argparse.Namespace, name: str) -> str:
+    """The local folder for what MLflow was not told yet, the same for every process of that name.
+
+    Below the storage, or if that is remote beside this node's cache, which drops what it does not know.
+    """
+    if storage.is_local(root(args)):
+        return f"{root(args)}/outbox/{name}"
+    key = hashlib.sha256(f"{root(args)}/{name}".encode()).hexdigest()[:16]
+    cache = os.environ.get(FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"
+    return f"{cache.rstrip('/')}-outbox/{key}"
 
 
 def tracking_uri(args: argparse.Namespace) -> str:

@@ -1,7 +1,9 @@
 """Train the arms of a sweep, find the Pareto frontier of quality against cost, and confirm its knee.
 
   python jobs/pareto_sweep.py
-  python jobs/pareto_sweep.py --name longer --set train.steps=1000 --max-concurrent 1
+  python jobs/pareto_sweep.py --sweep routers --seeds 3 --stop-early --budget-hours 2
+  python jobs/pareto_sweep.py --sweep my_sweep.py:make --plan
+  python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40 --warm-start quickstart
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
 The same command again continues: finished trials stay, interrupted ones go on from their checkpoints.
@@ -9,140 +11,146 @@ The same command again continues: finished trials stay, interrupted ones go on f
 
 import argparse
 import sys
-from dataclasses import replace
 
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from rich.console import Console
-from rich.table import Table
 
-from jobs.command import connect, run_config, run_parser, tracking
+from jobs.command import connect, tracking
+from jobs.show import ended_line, print_compared, print_frontier, print_plan, status_line
+from jobs.sweep_flags import budget, parse, search_of, sweep_from
 from jobs.usage import command
 from orchestrator.config import UsageError
-from orchestrator.frontier.points import Frontier, hypervolume, on_front
-from orchestrator.sweeping.catalog import SWEEPS
-from orchestrator.sweeping.confirm import KNEE_ALIAS, check_confirm, confirm, confirm_config, knees
+from orchestrator.frontier.points import Frontier
+from orchestrator.sweeping.agenda import Outcome, ToTheEnd
+from orchestrator.sweeping.budget import Plan, plan, predicted_against_actual
+from orchestrator.sweeping.confirm import check_confirm, confirm, confirm_config, knees, trial_of
+from orchestrator.sweeping.log import TrialLog
+from orchestrator.sweeping.measure import measured_steps
+from orchestrator.sweeping.models import register_frontier
+from orchestrator.sweeping.prices import Device
+from orchestrator.sweeping.progress import snapshot
+from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.sweep import (
-    Outcomes,
-    Sweep,
-    check_sweep,
-    claim_sweep,
-    keep_weights_only,
-    reason_of,
-    run_sweep,
-)
-from orchestrator.tracking import TrackedRun, Tracking, track
+from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep, keep_weights_only
+from orchestrator.sweeping.scheduler import Halving
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeping.trial import reason_of
+from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, close_orphans, track
+from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, run_directory
 
 
 def main() -> None:
-    args = parse()
+    args = parse(__doc__)
     with command():
         sweep = sweep_from(args)
         connect(show_workers=False)
         check_sweep(sweep, verify=args.verify)
         if args.confirm:
             check_confirm(sweep)
-        store = tracking(args)
-        claim_sweep(sweep, args.mode)
-        tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
-        parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
-        try:
-            train_and_report(args, sweep, store, parent)
-        except BaseException:
-            parent.finish("FAILED")
-            raise
-        parent.finish("FINISHED")
+        device = args.devices[args.device]
+        planned = make_plan(args, sweep, device) if args.plan or args.measure or args.mfu else None
+        if args.plan:
+            return
+        with tracking(args, sweep.base.name) as store:
+            claim_sweep(sweep, args.mode, **args.identity)
+            parent = open_parent(sweep, store)
+            try:
+                with SystemMetrics(parent):
+                    failed = train_and_report(args, sweep, store, parent, planned)
+            except BaseException as error:
+                parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+                raise
+            parent.finish("FINISHED" if not failed else "FAILED")
+        if failed:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
+            sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
-def train_and_report(args: argparse.Namespace, sweep: Sweep, store: Tracking, parent: TrackedRun) -> None:
+def make_plan(args: argparse.Namespace, sweep: Sweep, device: Device) -> Plan:
+    """Printed. Raises UsageError if nothing is left that fits."""
+    runs = sweep.runs()
+    if not runs:
+        raise UsageError("a search draws its arms one by one: there is nothing to plan; use --budget-hours")
+    steps = None if args.mfu else measured_steps(runs)
+    most = int(most_resources().get("GPU" if sweep.base.scale.use_gpu else "CPU", 0))
+    made = plan(runs, device=device, seconds_per_step=steps, mfu=args.mfu, most_workers=most)
+    print_plan(
+        made, kind=args.device, how=f"at {args.mfu:.0%} of its peak" if args.mfu else "from measured steps"
+    )
+    return made
+
+
+def open_parent(sweep: Sweep, store: Tracking) -> TrackedRun:
+    """The sweep's MLflow run. What still runs there of an earlier one that was moved aside is closed."""
+    tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+    tags |= {"claims": "\n".join(sweep.claims)} if sweep.claims else {}
+    directory = run_directory(sweep.base)
+    parent = track(store, directory, sweep.base.name, tags=tags)
+    close_orphans(store, directory, {parent.run_id()})
+    return parent
+
+
+def train_and_report(
+    args: argparse.Namespace, sweep: Sweep, store: Tracking, parent: TrackedRun, planned: Plan | None
+) -> dict[str, str]:
+    """run -> why it failed."""
     folder = run_directory(sweep.base)
+    predicted = {e.trial: e.device_s for e in planned.estimates if e.device_s} if planned else {}
+    purse = Purse(budget(args), folder, predicted)
+    chance = 1 / sweep.base.model.num_classes
+    policy = Halving(chance=chance) if args.stop_early else ToTheEnd()
+    options = Options(policy=policy, at_once=args.max_concurrent, search=search_of(args, sweep, store))
+    run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, options)
+    run.recover()
 
-    def progress(arm: str, outcomes: Outcomes) -> None:
-        print(f"[{len(outcomes):2}/{len(sweep.arms)}] {arm:18} {describe(sweep, outcomes[arm])}", flush=True)
+    def ended(name: str, outcome: Outcome) -> None:
+        total = args.trials if args.search else len(run.agenda.standings)
+        print(f"[{len(run.outcomes()):2}/{total}] {name:18} {ended_line(sweep, outcome)}", flush=True)
 
-    outcomes = run_sweep(sweep, store, parent, max_concurrent=args.max_concurrent, progress=progress)
+    def status() -> None:
+        print(status_line(snapshot(sweep, list(run.agenda.standings.values()), purse)), flush=True)
+
+    run.work(ended, status)
+    outcomes = run.outcomes()
+    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
+    if run.agenda.out_of_budget:
+        left = sum(one.outcome is None for one in run.agenda.standings.values())
+        print(f"budget spent, {left} trials left; the same command with a larger budget continues")
     frontier = publish(store, sweep.base.name, folder)
-    for i, point in enumerate(knees(frontier, args.confirm)):
-        run = confirm_config(sweep, point.arm)
-        print(f"confirming {point.arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True)
-        try:
-            result = confirm(sweep, point.arm, store, parent, alias=KNEE_ALIAS if i == 0 else None)
-            print(f"        {point.arm:18} {describe(sweep, result)}", flush=True)
-        except (UsageError, TrainingFailedError, RayError) as error:
-            outcomes[f"confirm/{point.arm}"] = reason_of(error)
+    for point in knees(frontier, args.confirm):
+        failed |= confirm_arm(sweep, run, point.arm, store, parent)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
-    if freed := keep_weights_only(sweep, frontier):
+    show_end(sweep, frontier, store, folder)
+    trials = [one.trial for one in run.agenda.standings.values()]
+    if freed := keep_weights_only(trials, frontier):
         print(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
-    failed = {arm: outcome for arm, outcome in outcomes.items() if isinstance(outcome, str)}
+    if planned:
+        actual = {n: o.metrics["cost/device_s"] for n, o in outcomes.items() if isinstance(o, Result)}
+        print_compared(predicted_against_actual(planned, actual))
+    return failed
+
+
+def confirm_arm(sweep: Sweep, run: SweepRun, arm: str, store: Tracking, parent: TrackedRun) -> dict[str, str]:
+    """Why it failed, if it did."""
+    trial = trial_of((one.trial for one in run.agenda.standings.values()), arm)
+    config = confirm_config(sweep, trial)
+    print(f"confirming {arm}: {config.train.steps} steps on {config.scale.workers} workers", flush=True)
+    try:
+        result = confirm(sweep, trial, store, parent)
+    except (UsageError, TrainingFailedError, RayError) as error:
+        return {f"confirm/{arm}": reason_of(error)}
+    print(f"        {arm:18} {ended_line(sweep, result)}", flush=True)
+    return {}
+
+
+def show_end(sweep: Sweep, frontier: Frontier, store: Tracking, folder: str) -> None:
+    versions = register_frontier(store, frontier)
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")
-    print("open     `make ui`, or the page in any browser")
-    if failed:
-        listed = "\n".join(f"  {arm}: {reason}" for arm, reason in failed.items())
-        sys.exit(f"error: {len(failed)} of {len(outcomes)} runs failed:\n{listed}")
-
-
-def parse() -> argparse.Namespace:
-    which = argparse.ArgumentParser(add_help=False)
-    which.add_argument(
-        "--sweep", default="quickstart", choices=sorted(SWEEPS), help="which arms (%(default)s)"
-    )
-    chosen, _ = which.parse_known_args()
-    parser = run_parser(__doc__, name=chosen.sweep, base=SWEEPS[chosen.sweep]().base, parents=[which])
-    parser.add_argument(
-        "--max-concurrent", type=int, help="trials at once; default: as many as the cluster holds"
-    )
-    parser.add_argument(
-        "--confirm", type=int, default=1, help="how many knees to train again on 2 workers (%(default)s)"
-    )
-    args = parser.parse_args()
-    if args.confirm < 0 or (args.max_concurrent is not None and args.max_concurrent < 1):
-        parser.error("--confirm must be at least 0 and --max-concurrent at least 1")
-    return args
-
-
-def sweep_from(args: argparse.Namespace) -> Sweep:
-    sweep = SWEEPS[args.sweep]()
-    return replace(sweep, base=run_config(args, sweep.base))
-
-
-def describe(sweep: Sweep, outcome: Result | str) -> str:
-    if isinstance(outcome, str):
-        return f"failed: {outcome}"
-    metrics = outcome.metrics
-    if outcome.status == "diverged":
-        return f"diverged: train/loss {metrics['train/loss']}"
-    quality, cost = metrics[sweep.quality], metrics[sweep.cost]
-    return f"{sweep.quality} {quality:.4f}  {sweep.cost} {cost:.3g}  {metrics['cost/device_s']:.1f} s"
-
-
-def print_frontier(frontier: Frontier) -> None:
-    table = Table(title=f"{frontier.name}: * on the frontier, hypervolume {hypervolume(frontier):.4f}")
-    for column in (
-        "",
-        "arm",
-        frontier.quality_name,
-        frontier.cost_name,
-        "slots/token",
-        "status",
-        "MLflow run",
-    ):
-        table.add_column(column, overflow="fold")
-    rows = sorted(zip(frontier.points, on_front(frontier), strict=True), key=lambda row: row[0].cost)
-    for p, front in rows:
-        table.add_row(
-            "*" if front else "",
-            p.arm,
-            f"{p.quality:.4f}",
-            f"{p.cost:.3g}",
-            f"{p.size:g}",
-            p.status,
-            p.run_id,
-        )
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    named = ", ".join(f"{alias} (version {version})" for alias, version in versions.items())
+    print(f"models   {named or 'none registered'}\nopen     `make ui`, or the page in any browser")
 
 
 if __name__ == "__main__":

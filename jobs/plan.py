@@ -14,11 +14,11 @@ from jobs.usage import assignment, command
 from moe.cost import num_expert_params, num_params
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, choose, layouts
 from moe.presets import PRESETS
-from moe.sharding import FP32, Step
+from moe.sharding import Step
 from moe.traffic import Sent
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
-from orchestrator.recipe import AdamWConfig
+from orchestrator.sweeping.budget import step_of
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 CONVENTIONS = """\
@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace) -> None:
         UsageError: after the tables, if no layout fits the memory.
     """
     run, memory = planned_run(args), args.memory * GIB
-    step = planned_step(run)
+    step = step_of(run)
     try:
         cluster = Cluster(
             devices=args.devices,
@@ -70,17 +70,6 @@ def planned_run(args: argparse.Namespace) -> RunConfig:
             raise UsageError(f"--set {field}: {instead}")
     mesh = {field: value for field, (value, _) in taken.items()}
     return override(RunConfig(model=PRESETS[args.model]), assigned | mesh)
-
-
-def planned_step(run: RunConfig) -> Step:
-    """What a worker of `run` computes per update."""
-    optimizer, images = run.train.optimizer, run.images_per_pass()
-    return Step(
-        images=images,
-        passes=run.data.batch_size // run.scale.workers // images,
-        compute_bytes=2 if run.train.compute_dtype == "bfloat16" else FP32,
-        moments=2 if isinstance(optimizer, AdamWConfig) else int(optimizer.momentum > 0),
-    )
 
 
 def summary(run: RunConfig, step: Step) -> str:

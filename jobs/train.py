@@ -12,10 +12,12 @@ import sys
 from jobs.command import connect, run_config, run_parser, tracking
 from jobs.usage import command
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import reason_of
-from orchestrator.tracking import TrackedRun, track_training
+from orchestrator.data.manifest import open_manifest
+from orchestrator.sweeping.trial import reason_of
+from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, track_training
 from orchestrator.training.claim import claim
-from orchestrator.training.fit import check_data, check_resources, fit, identity
+from orchestrator.training.cluster import check_resources
+from orchestrator.training.fit import check_data, fit, identity
 from orchestrator.training.loop import Metrics
 from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import Result, run_directory
@@ -30,26 +32,34 @@ def main() -> None:
         if not inline:
             connect(show_workers=True)
             check_resources(run)
-        store = tracking(args)
-        claim(run_directory(run), identity(run), args.mode)
-        tracked = track_training(store, run, run_directory(run), role="train")
-        try:
-            result = fit(run, Progress(tracked, run), inline=inline)
-        except BaseException as error:
-            log_bad(run_directory(run), tracked)
-            tracked.tag(error=reason_of(error))
-            tracked.finish("FAILED")
-            if isinstance(error, Exception):
-                sys.exit(f"error: {run.name} failed: {reason_of(error)}")
-            raise
-        tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
-        log_bad(run_directory(run), tracked)
-        tracked.finish("FINISHED")
+        with tracking(args, run.name) as store:
+            claim(run_directory(run), identity(run), args.mode)
+            result = train(run, store, inline=inline)
         print_result(run, result)
 
 
+def train(run: RunConfig, store: Tracking, *, inline: bool) -> Result:
+    directory = run_directory(run)
+    data = (run.data.path, open_manifest(run.data.path).digest())
+    tracked = track_training(store, run, directory, dataset=data, role="train")
+    try:
+        with SystemMetrics(tracked):
+            result = fit(run, Progress(tracked, run), inline=inline)
+    except BaseException as error:
+        log_bad(directory, tracked)
+        tracked.tag(error=reason_of(error))
+        tracked.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        if isinstance(error, Exception):
+            sys.exit(f"error: {run.name} failed: {reason_of(error)}")
+        raise
+    tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
+    log_bad(directory, tracked)
+    tracked.finish("FINISHED")
+    return result
+
+
 class Progress:
-    """Every report: a line here, its metrics in MLflow. Sent to where the reports arrive."""
+    """Every report: a line here, its metrics in MLflow."""
 
     def __init__(self, tracked: TrackedRun, run: RunConfig) -> None:
         self.tracked = tracked

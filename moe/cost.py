@@ -64,7 +64,7 @@ def forward_macs(config: ViTConfig) -> dict[str, float]:
         "head": D * features + (features or D) * config.num_classes,
     }
     if config.moe:
-        macs["experts"] = num_moe * expert_rows(config) * 2 * D * F
+        macs["experts"] = num_moe * expert_rows(config) * 2 * D * config.expert_dim()
         macs["router"] = num_moe * _router_macs(config)
         macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(config)
     return macs

@@ -20,6 +20,7 @@ class MoEConfig:
         Soft MoE), ``last_<n>_odd`` (the last n odd ones, as V-MoE's Last-n), or their indices.
     images_per_group: images that are routed together and compete for capacity; results depend on it, never
         on the number of ranks.
+    expert_dim: hidden units of an expert; None: as many as the model's dense MLPs have.
     expert_dropout: in the experts' MLPs, after both layers; V-MoE fine-tunes with 0.1.
     residual: False leaves out the skip connection around the experts (Implicit Bias in Soft MoE, section
         4.4.1), so that a model cannot ignore them.
@@ -29,12 +30,15 @@ class MoEConfig:
     num_experts: int = 8
     images_per_group: int = 1
     router: RouterConfig = TokenChoiceConfig()
+    expert_dim: int | None = None
     expert_dropout: float = 0.0
     residual: bool = True
 
     def __post_init__(self) -> None:
         if self.num_experts < 2:
             raise ValueError(f"num_experts must be at least 2, got {self.num_experts}")
+        if self.expert_dim is not None and self.expert_dim < 1:
+            raise ValueError(f"expert_dim must be at least 1, got {self.expert_dim}")
         if self.images_per_group < 1:
             raise ValueError(f"images_per_group must be at least 1, got {self.images_per_group}")
         if not 0 <= self.expert_dropout < 1:

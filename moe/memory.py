@@ -129,7 +129,9 @@ def _saved(config: ViTConfig) -> list[dict[str, float]]:
 
 def _hidden(config: ViTConfig, block: int) -> float:
     """Numbers in the hidden layer of a block's MLP or experts."""
-    return config.mlp_dim * (expert_rows(config) if block in config.moe_blocks() else config.tokens())
+    if block in config.moe_blocks():
+        return config.expert_dim() * expert_rows(config)
+    return config.mlp_dim * config.tokens()
 
 
 def _routing_saved(config: ViTConfig) -> dict[str, float]:

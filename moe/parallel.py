@@ -80,10 +80,11 @@ def check_layout(config: ViTConfig, *, dp: int, ep: int, dp_replicate: int = 1) 
             f"num_experts={config.moe.num_experts} does not divide over ep={ep}; use one of {fits}"
         )
     shards = dp // dp_replicate
-    if config.width % shards or config.mlp_dim % shards:
+    if config.width % shards or config.mlp_dim % shards or config.expert_dim() % shards:
         ranks = f"dp={dp}" if dp_replicate == 1 else f"dp / dp_replicate = {dp} / {dp_replicate}"
+        own = f", expert_dim={config.moe.expert_dim}" if config.moe.expert_dim else ""
         raise ValueError(
-            f"width={config.width} and mlp_dim={config.mlp_dim} must divide by {ranks} to be sharded"
+            f"width={config.width} and mlp_dim={config.mlp_dim}{own} must divide by {ranks} to be sharded"
         )
 
 

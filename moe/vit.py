@@ -73,6 +73,10 @@ class ViTConfig:
     def moe_blocks(self) -> tuple[int, ...]:
         return self.moe.blocks(self.depth) if self.moe else ()
 
+    def expert_dim(self) -> int:
+        """Hidden units of an expert."""
+        return (self.moe and self.moe.expert_dim) or self.mlp_dim
+
     def slots(self) -> int:
         """C: slots per expert and group of a MoE layer; 0 for a dense model."""
         if not self.moe:
@@ -103,7 +107,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.width, eps=1e-6)
         self.residual = not moe or moe.residual
         self.mlp = (
-            MoELayer(moe, dim=config.width, hidden=config.mlp_dim, block=index)
+            MoELayer(moe, dim=config.width, hidden=config.expert_dim(), block=index)
             if moe
             else MLP(config.width, config.mlp_dim)
         )

@@ -80,6 +80,8 @@ class TrainConfig:
     microbatch: images per worker and forward pass, accumulated; None: the worker's whole share at once.
     init_from: weights to start from, as far as they fit: a directory of checkpoints, the folder of one, or an
         exported file. None: all are drawn from `seed`.
+    trunk: folder of a checkpoint of another run, which this one goes on from with its optimiser and its place
+        in the data: a branch that cools down. None: from the start.
     clip_norm: largest gradient norm.
     compute_dtype: of matmuls and activations; weights and optimiser stay float32, routers compute in it.
     eval_every: steps between; None: at the end only.
@@ -89,6 +91,7 @@ class TrainConfig:
     lr: float = 1e-3
     seed: int = 0
     init_from: str | None = None
+    trunk: str | None = None
     report_every: int = 10
     eval_every: int | None = None
     microbatch: int | None = None

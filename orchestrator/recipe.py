@@ -76,6 +76,21 @@ class RsqrtConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConstantConfig:
+    """Linear warm-up, the peak, linear cooldown to 0. None: a tenth of the run for warm-up, a fifth for
+    cooldown.
+    """
+
+    kind: Literal["constant"] = "constant"
+    warmup_steps: int | None = None
+    cooldown_steps: int | None = None
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
+        return _tenth(self.warmup_steps, steps), cooldown
+
+
+@dataclass(frozen=True, kw_only=True)
 class CosineConfig:
     """Linear warm-up (None: a tenth of the run), then half a cosine down to `end_frac` of the peak."""
 
@@ -105,4 +120,4 @@ class LinearConfig:
         return _tenth(self.warmup_steps, steps), 0
 
 
-ScheduleConfig = RsqrtConfig | CosineConfig | LinearConfig
+ScheduleConfig = RsqrtConfig | ConstantConfig | CosineConfig | LinearConfig

@@ -1,33 +1,163 @@
-"""A frontier as a plotly figure: quality against log cost. Text and grid take their colours from the page."""
+"""One panel of the page: quality against one cost, as plotly's traces and layout in plain values.
+
+`plots.js` draws them. It takes out the points that a filter hides (`customdata` numbers them), adds their
+hover text and the colours of the theme; `meta.role` tells it what a trace is.
+"""
 
 import math
 from collections.abc import Sequence
 from html import escape
 
-import plotly.graph_objects as go
-
 from orchestrator.frontier.points import (
     Frontier,
     Point,
-    dominated_points,
+    family_fronts,
     front_points,
     is_complete,
     knee_point,
+    standings,
 )
+from orchestrator.frontier.published import Published, published
+from orchestrator.frontier.seeds import seed_band
 from orchestrator.frontier.style import (
     DOMINATED_OPACITY,
     NOTHING_YET,
-    SIZE_TITLE,
     FamilyStyle,
     axis_title,
-    detail,
     family_label,
     family_styles,
     fraction,
     marker_px,
     number,
-    web_link,
 )
+
+Json = dict[str, object]
+FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
+AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
+
+
+def frontier_panel(frontier: Frontier) -> Json:
+    """`customdata` numbers `points`, then `rest`. Traces go from the back to the front."""
+    papers = published(frontier.quality_name, frontier.cost_name) if frontier.published else ()
+    points, places = frontier.points + frontier.rest, standings(frontier)
+    styles = family_styles([*(point.family for point in points), *(paper.family for paper in papers)])
+    fronts = family_fronts(frontier)
+
+    traces = [_band(frontier.points), _line(front_points(frontier), "front", "", width=1.8)]
+    for family, style in styles.items():
+        if len(fronts) > 1 and family in fronts:
+            role, dash = ("dense", "dash") if family == "dense" else ("family", "dot")
+            traces.append(_line(fronts[family], role, family, width=1.4, color=style.colour, dash=dash))
+    for family, style in styles.items():
+        mine = [paper for paper in papers if paper.family == family]
+        traces.append(_hollow(mine, family, style))
+    for role in ("diverged", "dominated", "frontier", "confirm"):
+        for family, style in styles.items():
+            mine = [
+                i
+                for i, (point, place) in enumerate(zip(points, places, strict=True))
+                if place.startswith(role) and point.family == family and 0 < point.cost < math.inf
+            ]
+            traces.append(_cloud(role, family, style, mine, [points[i] for i in mine]))
+    note = _knee_note(frontier) if fronts else _NOTHING_NOTE
+    return {
+        "traces": [trace for trace in traces if trace["x"]],
+        "layout": _layout(frontier) | {"annotations": [note]},
+    }
+
+
+def _line(points: Sequence[Point], role: str, family: str, **line: object) -> Json:
+    return {
+        "x": [point.cost for point in points],
+        "y": [point.quality for point in points],
+        "mode": "lines",
+        "meta": {"role": role, "family": family},
+        "line": line,
+        "hoverinfo": "skip",
+    }
+
+
+def _band(points: Sequence[Point]) -> Json:
+    band = seed_band(points)
+    return {
+        "x": band[:, 0].tolist(),
+        "y": band[:, 1].tolist(),
+        "mode": "none",
+        "fill": "toself",
+        "fillcolor": "rgba(127,127,127,0.22)",
+        "meta": {"role": "band", "family": ""},
+        "hoverinfo": "skip",
+    }
+
+
+def _cloud(
+    role: str, family: str, style: FamilyStyle, numbers: Sequence[int], points: Sequence[Point]
+) -> Json:
+    """Markers of one family. What diverged has no quality: it stands on the cost axis, by its own scale."""
+    margin = role == "diverged"
+    cloud: Json = {
+        "x": [point.cost for point in points],
+        "y": [0 if margin else point.quality for point in points],
+        "yaxis": "y2" if margin else "y",
+        "cliponaxis": not margin,
+        "mode": "markers",
+        "customdata": list(numbers),
+        "hoverinfo": "text",
+        "meta": {"role": role, "family": family},
+        "marker": _marker(role, style, points),
+    }
+    several = not margin and any(len(point.qualities) > 1 for point in points)
+    return cloud | ({"error_y": _spread(points)} if several else {})
+
+
+def _spread(points: Sequence[Point]) -> Json:
+    """Thin bars from the worst seed to the best."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [max(point.qualities, default=point.quality) - point.quality for point in points],
+        "arrayminus": [point.quality - min(point.qualities, default=point.quality) for point in points],
+        "thickness": 1,
+        "width": 0,
+    }
+
+
+def _marker(role: str, style: FamilyStyle, points: Sequence[Point]) -> Json:
+    if role == "diverged":
+        return {"symbol": "x-thin-open", "color": style.colour, "size": 8, "line": {"width": 1.5}}
+    if role == "confirm":
+        return {"symbol": "star-open", "color": style.colour, "size": 15, "line": {"width": 1.8}}
+    return {
+        "symbol": style.symbol,
+        "color": style.colour,
+        "size": [marker_px(point.size) for point in points],
+        "line": {"width": 0},
+        "opacity": DOMINATED_OPACITY if role == "dominated" else 1,
+    }
+
+
+def _hollow(papers: Sequence[Published], family: str, style: FamilyStyle) -> Json:
+    mine = [paper for paper in papers if paper.family == family]
+    return {
+        "x": [paper.cost for paper in mine],
+        "y": [paper.quality for paper in mine],
+        "mode": "markers",
+        "hovertext": [
+            f"<b>{plain(paper.model)}</b> &nbsp; {family_label(family)}<br>{number(paper.cost)}, "
+            f"{fraction(paper.quality)}<br>{plain(paper.source)}"
+            for paper in mine
+        ],
+        "hoverinfo": "text",
+        "meta": {"role": "published", "family": family},
+        "marker": {
+            "symbol": f"{style.symbol}-open",
+            "color": style.colour,
+            "size": 9,
+            "opacity": 0.8,
+            "line": {"width": 1.2},
+        },
+    }
+
 
 _NOTHING_NOTE = {
     "text": NOTHING_YET,
@@ -39,125 +169,57 @@ _NOTHING_NOTE = {
 }
 
 
-def frontier_figure(frontier: Frontier) -> go.Figure:
-    """Only complete points are drawn. The page's script reads `customdata` (links) and `meta` (the line)."""
-    front = front_points(frontier)
-    dominated = dominated_points(frontier)
-    rest = [point for point in frontier.rest if is_complete(point)]
-    styles = family_styles([*front, *dominated, *rest])
-
-    figure = go.Figure(layout=_layout(frontier))
-    for family, style in styles.items():
-        figure.add_scatter(
-            **_legend_entry(family_label(family), style.symbol, style.colour), legendgroup=family
-        )
-    figure.add_scatter(**_line(front))
-    for points, opacity in ((dominated, DOMINATED_OPACITY), (front, 1)):
-        for family, style in styles.items():
-            mine = [point for point in points if point.family == family]
-            figure.add_scatter(**_cloud(frontier, mine), marker=_marker(style, mine) | {"opacity": opacity})
-    for family, style in styles.items():
-        mine = [point for point in rest if point.family == family]
-        figure.add_scatter(**_cloud(frontier, mine), marker=_star(style.colour))
-    if rest:
-        figure.add_scatter(**_legend_entry("Confirmation, not counted", "star-open", "#7F7F7F"))
-    figure.add_annotation(**(_knee_note(knee_point(front)) if front else _NOTHING_NOTE))
-    return figure
-
-
-def _line(front: Sequence[Point]) -> dict[str, object]:
-    return {
-        "x": [point.cost for point in front],
-        "y": [point.quality for point in front],
-        "mode": "lines",
-        "name": "Frontier",
-        "meta": "front",
-        "line": {"width": 1.6},
-        "hoverinfo": "skip",
-    }
-
-
-def _cloud(frontier: Frontier, points: Sequence[Point]) -> dict[str, object]:
-    """Markers of one family, so that its legend entry switches them."""
-    return {
-        "x": [point.cost for point in points],
-        "y": [point.quality for point in points],
-        "mode": "markers",
-        "hovertext": [_hover(frontier, point) for point in points],
-        "hoverinfo": "text",
-        "customdata": [web_link(point) for point in points],
-        "legendgroup": points[0].family if points else "",
-        "showlegend": False,
-    }
-
-
-def _marker(style: FamilyStyle, points: Sequence[Point]) -> dict[str, object]:
-    sizes = [marker_px(point.size) for point in points]
-    return {"symbol": style.symbol, "color": style.colour, "size": sizes, "line": {"width": 0}}
-
-
-def _star(colour: str) -> dict[str, object]:
-    return {"symbol": "star-open", "color": colour, "size": 15, "line": {"width": 1.8}}
-
-
-def _legend_entry(label: str, symbol: str, colour: str) -> dict[str, object]:
-    """A trace without points: the legend shows every family at full strength and one size."""
-    marker = {"symbol": symbol, "color": colour, "size": 11}
-    return {"x": [None], "y": [None], "mode": "markers", "name": _plain(label), "marker": marker}
-
-
-def _hover(frontier: Frontier, point: Point) -> str:
-    facts = {
-        axis_title(frontier.cost_name): number(point.cost),
-        axis_title(frontier.quality_name): fraction(point.quality),
-        SIZE_TITLE: number(point.size),
-    } | {name: detail(value) for name, value in point.details.items()}
-    lines = [f"{_plain(name)}: {_plain(value)}" for name, value in facts.items()]
-    head = f"<b>{_plain(point.arm)}</b> &nbsp; {_plain(family_label(point.family))}"
-    return "<br>".join([head, *lines, f"run {_plain(point.run_id)}"])
-
-
-def _knee_note(point: Point) -> dict[str, object]:
-    """Above and to the left of the front no point can lie. Log axes are annotated in log10."""
-    return {
-        "x": math.log10(point.cost),
+def _knee_note(frontier: Frontier) -> Json:
+    """Above and to the left of the front no point can lie. Near the axis, where there is no room, the note is
+    to the right, higher than the front reaches beneath it. Log axes are annotated in log10.
+    """
+    point, front = knee_point(frontier.points), front_points(frontier)
+    complete = [p for p in frontier.points + frontier.rest if is_complete(p)]
+    costs = [math.log10(p.cost) for p in complete]
+    at, span = math.log10(point.cost), max(costs) - min(costs)
+    note: Json = {"ax": -30, "ay": -36, "xanchor": "right"}
+    if at - min(costs) < 0.3 * span:
+        beneath = [p.quality for p in front if 0 <= math.log10(p.cost) - at < 0.4 * span]
+        height = max(p.quality for p in complete) - min(p.quality for p in complete)
+        note = {"ax": at, "ay": max(beneath) + 0.08 * height, "axref": "x", "ayref": "y", "xanchor": "left"}
+    return note | {
+        "x": at,
         "y": point.quality,
-        "text": f"<b>Knee</b> &nbsp;{_plain(point.arm)}",
-        "ax": -30,
-        "ay": -36,
-        "xanchor": "right",
+        "text": f"<b>Knee</b> &nbsp;{plain(point.arm)}",
         "arrowwidth": 1.2,
         "arrowhead": 0,
         "standoff": marker_px(point.size) / 2 + 3,
     }
 
 
-def _layout(frontier: Frontier) -> dict[str, object]:
-    font = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
-    axis = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
+def _layout(frontier: Frontier) -> Json:
     cost = {
         "type": "log",
         "nticks": 6,
         "exponentformat": "power",
-        "title": {"text": _plain(axis_title(frontier.cost_name))},
+        "title": {"text": plain(axis_title(frontier.cost_name)), "standoff": 8},
     }
-    quality = {"title": {"text": _plain(axis_title(frontier.quality_name)), "standoff": 14}}
+    quality = {"title": {"text": plain(axis_title(frontier.quality_name)), "standoff": 14}}
     stops = [{"dtickrange": [0.9 * 0.1**n, 9 * 0.1**n], "value": f".{n}f"} for n in (1, 2, 3, 4)]
+    return bare_layout() | {
+        "xaxis": AXIS | cost,
+        "yaxis": AXIS | quality | {"tickformatstops": stops},
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+    }
+
+
+def bare_layout() -> Json:
     return {
-        "template": "none",
-        "height": 560,
-        "margin": {"l": 70, "r": 24, "t": 56, "b": 60},
+        "margin": {"l": 70, "r": 24, "t": 30, "b": 48},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": font,
+        "font": FONT,
         "hovermode": "closest",
-        "hoverlabel": {"align": "left", "font": font},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        "xaxis": axis | cost,
-        "yaxis": axis | quality | {"tickformatstops": stops},
+        "hoverlabel": {"align": "left", "font": FONT},
+        "showlegend": False,
     }
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text for plotly, which reads a few HTML tags and these three entities in any label."""
     return escape(text, quote=False)

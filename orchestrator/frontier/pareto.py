@@ -1,4 +1,4 @@
-"""Dominance, hypervolume and knee. Pure numpy: costs in, answers out, smaller is better everywhere."""
+"""Dominance, ranks, hypervolume and knee. Pure numpy: costs in, answers out, smaller is better everywhere."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,44 @@ def pareto_front(costs: NDArray[np.float64]) -> NDArray[np.bool_]:
     front = np.zeros(len(costs), dtype=np.bool_)
     front[finite] = row_on_front[row_of_point]
     return front
+
+
+def ranks(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """(points, objectives) -> (points,): 0 on the front, 1 on the front once rank 0 is taken away, and so on.
+
+    Equal points share a rank. Rows with a non-finite entry share one after all others. Memory: points
+    squared. Source: non-dominated sorting, Deb et al., "NSGA-II" (2002), section III.A.
+    """
+    finite = np.isfinite(costs).all(axis=1)
+    rows, row_of_point = np.unique(costs[finite], axis=0, return_inverse=True)
+    dominates = np.ones((len(rows), len(rows)), dtype=np.bool_)
+    np.fill_diagonal(dominates, False)  # the rows are distinct: no worse anywhere is better somewhere
+    for objective in rows.T:
+        dominates &= objective[:, None] <= objective
+    num_above, rank_of_row, rank = dominates.sum(axis=0), np.full(len(rows), -1), 0
+    while (front := np.flatnonzero((num_above == 0) & (rank_of_row < 0))).size:
+        rank_of_row[front] = rank
+        num_above -= dominates[front].sum(axis=0)
+        rank += 1
+    found = np.full(len(costs), rank)
+    found[finite] = rank_of_row[row_of_point]
+    return found
+
+
+def epsilon_front(costs: NDArray[np.float64], epsilon: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """(points, objectives) -> (points,): a thinned front. Each finite point has a member that is at most
+    `epsilon` (objectives,) worse than it in any objective; no member is so near to a member before it.
+
+    "Before" is by the first objective, then the next. Equal points: the first alone stays.
+    """
+    members: list[int] = []
+    on_front = np.flatnonzero(pareto_front(costs))
+    for index in on_front[np.lexsort(costs[on_front].T[::-1])]:
+        if not (costs[members] - epsilon <= costs[index]).all(axis=1).any():
+            members.append(int(index))
+    thinned = np.zeros(len(costs), dtype=np.bool_)
+    thinned[members] = True
+    return thinned
 
 
 def hypervolume_2d(costs: NDArray[np.float64], reference: NDArray[np.float64]) -> float:

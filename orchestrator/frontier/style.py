@@ -13,6 +13,7 @@ from orchestrator.frontier.points import Point, is_complete
 
 UNKNOWN = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+INK, MUTED = "#1d2430", "#5b6675"  # of text, on white
 DOMINATED_OPACITY = 0.4
 NOTHING_YET = "No finished trial with a known cost and quality"
 SIZE_TITLE = "Expert slots per token"
@@ -24,9 +25,16 @@ _AXIS_TITLES = {
     "cost/train_flops_3mac": f"Training FLOPs (3 {TIMES} MAC)",
     "cost/forward_gflops_2mac": f"Forward GFLOPs per image (2 {TIMES} MAC)",
     "cost/device_s": "Device time (s)",
+    "cost/tpuv3_days": "Training TPUv3 days (chips)",
+    "cost/params": "Parameters",
+    "perf/ms_per_image": "Inference time per image (ms)",
     "perf/step_ms": "Step time (ms)",
     "perf/mem_peak_gib": "Peak device memory (GiB)",
     "val/acc1": "Validation accuracy @1",
+    "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
+    "imagenet/acc_10shot": "ImageNet accuracy, 10-shot",
+    "jft300m/prec1": "JFT-300M precision @1",
+    "jft4b/prec1": "JFT-4B precision @1",
 }
 
 
@@ -42,18 +50,21 @@ _FAMILIES = {
     "dense": FamilyStyle(colour="#CC79A7", symbol="square", marker="s", glyph="■"),
     "soft": FamilyStyle(colour="#D55E00", symbol="circle", marker="o", glyph="●"),
     "token_choice": FamilyStyle(colour="#2B87C8", symbol="triangle-up", marker="^", glyph="▲"),
+    "sinkhorn_token_choice": FamilyStyle(colour="#7A78D8", symbol="triangle-down", marker="v", glyph="▼"),
     "expert_choice": FamilyStyle(colour="#009E73", symbol="diamond", marker="D", glyph="◆"),
+    "sinkhorn_expert_choice": FamilyStyle(colour="#7A8F00", symbol="diamond-tall", marker="d", glyph="♦"),
+    "sparse_expert_choice": FamilyStyle(colour="#A0643C", symbol="pentagon", marker="p", glyph="⬟"),
 }
 _SPARE_LOOKS = (
-    ("#9A7D0A", "triangle-down", "v", "▼"),
-    ("#8C6BB1", "pentagon", "p", "⬟"),
+    ("#9A7D0A", "triangle-left", "<", "◀"),
+    ("#A5619B", "triangle-right", ">", "▶"),
     ("#7F7F7F", "hexagon", "h", "⬢"),
 )
 
 
-def family_styles(points: Iterable[Point]) -> dict[str, FamilyStyle]:
+def family_styles(families: Iterable[str]) -> dict[str, FamilyStyle]:
     """The style of each family present: the known ones as in the table, the others in alphabetical order."""
-    present = {point.family for point in points}
+    present = {*families}
     styles = {family: style for family, style in _FAMILIES.items() if family in present}
     for index, family in enumerate(sorted(present - styles.keys())):
         colour, symbol, marker, glyph = _SPARE_LOOKS[index % len(_SPARE_LOOKS)]
@@ -101,6 +112,6 @@ def detail(value: str | float) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
-def web_link(point: Point) -> str | None:
-    """The run's address if it is http or https: a `javascript:` address would run in the reader's browser."""
-    return point.run_url if point.run_url and urlsplit(point.run_url).scheme in {"http", "https"} else None
+def web_link(url: str | None) -> str | None:
+    """The address if it is http or https: a `javascript:` address would run in the reader's browser."""
+    return url if url and urlsplit(url).scheme in {"http", "https"} else None

@@ -1,21 +1,20 @@
-"""Confirmation: the knee of the MoE arms, trained longer on several workers, and registered."""
+"""Confirmation: the knee of the MoE arms, trained longer on several workers."""
 
-import json
+from collections.abc import Iterable
 from typing import Any
 
-from moe.vit import ViT
-from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.manifest import open_manifest
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
-from orchestrator.sweeping.sweep import Sweep, reason_of
-from orchestrator.tracking import TrackedRun, Tracking, register_model, track_training
-from orchestrator.training.checkpoint.weights import load_newest
-from orchestrator.training.fit import check_resources, fit
+from orchestrator.sweeping.log import newest_checkpoint
+from orchestrator.sweeping.sweep import Sweep, Trial
+from orchestrator.sweeping.trial import reason_of
+from orchestrator.tracking import TrackedRun, Tracking, log_checkpoint, track_training
+from orchestrator.training.cluster import check_resources
+from orchestrator.training.fit import fit
 from orchestrator.training.seen import log_bad
-from orchestrator.training.worker import Result, checkpoint_directory, result_of, run_directory
-
-KNEE_ALIAS = "pareto-knee"
+from orchestrator.training.worker import Result, result_of, run_directory
 
 
 def knees(frontier: Frontier, count: int) -> list[Point]:
@@ -28,39 +27,48 @@ def knees(frontier: Frontier, count: int) -> list[Point]:
     return found
 
 
-def confirm_config(sweep: Sweep, arm: str) -> RunConfig:
-    """The arm's run for twice its steps, on at least two workers, which share the experts between them."""
-    trial = sweep.runs()[arm]
+def confirm_config(sweep: Sweep, trial: Trial) -> RunConfig:
+    """The trial's run for twice its steps, on at least two workers, which share the experts between them."""
     changes: dict[str, Any] = {
-        "name": f"{sweep.base.name}/confirm/{arm}",
-        "train.steps": 2 * trial.train.steps,
+        "name": f"{sweep.base.name}/confirm/{trial.arm}",
+        "train.steps": 2 * trial.run.train.steps,
     }
-    if trial.scale.workers == 1:
+    if trial.run.scale.workers == 1:
         changes |= {"scale.workers": 2, "scale.ep": 2}
-    return override(trial, changes)
+    return override(trial.run, changes)
 
 
 def check_confirm(sweep: Sweep) -> None:
     """Raises UsageError, before anything is trained, if some arm could not be confirmed."""
-    for arm, run in sweep.runs().items():
-        if run.model.moe:
+    if sweep.trunk:
+        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
+    for trial in sweep.trials().values():
+        if trial.run.model.moe:
             try:
-                check_resources(confirm_config(sweep, arm))
+                check_resources(confirm_config(sweep, trial))
             except UsageError as error:
-                raise UsageError(f"confirming {arm}: {error}; --confirm 0 leaves it out") from None
+                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
 
 
-def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, alias: str | None) -> Result:
-    """Trains `confirm_config` as a child outside the frontier, and registers its model under `alias`.
+def confirm(sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun) -> Result:
+    """Trains `confirm_config` as a child outside the frontier.
 
     Raises:
         UsageError: if the cluster cannot hold its workers.
     """
-    run = confirm_config(sweep, arm)
+    run = confirm_config(sweep, trial)
     if result_of(run) is None:
         check_resources(run)
-    directory = run_directory(run)
-    tracked = track_training(tracking, run, directory, parent=parent, role="confirm", arm=arm)
+    directory, path = run_directory(run), run.data.path
+    tracked = track_training(
+        tracking,
+        run,
+        directory,
+        parent=parent,
+        dataset=(path, open_manifest(path).digest()),
+        role="confirm",
+        arm=trial.arm,
+    )
     try:
         result = fit(run, tracked.log, inline=False)
     except Exception as error:
@@ -69,18 +77,13 @@ def confirm(sweep: Sweep, arm: str, tracking: Tracking, parent: TrackedRun, *, a
         tracked.finish("FAILED")
         raise
     tracked.log(result.step, result.metrics)
-    record = storage.join(
-        directory, f"registered-{tracked.run_id}.json"
-    )  # of another run, if its store was lost
-    if alias and result.status == "finished" and storage.size(record) is None:
-        version = register_model(tracked, _trained(run), run, alias=alias)
-        storage.write_bytes(record, json.dumps({"alias": alias, "version": version}).encode())
+    if kept := newest_checkpoint(run):
+        log_checkpoint(tracked, f"confirm-{trial.arm}", kept, result.step, result.metrics)
     log_bad(directory, tracked)
     tracked.finish("FINISHED")
     return result
 
 
-def _trained(run: RunConfig) -> ViT:
-    model = ViT(run.model)
-    load_newest(checkpoint_directory(run), model)
-    return model
+def trial_of(trials: Iterable[Trial], arm: str) -> Trial:
+    """The first seed of an arm."""
+    return next(trial for trial in trials if trial.arm == arm and trial.role == "trial")

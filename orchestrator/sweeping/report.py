@@ -1,105 +1,249 @@
-"""From MLflow to a frontier, and back: its page, picture and tags. Needs nothing but the tracking store."""
+"""From MLflow to a frontier, and back: its page, pictures, table and tags."""
 
+import math
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from moe.cost import slots_per_token
 from orchestrator import storage
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.picture import frontier_picture
-from orchestrator.frontier.points import Frontier, Point, Status, front_points, hypervolume
-from orchestrator.tracking import Found, Tracking, children, find_sweep
+from orchestrator.frontier.points import Frontier, Point, Status, hypervolume, on_front, standings
+from orchestrator.sweeping.budget import family
+from orchestrator.sweeping.settings import settings
+from orchestrator.tracking import Found, Tracking, children, find_sweep, writer
 from orchestrator.training.worker import costs
 
+FILES = ("frontier.html", "frontier.png", "frontier.svg")
+PANELS = (  # costs that are drawn where every complete trial has them
+    "cost/train_flops_6mac",
+    "cost/marginal_train_flops_6mac",
+    "cost/device_s",
+    "cost/forward_gflops_2mac",
+    "perf/ms_per_image",
+)
 MEASURED = (  # metric, label in the hover and the table
     ("val/loss", "validation loss"),
-    ("perf/ms_per_image", "ms per image"),
     ("perf/images_per_s", "training images/s"),
-    ("cost/device_s", "device seconds"),
-    ("cost/forward_gflops_2mac", "forward GFLOPs"),
     ("cost/params", "parameters"),
     ("moe/dropped_frac", "dropped tokens"),
 )
+WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "stopped", "finished")
 
 
-def build_frontier(sweep: Found, runs: list[Found]) -> Frontier:
-    """The frontier of a sweep's children. The reference point is chance, at 1.1 times the highest cost."""
-    quality, cost = sweep.tags["objective.quality"], sweep.tags["objective.cost"]
-    configs = {run.tracked.run_id: run.config() for run in runs}
-    points = [_point(run, configs[run.tracked.run_id], quality, cost) for run in runs]
-    trials = tuple(p for p, run in zip(points, runs, strict=True) if run.tags["role"] == "trial")
-    confirmed = tuple(p for p, run in zip(points, runs, strict=True) if run.tags["role"] == "confirm")
-    chance = 1 / min(config.model.num_classes for config in configs.values())
-    return Frontier(
-        name=sweep.name,
-        cost_name=cost,
-        quality_name=quality,
-        points=trials,
-        rest=confirmed,
-        reference=(1.1 * max(p.cost for p in trials), chance),
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Which metrics are judged. `chance`: the quality that the hypervolume counts from."""
+
+    quality: str
+    cost: str
+    chance: float
+
+
+def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
+    """Of one of our sweeps. The reference point is chance, at 1.1 times the highest cost."""
+    configs = {run.run_id: run.config() for run in runs}
+    axes = Axes(
+        quality=sweep.tags["objective.quality"],
+        cost=sweep.tags["objective.cost"],
+        chance=1 / min(config.model.num_classes for config in configs.values()),
     )
+    by_role = {role: [r for r in runs if r.tags["role"] == role] for role in ("trial", "confirm", "trunk")}
+    trials, confirmed = (
+        tuple(_point(arm, seeds, axes, configs) for arm, seeds in _by_arm(by_role[role]).items())
+        for role in ("trial", "confirm")
+    )
+    note = ""
+    if by_role["trunk"]:
+        marginal = "marginal" in axes.cost
+        share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
+        note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
+    claims = tuple(filter(None, sweep.tags.get("claims", "").split("\n")))
+    return _frontier(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims)
+
+
+def foreign_frontier(
+    name: str, runs: Sequence[Found], axes: Axes, *, family: str, claims: Sequence[str]
+) -> Frontier:
+    """Of runs of any tool that named these metrics. `family`: the param or tag that tells curves apart.
+
+    Raises:
+        UsageError: if no run has both metrics.
+    """
+    points = []
+    for run in runs:
+        known = {**run.params, **run.tags, **{f"metrics.{n}": v for n, v in run.metrics.items()}}
+        fields: dict[str, str | float] = {n: _number(v) for n, v in run.params.items()}
+        points.append(
+            Point(
+                arm=run.name or run.run_id,
+                family=str(known.get(family, "runs")),
+                cost=run.metrics.get(axes.cost, math.nan),
+                quality=run.metrics.get(axes.quality, math.nan),
+                size=1.0,
+                run_id=run.run_id,
+                run_url=run.url,
+                status=_status(run),
+                costs=dict(run.metrics),
+                settings={"family": str(known.get(family, "runs")), **fields},
+                ended=run.end_s or math.nan,
+            )
+        )
+    if not any(math.isfinite(p.cost) and math.isfinite(p.quality) for p in points):
+        seen = sorted({name for run in runs for name in run.metrics})
+        raise UsageError(
+            f"none of {len(runs)} runs has both {axes.quality!r} and {axes.cost!r}; their metrics:"
+            f" {', '.join(seen) or 'none'}"
+        )
+    return _frontier(name, tuple(points), axes, claims=tuple(claims))
+
+
+def write_files(frontier: Frontier, folder: str) -> None:
+    """Page and pictures, below a local folder or a URI."""
+    with tempfile.TemporaryDirectory() as temporary:
+        for file in _draw(frontier, Path(temporary)):
+            storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
+
+
+def read_frontier(tracking: Tracking, name: str) -> Frontier:
+    """Raises UsageError if there is no such sweep, or no trial in it yet."""
+    sweep = find_sweep(tracking, name)
+    runs = children(tracking, sweep.run_id)
+    if not runs:
+        raise UsageError(f"sweep {name!r} has no trials yet")
+    return sweep_frontier(sweep, runs)
 
 
 def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
-    """Writes page and picture into `folder` and, with tags and hypervolume, to the sweep's MLflow run."""
+    """Writes page, pictures and table to `folder` and to the sweep's run, and tags the members."""
+    tracking.flush(timeout_s=None)
     sweep = find_sweep(tracking, name)
-    runs = children(tracking, sweep.tracked)
-    if not runs:
-        raise UsageError(f"sweep {name!r} has no trials yet")
-    frontier = build_frontier(sweep, runs)
-    members = {point.run_id for point in front_points(frontier)}
+    runs = children(tracking, sweep.run_id)
+    frontier = sweep_frontier(sweep, runs)
+    members = {
+        run_id for p, on in zip(frontier.points, on_front(frontier), strict=True) if on for run_id in ids(p)
+    }
     for run in runs:
         marked = run.tags.get("pareto") == "true"
-        if (run.tracked.run_id in members) != marked:
-            run.tracked.tag(pareto="false" if marked else "true")
+        if (run.run_id in members) != marked:
+            writer(tracking, run).tag(pareto="false" if marked else "true")
+    parent = writer(tracking, sweep)
     with tempfile.TemporaryDirectory() as temporary:
-        page, picture = Path(temporary, "frontier.html"), Path(temporary, "frontier.png")
-        page.write_text(frontier_page(frontier), encoding="utf-8")
-        frontier_picture(frontier, picture)
-        for file in (page, picture):
-            sweep.tracked.write_file(file)
+        for file in _draw(frontier, Path(temporary)):
+            parent.write_file(file)
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
-    sweep.tracked.tag(
-        **{
-            "hypervolume": f"{hypervolume(frontier):.6f}",
-            "hypervolume.reference": f"{frontier.cost_name}={frontier.reference[0]:g},"
-            f" {frontier.quality_name}={frontier.reference[1]:g}",
-        }
-    )
+    parent.write_table("frontier.json", table(frontier))
+    at = f"{frontier.cost_name}={frontier.reference[0]:g}, {frontier.quality_name}={frontier.reference[1]:g}"
+    parent.tag(**{"hypervolume": f"{hypervolume(frontier):.6f}", "hypervolume.reference": at})
+    tracking.flush(timeout_s=None)
     return frontier
 
 
-def _point(run: Found, config: RunConfig, quality: str, cost: str) -> Point:
-    moe = config.model.moe
-    known = costs(config, config.train.steps)  # a failed run's place on the cost axis is known all the same
-    details: dict[str, str | float] = {}
-    if moe:
-        details |= {"experts": moe.num_experts, "slots per expert": config.model.slots()}
-    details |= {label: run.metrics[name] for name, label in MEASURED if name in run.metrics}
-    return Point(
-        arm=run.tags["arm"],
-        family=_family(config),
-        cost=run.metrics.get(cost, known.get(cost, float("nan"))),
-        quality=run.metrics.get(quality, float("nan")),
-        size=slots_per_token(config.model),
-        run_id=run.tracked.run_id,
-        run_url=run.url,
-        status=_status(run),
-        details=details,
+def table(frontier: Frontier) -> dict[str, list[Any]]:
+    """Column -> values, a row for every point."""
+    rows = list(zip((*frontier.points, *frontier.rest), standings(frontier), strict=True))
+    columns: dict[str, list[Any]] = {
+        "arm": [p.arm for p, _ in rows],
+        "family": [p.family for p, _ in rows],
+        "standing": [standing for _, standing in rows],
+        frontier.cost_name: [p.cost for p, _ in rows],
+        frontier.quality_name: [p.quality for p, _ in rows],
+    }
+    columns |= {name: [p.costs.get(name, math.nan) for p, _ in rows] for name in frontier.panels}
+    return columns | {"run": [", ".join(ids(p)) for p, _ in rows]}
+
+
+def ids(point: Point) -> list[str]:
+    """MLflow runs of a point: one for each seed."""
+    return [point.run_id, *(run_id for run_id, _ in point.runs)]
+
+
+def _frontier(
+    name: str,
+    points: tuple[Point, ...],
+    axes: Axes,
+    *,
+    rest: tuple[Point, ...] = (),
+    note: str = "",
+    claims: tuple[str, ...] = (),
+) -> Frontier:
+    done = [p for p in points if p.status == "finished"]
+    panels = tuple(n for n in PANELS if n != axes.cost and done and all(n in p.costs for p in done))
+    highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
+    return Frontier(
+        name=name,
+        cost_name=axes.cost,
+        quality_name=axes.quality,
+        points=points,
+        rest=rest,
+        reference=(1.1 * highest, axes.chance),
+        panels=panels,
+        claims=claims,
+        note=note,
     )
 
 
-def _family(config: RunConfig) -> str:
-    """The kind of router, after the plan it goes by if that is not the softmax (Routers, figure 1)."""
-    if not config.model.moe:
-        return "dense"
-    router = config.model.moe.router
-    plan = getattr(router, "affinity", None)
-    return router.kind if plan is None or plan.kind == "softmax" else f"{plan.kind}_{router.kind}"
+def _draw(frontier: Frontier, folder: Path) -> list[Path]:
+    page, *pictures = (folder / name for name in FILES)
+    page.write_text(frontier_page(frontier), encoding="utf-8")
+    for picture in pictures:
+        frontier_picture(frontier, picture)
+    return [page, *pictures]
+
+
+def _by_arm(runs: Iterable[Found]) -> dict[str, list[Found]]:
+    arms: dict[str, list[Found]] = {}
+    for run in runs:
+        arms.setdefault(run.tags["arm"], []).append(run)
+    return arms
+
+
+def _point(arm: str, seeds: Sequence[Found], axes: Axes, configs: Mapping[str, RunConfig]) -> Point:
+    """The mean over its seeds, which all must be complete to be judged."""
+    config, first = configs[seeds[0].run_id], seeds[0]
+    known = costs(config, config.train.steps)  # a failed run's place on the cost axis is known all the same
+    found = settings(config)
+    status: Status = min(map(_status, seeds), key=WORST_FIRST.index)
+    qualities = tuple(run.metrics.get(axes.quality, math.nan) for run in seeds)
+    point = Point(
+        arm=arm,
+        family=family(config.model),
+        cost=_mean(seeds, axes.cost, known.get(axes.cost, math.nan)),
+        quality=fmean(qualities) if status == "finished" else math.nan,
+        size=float(found["capacity"]),
+        run_id=first.run_id,
+        run_url=first.url,
+        status=status,
+        details={label: _mean(seeds, name) for name, label in MEASURED if name in first.metrics},
+        costs={name: _mean(seeds, name) for name in PANELS if name in first.metrics},
+        settings=found,
+        spent=sum(run.metrics.get("cost/device_s", 0.0) for run in seeds),
+        ended=max((run.end_s or math.nan for run in seeds), default=math.nan),
+    )
+    if len(seeds) == 1:
+        return point
+    return replace(point, qualities=qualities, runs=tuple((run.run_id, run.url) for run in seeds[1:]))
+
+
+def _mean(runs: Sequence[Found], metric: str, unknown: float = math.nan) -> float:
+    values = [run.metrics[metric] for run in runs if metric in run.metrics]
+    return fmean(values) if values else unknown
 
 
 def _status(run: Found) -> Status:
     if run.tags.get("diverged") == "true":
         return "diverged"
+    if run.status != "FINISHED" and run.tags.get("stopped"):
+        return "stopped"
     return {"FINISHED": "finished", "RUNNING": "running"}.get(run.status, "failed")  # pyright: ignore
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text

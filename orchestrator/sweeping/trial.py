@@ -1,35 +1,40 @@
-"""One trial: a `fit` inside a Tune process, or one that waits for its Ray Train workers."""
+"""One job of a trial in its Tune process: train to a step, here or with Ray Train workers."""
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import ray.tune
-from ray.tune.integration.ray_train import TuneReportCallback
 
-from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
-from orchestrator.training.fit import fit, fit_on_workers, start
+from orchestrator import storage
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.sweep import trial_config
+from orchestrator.training.fit import fit
+from orchestrator.training.worker import run_directory
 
 
-def trial_config(base: RunConfig, arm: str, changes: Mapping[str, Any]) -> RunConfig:
-    """The run of one arm. Raises UsageError naming the arm whose config is refused."""
+def run_job(choice: Mapping[str, Any], base: RunConfig) -> None:
+    """What Tune calls. `choice`: the trial's name, its dotted changes of the base, the step to train to.
+
+    What the training raises is an outcome, reported as such, and its traceback lies in ``error.txt`` of the
+    run: to do it again would raise it again. Only a process that dies is an error for Tune, which starts
+    another one; that goes on from the run's newest checkpoint.
+    """
+    job = choice["job"]
+    run = trial_config(base, job["name"], job["changes"])
     try:
-        return override(base, {**changes, "name": f"{base.name}/trials/{arm}"})
-    except UsageError as error:
-        raise UsageError(f"arm {arm}: {error}") from None
+        fit(run, _report, inline=run.scale.workers == 1, until=job["until"])
+    except Exception as error:
+        trace = storage.join(run_directory(run), "error.txt")
+        storage.write_bytes(trace, traceback.format_exc().encode())
+        ray.tune.report({"failed": reason_of(error)})
 
 
-def run_trial(choice: Mapping[str, Any], base: RunConfig) -> None:
-    """What Tune calls. `choice`: the arm's name and its dotted changes of the base."""
-    run = trial_config(base, choice["arm"]["name"], choice["arm"]["changes"])
-    if run.scale.workers == 1:
-        fit(run, lambda step, metrics: ray.tune.report({"step": step, "metrics": metrics}), inline=True)
-    elif start(run) is None:
-        fit_on_workers(run, [TuneReportCallback()])
+def _report(step: int, metrics: Mapping[str, float]) -> None:
+    ray.tune.report({"step": step, "metrics": dict(metrics)})
 
 
-def trial_resources(run: RunConfig) -> dict[str, float]:
-    """What Tune reserves for the trial's own process: a waiting one must not starve its workers of CPUs."""
-    if run.scale.workers > 1:
-        return {"cpu": 0, "memory": 1 << 20}  # all zero is refused
-    return {"cpu": 1, "gpu": 1} if run.scale.use_gpu else {"cpu": 1}
+def reason_of(error: BaseException | None) -> str:
+    """The last line of what was raised, perhaps in a remote process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)

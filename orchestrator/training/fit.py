@@ -3,12 +3,14 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from threading import Thread
 from typing import Any
 
 import ray
 import ray.train
 from ray.train import Checkpoint, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.queue import Queue
 
 from orchestrator import storage
 from orchestrator.codec import flat, from_dict, to_dict
@@ -18,10 +20,9 @@ from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.training.claim import claim
-from orchestrator.training.worker import Report, Result, result_of, run_directory, train_worker
+from orchestrator.training.cluster import worker_resources
+from orchestrator.training.worker import Report, Result, pause_of, result_of, run_directory, train_worker
 
-CPU_PER_WORKER = 0.5  # of workers without a GPU
-CPU_FOR_DATA = 1
 RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for this poll, 2 s by default
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
@@ -49,35 +50,11 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     check_shards(run.data.path, manifest, verify=verify)
 
 
-def check_resources(run: RunConfig) -> None:
-    """Raises UsageError, with the arithmetic, if the connected cluster can never hold the run's workers and
-    a CPU that decodes for them.
-    """
-    workers, have = run.scale.workers, ray.cluster_resources()
-    each = worker_resources(run)
-    if each.get("GPU", 0) * workers > have.get("GPU", 0):
-        raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has {have.get('GPU', 0):g}")
-    if workers == 1 and not run.scale.use_gpu:  # it reads its own data
-        return
-    need = workers * each["CPU"] + CPU_FOR_DATA
-    if need > have.get("CPU", 0):
-        fits = max(0, int((have.get("CPU", 0) - CPU_FOR_DATA) / each["CPU"]))
-        raise UsageError(
-            f"{workers} workers x {each['CPU']:g} CPU + {CPU_FOR_DATA} CPU for data = {need:g} CPUs, the"
-            f" cluster has {have.get('CPU', 0):g}: use at most {fits} workers, or add nodes"
-        )
+def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = None) -> Result:
+    """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
-
-def worker_resources(run: RunConfig) -> dict[str, float]:
-    """What a worker keeps for itself; its images are decoded on what is left of the cluster."""
-    return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
-
-
-def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
-    """Trains `run` to its end, from its newest checkpoint if it has one.
-
-    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers, and
-    `report` is called where its controller runs.
+    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers.
+    `report` is called in this process either way.
 
     Raises:
         UsageError: for data that is not there, or another config in the run's directory.
@@ -86,10 +63,18 @@ def fit(run: RunConfig, report: Report, *, inline: bool) -> Result:
     if (result := start(run)) is not None:
         return result
     if inline:
-        train_worker(run, report=report, read=in_process)
+        train_worker(run, report=report, read=in_process, until=until)
     else:
-        fit_on_workers(run, [ReportTo(report)])
-    result = result_of(run)
+        reports = Queue(actor_options={"num_cpus": 0})
+        listener = Thread(target=_hand_on, args=(reports, report))
+        listener.start()
+        try:
+            fit_on_workers(run, [ReportTo(reports)], until)
+        finally:
+            reports.put(None)
+            listener.join()
+            reports.shutdown()
+    result = result_of(run) or (pause_of(run, until) if until else None)
     assert result is not None, "workers ended without a result"
     return result
 
@@ -101,7 +86,7 @@ def start(run: RunConfig) -> Result | None:
     return result_of(run)
 
 
-def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
+def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback], until: int | None = None) -> None:
     """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint.
 
     Raises:
@@ -116,7 +101,7 @@ def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
     try:
         TorchTrainer(
             _train_worker_on_ray,
-            train_loop_config={"run": to_dict(run), "feed": feed, "refused": refused},
+            train_loop_config={"run": to_dict(run), "until": until, "feed": feed, "refused": refused},
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=run.scale.workers, use_gpu=gpu, resources_per_worker=worker_resources(run)
@@ -135,15 +120,20 @@ def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback]) -> None:
 
 
 class ReportTo(UserCallback):
-    """Hands rank 0's reports on, in the controller's process."""
+    """Sends rank 0's reports from the controller's process to that of `fit`, in their order."""
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self, reports: Queue) -> None:
+        self.reports = reports
 
     def after_report(
         self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
     ) -> None:
-        self.report(metrics[0]["step"], metrics[0]["metrics"])
+        self.reports.put((metrics[0]["step"], metrics[0]["metrics"]))
+
+
+def _hand_on(reports: Queue, report: Report) -> None:
+    while (arrived := reports.get()) is not None:
+        report(*arrived)
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
@@ -159,6 +149,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
             from_dict(RunConfig, config["run"]),
             report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
             read=by_ray_data(config["feed"]),
+            until=config["until"],
         )
     except UsageError as error:
         storage.write_bytes(config["refused"], str(error).encode())

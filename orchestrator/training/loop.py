@@ -37,12 +37,12 @@ def train(
     meter: Meter,
     *,
     start: int,
+    until: int,
     report: Callable[[int, Metrics], None],
     validate: Callable[[], Metrics],
     save: Callable[[int], None],
 ) -> None:
-    """Updates `start` + 1 .. `run.train.steps`, one per batch. The last step always reports, validates and
-    saves.
+    """Updates `start` + 1 .. `until`, one per batch. The last step always reports, validates and saves.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -54,7 +54,7 @@ def train(
         metrics = train_step(model, optimizer, batch, run, step=step - 1)
 
         def due(every: int, step: int = step) -> bool:
-            return step % every == 0 or step == config.steps
+            return step % every == 0 or step == until
 
         if not (due(config.report_every) or due(eval_every) or due(save_every)):
             continue

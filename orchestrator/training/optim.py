@@ -5,7 +5,14 @@ import math
 import torch
 from torch import nn
 
-from orchestrator.recipe import LinearConfig, OptimizerConfig, RsqrtConfig, ScheduleConfig, SGDConfig
+from orchestrator.recipe import (
+    ConstantConfig,
+    LinearConfig,
+    OptimizerConfig,
+    RsqrtConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -39,9 +46,11 @@ def learning_rate(config: ScheduleConfig, step: int, *, peak: float, total: int)
     step = min(step, total)
     if step < warmup:
         return peak * step / warmup
-    if isinstance(config, RsqrtConfig):
+    if isinstance(config, RsqrtConfig | ConstantConfig):
         before = min(step, total - cooldown)
-        rate = peak / math.sqrt(1 + (before - warmup) / config.timescale)
+        rate = peak
+        if isinstance(config, RsqrtConfig):
+            rate /= math.sqrt(1 + (before - warmup) / config.timescale)
         return rate * (total - step) / cooldown if step > before else rate
     done = (step - warmup) / max(1, total - warmup)
     left = 1 - done if isinstance(config, LinearConfig) else (1 + math.cos(math.pi * done)) / 2

@@ -20,6 +20,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
 from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.training.branch import check_trunk
 from orchestrator.training.checkpoint.retention import BEST_BY
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.start import start_from
@@ -34,9 +35,9 @@ Report = Callable[[int, Metrics], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a complete run ended, with the metrics of its last report."""
+    """How a run ended, or where it paused, with the metrics of its last report."""
 
-    status: Literal["finished", "diverged"]
+    status: Literal["finished", "diverged", "paused"]
     step: int
     metrics: Metrics
 
@@ -44,13 +45,15 @@ class Result:
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """What a run counts beside its steps, as it lies in its checkpoints: seconds of training, the last
-    report, the best value of `BEST_BY` with its step, and what has been read (see `seen`).
+    report, the best value of `BEST_BY` with its step, steps and seconds of the trunk that it branched from,
+    and what has been read (see `seen`).
     """
 
     trained_s: float = 0.0
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     best: tuple[float, int] | None = None
+    trunk: tuple[int, float] | None = None
     fingerprint: int = 0
     bad: list[Bad] = field(default_factory=list)
 
@@ -77,12 +80,25 @@ def checkpoint_directory(run: RunConfig) -> str:
 
 def result_of(run: RunConfig) -> Result | None:
     """None while the run is not complete."""
-    path = storage.join(run_directory(run), "result.json")
+    return _read(run, "result.json")
+
+
+def pause_of(run: RunConfig, step: int) -> Result | None:
+    """How the run stood when it paused at `step`; None if it did not."""
+    return _read(run, f"paused-{step}.json")
+
+
+def _read(run: RunConfig, name: str) -> Result | None:
+    path = storage.join(run_directory(run), name)
     return Result(**json.loads(storage.read_bytes(path))) if storage.size(path) is not None else None
 
 
-def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
-    """Trains to the end of the run; the first worker reports, and writes the result."""
+def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | None = None) -> None:
+    """Trains to the end of the run, or to step `until`, where it pauses: the same call goes on from there.
+
+    The first worker reports, and writes the result.
+    """
+    until = min(until or run.train.steps, run.train.steps)
     keep_freed_memory()
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
     model = build_model(run, device)
@@ -99,6 +115,13 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
             log.info("%s: on from step %d of %d, %s", run.name, done, run.train.steps, progress.best_so_far())
         if progress.reported:  # in case the crash came before it arrived
             report(progress.reported, progress.metrics | {"resumed/step": float(done)})
+    elif run.train.trunk:
+        trunk = checkpoints.branch(run.train.trunk, model, optimizer)
+        check_trunk(trunk.config, trunk.step, run)
+        progress = replace(Progress(**trunk.progress), best=None)
+        done, progress = trunk.step, replace(progress, trunk=(trunk.step, progress.trained_s))
+        if rank == 0:
+            log.info("%s: branches at step %d from %s", run.name, done, run.train.trunk)
     elif run.train.init_from:
         started = start_from(model, run.train.init_from, group=checkpoints.group)
         if rank == 0:
@@ -113,7 +136,8 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
         if rank == 0 and bad:
             save_bad(run_directory(run), bad)
         read = {"data/fingerprint": shown(fingerprint), "data/bad_images": float(len(bad))}
-        progress = progress.after(step, values | costs(run, step) | failures | read)
+        values |= costs(run, step) | marginal_costs(run, step, values["cost/device_s"], progress.trunk)
+        progress = progress.after(step, values | failures | read)
         report(step, progress.metrics)
         images = step * run.data.batch_size
         check_bad(bad, read=images, epoch=training.epoch(), most=run.data.max_bad_frac)
@@ -127,15 +151,16 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
     def batches(stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(read(stream, steps), device)
 
-    status: Literal["finished", "diverged"] = "finished"
+    status: Literal["finished", "diverged", "paused"] = "finished" if until == run.train.steps else "paused"
     try:
         train(
             model,
             optimizer,
-            seen.training(batches(training, range(done, run.train.steps))),
+            seen.training(batches(training, range(done, until))),
             run,
             meter,
             start=done,
+            until=until,
             report=on_report,
             validate=lambda: evaluate(model, seen.validation(batches(validation, validation.steps())), run),
             save=on_save,
@@ -145,8 +170,9 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader) -> None:
     checkpoints.finish()
     if rank == 0:
         result = Result(status=status, step=progress.reported, metrics=progress.metrics)
+        name = f"paused-{until}.json" if status == "paused" else "result.json"
         content = json.dumps(asdict(result), indent=1).encode()
-        storage.write_bytes(storage.join(run_directory(run), "result.json"), content)
+        storage.write_bytes(storage.join(run_directory(run), name), content)
 
 
 def build_model(run: RunConfig, device: torch.device) -> nn.Module:
@@ -174,4 +200,15 @@ def costs(run: RunConfig, step: int) -> Metrics:
         "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
         "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
         "cost/params": float(num_params(run.model)),
+    }
+
+
+def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int, float] | None) -> Metrics:
+    """What a branch cost beyond its trunk's steps and seconds; nothing for a run without one."""
+    if trunk is None:
+        return {}
+    own = (step - trunk[0]) * run.data.batch_size
+    return {
+        "cost/marginal_train_flops_6mac": train_flops_6mac(run.model, images=own),
+        "cost/marginal_device_s": device_s - trunk[1] * run.scale.workers,
     }

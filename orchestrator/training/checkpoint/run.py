@@ -14,10 +14,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from orchestrator import storage
-from orchestrator.config import CheckpointConfig
+from orchestrator.config import CheckpointConfig, UsageError
 from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.find import agreed, newest
-from orchestrator.training.checkpoint.manifest import Manifest
+from orchestrator.training.checkpoint.find import agreed, newest, verified
+from orchestrator.training.checkpoint.manifest import DamagedError, Manifest
 from orchestrator.training.checkpoint.retention import collect_garbage, discard, retain, sweep
 from orchestrator.training.checkpoint.snapshot import Snapshot
 from orchestrator.training.checkpoint.state import first_failure, load, state_of
@@ -70,6 +70,23 @@ class Checkpoints:
             else:
                 load(folder, manifest, model, optimizer, group=self.group)
         self._passed_over = {step for step in there if manifest is None or step > manifest.step}
+        if self.config.asynchronous:
+            self._snapshot = Snapshot(model, optimizer)
+        return manifest
+
+    def branch(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
+        """Fills both from a checkpoint of another run; what is saved from now on is this one's.
+
+        Raises:
+            UsageError: if it is not there, not whole, or weights alone.
+        """
+        try:
+            manifest = verified(folder, self.group)
+        except (DamagedError, FileNotFoundError) as error:
+            raise UsageError(f"no checkpoint to branch from at {folder}: {error}") from None
+        if not manifest.has_optimizer():
+            raise UsageError(f"{folder} holds weights alone: a branch goes on with the optimiser too")
+        load(folder, manifest, model, optimizer, group=self.group)
         if self.config.asynchronous:
             self._snapshot = Snapshot(model, optimizer)
         return manifest

@@ -11,7 +11,7 @@ from orchestrator import storage
 from orchestrator.codec import from_dict
 from orchestrator.config import UsageError
 from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.find import located, newest
+from orchestrator.training.checkpoint.find import located
 from orchestrator.training.checkpoint.manifest import Manifest
 from orchestrator.training.checkpoint.single_file import SUFFIX, read_header, write
 from orchestrator.training.checkpoint.source import read, tensors_in, weights_reader
@@ -21,9 +21,12 @@ from orchestrator.training.checkpoint.state import load
 VERSION = "1"  # of the metadata in an exported file
 
 
-def load_newest(directory: str, model: nn.Module) -> Manifest:
-    """Fills `model` with the newest weights that are whole. Raises as `newest` and `load` do."""
-    folder, manifest = newest(directory, weights_only=True)
+def load_newest(location: str, model: nn.Module) -> Manifest:
+    """Fills `model` with the weights of a checkpoint, or the newest that are whole in a directory of them.
+
+    Raises as `located` and `load` do.
+    """
+    folder, manifest = located(location)
     load(folder, manifest, model)
     return manifest
 

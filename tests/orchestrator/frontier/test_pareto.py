@@ -1,18 +1,15 @@
-"""Dominance, hypervolume and knee: by hand, against their definitions, and on the 34 published runs."""
+"""Dominance, ranks, hypervolume and knee: by hand, against their definitions and other libraries."""
 
-import csv
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
+from orchestrator.frontier.pareto import epsilon_front, hypervolume_2d, knee, pareto_front, ranks
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "paper001_runs.csv"
 NAN, INF = float("nan"), float("inf")
 
 entry = st.one_of(st.integers(0, 4).map(float), st.sampled_from([NAN, INF, -INF, -0.0]))
@@ -68,6 +65,49 @@ def test_front_of_many_points() -> None:
     assert by_first[-1, 1] == costs[:, 1].min()
 
 
+def test_ranks_by_hand() -> None:
+    """(1, 2) and (2, 1) first, then (2, 2) twice, then (3, 3); what is not finite comes last."""
+    costs = np.array([(3, 3), (2, 2), (1, 2), (2, 1), (NAN, 0), (2, 2), (INF, 0)], dtype=np.float64)
+    assert ranks(costs).tolist() == [2, 1, 0, 0, 3, 1, 3]
+    assert ranks(np.zeros((0, 2))).tolist() == []
+    assert ranks(np.full((1, 2), NAN)).tolist() == [0]
+
+
+@given(tables())
+def test_ranks_peel_fronts(costs: NDArray[np.float64]) -> None:
+    left, expected, rank = costs.copy(), np.full(len(costs), -1), 0
+    while (front := pareto_front(left)).any():
+        expected[front], left[front], rank = rank, NAN, rank + 1
+    expected[expected < 0] = rank
+    assert ranks(costs).tolist() == expected.tolist()
+
+
+def test_ranks_of_a_long_chain_and_of_many_points() -> None:
+    chain = np.repeat(np.arange(2000.0), 3).reshape(-1, 3)
+    assert ranks(chain).tolist() == list(range(2000))
+    costs = np.random.default_rng(0).random((3000, 2))
+    assert ((ranks(costs) == 0) == pareto_front(costs)).all()
+
+
+def test_epsilon_front_by_hand() -> None:
+    """Within (.5, .5): (1, 3) covers (1.5, 2.9); (2, 1) then covers (2.4, .6), .4 better, and its double."""
+    costs = np.array([(1.5, 2.9), (1, 3), (2.4, 0.6), (2, 1), (2, 1), (3, 3)])
+    assert epsilon_front(costs, np.full(2, 0.5)).tolist() == [False, True, False, True, False, False]
+    assert epsilon_front(costs, np.zeros(2)).tolist() == [True, True, True, True, False, False]
+    assert epsilon_front(np.zeros((0, 2)), np.zeros(2)).tolist() == []
+
+
+@given(tables(), st.integers(0, 3))
+def test_epsilon_front_covers_every_point(costs: NDArray[np.float64], epsilon: int) -> None:
+    kept = epsilon_front(costs, np.full(costs.shape[1], float(epsilon)))
+    assert not (kept & ~pareto_front(costs)).any()
+    for row in costs[np.isfinite(costs).all(axis=1)]:
+        assert (costs[kept] - epsilon <= row).all(axis=1).any()
+    members = sorted(map(tuple, costs[kept].tolist()))
+    for index, later in enumerate(members):
+        assert not any(all(a - epsilon <= b for a, b in zip(m, later, strict=True)) for m in members[:index])
+
+
 def test_hypervolume_by_hand() -> None:
     """(1, 3): 3 x 1, (2, 1): 2 x 2 more, below the reference (4, 4); the others add nothing."""
     costs = np.array([(1, 3), (2, 1), (3, 3), (1, 4), (0, 5), (NAN, 0), (2, 1)], dtype=np.float64)
@@ -85,6 +125,24 @@ def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, int]]) -> N
     cells = sum(any(x <= i and y <= j for x, y in corners) for i, j in product(range(7), range(7)))
     costs = np.array(corners, dtype=np.float64).reshape(-1, 2)
     assert hypervolume_2d(costs, np.array([7.0, 7.0])) == cells
+
+
+@settings(deadline=None)  # the first example imports the library
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=12))
+def test_hypervolume_agrees_with_optuna(corners: list[tuple[int, int]]) -> None:
+    theirs = pytest.importorskip("optuna._hypervolume").compute_hypervolume
+    costs, reference = np.array(corners, dtype=np.float64), np.array([9.0, 9.0])
+    assert hypervolume_2d(costs, reference) == pytest.approx(theirs(costs, reference))
+
+
+@settings(deadline=None)  # the first example imports the library
+@given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=12))
+def test_fronts_and_ranks_agree_with_moocore(rows: list[tuple[int, ...]]) -> None:
+    moocore = pytest.importorskip("moocore")
+    costs = np.array(rows, dtype=np.float64)
+    assert pareto_front(costs).tolist() == moocore.is_nondominated(costs, keep_weakly=True).tolist()
+    distinct = np.unique(costs, axis=0)  # theirs puts equal points on different ranks
+    assert ranks(distinct).tolist() == moocore.pareto_rank(distinct).tolist()
 
 
 def test_knee_by_hand() -> None:
@@ -113,102 +171,3 @@ def test_knee_without_a_bulge_is_the_best_second_objective(
 def test_no_knee_without_points() -> None:
     with pytest.raises(ValueError, match="no finite point among 2"):
         knee(np.full((2, 2), NAN))
-
-
-RUNS = list(csv.DictReader(FIXTURE.open()))
-QUALITIES = ("jft_prec_at_1_percent", "imagenet_10shot_percent")
-
-
-def published(quality: str, family: str = "") -> tuple[list[str], NDArray[np.float64]]:
-    """Names, and (runs, 2) of TPUv3-days and quality in percent, of routers whose name ends in `family`."""
-    runs = [run for run in RUNS if run["router"].endswith(family)]
-    names = [f"{run['architecture']} {run['router']} {run['capacity']}" for run in runs]
-    return names, np.array([(run["train_tpuv3_days"], run[quality]) for run in runs], dtype=np.float64)
-
-
-@pytest.mark.parametrize("log_cost", [True, False])
-@pytest.mark.parametrize(
-    ("quality", "front"),
-    [
-        (
-            "jft_prec_at_1_percent",
-            {
-                "B32 softmax_expert_choice 1",
-                "B32 soft 1",
-                "B32 soft 2",
-                "B16 soft 1",
-                "B16 soft 2",
-                "L16 soft 1",
-                "L16 sinkhorn_expert_choice 2",
-            },
-        ),
-        (
-            "imagenet_10shot_percent",
-            {
-                "B32 softmax_expert_choice 1",
-                "B32 sinkhorn_expert_choice 1",
-                "B32 soft 1",
-                "B32 soft 2",
-                "B16 soft 1",
-                "B16 soft 2",
-                "L16 soft 1",
-            },
-        ),
-    ],
-)
-def test_published_fronts(quality: str, front: set[str], log_cost: bool) -> None:
-    names, runs = published(quality)
-    assert len(runs) == 34
-    days = np.log10(runs[:, 0]) if log_cost else runs[:, 0]
-    on_front = pareto_front(np.stack([days, -runs[:, 1]], axis=1))
-    assert {name for name, on in zip(names, on_front, strict=True) if on} == front
-
-
-@pytest.mark.parametrize(
-    ("quality", "worst_percent", "family", "log_cost", "expected", "digits"),
-    [
-        ("jft_prec_at_1_percent", 40, "", True, 19.053822, 6),
-        ("jft_prec_at_1_percent", 40, "token_choice", True, 16.78703, 5),
-        ("jft_prec_at_1_percent", 40, "expert_choice", True, 18.2496, 4),
-        ("jft_prec_at_1_percent", 40, "soft", True, 18.79523, 5),
-        ("jft_prec_at_1_percent", 40, "", False, 30260.1015, 4),
-        ("imagenet_10shot_percent", 60, "", True, 22.621250, 6),
-        ("imagenet_10shot_percent", 60, "token_choice", True, 19.9094, 4),
-        ("imagenet_10shot_percent", 60, "expert_choice", True, 21.21399, 5),
-        ("imagenet_10shot_percent", 60, "soft", True, 22.41279, 5),
-        ("imagenet_10shot_percent", 60, "", False, 32204.4591, 4),
-    ],
-)
-def test_published_hypervolumes(
-    quality: str, worst_percent: float, family: str, log_cost: bool, expected: float, digits: int
-) -> None:
-    """To the printed digits, reference 2000 days."""
-    _, runs = published(quality, family)
-    costs, reference = runs * (1, -1), np.array([2000.0, -worst_percent])
-    if log_cost:
-        costs[:, 0], reference[0] = np.log10(costs[:, 0]), np.log10(reference[0])
-    assert hypervolume_2d(costs, reference) == pytest.approx(expected, abs=0.5 * 10**-digits)
-
-
-@pytest.mark.parametrize(
-    ("cheaper", "dearer", "percent"),
-    [
-        ("B16 softmax_expert_choice 1", "B16 sinkhorn_expert_choice 1", 48.64),
-        ("B32 sinkhorn_expert_choice 2", "B32 sparse_expert_choice 2", 44.30),
-    ],
-)
-def test_published_ties_in_quality_go_to_the_cheaper(cheaper: str, dearer: str, percent: float) -> None:
-    names, runs = published("jft_prec_at_1_percent")
-    pair = runs[[names.index(cheaper), names.index(dearer)]]
-    assert pair[:, 1].tolist() == [percent, percent]
-    assert pareto_front(pair * (1, -1)).tolist() == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("quality", "expected"),
-    [("jft_prec_at_1_percent", "B32 soft 1"), ("imagenet_10shot_percent", "B16 soft 1")],
-)
-def test_published_knees(quality: str, expected: str) -> None:
-    """In log10 cost: .066 below the chord against .052 (L16 Soft c1), and .179 against .144 (B32 Soft c1)."""
-    names, runs = published(quality)
-    assert names[knee(np.stack([np.log10(runs[:, 0]), -runs[:, 1]], axis=1))] == expected

@@ -1,5 +1,7 @@
 """A real sweep on a real Ray: outcomes, what MLflow holds, and the same command again."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,18 +10,20 @@ from mlflow import MlflowClient
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import on_front
+from orchestrator.sweeping.agenda import Outcome
+from orchestrator.sweeping.catalog.scales import SCALES
+from orchestrator.sweeping.catalog.space import families_space
 from orchestrator.sweeping.confirm import knees
+from orchestrator.sweeping.log import TrialLog
+from orchestrator.sweeping.models import load_model, register_frontier
+from orchestrator.sweeping.prices import Budget
+from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.sweep import (
-    Outcomes,
-    Sweep,
-    check_sweep,
-    claim_sweep,
-    keep_weights_only,
-    run_sweep,
-)
-from orchestrator.tracking import Tracking, open_tracking, track
-from orchestrator.training.checkpoint.weights import newest
+from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep, keep_weights_only
+from orchestrator.sweeping.search import OptunaSearch
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.tracking import Tracking, children, find_sweep, open_tracking, track
+from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.worker import Result, checkpoint_directory, run_directory
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -29,6 +33,7 @@ ARMS = {
     "soft": {"model.moe.router.kind": "soft", "model.moe.num_experts": 2},
     "broken": {"model.moe.router.kind": "expert_choice", "model.moe.num_experts": 2},
 }
+FILES = {"frontier.html", "frontier.png", "frontier.svg", "frontier.json"}
 
 
 @pytest.fixture
@@ -37,25 +42,35 @@ def sweep(digits: str, tmp_path: Path) -> Sweep:
     return Sweep(base=override(RunConfig(), changes), arms=ARMS)
 
 
-def swept(sweep: Sweep, tracking: Tracking) -> Outcomes:
+@pytest.fixture
+def tracking(tmp_path: Path) -> Iterator[Tracking]:
+    uri, folder = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "artifacts")
+    with open_tracking(uri, artifacts=folder, spool=str(tmp_path / "spool")) as store:
+        yield store
+
+
+def swept(sweep: Sweep, tracking: Tracking, options: Options | None = None) -> dict[str, Outcome]:
     claim_sweep(sweep, "auto")
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     parent = track(tracking, run_directory(sweep.base), sweep.base.name, tags=tags)
-    outcomes = run_sweep(sweep, tracking, parent, max_concurrent=None, progress=lambda arm, outcomes: None)
+    purse = Purse(Budget(), run_directory(sweep.base))
+    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options())
+    run.recover()
+    run.work(lambda name, outcome: None, lambda: None)
     parent.finish("FINISHED")
-    return outcomes
+    tracking.flush(timeout_s=None)
+    return run.outcomes()
 
 
-def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path):
-    tracking = open_tracking(f"sqlite:///{tmp_path}/mlflow.db", artifacts=str(tmp_path / "artifacts"))
+def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tracking, tmp_path):
     client = MlflowClient(tracking.uri)
-
     in_the_way = Path(sweep.base.storage) / "tiny/trials/broken/checkpoints"  # a file where a folder must be
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
     outcomes = swept(sweep, tracking)
     assert "Not a directory" in str(outcomes.pop("broken"))
     assert all(isinstance(outcome, Result) for outcome in outcomes.values())
+    assert "Traceback" in (in_the_way.parent / "error.txt").read_text()
     runs = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
     assert {name: run.info.status for name, run in runs.items()} == {
         "tiny": "FINISHED",
@@ -77,21 +92,26 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
     again = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
     assert {n: r.info.run_id for n, r in again.items()} == {n: r.info.run_id for n, r in runs.items()}
     assert {run.info.status for run in again.values()} == {"FINISHED"}
+    assert "error" not in again["broken"].data.tags
 
     frontier = publish(tracking, "tiny", str(tmp_path / "report"))
-    marked = {
-        n for n, run in again.items() if client.get_run(run.info.run_id).data.tags.get("pareto") == "true"
-    }
-    assert marked == {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
-    assert marked
+    found = [client.get_run(run.info.run_id) for run in again.values()]
+    marked = {run.info.run_name for run in found if run.data.tags.get("pareto") == "true"}
+    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    assert marked == on
+    assert on
     assert [p.arm for p in knees(frontier, 1)] != ["dense"]
     parent = again["tiny"].info.run_id
-    assert {a.path for a in client.list_artifacts(parent)} == {"frontier.html", "frontier.png"}
+    assert {a.path for a in client.list_artifacts(parent)} == FILES
     assert (tmp_path / "report" / "frontier.html").stat().st_size > 10_000
 
-    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    versions = register_frontier(tracking, frontier)
+    assert set(versions) == {"pareto-fast", "pareto-knee", "pareto-best"}
+    model = load_model("models:/moe-frontier@pareto-best", tracking.uri)
+    assert not model.training
+
     before = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
-    freed = keep_weights_only(sweep, frontier)
+    freed = keep_weights_only(sweep.trials().values(), frontier)
     after = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
     assert {arm for arm, manifest in after.items() if manifest.has_optimizer()} == on
     assert (freed > 0) == (on != set(sweep.arms))
@@ -104,13 +124,78 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tmp_path
     soft = again["soft"]
     assert soft.data.params == {k: str(v) for k, v in flat(sweep.runs()["soft"]).items()}
     assert len(soft.data.metrics) <= 60
+    (dataset,) = client.get_run(soft.info.run_id).inputs.dataset_inputs
+    assert sweep.base.data.path in dataset.dataset.source
+
+
+class PauseAll:
+    """A policy that trains every trial to its fifth step, and `best` alone to the end."""
+
+    def __init__(self, best: str) -> None:
+        self.best = best
+
+    def jobs(self, standings):
+        from orchestrator.sweeping.agenda import Job
+
+        for one in standings:
+            if one.waiting and not one.reached:
+                yield Job(trial=one.trial, until=5)
+            elif one.waiting and one.trial.name == self.best:
+                yield Job(trial=one.trial, until=one.steps)
+
+
+def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
+    outcomes = swept(sweep, tracking, Options(policy=PauseAll("soft")))
+    assert list(outcomes) == ["soft"]
+    runs = {run.name: run for run in children(tracking, find_sweep(tracking, "tiny").run_id)}
+    assert {name: run.status for name, run in runs.items()} == {
+        "dense": "KILLED",
+        "soft": "FINISHED",
+        "broken": "KILLED",
+    }
+    assert runs["dense"].tags["stopped"] == "5"
+    frontier = publish(tracking, "tiny", f"{sweep.base.storage}/report")
+    assert {p.arm: p.status for p in frontier.points} == {
+        "dense": "stopped",
+        "soft": "finished",
+        "broken": "stopped",
+    }
+    outcomes = swept(sweep, tracking)  # now to the end, from step 5
+    assert {name: outcome.status for name, outcome in outcomes.items()} == dict.fromkeys(ARMS, "finished")
+    after = {run.name: run for run in children(tracking, find_sweep(tracking, "tiny").run_id)}
+    assert {name: run.run_id for name, run in after.items()} == {n: run.run_id for n, run in runs.items()}
+    assert {run.status for run in after.values()} == {"FINISHED"}
+    assert "stopped" not in after["dense"].tags
+    assert after["dense"].metrics["resumed/step"] == 5
+
+
+def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
+    space = families_space(SCALES["tiny"])
+    sweep = replace(sweep, arms={}, space=space)
+
+    def search(count: int) -> Options:
+        return Options(search=OptunaSearch(space, base=sweep.base, count=count, sampler="random", seed=0))
+
+    first = swept(sweep, tracking, search(2))
+    assert list(first) == ["random-0001", "random-0002"]
+    more = swept(sweep, tracking, search(3))
+    assert list(more) == ["random-0001", "random-0002", "random-0003"]
+    assert all(isinstance(outcome, Result) for outcome in more.values()), more
+    assert {name: more[name] for name in first} == first
 
 
 def test_a_changed_sweep_is_refused_and_so_is_a_bad_arm(sweep):
     claim_sweep(sweep, "auto")
-    changed = Sweep(base=override(sweep.base, {"train.lr": 1.0}), arms=ARMS)
+    changed = replace(sweep, base=override(sweep.base, {"train.lr": 1.0}))
     with pytest.raises(UsageError, match=r"train\.lr: 0\.001 -> 1\.0"):
         claim_sweep(changed, "auto")
-    bad = Sweep(base=sweep.base, arms={"worse": {"model.moe.num_experts": 1}})
+    with pytest.raises(UsageError, match=r"seeds: \[\] -> \[0, 1\]"):
+        claim_sweep(replace(sweep, seeds=(0, 1)), "auto")
+    bad = replace(sweep, arms={"worse": {"model.moe.num_experts": 1}})
     with pytest.raises(UsageError, match=r"arm worse: .*num_experts must be at least 2, got 1"):
         check_sweep(bad)
+    with pytest.raises(UsageError, match=r"names \['colour'\]; the arms have"):
+        check_sweep(replace(sweep, claims=("colour=red beats family=dense",)))
+    wide = replace(sweep, arms={"wide": {"scale.workers": 4, "model.moe": None}})
+    with pytest.raises(UsageError, match=r"arm wide: 4 workers x 0\.5 CPU \+ 1 CPU for data = 3 CPUs"):
+        check_sweep(wide)

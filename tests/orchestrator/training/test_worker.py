@@ -18,7 +18,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.weights import newest
+from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
 

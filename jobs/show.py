@@ -1,0 +1,131 @@
+"""What the sweep commands print: progress, frontiers, plans."""
+
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.frontier.claims import check_claim
+from orchestrator.frontier.points import Frontier, hypervolume, on_front
+from orchestrator.sweeping.agenda import Outcome
+from orchestrator.sweeping.budget import Compared, Plan, Totals
+from orchestrator.sweeping.progress import Snapshot
+from orchestrator.sweeping.sweep import Sweep
+
+
+def ended_line(sweep: Sweep, outcome: Outcome) -> str:
+    if isinstance(outcome, str):
+        return f"failed: {outcome}"
+    metrics = outcome.metrics
+    if outcome.status == "diverged":
+        return f"diverged: train/loss {metrics['train/loss']}"
+    quality = f"{sweep.quality} {metrics[sweep.quality]:.4f}"
+    if outcome.status == "paused":
+        return f"paused at step {outcome.step}, {quality}"
+    return f"{quality}  {sweep.cost} {metrics[sweep.cost]:.3g}  {metrics['cost/device_s']:.1f} s"
+
+
+def status_line(now: Snapshot) -> str:
+    rungs = "".join(f", {count} paused at step {step}" for step, count in now.paused.items())
+    best = f", best {now.best:.4f}" if now.best is not None else ""
+    left = f", about {duration(now.left_s)} left" if now.left_s else ""
+    return (
+        f"        {now.complete} of {now.trials} complete, {now.running} running{rungs}; frontier"
+        f" {now.front} points{best}, hypervolume {now.hypervolume:.4f}; {duration(now.spent_s)} of devices"
+        f" spent{left}"
+    )
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def print_frontier(frontier: Frontier) -> None:
+    table = Table(title=f"{frontier.name}: * on the frontier, hypervolume {hypervolume(frontier):.4f}")
+    names = (frontier.quality_name, frontier.cost_name, "slots/token", "status", "MLflow run")
+    for column in ("", "arm", *names):
+        table.add_column(column, overflow="fold")
+    rows = sorted(zip(frontier.points, on_front(frontier), strict=True), key=lambda row: row[0].cost)
+    for p, front in rows:
+        cells = (f"{p.quality:.4f}", f"{p.cost:.3g}", f"{p.size:g}", p.status, p.run_id)
+        table.add_row("*" if front else "", p.arm, *cells)
+    _print(table)
+    for claim in frontier.claims:
+        print(f"{claim}: {check_claim(claim, frontier.points)}")
+
+
+def print_plan(plan: Plan, *, kind: str, how: str) -> None:
+    table = Table(title=f"plan on {kind}; device time {how}")
+    for column in ("trial", "family", "devices"):
+        table.add_column(column, overflow="fold")
+    numbers = (
+        "parameters",
+        "forward GFLOPs",
+        "train FLOPs",
+        "GiB/device",
+        "device time",
+        "usd",
+        "GB on disk",
+    )
+    for column in numbers:
+        table.add_column(column, justify="right")
+    for e in plan.estimates:
+        table.add_row(
+            e.trial,
+            e.family,
+            str(e.workers),
+            f"{e.params / 1e6:.3g}M",
+            f"{e.forward_gflops_2mac:.3g}",
+            f"{e.train_flops_6mac:.3g}",
+            f"{e.memory_gib:.2f}",
+            _time(e.device_s),
+            _usd(e.usd),
+            f"{e.checkpoint_bytes / 1e9:.3g}",
+        )
+    _print(table)
+    families = Table(title="by family")
+    families.add_column("family")
+    for column in ("trials", "train FLOPs", "device time", "usd", "GB on disk", "GB after the sweep"):
+        families.add_column(column, justify="right")
+    for name, total in {**plan.by_family(), "all": plan.total()}.items():
+        families.add_row(name, *_totals(total))
+    _print(families)
+    for trial, problems in plan.problems().items():
+        for problem in problems:
+            print(f"does not fit: {trial} {problem}")
+
+
+def print_compared(rows: Iterable[Compared]) -> None:
+    table = Table(title="predicted against actual device seconds")
+    for column in ("family", "trials", "predicted", "actual", "ratio"):
+        table.add_column(column, justify="right" if column != "family" else "left")
+    for row in rows:
+        cells = (f"{row.predicted_s:.1f}", f"{row.actual_s:.1f}", f"{row.ratio():.2f}")
+        table.add_row(row.family, str(row.trials), *cells)
+    _print(table)
+
+
+def _totals(total: Totals) -> tuple[str, ...]:
+    return (
+        str(total.trials),
+        f"{total.train_flops_6mac:.3g}",
+        _time(total.device_s),
+        _usd(total.usd),
+        f"{total.checkpoint_bytes / 1e9:.3g}",
+        f"{total.weights_bytes / 1e9:.3g}",
+    )
+
+
+def _time(seconds: float | None) -> str:
+    return "unknown" if seconds is None else duration(seconds)
+
+
+def _usd(usd: float | None) -> str:
+    return "unknown" if usd is None else f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}"
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else 150).print(table)

@@ -1,0 +1,94 @@
+"""What MLflow is told of a sweep's trials: one child each, followed from the driver."""
+
+from collections.abc import Mapping
+
+from orchestrator import storage
+from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
+from orchestrator.sweeping.agenda import Outcome
+from orchestrator.sweeping.sweep import Sweep, Trial
+from orchestrator.tracking import (
+    TrackedRun,
+    Tracking,
+    children,
+    log_checkpoint,
+    track_training,
+)
+from orchestrator.tracking.runs import Status
+from orchestrator.training.checkpoint import manifest as manifests
+from orchestrator.training.seen import log_bad
+from orchestrator.training.worker import checkpoint_directory, run_directory
+
+
+class TrialLog:
+    """The driver alone writes, and a trial continues its run, whichever process goes on with it."""
+
+    def __init__(self, sweep: Sweep, tracking: Tracking, parent: TrackedRun) -> None:
+        self.sweep = sweep
+        self.tracking = tracking
+        self.parent = parent
+        path = sweep.base.data.path
+        self._dataset = path, open_manifest(path).digest()
+        self._tracked: dict[str, TrackedRun] = {}
+
+    def told(self) -> set[str]:
+        """Names of the trials whose end MLflow knows, or was told and will know."""
+        self.tracking.flush(timeout_s=60)
+        found = children(self.tracking, self.parent.run_id())
+        return {run.tags.get("trial", run.name) for run in found if run.status == "FINISHED"}
+
+    def begin(self, trial: Trial) -> None:
+        self._run_of(trial)
+
+    def report(self, trial: Trial, step: int, metrics: Mapping[str, float]) -> None:
+        self._run_of(trial).log(step, metrics)
+
+    def end(self, trial: Trial, outcome: Outcome) -> None:
+        """Also of a pause: then the run stays open."""
+        run, directory = self._run_of(trial), run_directory(trial.run)
+        if isinstance(outcome, str):
+            run.tag(error=outcome)
+            log_bad(directory, run)
+            self._close(trial, "FAILED")
+            return
+        run.log(outcome.step, outcome.metrics)
+        if outcome.status == "paused":
+            run.tag(paused=str(outcome.step))
+            return
+        run.untag("stopped", "paused")
+        log_bad(directory, run)
+        if kept := newest_checkpoint(trial.run):
+            log_checkpoint(run, trial.name, kept, outcome.step, outcome.metrics)
+        self._close(trial, "FINISHED")
+
+    def stop(self, trial: Trial, step: int) -> None:
+        """It paused at `step`, and nobody went on with it: no point of the frontier."""
+        self._run_of(trial).tag(stopped=str(step))
+        self._close(trial, "KILLED")
+
+    def _close(self, trial: Trial, status: Status) -> None:
+        self._tracked.pop(trial.name).finish(status)
+
+    def _run_of(self, trial: Trial) -> TrackedRun:
+        if trial.name not in self._tracked:
+            tags = {"role": trial.role, "arm": trial.arm, "trial": trial.name}
+            if self.sweep.seeds:
+                tags["seed"] = str(trial.run.train.seed)
+            if trial.after:
+                tags |= {"branch.of": trial.after, "branch.from": trial.run.train.trunk or ""}
+            self._tracked[trial.name] = track_training(
+                self.tracking,
+                trial.run,
+                run_directory(trial.run),
+                parent=self.parent,
+                dataset=self._dataset,
+                **tags,
+            )
+        return self._tracked[trial.name]
+
+
+def newest_checkpoint(run: RunConfig) -> str | None:
+    """The folder of a run's last checkpoint."""
+    directory = checkpoint_directory(run)
+    steps = manifests.steps(directory)
+    return storage.absolute(manifests.folder_of(directory, steps[-1])) if steps else None

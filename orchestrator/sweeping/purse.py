@@ -1,0 +1,64 @@
+"""What a sweep has spent, what is still to come, and whether the budget holds one more job."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+
+from orchestrator import storage
+from orchestrator.sweeping.agenda import Job, Standing
+from orchestrator.sweeping.prices import Budget
+
+
+class Purse:
+    """Counts device-seconds that jobs held, from start to end, over all processes that worked at the sweep.
+
+    Args:
+        directory: of the sweep; ``spent.json`` there survives the process.
+        predicted: trial -> device-seconds of all of it. Of others the rate of the jobs that ended is taken,
+            by the FLOPs of their steps; before the first has ended nothing is known, and nothing refused.
+    """
+
+    def __init__(self, budget: Budget, directory: str, predicted: Mapping[str, float] | None = None) -> None:
+        self.budget = budget
+        self.predicted = predicted or {}
+        self._file = storage.join(directory, "spent.json")
+        kept = json.loads(storage.read_bytes(self._file)) if storage.size(self._file) else {}
+        self.spent_s: float = kept.get("device_s", 0.0)
+        self._cost: float = kept.get("cost", 0.0)
+        self._running: dict[str, tuple[float, float, int]] = {}  # trial -> began, predicted, workers
+
+    def admits(self, job: Job, one: Standing) -> bool:
+        """Running jobs count what they were predicted to take, or have taken already if that is more."""
+        now = time.monotonic()
+        running = sum(max(all_of_it, (now - began) * n) for began, all_of_it, n in self._running.values())
+        return self.budget.allows(self.of_job(job, one), spent_s=self.spent_s, running_predicted_s=running)
+
+    def of_job(self, job: Job, one: Standing) -> float:
+        """Device-seconds from where the trial stands to the step of the job."""
+        part = max(0, job.until - one.begins_at) / (one.steps - one.begins_at)
+        whole = self.predicted.get(job.trial.name)
+        if whole is None:
+            whole = one.cost * self.spent_s / self._cost if self._cost else 0.0
+        return whole * part
+
+    def begin(self, job: Job, one: Standing) -> None:
+        workers = job.trial.run.scale.workers
+        self._running[job.trial.name] = time.monotonic(), self.of_job(job, one), workers
+
+    def paid(self, job: Job, one: Standing) -> float:
+        """The job ended: the device-seconds that it held, which are spent."""
+        began, _, workers = self._running.pop(job.trial.name)
+        held_s = (time.monotonic() - began) * workers
+        self.spent_s += held_s
+        self._cost += one.cost * max(0, job.until - one.begins_at) / (one.steps - one.begins_at)
+        kept = {"device_s": self.spent_s, "cost": self._cost}
+        storage.write_bytes(self._file, json.dumps(kept).encode())
+        return held_s
+
+    def left_s(self, standings: Iterable[Standing]) -> float:
+        """Device-seconds that everything not complete would take."""
+        left = 0.0
+        for one in standings:
+            if one.outcome is None:
+                left += self.of_job(Job(trial=one.trial, until=one.steps), one)
+        return left

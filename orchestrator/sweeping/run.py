@@ -1,0 +1,200 @@
+"""A sweep from what its storage has to its end: the agenda, the money, the log and the engine together."""
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from orchestrator import storage
+from orchestrator.config import UsageError
+from orchestrator.frontier.claims import parse_claim
+from orchestrator.frontier.points import Frontier, on_front
+from orchestrator.sweeping.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
+from orchestrator.sweeping.engine import run_jobs
+from orchestrator.sweeping.log import TrialLog
+from orchestrator.sweeping.purse import Purse
+from orchestrator.sweeping.search import OptunaSearch
+from orchestrator.sweeping.settings import settings
+from orchestrator.sweeping.sweep import Sweep, Trial
+from orchestrator.training.checkpoint.retention import drop_optimizer
+from orchestrator.training.claim import Mode, claim
+from orchestrator.training.cluster import check_resources, most_resources, run_resources
+from orchestrator.training.fit import check_data, identity
+from orchestrator.training.worker import (
+    Result,
+    checkpoint_directory,
+    costs,
+    pause_of,
+    result_of,
+    run_directory,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a sweep is worked through.
+
+    Attributes:
+        policy: whose turn it is: every trial to its end, or early stopping.
+        at_once: jobs at the same time; None: as many as the cluster holds.
+        search: draws arms from the sweep's space, beside those it names.
+    """
+
+    policy: Policy = ToTheEnd()
+    at_once: int | None = None
+    search: OptunaSearch | None = None
+
+
+# called when a job of that trial ended, with what it ended with
+Ended = Callable[[str, Outcome], None]
+
+
+class SweepRun:
+    """Attributes:
+    agenda: where every trial stands.
+    """
+
+    def __init__(self, sweep: Sweep, log: TrialLog, purse: Purse, options: Options) -> None:
+        self.sweep = sweep
+        self.log = log
+        self.purse = purse
+        self.options = options
+        trials = list(sweep.trials().values()) + [t for arm in _drawn(sweep) for t in sweep.of_arm(*arm)]
+        self.agenda = Agenda(
+            map(self._standing, trials),
+            options.policy,
+            most=most_resources(),
+            quality=sweep.quality,
+            at_once=options.at_once,
+            admits=purse.admits,
+            more=self._draw,
+        )
+
+    def recover(self) -> None:
+        """What earlier processes left: results and pauses in storage, ends that MLflow was not told of."""
+        told, trials = self.log.told(), [one.trial for one in self.agenda.standings.values()]
+        with ThreadPoolExecutor(16) as pool:
+            for trial, found in zip(trials, pool.map(_left, trials), strict=True):
+                for outcome in found:
+                    self.agenda.record(trial.name, outcome)
+                    if outcome.status != "paused" and trial.name not in told:
+                        self.log.end(trial, outcome)
+        if self.options.search:
+            seen = [(arm, changes, *self._values(arm)) for arm, changes in _drawn(self.sweep)]
+            self.options.search.restore(seen)
+
+    def work(self, ended: Ended, status: Callable[[], None]) -> None:
+        """Until nothing is left to do, or to pay for. Then those that stay paused are stopped."""
+
+        def began(job: Job) -> None:
+            self.purse.begin(job, self.agenda.standings[job.trial.name])
+            self.log.begin(job.trial)
+
+        def done(job: Job, outcome: Outcome) -> None:
+            one = self.agenda.standings[job.trial.name]
+            self.purse.paid(job, one)
+            self.log.end(job.trial, outcome)
+            self.agenda.done(job.trial.name, outcome)
+            quality, cost = self._values(job.trial.arm)
+            if self.options.search and cost is not None:
+                self.options.search.tell(job.trial.arm, quality, cost)
+            ended(job.trial.name, outcome)
+
+        run_jobs(self.sweep.base, self.agenda, began=began, report=self.log.report, done=done, status=status)
+        for one in self.agenda.standings.values():
+            if one.waiting and one.reached:
+                self.log.stop(one.trial, one.begins_at)
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """trial -> how it ended, of those that did."""
+        return {name: one.outcome for name, one in self.agenda.standings.items() if one.outcome is not None}
+
+    def _standing(self, trial: Trial) -> Standing:
+        known = costs(trial.run, trial.run.train.steps)
+        cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
+        return Standing(trial, cost=cost, need=run_resources(trial.run))
+
+    def _draw(self) -> list[Standing]:
+        if not self.options.search:
+            return []
+        known = {one.trial.arm for one in self.agenda.standings.values()}
+        while (arm := self.options.search.next()) and arm.name in known:
+            pass  # an earlier process began it
+        if arm is None:
+            return []
+        record = json.dumps({"arm": arm.name, "changes": dict(arm.changes)}, indent=1)
+        storage.write_bytes(storage.join(_arms(self.sweep), f"{arm.name}.json"), record.encode())
+        return [self._standing(trial) for trial in self.sweep.of_arm(arm.name, arm.changes)]
+
+    def _values(self, arm: str) -> tuple[float | None, float | None]:
+        """Quality and cost of an arm, means over its seeds: both None while it is not over, the quality None
+        if it did not finish.
+        """
+        ones = [one for one in self.agenda.standings.values() if one.trial.arm == arm]
+        ends = [one.outcome for one in ones]
+        if any(end is None for end in ends):
+            return None, None
+        done = [end for end in ends if isinstance(end, Result) and end.status == "finished"]
+        quality = fmean(end.metrics[self.sweep.quality] for end in done) if len(done) == len(ones) else None
+        return quality, fmean(one.cost for one in ones)
+
+
+def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
+    """Raises UsageError for an arm that is refused, a claim about what the arms do not have, data that is
+    not whole, or too many workers.
+    """
+    most, trials = most_resources(), sweep.trials()
+    known = {"arm"} | {name for trial in trials.values() for name in settings(trial.run)}
+    for text in sweep.claims:
+        try:
+            unknown = parse_claim(text).settings() - known
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if trials and unknown:
+            raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
+    for trial in trials.values():
+        try:
+            check_resources(trial.run, most)
+        except UsageError as error:
+            raise UsageError(f"arm {trial.name}: {error}") from None
+    check_data(sweep.base, verify=verify)
+
+
+def claim_sweep(sweep: Sweep, mode: Mode, **how: Any) -> None:
+    """The sweep's directory: started, continued or refused, as `claim` has it. `how`: what else makes it the
+    same sweep when it goes on.
+    """
+    arms = {f"arms.{arm}.{f}": value for arm, changes in sweep.arms.items() for f, value in changes.items()}
+    trunk = {"trunk.at": list(sweep.trunk.at), "trunk.cooldown": sweep.trunk.cooldown} if sweep.trunk else {}
+    told = {"quality": sweep.quality, "cost": sweep.cost, "seeds": list(sweep.seeds)} | trunk | how
+    claim(run_directory(sweep.base), identity(sweep.base) | arms | told, mode)
+
+
+def _left(trial: Trial) -> list[Result]:
+    """Pauses in their order, then the end."""
+    directory = run_directory(trial.run)
+    names = [name for name in storage.names(directory) if name.startswith("paused-")]
+    steps = sorted(int(name.removeprefix("paused-").removesuffix(".json")) for name in names)
+    found = [pause_of(trial.run, step) for step in steps] + [result_of(trial.run)]
+    return [one for one in found if one is not None]
+
+
+def _arms(sweep: Sweep) -> str:
+    return storage.join(run_directory(sweep.base), "arms")
+
+
+def _drawn(sweep: Sweep) -> list[tuple[str, dict[str, Any]]]:
+    """Arms that a search has drawn, by name."""
+    files = sorted(storage.names(_arms(sweep)))
+    records = [json.loads(storage.read_bytes(storage.join(_arms(sweep), name))) for name in files]
+    return [(record["arm"], record["changes"]) for record in records]
+
+
+def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
+    """Of complete trials off the frontier: nobody goes on from their optimiser. Bytes that it freed."""
+    points = zip(frontier.points, on_front(frontier), strict=True)
+    front = {point.arm for point, on in points if on}
+    off = [t.run for t in trials if t.role == "trial" and t.arm not in front and result_of(t.run)]
+    return sum(drop_optimizer(checkpoint_directory(run)) for run in off)

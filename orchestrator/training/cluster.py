@@ -1,0 +1,56 @@
+"""What the cluster can hold: its declared maximum, against what runs need."""
+
+from collections.abc import Mapping
+
+import ray
+import ray._private.state
+
+from orchestrator.config import RunConfig, UsageError
+
+CPU_PER_WORKER = 0.5  # of workers without a GPU
+CPU_FOR_DATA = 1  # decodes for the workers of a run; one worker without a GPU reads its own data
+
+
+def most_resources() -> dict[str, float]:
+    """CPUs, GPUs and the like of the connected cluster: those that are up, or as many as its autoscaler may
+    bring up.
+    """
+    have = dict(ray.cluster_resources())
+    declared = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    return have | {name: max(amount, have.get(name, 0.0)) for name, amount in declared.items()}
+
+
+def worker_resources(run: RunConfig) -> dict[str, float]:
+    """What a worker keeps for itself; its images are decoded on what is left of the cluster."""
+    return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
+
+
+def run_resources(run: RunConfig) -> dict[str, float]:
+    """What a run keeps busy while it trains."""
+    workers = run.scale.workers
+    if workers == 1 and not run.scale.use_gpu:
+        return {"CPU": 1}
+    need = {name: amount * workers for name, amount in worker_resources(run).items()}
+    return need | {"CPU": need["CPU"] + CPU_FOR_DATA}
+
+
+def fits(need: Mapping[str, float], free: Mapping[str, float]) -> bool:
+    return all(amount <= free.get(name, 0) for name, amount in need.items())
+
+
+def check_resources(run: RunConfig, most: Mapping[str, float] | None = None) -> None:
+    """Raises UsageError, with the arithmetic, if the cluster can never hold the run's workers and a CPU that
+    decodes for them. `most`: what it can hold, if that is known already.
+    """
+    most = most_resources() if most is None else most
+    workers, each, need = run.scale.workers, worker_resources(run), run_resources(run)
+    if fits(need, most):
+        return
+    gpus = most.get("GPU", 0)
+    if need.get("GPU", 0) > gpus:
+        raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has at most {gpus:g}")
+    can = max(0, int((most.get("CPU", 0) - CPU_FOR_DATA) / each["CPU"]))
+    raise UsageError(
+        f"{workers} workers x {each['CPU']:g} CPU + {CPU_FOR_DATA} CPU for data = {need['CPU']:g} CPUs, the"
+        f" cluster has at most {most.get('CPU', 0):g}: use at most {can} workers, or add nodes"
+    )

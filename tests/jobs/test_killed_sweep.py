@@ -1,0 +1,196 @@
+"""A sweep whose driver, workers and tracking server go away ends as if nothing had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+ARMS = 16
+SWEEP = """
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.sweep import Sweep
+
+def make():
+    kinds = ("soft", "expert_choice", "token_choice")
+    arms = {"dense": {}} | {
+        f"arm{i:02}": {
+            "model.moe.router.kind": kinds[i % 3], "model.moe.num_experts": 2, "model.mlp_dim": 32 + 16 * i
+        }
+        for i in range(1, 16)
+    }
+    fields = {"name": "sixteen", "train.steps": 60, "train.report_every": 5, "checkpoint.every": 10}
+    return Sweep(base=override(RunConfig(), fields), arms=arms)
+"""
+State = dict[str, tuple[str, float, float, str]]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("sweep") / "sixteen.py"
+    file.write_text(SWEEP)
+    return f"{file}:make"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, sweep_file: str) -> State:
+    home = tmp_path_factory.mktemp("undisturbed")
+    assert start(home, sweep_file).wait(timeout=900) == 0
+    return state(f"sqlite:///{home}/mlflow.db")
+
+
+def start(home: Path, sweep_file: str, **env: str) -> subprocess.Popen[bytes]:
+    command = ["jobs/pareto_sweep.py", "--sweep", sweep_file, "--confirm", "0"]
+    home.mkdir(exist_ok=True)
+    with (home / "log.txt").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=os.environ
+            | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+            | env,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def complete(home: Path) -> int:
+    return len(list(home.glob("sixteen/trials/*/result.json")))
+
+
+def until(condition: Callable[[], bool], driver: subprocess.Popen[bytes], home: Path) -> None:
+    give_up = time.monotonic() + 600
+    while not condition():
+        assert driver.poll() is None, (home / "log.txt").read_text()[-3000:]
+        assert time.monotonic() < give_up, (home / "log.txt").read_text()[-3000:]
+        time.sleep(0.2)
+
+
+def kill_driver(driver: subprocess.Popen[bytes]) -> None:
+    """As the machine's memory keeper would; its Ray goes with it."""
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs(family, timeout=30)
+
+
+def state(uri: str) -> State:
+    """Of every child: status, quality, cost and whether it is on the frontier; no (key, step) twice."""
+    client = MlflowClient(uri)
+    found: State = {}
+    experiment = client.get_experiment_by_name("moe-frontier")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if run.data.tags.get("role") == "sweep"]
+    assert [run.info.status for run in parents] == ["FINISHED"]
+    for run in runs:
+        if run.data.tags.get("role") == "sweep":
+            continue
+        assert run.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
+        name = run.info.run_name or ""
+        assert name not in found, f"{name} has two runs"
+        for metric in run.data.metrics:
+            steps = [row.step for row in client.get_metric_history(run.info.run_id, metric)]
+            assert len(steps) == len(set(steps)), (name, metric)
+            assert metric.startswith("resumed/") or steps == sorted(steps), (name, metric)
+        losses = [row.step for row in client.get_metric_history(run.info.run_id, "train/loss")]
+        assert losses == [64 * step for step in range(5, 61, 5)], name  # none is missing
+        metrics = run.data.metrics
+        found[name] = (
+            run.info.status,
+            metrics["val/acc1"],
+            metrics["cost/train_flops_6mac"],
+            run.data.tags.get("pareto", "false"),
+        )
+    return found
+
+
+def test_the_driver_killed_three_times_and_a_worker_twice(tmp_path, sweep_file, undisturbed):
+    home = tmp_path / "home"
+    for milestone in (2, 6, 10):
+        driver = start(home, sweep_file)
+        until(lambda milestone=milestone: complete(home) >= milestone, driver, home)
+        kill_driver(driver)
+    driver = start(home, sweep_file)
+    before = complete(home)
+    until(lambda: complete(home) > before, driver, home)
+    for _ in range(2):
+        until(lambda: bool(trainers(driver)), driver, home)
+        trainers(driver)[0].kill()
+        time.sleep(1)
+    assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
+    found = state(f"sqlite:///{home}/mlflow.db")
+    assert len(found) == ARMS
+    assert {status for status, *_ in found.values()} == {"FINISHED"}
+    assert found == undisturbed
+
+
+def trainers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Processes in which trials train."""
+    family = psutil.Process(driver.pid).children(recursive=True)
+    return [one for one in family if one.is_running() and "ImplicitFunc" in " ".join(command_of(one))]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts `mlflow server` on the same port and store, as often as it is called."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def serve() -> subprocess.Popen[bytes]:
+        import urllib.request
+
+        store = f"sqlite:///{tmp_path}/server.db"
+        command = ["-m", "mlflow", "server", "--backend-store-uri", store, "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--workers", "1", "--artifacts-destination", str(tmp_path / "files")]
+        started.append(subprocess.Popen([sys.executable, *command], start_new_session=True))
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.2)
+        started[-1].args = f"http://127.0.0.1:{port}"  # pyright: ignore
+        return started[-1]
+
+    yield serve
+    for one in started:
+        if one.poll() is None:
+            os.killpg(one.pid, signal.SIGKILL)
+
+
+def test_the_tracking_server_is_away_for_a_minute(tmp_path, sweep_file, undisturbed, server):
+    home, first = tmp_path / "home", server()
+    uri = str(first.args)
+    driver = start(home, sweep_file, MLFLOW_TRACKING_URI=uri)
+    until(lambda: complete(home) >= 3, driver, home)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    at = complete(home)
+    time.sleep(60)
+    assert complete(home) > at or complete(home) == ARMS, "training waited for the server"
+    server()
+    assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
+    assert state(uri) == undisturbed

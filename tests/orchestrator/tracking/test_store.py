@@ -1,0 +1,110 @@
+"""Stores that can be opened, and what is said of those that cannot."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from orchestrator.config import UsageError
+from orchestrator.tracking import open_reader, open_tracking, track
+from orchestrator.tracking.store import shown
+from tests.orchestrator.tracking.conftest import Open
+from tests.orchestrator.tracking.stores import Postgres, Sqlite, free_port
+
+
+@pytest.fixture
+def port_of_no_web_server():
+    """Answers as sshd does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://127.0.0.1:9",
+        "http://127.0.0.1:{port}",
+        "http://127.0.0.1:port",
+        "http://",
+        "ftp://somewhere/x",
+        "/some/folder",
+        "sqlite:////proc/nowhere/mlflow.db",
+        "sqlite:///{folder}",
+    ],
+)
+def test_refused_uris(uri: str, port_of_no_web_server: int, tmp_path: Path) -> None:
+    """At once, where MLflow itself tries for minutes."""
+    uri, began = uri.format(port=port_of_no_web_server, folder=tmp_path), time.perf_counter()
+    for attempt in (
+        lambda: open_tracking(uri, artifacts="/nowhere", spool=str(tmp_path / "outbox")),
+        lambda: open_reader(uri),
+    ):
+        with pytest.raises(UsageError) as caught:
+            attempt()
+        assert uri in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+    assert time.perf_counter() - began < 20
+
+
+def test_a_database_that_does_not_answer(postgres: Postgres, tmp_path: Path) -> None:
+    """Nobody is there, or the password is wrong; it is never repeated."""
+    uris = (
+        f"postgresql://tester:secret@127.0.0.1:{free_port()}/postgres",
+        postgres.uri.replace("secret", "wrong"),
+    )
+    for uri in uris:
+        with pytest.raises(UsageError) as caught:
+            open_tracking(uri, artifacts="/nowhere", spool=str(tmp_path))
+        assert "postgresql://tester:***@127.0.0.1" in str(caught.value)
+        assert not any(word in str(caught.value) for word in ("secret", "wrong"))
+
+
+def test_passwords_are_not_shown() -> None:
+    assert shown("postgresql://me:pass@host:5432/db") == "postgresql://me:***@host:5432/db"
+    assert shown("http://host:5000") == "http://host:5000"
+
+
+def test_looking_makes_no_store(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no MLflow store at sqlite:"):
+        open_reader(f"sqlite:///{tmp_path}/none/mlflow.db")
+    assert not list(tmp_path.iterdir())
+    empty = tmp_path / "empty.db"
+    empty.touch()
+    with pytest.raises(UsageError, match="there is no MLflow store at sqlite:"):
+        open_reader(f"sqlite:///{empty}")
+    assert empty.stat().st_size == 0
+
+
+def test_files_lie_where_they_should(reopen: Open, sqlite: Sqlite, tmp_path: Path) -> None:
+    """Beside the database that was opened first, whoever opens it again."""
+    tracking = reopen(sqlite)
+    run = track(tracking, str(tmp_path), "files", tags={})
+    run.write_text("notes/a.txt", "hello")
+    assert tracking.close(60) == 0
+    spool = str(tmp_path / "other")
+    with open_tracking(sqlite.uri, artifacts="/elsewhere", spool=spool) as again:
+        assert again.experiment_id == tracking.experiment_id
+    location = MlflowClient(sqlite.uri).get_experiment(tracking.experiment_id).artifact_location
+    assert location == f"{sqlite.uri.removeprefix('sqlite:///')}-artifacts"
+    assert Path(location, run.run_id(), "artifacts", "notes", "a.txt").read_text() == "hello"
+
+
+def test_a_deleted_experiment(tmp_path: Path) -> None:
+    store = Sqlite(tmp_path)
+    spool = str(tmp_path / "outbox")
+    with open_tracking(store.uri, artifacts=str(tmp_path), spool=spool) as tracking:
+        tracking.client.delete_experiment(tracking.experiment_id)
+    with pytest.raises(UsageError, match="is deleted: mlflow experiments restore -x 1"):
+        open_tracking(store.uri, artifacts=str(tmp_path), spool=spool)
