@@ -33,6 +33,8 @@ bench: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	$(BIN)/python bench/layers.py
 	$(BIN)/python bench/data.py
+	$(BIN)/python bench/stopping.py
+	$(BIN)/python bench/control_plane.py
 
 ui: setup  ## MLflow on http://127.0.0.1:5000
 	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port 5000

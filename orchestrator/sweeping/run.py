@@ -145,21 +145,27 @@ def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
     """Raises UsageError for an arm that is refused, a claim about what the arms do not have, data that is
     not whole, or too many workers.
     """
-    most, trials = most_resources(), sweep.trials()
-    known = {"arm"} | {name for trial in trials.values() for name in settings(trial.run)}
-    for text in sweep.claims:
-        try:
-            unknown = parse_claim(text).settings() - known
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        if trials and unknown:
-            raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
-    for trial in trials.values():
+    check_claims(sweep)
+    most = most_resources()
+    for trial in sweep.trials().values():
         try:
             check_resources(trial.run, most)
         except UsageError as error:
             raise UsageError(f"arm {trial.name}: {error}") from None
     check_data(sweep.base, verify=verify)
+
+
+def check_claims(sweep: Sweep) -> None:
+    """Raises UsageError for a claim that is none, or names what no arm has."""
+    runs = sweep.runs()
+    known = {"arm"} | {name for run in runs.values() for name in settings(run)}
+    for text in sweep.claims:
+        try:
+            unknown = parse_claim(text).settings() - known
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if runs and unknown:
+            raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
 
 
 def claim_sweep(sweep: Sweep, mode: Mode, **how: Any) -> None:

@@ -122,7 +122,7 @@ def _opening(uri: str, *, create: bool) -> Iterator[None]:
     try:
         if uri.startswith(("http://", "https://")):
             _check_server(uri)
-        elif "://" in uri:
+        elif "://" in uri and not uri.startswith("file:"):  # MLflow says itself what is wrong with that
             _check_database(uri, create=create)
         yield
     except UsageError:

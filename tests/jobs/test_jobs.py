@@ -1,6 +1,5 @@
 """The commands as a user runs them: what they print and how they exit."""
 
-import json
 import os
 import re
 import subprocess
@@ -13,10 +12,10 @@ import torch
 from mlflow import MlflowClient
 
 from jobs import pack_shards, pareto_sweep, train
-from orchestrator.codec import flat, from_dict
-from orchestrator.config import RunConfig
+from orchestrator.codec import flat
 from orchestrator.data.manifest import open_manifest
-from orchestrator.tracking import EXPERIMENT, load_model
+from orchestrator.sweeping.models import load_model
+from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,10 +132,8 @@ def test_train_completes_resumes_and_refuses_another_config(home, monkeypatch, c
     for run in runs:
         losses = client.get_metric_history(run.info.run_id, "train/loss")
         assert [loss.step for loss in losses] == [640]
-    config = json.loads(
-        Path(client.download_artifacts(runs[0].info.run_id, "config.json", str(home))).read_text()
-    )
-    rebuilt = from_dict(RunConfig, config)
+    found = find_runs(open_reader(f"sqlite:///{home}/mlflow.db"), EXPERIMENT, "")
+    rebuilt = next(run for run in found if run.run_id == runs[0].info.run_id).config()
     assert runs[0].data.params == {name: str(value) for name, value in flat(rebuilt).items()}
     assert rebuilt.train.lr == 0.5
 
@@ -178,11 +175,14 @@ def test_the_quickstart_from_shards_to_a_registered_model(home):
     uri = f"sqlite:///{home}/mlflow.db"
     model = load_model("models:/moe-frontier@pareto-knee", uri)
     assert model.config.moe is not None
-    same = load_model("models:/moe-frontier/1", uri)
+    version = client.get_model_version_by_alias("moe-frontier", "pareto-knee")
+    assert version.run_id == confirmed.info.run_id
+    same = load_model(f"models:/moe-frontier/{version.version}", uri)
     images = torch.rand(4, 3, 8, 8)
     assert torch.equal(model(images).logits, same(images).logits)
     assert model(images).logits.abs().sum() > 0
 
+    versions = len(client.search_model_versions("name = 'moe-frontier'"))
     report = run_job(home, "jobs/report.py", "--name", "quickstart", "--out", str(home / "report"))
     assert report.returncode == 0, report.stderr[-3000:]
     assert (home / "report/frontier.html").read_text() == (home / "quickstart/frontier.html").read_text()
@@ -190,6 +190,6 @@ def test_the_quickstart_from_shards_to_a_registered_model(home):
     again = run_job(home, *command)
     assert again.returncode == 0, again.stderr[-3000:]
     assert len(client.search_runs([experiment])) == len(runs)
-    assert len(client.search_model_versions("name = 'moe-frontier'")) == 1
+    assert len(client.search_model_versions("name = 'moe-frontier'")) == versions
     manifest = open_manifest(f"{home}/data/digits")
     assert manifest.rows("train") + manifest.rows("val") == 1797

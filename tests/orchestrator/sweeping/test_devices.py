@@ -1,0 +1,72 @@
+"""Trials of 1, 2 and 4 workers share four CPUs: none waits for ever, none is started into nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import AutoscalingCluster
+
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.log import TrialLog
+from orchestrator.sweeping.prices import Budget
+from orchestrator.sweeping.purse import Purse
+from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.tracking import open_tracking, track
+from orchestrator.training.cluster import most_resources
+from orchestrator.training.worker import Result, run_directory
+
+pytestmark = pytest.mark.slow  # workers of their own for every large trial
+
+
+@pytest.fixture
+def four_cpus() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def autoscaling() -> Iterator[None]:
+    """A head of 1 CPU, and nodes of 3 that come when they are asked for."""
+    workers = {"resources": {"CPU": 3}, "node_config": {}, "min_workers": 0, "max_workers": 1}
+    cluster = AutoscalingCluster(head_resources={"CPU": 1}, worker_node_types={"large": workers})
+    cluster.start()
+    ray.init(address="auto", logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def swept(digits: str, folder: Path, workers: list[int]) -> dict[str, object]:
+    changes = {"name": "mixed", "data.path": digits, "storage": str(folder / "home"), "train.steps": 4}
+    base = override(RunConfig(), changes | {"model.moe.num_experts": 4})
+    arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
+    sweep = Sweep(base=base, arms=arms)
+    check_sweep(sweep)
+    claim_sweep(sweep, "auto")
+    uri = f"sqlite:///{folder}/mlflow.db"
+    with open_tracking(uri, artifacts=str(folder / "files"), spool=str(folder / "spool")) as store:
+        parent = track(store, run_directory(base), "mixed", tags={"role": "sweep"})
+        purse = Purse(Budget(), run_directory(base))
+        run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, Options())
+        run.work(lambda name, outcome: None, lambda: None)
+        return dict(run.outcomes())
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_mixed_trials_all_end(digits, tmp_path):
+    outcomes = swept(digits, tmp_path, [1, 4, 2, 1, 2, 1])
+    assert len(outcomes) == 6
+    assert all(isinstance(o, Result) and o.status == "finished" for o in outcomes.values()), outcomes
+
+
+@pytest.mark.usefixtures("autoscaling")
+def test_what_is_not_up_yet_is_waited_for(digits, tmp_path):
+    """Two workers and a CPU for data are 2 CPUs: more than is up, not more than may come."""
+    assert ray.cluster_resources()["CPU"] == 1
+    assert most_resources()["CPU"] == 4
+    outcomes = swept(digits, tmp_path, [2])
+    assert all(isinstance(o, Result) for o in outcomes.values()), outcomes
