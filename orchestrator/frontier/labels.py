@@ -13,6 +13,8 @@ from orchestrator.frontier.points import Point, knee_point
 from orchestrator.frontier.published import Published
 from orchestrator.frontier.style import INK, MUTED, marker_px
 
+NAMED = 40  # points of a front that are tried: more names would not have room
+
 _RISES = range(2, 90, 22)  # pixels from a marker up or down to its label: the first with room
 
 
@@ -31,7 +33,8 @@ def name_front(
     along = np.concatenate([_along(line) for line in corners])
     covered = [_marker_box(axes, dpi, point) for point in [*front, *others]]
     covered += [_box(axes, dpi, paper.cost, (paper.quality,), marker_px(0)) for paper in papers]
-    for point in sorted(front, key=lambda point: point is not knee):
+    some = front[:: -(-len(front) // NAMED)]
+    for point in [knee, *(point for point in some if point is not knee)]:
         name = f"Knee: {point.arm}" if point is knee else point.arm
         font = FontProperties(size=9.5, weight="bold" if point is knee else "normal")
         width, height, _ = renderer.get_text_width_height_descent(name, font, ismath=False)
