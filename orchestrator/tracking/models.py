@@ -1,5 +1,6 @@
 """Checkpoints in MLflow's list of models, and the few that get a name."""
 
+import re
 from collections.abc import Mapping
 
 import mlflow
@@ -16,8 +17,17 @@ MODEL = "moe-frontier"
 
 
 def log_checkpoint(tracked: TrackedRun, name: str, uri: str, step: int, metrics: Mapping[str, float]) -> None:
-    """A model of the run, ranked by `metrics`, whose bytes stay at `uri`; once, however often it is said."""
-    tracked.put("checkpoint", name=name, uri=uri, step=step * tracked.batch_size, metrics=dict(metrics))
+    """A model of the run, ranked by `metrics`, whose bytes stay at `uri`; once, however often it is said.
+
+    What MLflow allows in no model's name becomes a dash.
+    """
+    tracked.put(
+        "checkpoint",
+        name=re.sub(r"[/:.%\"'\\]", "-", name),
+        uri=uri,
+        step=step * tracked.batch_size,
+        metrics=dict(metrics),
+    )
 
 
 def register(tracking: Tracking, run_id: str, uri: str, alias: str) -> str:

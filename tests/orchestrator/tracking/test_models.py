@@ -24,7 +24,7 @@ def trained(tracking: Tracking, directory: Path, acc: float) -> tuple[TrackedRun
     run.log(1, {"val/acc1": acc / 2})
     run.log(2, {"val/acc1": acc})
     uri = f"s3://bucket/{directory}/it's/step-2"
-    log_checkpoint(run, directory.name, uri, 2, {"val/acc1": acc})
+    log_checkpoint(run, f"{directory.name}-c0.5", uri, 2, {"val/acc1": acc})
     return run, uri
 
 
