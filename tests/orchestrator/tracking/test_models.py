@@ -41,7 +41,7 @@ def test_models_are_ranked(reopen: Open, store: Store, tmp_path: Path) -> None:
         [tracking.experiment_id], "metrics.`val/acc1` > 0.6", order_by=[best_first]
     )
     ours = [model for model in models if model.source_run_id in ids]
-    assert [model.name for model in ours] == ["b", "c"]
+    assert [model.name for model in ours] == ["b-c0-5", "c-c0-5"]
     assert ours[0].tags["checkpoint"] == f"s3://bucket/{tmp_path}/b/it's/step-2"
     assert ours[0].params == {"step": "128"}  # images: 2 steps of 64
     assert [(m.key, m.step, m.value) for m in ours[0].metrics] == [("val/acc1", 128, 0.9)]
