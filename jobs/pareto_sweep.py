@@ -53,7 +53,7 @@ def main() -> None:
         if args.plan:
             return
         with tracking(args, sweep.base.name) as store:
-            claim_sweep(sweep, args.mode, **args.identity)
+            claim_sweep(sweep, args.mode)
             parent = open_parent(sweep, store)
             try:
                 with SystemMetrics(parent):

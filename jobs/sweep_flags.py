@@ -18,7 +18,7 @@ PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
 
 
 def parse(doc: str | None) -> argparse.Namespace:
-    """Also `devices`, the price table, and `identity`, what makes a search the same when it goes on."""
+    """Also `made`: the sweep as it is before the flags."""
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument(
         "--sweep",
@@ -89,9 +89,6 @@ def parse(doc: str | None) -> argparse.Namespace:
         parser.error("--branch-at plans every trial ahead: leave out --search and --stop-early")
     if args.warm_start and not args.search:
         parser.error("--warm-start is for a search: name one with --search")
-    args.identity = (
-        {"search": args.search, "early": args.stop_early} if args.search or args.stop_early else {}
-    )
     return args
 
 

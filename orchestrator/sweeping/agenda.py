@@ -30,13 +30,17 @@ class Standing:
 
     Attributes:
         cost: of the whole trial, known before it starts; what early stopping judges by.
+        flops: of the steps that it trains itself: a branch's trunk is paid for already.
         need: resources that it keeps busy while it trains.
         reached: step -> quality, where it paused.
     """
 
-    def __init__(self, trial: Trial, *, cost: float, need: Mapping[str, float]) -> None:
+    def __init__(
+        self, trial: Trial, *, cost: float, need: Mapping[str, float], flops: float | None = None
+    ) -> None:
         self.trial = trial
         self.cost = cost
+        self.flops = cost if flops is None else flops
         self.need = need
         self.reached: dict[int, float] = {}
         self.outcome: Outcome | None = None
@@ -51,6 +55,11 @@ class Standing:
     def begins_at(self) -> int:
         """The last step it paused at, else where it branches, else 0."""
         return max(self.reached, default=branch_step(self.trial.run))
+
+    def part(self, until: int) -> float:
+        """Of its own steps, those from where it stands to `until`."""
+        own = self.steps - branch_step(self.trial.run)
+        return max(0, until - self.begins_at) / own
 
     @property
     def waiting(self) -> bool:

@@ -38,6 +38,7 @@ def run_jobs(
     # MLflow has every metric: no second copy as CSV, JSON and tfevents, nor the warning that there is none
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # a table of Tune's own settings; the job prints more
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it would end the sweep as if all were done
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "64"  # the agenda admits no more than the devices hold
     os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "600"  # nobody restores from it: storage has what happened
     logging.getLogger("ray.tune").setLevel(logging.ERROR)

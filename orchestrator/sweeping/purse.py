@@ -24,7 +24,7 @@ class Purse:
         self._file = storage.join(directory, "spent.json")
         kept = json.loads(storage.read_bytes(self._file)) if storage.size(self._file) else {}
         self.spent_s: float = kept.get("device_s", 0.0)
-        self._cost: float = kept.get("cost", 0.0)
+        self._flops: float = kept.get("flops", 0.0)
         self._running: dict[str, tuple[float, float, int]] = {}  # trial -> began, predicted, workers
 
     def admits(self, job: Job, one: Standing) -> bool:
@@ -35,11 +35,10 @@ class Purse:
 
     def of_job(self, job: Job, one: Standing) -> float:
         """Device-seconds from where the trial stands to the step of the job."""
-        part = max(0, job.until - one.begins_at) / (one.steps - one.begins_at)
         whole = self.predicted.get(job.trial.name)
         if whole is None:
-            whole = one.cost * self.spent_s / self._cost if self._cost else 0.0
-        return whole * part
+            whole = one.flops * self.spent_s / self._flops if self._flops else 0.0
+        return whole * one.part(job.until)
 
     def begin(self, job: Job, one: Standing) -> None:
         workers = job.trial.run.scale.workers
@@ -50,8 +49,8 @@ class Purse:
         began, _, workers = self._running.pop(job.trial.name)
         held_s = (time.monotonic() - began) * workers
         self.spent_s += held_s
-        self._cost += one.cost * max(0, job.until - one.begins_at) / (one.steps - one.begins_at)
-        kept = {"device_s": self.spent_s, "cost": self._cost}
+        self._flops += one.flops * one.part(job.until)
+        kept = {"device_s": self.spent_s, "flops": self._flops}
         storage.write_bytes(self._file, json.dumps(kept).encode())
         return held_s
 

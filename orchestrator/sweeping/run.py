@@ -12,6 +12,7 @@ from orchestrator.config import UsageError
 from orchestrator.frontier.claims import parse_claim
 from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeping.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
+from orchestrator.sweeping.branches import branch_step
 from orchestrator.sweeping.engine import run_jobs
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.purse import Purse
@@ -114,7 +115,9 @@ class SweepRun:
     def _standing(self, trial: Trial) -> Standing:
         known = costs(trial.run, trial.run.train.steps)
         cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
-        return Standing(trial, cost=cost, need=run_resources(trial.run))
+        own = trial.run.train.steps - branch_step(trial.run)
+        flops = costs(trial.run, own)["cost/train_flops_6mac"]
+        return Standing(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
     def _draw(self) -> list[Standing]:
         if not self.options.search:
@@ -168,13 +171,11 @@ def check_claims(sweep: Sweep) -> None:
             raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
 
 
-def claim_sweep(sweep: Sweep, mode: Mode, **how: Any) -> None:
-    """The sweep's directory: started, continued or refused, as `claim` has it. `how`: what else makes it the
-    same sweep when it goes on.
-    """
+def claim_sweep(sweep: Sweep, mode: Mode) -> None:
+    """The sweep's directory: started, continued or refused, as `claim` has it."""
     arms = {f"arms.{arm}.{f}": value for arm, changes in sweep.arms.items() for f, value in changes.items()}
     trunk = {"trunk.at": list(sweep.trunk.at), "trunk.cooldown": sweep.trunk.cooldown} if sweep.trunk else {}
-    told = {"quality": sweep.quality, "cost": sweep.cost, "seeds": list(sweep.seeds)} | trunk | how
+    told = {"quality": sweep.quality, "cost": sweep.cost, "seeds": list(sweep.seeds)} | trunk
     claim(run_directory(sweep.base), identity(sweep.base) | arms | told, mode)
 
 
