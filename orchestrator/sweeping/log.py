@@ -66,6 +66,11 @@ class TrialLog:
         self._run_of(trial).tag(stopped=str(step))
         self._close(trial, "KILLED")
 
+    def abandon(self) -> None:
+        """What still runs ends with the process; the same command opens it again."""
+        for run in self._tracked.values():
+            run.finish("KILLED")
+
     def _close(self, trial: Trial, status: Status) -> None:
         self._tracked.pop(trial.name).finish(status)
 

@@ -103,7 +103,12 @@ class SweepRun:
                 self.options.search.tell(job.trial.arm, quality, cost)
             ended(job.trial.name, outcome)
 
-        run_jobs(self.sweep.base, self.agenda, began=began, report=self.log.report, done=done, status=status)
+        hooks = {"began": began, "report": self.log.report, "done": done, "status": status}
+        try:
+            run_jobs(self.sweep.base, self.agenda, **hooks)
+        except BaseException:
+            self.log.abandon()
+            raise
         for one in self.agenda.standings.values():
             if one.waiting and one.reached:
                 self.log.stop(one.trial, one.begins_at)
@@ -113,10 +118,10 @@ class SweepRun:
         return {name: one.outcome for name, one in self.agenda.standings.items() if one.outcome is not None}
 
     def _standing(self, trial: Trial) -> Standing:
-        known = costs(trial.run, trial.run.train.steps)
-        cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
         own = trial.run.train.steps - branch_step(trial.run)
         flops = costs(trial.run, own)["cost/train_flops_6mac"]
+        known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
+        cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
         return Standing(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
     def _draw(self) -> list[Standing]:

@@ -1,6 +1,6 @@
 """A real sweep on a real Ray: outcomes, what MLflow holds, and the same command again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,14 +49,19 @@ def tracking(tmp_path: Path) -> Iterator[Tracking]:
         yield store
 
 
-def swept(sweep: Sweep, tracking: Tracking, options: Options | None = None) -> dict[str, Outcome]:
+def swept(
+    sweep: Sweep,
+    tracking: Tracking,
+    options: Options | None = None,
+    ended: Callable[[str, Outcome], None] = lambda name, outcome: None,
+) -> dict[str, Outcome]:
     claim_sweep(sweep, "auto")
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     parent = track(tracking, run_directory(sweep.base), sweep.base.name, tags=tags)
     purse = Purse(Budget(), run_directory(sweep.base))
     run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options())
     run.recover()
-    run.work(lambda name, outcome: None, lambda: None)
+    run.work(ended, lambda: None)
     parent.finish("FINISHED")
     tracking.flush(timeout_s=None)
     return run.outcomes()
@@ -167,6 +172,21 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
     assert {run.status for run in after.values()} == {"FINISHED"}
     assert "stopped" not in after["dense"].tags
     assert after["dense"].metrics["resumed/step"] == 5
+
+
+def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(sweep, tracking):
+    def interrupt(name: str, outcome: Outcome) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        swept(sweep, tracking, Options(at_once=2), interrupt)
+    tracking.flush(timeout_s=None)
+    found = children(tracking, find_sweep(tracking, "tiny").run_id)
+    assert "RUNNING" not in {run.status for run in found}
+    assert len(swept(sweep, tracking)) == 3
+    again = children(tracking, find_sweep(tracking, "tiny").run_id)
+    assert {run.status for run in again} == {"FINISHED"}
+    assert {run.run_id for run in found} <= {run.run_id for run in again}
 
 
 def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
