@@ -128,8 +128,8 @@ def _trials() -> dict[str, Trial]:
     return make_sweep("routers", "tiny").trials()
 
 
-def judge(name: str, path: Path, replays: int) -> dict[str, Any]:
-    """Of one scheduler: for each of `PARTS` the mean of both figures and their interval."""
+def judge(name: str, path: Path, replays: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of one scheduler: regret and recall, each (replays, parts)."""
     seeds, chance = load_curves(path), random.Random(0)  # the same orders for every scheduler
     regret, recall = np.zeros((replays, len(PARTS))), np.zeros((replays, len(PARTS)))
     for i in range(replays):
@@ -143,13 +143,17 @@ def judge(name: str, path: Path, replays: int) -> dict[str, Any]:
             arms = found.arms(part * whole)
             regret[i, k] = 1 - curves.hypervolume(arms) / all_of_it
             recall[i, k] = len(front & set(arms)) / len(front)
-    return {
-        "scheduler": name,
-        **{
-            f"{what} at {part:g}": _interval(values[:, k])
-            for what, values in (("regret", regret), ("recall", recall))
-            for k, part in enumerate(PARTS)
-        },
+    return regret, recall
+
+
+def record(name: str, judged: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """Means with their intervals; also of the regret beyond ours in the same replay."""
+    regret, recall = judged[name]
+    figures = {"regret": regret, "recall": recall, "regret beyond ours": regret - judged["ours"][0]}
+    return {"scheduler": name} | {
+        f"{what} at {part:g}": _interval(values[:, k])
+        for what, values in figures.items()
+        for k, part in enumerate(PARTS)
     }
 
 
@@ -178,11 +182,15 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':32}" + "  ".join(f"{f'{part:.0%}: regret % (95 %) recall':>28}" for part in PARTS))
     with ProcessPoolExecutor(args.processes) as pool:
-        futures = [pool.submit(judge, name, args.curves, args.replays) for name in POLICIES]
-        records = []
-        for future in futures:
-            records.append(future.result())
-            print(show(records[-1]), flush=True)
+        futures = {name: pool.submit(judge, name, args.curves, args.replays) for name in POLICIES}
+        judged = {name: future.result() for name, future in futures.items()}
+    records = [record(name, judged) for name in POLICIES]
+    print("\n".join(map(show, records)))
+    print("\nregret beyond ours in the same replays, % (95 %)")
+    for one in records[1:]:
+        beyond = (one[f"regret beyond ours at {part:g}"] for part in PARTS)
+        cells = (f"{100 * m:6.2f} ({100 * low:5.2f} to {100 * high:5.2f})" for m, low, high in beyond)
+        print(f"{one['scheduler']:32}" + "  ".join(cells))
     if args.out:
         told = {"curves": args.curves.name, "replays": args.replays, "workers": WORKERS, "records": records}
         args.out.write_text(json.dumps(told, indent=1) + "\n")
