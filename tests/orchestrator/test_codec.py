@@ -104,7 +104,7 @@ def test_a_field_below_none_starts_that_group() -> None:
         ),
         (
             {"train.schedule.kind": ["rsqrt"]},
-            "unknown train.schedule.kind ['rsqrt']; known: cosine, linear, rsqrt",
+            "unknown train.schedule.kind ['rsqrt']; known: constant, cosine, linear, rsqrt",
         ),
         (
             {"train.schedule.end_frac": 0.1},

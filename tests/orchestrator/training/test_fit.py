@@ -12,7 +12,8 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
-from orchestrator.training.fit import Report, check_resources, fit
+from orchestrator.training.cluster import check_resources
+from orchestrator.training.fit import Report, fit
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -137,7 +138,9 @@ def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
 
 
 def test_too_many_workers_are_refused_with_the_arithmetic(run):
-    with pytest.raises(UsageError, match=r"4 workers x 0.5 CPU \+ 1 CPU for data = 3 CPUs, .* has 2.*most 2"):
+    with pytest.raises(
+        UsageError, match=r"4 workers x 0.5 CPU \+ 1 CPU for data = 3 CPUs, .* at most 2: use at most 2"
+    ):
         check_resources(override(run, {"scale.workers": 4}))
-    with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has 0"):
+    with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has at most 0"):
         check_resources(override(run, {"scale.use_gpu": True}))
