@@ -33,6 +33,7 @@ from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.report import publish
 from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep, keep_weights_only
 from orchestrator.sweeping.scheduler import Halving
+from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, close_orphans, track
@@ -49,15 +50,18 @@ def main() -> None:
         if args.confirm:
             check_confirm(sweep)
         device = args.devices[args.device]
-        planned = make_plan(args, sweep, device) if args.plan or args.measure or args.mfu else None
+        planned = (
+            make_plan(args, sweep, device) if args.plan or args.measure or args.mfu is not None else None
+        )
         if args.plan:
             return
         with tracking(args, sweep.base.name) as store:
+            search = search_of(args, sweep, store)
             claim_sweep(sweep, args.mode)
             parent = open_parent(sweep, store)
             try:
                 with SystemMetrics(parent):
-                    failed = train_and_report(args, sweep, store, parent, planned)
+                    failed = train_and_report(args, sweep, store, parent, planned, search)
             except BaseException as error:
                 parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
                 raise
@@ -71,8 +75,8 @@ def make_plan(args: argparse.Namespace, sweep: Sweep, device: Device) -> Plan:
     """Printed. Raises UsageError if nothing is left that fits."""
     runs = sweep.runs()
     if not runs:
-        raise UsageError("a search draws its arms one by one: there is nothing to plan; use --budget-hours")
-    steps = None if args.mfu else measured_steps(runs)
+        raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
+    steps = None if args.mfu is not None else measured_steps(runs)
     most = int(most_resources().get("GPU" if sweep.base.scale.use_gpu else "CPU", 0))
     made = plan(runs, device=device, seconds_per_step=steps, mfu=args.mfu, most_workers=most)
     print_plan(
@@ -84,6 +88,7 @@ def make_plan(args: argparse.Namespace, sweep: Sweep, device: Device) -> Plan:
 def open_parent(sweep: Sweep, store: Tracking) -> TrackedRun:
     """The sweep's MLflow run. What still runs there of an earlier one that was moved aside is closed."""
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+    tags |= {"seeds": str(max(1, len(sweep.seeds)))}
     tags |= {"claims": "\n".join(sweep.claims)} if sweep.claims else {}
     directory = run_directory(sweep.base)
     parent = track(store, directory, sweep.base.name, tags=tags)
@@ -92,7 +97,12 @@ def open_parent(sweep: Sweep, store: Tracking) -> TrackedRun:
 
 
 def train_and_report(
-    args: argparse.Namespace, sweep: Sweep, store: Tracking, parent: TrackedRun, planned: Plan | None
+    args: argparse.Namespace,
+    sweep: Sweep,
+    store: Tracking,
+    parent: TrackedRun,
+    planned: Plan | None,
+    search: OptunaSearch | None,
 ) -> dict[str, str]:
     """run -> why it failed."""
     folder = run_directory(sweep.base)
@@ -100,7 +110,7 @@ def train_and_report(
     purse = Purse(budget(args), folder, predicted)
     chance = 1 / sweep.base.model.num_classes
     policy = Halving(chance=chance) if args.stop_early else ToTheEnd()
-    options = Options(policy=policy, at_once=args.max_concurrent, search=search_of(args, sweep, store))
+    options = Options(policy=policy, at_once=args.max_concurrent, search=search)
     run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, options)
     run.recover()
 
@@ -114,11 +124,16 @@ def train_and_report(
     run.work(ended, status)
     outcomes = run.outcomes()
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
-    if run.agenda.out_of_budget:
-        left = sum(one.outcome is None for one in run.agenda.standings.values())
-        print(f"budget spent, {left} trials left; the same command with a larger budget continues")
+    standings = run.agenda.standings.values()
+    left = sum(one.outcome is None for one in standings) if run.agenda.out_of_budget else 0
+    if left:
+        print(
+            f"the budget holds no more, {left} trials are left; the same command with a larger one continues"
+        )
+        if not any(one.reached or one.outcome for one in standings):
+            return {}
     frontier = publish(store, sweep.base.name, folder)
-    for point in knees(frontier, args.confirm):
+    for point in knees(frontier, 0 if left else args.confirm):
         failed |= confirm_arm(sweep, run, point.arm, store, parent)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)

@@ -11,8 +11,9 @@ from jobs.show import print_frontier
 from jobs.usage import command
 from orchestrator import storage
 from orchestrator.frontier.claims import parse_claim
-from orchestrator.frontier.points import Frontier
-from orchestrator.sweeping.report import FILES, Axes, foreign_frontier, read_frontier, write_files
+from orchestrator.frontier.points import Frontier, is_complete
+from orchestrator.sweeping.foreign import foreign_frontier
+from orchestrator.sweeping.report import FILES, Axes, read_frontier, write_files
 from orchestrator.tracking import Tracking, find_runs, open_reader
 
 
@@ -50,6 +51,8 @@ def main() -> None:
         frontier = found(args, open_reader(tracking_uri(args)))
         write_files(frontier, storage.absolute(args.out))
         print_frontier(frontier)
+        if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
+            print(f"{left_out} finished runs are not judged: quality or cost unknown, or a cost not above 0")
         print(f"{args.out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
 
 

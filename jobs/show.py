@@ -21,6 +21,8 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
     if outcome.status == "diverged":
         return f"diverged: train/loss {metrics['train/loss']}"
     quality = f"{sweep.quality} {metrics[sweep.quality]:.4f}"
+    if sweep.cost not in metrics:  # a trunk has no cost of its branches
+        return f"{quality}  {metrics['cost/device_s']:.1f} s"
     if outcome.status == "paused":
         return f"paused at step {outcome.step}, {quality}"
     return f"{quality}  {sweep.cost} {metrics[sweep.cost]:.3g}  {metrics['cost/device_s']:.1f} s"
@@ -93,9 +95,12 @@ def print_plan(plan: Plan, *, kind: str, how: str) -> None:
     for name, total in {**plan.by_family(), "all": plan.total()}.items():
         families.add_row(name, *_totals(total))
     _print(families)
+    trials_of: dict[str, list[str]] = {}
     for trial, problems in plan.problems().items():
         for problem in problems:
-            print(f"does not fit: {trial} {problem}")
+            trials_of.setdefault(problem, []).append(trial)
+    for problem, trials in trials_of.items():
+        print(f"does not fit: {', '.join(trials)}: {problem}")
 
 
 def print_compared(rows: Iterable[Compared]) -> None:

@@ -46,7 +46,7 @@ def parse(doc: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--search", choices=("random", "tpe", "nsga2"), help="draw arms from the sweep's space"
     )
-    parser.add_argument("--trials", type=int, default=20, help="arms that a search draws (%(default)s)")
+    parser.add_argument("--trials", type=int, help="arms that a search draws; default: 20")
     parser.add_argument(
         "--warm-start",
         action="append",
@@ -63,8 +63,7 @@ def parse(doc: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--branch-cost",
         choices=("full", "marginal"),
-        default="full",
-        help="of a branch: all steps since its trunk began, or only its own (%(default)s)",
+        help="of a branch: all steps since its trunk began (default), or only its own",
     )
     parser.add_argument(
         "--plan", action="store_true", help="only print what every trial needs, costs and does not fit"
@@ -85,6 +84,12 @@ def parse(doc: str | None) -> argparse.Namespace:
     for flag, least in bounds.items():
         if (value := getattr(args, flag)) is not None and value < least:
             parser.error(f"--{flag.replace('_', '-')} must be at least {least}, got {value}")
+    for flag, needs in {"cooldown": "branch_at", "branch_cost": "branch_at", "trials": "search"}.items():
+        if getattr(args, flag) is not None and not getattr(args, needs):
+            parser.error(f"--{flag.replace('_', '-')} does nothing without --{needs.replace('_', '-')}")
+    if args.branch_at == "":
+        parser.error("--branch-at: write steps, e.g. 100,200,400")
+    args.trials = args.trials or 20
     if args.branch_at and (args.search or args.stop_early):
         parser.error("--branch-at plans every trial ahead: leave out --search and --stop-early")
     if args.warm_start and not args.search:

@@ -109,6 +109,7 @@ class Agenda:
         self.admits = admits
         self.more = more
         self.out_of_budget = False
+        self._held = False  # something waits for the budget, or for devices that nobody may overtake
 
     def next(self) -> Job | None:
         """The job to start now, which is then running. None: wait for one that runs; if none does, all is
@@ -117,7 +118,7 @@ class Agenda:
         if self.running() >= self.at_once:
             return None
         while (job := self._chosen()) is None:
-            if not self._has_room() or not (drawn := self.more()):
+            if self._held or not self._has_room() or not (drawn := self.more()):
                 return None
             self.standings |= {one.trial.name: one for one in drawn}
         one = self.standings[job.trial.name]
@@ -148,18 +149,20 @@ class Agenda:
 
     def _chosen(self) -> Job | None:
         overtaken: list[Standing] = []
+        self._held = False
         for job in self.policy.jobs(list(self.standings.values())):
             one = self.standings[job.trial.name]
             if one.trial.after and not isinstance(self.standings[one.trial.after].outcome, Result):
                 continue
             if not self.admits(job, one):
-                self.out_of_budget = True
+                self.out_of_budget = self._held = True
                 continue
             if all(amount <= self.free.get(name, 0) for name, amount in one.need.items()):
                 for passed in overtaken:
                     passed.overtaken += 1
                 return job
             if one.overtaken >= PATIENCE:
+                self._held = True
                 return None
             overtaken.append(one)
         return None

@@ -40,7 +40,11 @@ def check_branches(trunk: Trunk, run: RunConfig) -> None:
         )
     warmup = _warmup(trunk, run)
     if warmup > trunk.at[0]:
-        raise UsageError(f"the first branch leaves at step {trunk.at[0]}, within warmup_steps={warmup}")
+        unset = " (a tenth of the longest branch: set train.schedule.warmup_steps)"
+        raise UsageError(
+            f"the first branch leaves at step {trunk.at[0]}, within warmup_steps={warmup}"
+            f"{unset if schedule.warmup_steps is None else ''}"
+        )
 
 
 def trunk_changes(trunk: Trunk, run: RunConfig) -> dict[str, Any]:

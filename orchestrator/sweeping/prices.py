@@ -45,7 +45,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("hours", "usd"):
-            if (value := getattr(self, name)) is not None and value <= 0:
+            if (value := getattr(self, name)) is not None and not value > 0:  # nan is neither
                 raise UsageError(f"a budget of {name}={value:g} allows nothing: give more, or none")
         if self.usd is not None and self.usd_per_hour <= 0:
             raise UsageError(

@@ -37,11 +37,15 @@ WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "stopped", "
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """Which metrics are judged. `chance`: the quality that the hypervolume counts from."""
+    """Which metrics are judged. Attributes:
+    chance: the quality that the hypervolume counts from.
+    seeds: trials that make a point.
+    """
 
     quality: str
     cost: str
     chance: float
+    seeds: int = 1
 
 
 def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
@@ -51,11 +55,12 @@ def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
         quality=sweep.tags["objective.quality"],
         cost=sweep.tags["objective.cost"],
         chance=1 / min(config.model.num_classes for config in configs.values()),
+        seeds=int(sweep.tags.get("seeds", "1")),
     )
     by_role = {role: [r for r in runs if r.tags["role"] == role] for role in ("trial", "confirm", "trunk")}
     trials, confirmed = (
-        tuple(_point(arm, seeds, axes, configs) for arm, seeds in _by_arm(by_role[role]).items())
-        for role in ("trial", "confirm")
+        tuple(_point(arm, seeds, judged, configs) for arm, seeds in _by_arm(by_role[role]).items())
+        for role, judged in (("trial", axes), ("confirm", replace(axes, seeds=1)))
     )
     note = ""
     if by_role["trunk"]:
@@ -63,43 +68,7 @@ def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
     claims = tuple(filter(None, sweep.tags.get("claims", "").split("\n")))
-    return _frontier(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims)
-
-
-def foreign_frontier(
-    name: str, runs: Sequence[Found], axes: Axes, *, family: str, claims: Sequence[str]
-) -> Frontier:
-    """Of runs of any tool that named these metrics. `family`: the param or tag that tells curves apart.
-
-    Raises:
-        UsageError: if no run has both metrics.
-    """
-    points = []
-    for run in runs:
-        known = {**run.params, **run.tags, **{f"metrics.{n}": v for n, v in run.metrics.items()}}
-        fields: dict[str, str | float] = {n: _number(v) for n, v in run.params.items()}
-        points.append(
-            Point(
-                arm=run.name or run.run_id,
-                family=str(known.get(family, "runs")),
-                cost=run.metrics.get(axes.cost, math.nan),
-                quality=run.metrics.get(axes.quality, math.nan),
-                size=1.0,
-                run_id=run.run_id,
-                run_url=run.url,
-                status=_status(run),
-                costs=dict(run.metrics),
-                settings={"family": str(known.get(family, "runs")), **fields},
-                ended=run.end_s or math.nan,
-            )
-        )
-    if not any(math.isfinite(p.cost) and math.isfinite(p.quality) for p in points):
-        seen = sorted({name for run in runs for name in run.metrics})
-        raise UsageError(
-            f"none of {len(runs)} runs has both {axes.quality!r} and {axes.cost!r}; their metrics:"
-            f" {', '.join(seen) or 'none'}"
-        )
-    return _frontier(name, tuple(points), axes, claims=tuple(claims))
+    return framed(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims)
 
 
 def write_files(frontier: Frontier, folder: str) -> None:
@@ -111,18 +80,20 @@ def write_files(frontier: Frontier, folder: str) -> None:
 
 def read_frontier(tracking: Tracking, name: str) -> Frontier:
     """Raises UsageError if there is no such sweep, or no trial in it yet."""
+    return sweep_frontier(*_read(tracking, name))
+
+
+def _read(tracking: Tracking, name: str) -> tuple[Found, list[Found]]:
     sweep = find_sweep(tracking, name)
-    runs = children(tracking, sweep.run_id)
-    if not runs:
+    if not (runs := children(tracking, sweep.run_id)):
         raise UsageError(f"sweep {name!r} has no trials yet")
-    return sweep_frontier(sweep, runs)
+    return sweep, runs
 
 
 def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     """Writes page, pictures and table to `folder` and to the sweep's run, and tags the members."""
     tracking.flush(timeout_s=None)
-    sweep = find_sweep(tracking, name)
-    runs = children(tracking, sweep.run_id)
+    sweep, runs = _read(tracking, name)
     frontier = sweep_frontier(sweep, runs)
     members = {
         run_id for p, on in zip(frontier.points, on_front(frontier), strict=True) if on for run_id in ids(p)
@@ -162,7 +133,7 @@ def ids(point: Point) -> list[str]:
     return [point.run_id, *(run_id for run_id, _ in point.runs)]
 
 
-def _frontier(
+def framed(
     name: str,
     points: tuple[Point, ...],
     axes: Axes,
@@ -171,6 +142,7 @@ def _frontier(
     note: str = "",
     claims: tuple[str, ...] = (),
 ) -> Frontier:
+    """With the panels that all finished points have, and the reference at 1.1 times the highest cost."""
     done = [p for p in points if p.status == "finished"]
     panels = tuple(n for n in PANELS if n != axes.cost and done and all(n in p.costs for p in done))
     highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
@@ -207,43 +179,40 @@ def _point(arm: str, seeds: Sequence[Found], axes: Axes, configs: Mapping[str, R
     config, first = configs[seeds[0].run_id], seeds[0]
     known = costs(config, config.train.steps)  # a failed run's place on the cost axis is known all the same
     found = settings(config)
-    status: Status = min(map(_status, seeds), key=WORST_FIRST.index)
+    status: Status = min(map(status_of, seeds), key=WORST_FIRST.index)
+    if len(seeds) < axes.seeds and status == "finished":
+        status = "stopped"  # before all of its seeds had begun
+    whole = status == "finished"
     qualities = tuple(run.metrics.get(axes.quality, math.nan) for run in seeds)
     point = Point(
         arm=arm,
         family=family(config.model),
-        cost=_mean(seeds, axes.cost, known.get(axes.cost, math.nan)),
-        quality=fmean(qualities) if status == "finished" else math.nan,
+        # of one that did not finish the whole cost too: stopping makes nobody cheap
+        cost=_mean(seeds, axes.cost) if whole else known.get(axes.cost, math.nan),
+        quality=fmean(qualities) if whole else math.nan,
         size=float(found["capacity"]),
         run_id=first.run_id,
         run_url=first.url,
         status=status,
         details={label: _mean(seeds, name) for name, label in MEASURED if name in first.metrics},
-        costs={name: _mean(seeds, name) for name in PANELS if name in first.metrics},
+        costs={n: _mean(seeds, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
         spent=sum(run.metrics.get("cost/device_s", 0.0) for run in seeds),
         ended=max((run.end_s or math.nan for run in seeds), default=math.nan),
     )
-    if len(seeds) == 1:
-        return point
+    if len(seeds) == 1 or not whole:
+        return replace(point, runs=tuple((run.run_id, run.url) for run in seeds[1:]))
     return replace(point, qualities=qualities, runs=tuple((run.run_id, run.url) for run in seeds[1:]))
 
 
-def _mean(runs: Sequence[Found], metric: str, unknown: float = math.nan) -> float:
+def _mean(runs: Sequence[Found], metric: str) -> float:
     values = [run.metrics[metric] for run in runs if metric in run.metrics]
-    return fmean(values) if values else unknown
+    return fmean(values) if values else math.nan
 
 
-def _status(run: Found) -> Status:
+def status_of(run: Found) -> Status:
     if run.tags.get("diverged") == "true":
         return "diverged"
     if run.status != "FINISHED" and run.tags.get("stopped"):
         return "stopped"
     return {"FINISHED": "finished", "RUNNING": "running"}.get(run.status, "failed")  # pyright: ignore
-
-
-def _number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text

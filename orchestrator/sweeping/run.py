@@ -32,6 +32,17 @@ from orchestrator.training.worker import (
     run_directory,
 )
 
+QUALITIES = ("val/acc1", "train/acc1")  # to maximise
+COSTS = (
+    "cost/train_flops_6mac",
+    "cost/marginal_train_flops_6mac",
+    "cost/device_s",
+    "cost/marginal_device_s",
+    "cost/forward_gflops_2mac",
+    "cost/params",
+    "perf/ms_per_image",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -153,6 +164,7 @@ def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
     """Raises UsageError for an arm that is refused, a claim about what the arms do not have, data that is
     not whole, or too many workers.
     """
+    check_metrics(sweep)
     check_claims(sweep)
     most = most_resources()
     for trial in sweep.trials().values():
@@ -161,6 +173,13 @@ def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
         except UsageError as error:
             raise UsageError(f"arm {trial.name}: {error}") from None
     check_data(sweep.base, verify=verify)
+
+
+def check_metrics(sweep: Sweep) -> None:
+    """Raises UsageError for a quality or a cost that no trial will report."""
+    for name, metric, known in (("quality", sweep.quality, QUALITIES), ("cost", sweep.cost, COSTS)):
+        if metric not in known:
+            raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")
 
 
 def check_claims(sweep: Sweep) -> None:

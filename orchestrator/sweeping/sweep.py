@@ -1,5 +1,6 @@
 """A sweep: arms of one base run, and the trials that they make. What to train, not how or when."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,10 +37,18 @@ class Sweep:
     space: Callable[[optuna.Trial], Mapping[str, Any]] | None = None
 
     def trials(self) -> "dict[str, Trial]":
-        """By name, trunks before their branches. Raises UsageError naming the arm whose config is refused."""
-        return {
-            trial.name: trial for arm, changes in self.arms.items() for trial in self.of_arm(arm, changes)
-        }
+        """By name, trunks before their branches. Raises UsageError naming the arm whose config is refused, or
+        whose name is.
+        """
+        found: dict[str, Trial] = {}
+        for arm, changes in self.arms.items():
+            if not re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", arm):
+                raise UsageError(f"arm {arm!r}: use letters, digits and . _ - + @, for it names a directory")
+            for trial in self.of_arm(arm, changes):
+                if trial.name in found:
+                    raise UsageError(f"arms {found[trial.name].arm!r} and {arm!r} both make {trial.name!r}")
+                found[trial.name] = trial
+        return found
 
     def of_arm(self, arm: str, changes: Mapping[str, Any]) -> "list[Trial]":
         """The trials of one arm: for each seed itself, or its trunk and their branches."""

@@ -43,7 +43,12 @@ def make_sweep(name: str, scale: str) -> Sweep:
         raise UsageError(
             f"unknown sweep {name!r}; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
         )
-    sweep = make(SCALES[scale]) if inspect.signature(make).parameters else make()  # pyright: ignore[reportCallIssue]
+    try:
+        sweep = make(SCALES[scale]) if inspect.signature(make).parameters else make()  # pyright: ignore
+    except UsageError:
+        raise
+    except Exception as error:  # somebody's own code
+        raise UsageError(f"{name} raises {error!r}") from error
     if not isinstance(sweep, Sweep):
         raise UsageError(f"{name} must return a Sweep, got {type(sweep).__name__}")
     return sweep
@@ -57,7 +62,12 @@ def _from_file(name: str) -> Callable[..., Sweep]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # somebody's own code
+        raise UsageError(f"{path} raises {error!r}") from error
     if not hasattr(module, function):
         raise UsageError(f"{path} has no function {function!r}")
-    return getattr(module, function)
+    if not callable(found := getattr(module, function)):
+        raise UsageError(f"{function!r} of {path} is no function, but {found!r}")
+    return found  # pyright: ignore[reportReturnType]

@@ -69,17 +69,17 @@ SCALES = {
     ),
     "cifar": Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
         base=_CIFAR,
-        sizes={"Ti/8": size(192, 12, 3, 8), "Ti/4": size(192, 12, 3, 4), "S/4": size(384, 12, 6, 4)},
+        sizes={"Ti8": size(192, 12, 3, 8), "Ti4": size(192, 12, 3, 4), "S4": size(384, 12, 6, 4)},
         experts=16,
     ),
     "in1k": Scale(  # 224 x 224: the models of the papers
         base=_IN1K,
         sizes={
-            "S/32": size(384, 12, 6, 32),
-            "S/16": size(384, 12, 6, 16),
-            "B/32": size(768, 12, 12, 32),
-            "B/16": size(768, 12, 12, 16),
-            "L/16": size(1024, 24, 16, 16),
+            "S32": size(384, 12, 6, 32),
+            "S16": size(384, 12, 6, 16),
+            "B32": size(768, 12, 12, 32),
+            "B16": size(768, 12, 12, 16),
+            "L16": size(1024, 24, 16, 16),
         },
         experts=32,
     ),

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import Frontier, front_points, hypervolume
 from orchestrator.sweeping.branches import Trunk
-from orchestrator.sweeping.report import Axes, foreign_frontier, ids, publish, read_frontier, write_files
+from orchestrator.sweeping.foreign import foreign_frontier
+from orchestrator.sweeping.report import Axes, ids, publish, read_frontier, write_files
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import Tracking, find_runs, open_reader, open_tracking, track, track_training
 
@@ -29,8 +31,11 @@ def store(tmp_path: Path) -> Iterator[Tracking]:
 def told(store: Tracking, sweep: Sweep, folder: Path, ends: dict[str, float | str]) -> Frontier:
     """What a sweep tells MLflow; `ends`: trial -> its quality, or how else it ended."""
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+    tags |= {"seeds": str(max(1, len(sweep.seeds)))}
     parent = track(store, f"{folder}/{sweep.base.name}", sweep.base.name, tags=tags)
     for name, trial in sweep.trials().items():
+        if name not in ends:
+            continue
         run = track_training(
             store,
             trial.run,
@@ -45,6 +50,7 @@ def told(store: Tracking, sweep: Sweep, folder: Path, ends: dict[str, float | st
             metrics = {"val/acc1": end, "cost/train_flops_6mac": 1e9, "cost/device_s": 2.0}
             run.log(3, metrics | {"cost/marginal_train_flops_6mac": 1e8})
         elif end != "FAILED":
+            run.log(1, {"cost/train_flops_6mac": 1.0})
             run.tag(**{end: "true"})
         run.finish("FINISHED" if isinstance(end, float) or end == "diverged" else "FAILED")
     parent.finish("FINISHED")
@@ -63,6 +69,22 @@ def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(store, tmp_
     client = MlflowClient(store.uri)
     tags = {r.info.run_name: r.data.tags for r in client.search_runs([store.experiment_id])}
     assert {name for name, of in tags.items() if of.get("pareto") == "true"} == {"a-seed0", "a-seed1"}
+
+
+def test_an_arm_whose_seeds_were_not_all_begun_is_no_point(store, tmp_path):
+    sweep = Sweep(base=override(RunConfig(), {"name": "s"}), arms={"a": {}, "b": {}}, seeds=(0, 1))
+    frontier = told(store, sweep, tmp_path, {"a-seed0": 0.99, "b-seed0": 0.8, "b-seed1": 0.9})
+    assert {p.arm: p.status for p in frontier.points} == {"a": "stopped", "b": "finished"}
+    assert [p.arm for p in front_points(frontier)] == ["b"]
+
+
+def test_stopping_makes_nobody_cheap(store, tmp_path):
+    """It was told the cost of the steps it made; its place is that of all of them."""
+    sweep = Sweep(base=override(RunConfig(), {"name": "s"}), arms={"a": {}, "b": {}})
+    frontier = told(store, sweep, tmp_path, {"a": 0.8, "b": "stopped"})
+    run = sweep.runs()["b"]
+    whole = train_flops_6mac(run.model, images=run.train.steps * run.data.batch_size)
+    assert frontier.points[1].cost == whole
 
 
 @pytest.mark.parametrize("how", ["stopped", "diverged"])

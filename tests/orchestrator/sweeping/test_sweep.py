@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from jobs.show import ended_line
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.points import on_front
 from orchestrator.sweeping.agenda import Outcome
+from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.catalog.scales import SCALES
 from orchestrator.sweeping.catalog.space import families_space
 from orchestrator.sweeping.confirm import knees
@@ -172,6 +174,23 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
     assert {run.status for run in after.values()} == {"FINISHED"}
     assert "stopped" not in after["dense"].tags
     assert after["dense"].metrics["resumed/step"] == 5
+
+
+def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
+    sweep = replace(
+        sweep,
+        arms={"dense": {}},
+        trunk=Trunk(at=(4, 8), cooldown=2),
+        cost="cost/marginal_train_flops_6mac",
+    )
+    lines: list[str] = []
+    outcomes = swept(sweep, tracking, ended=lambda name, end: lines.append(ended_line(sweep, end)))
+    assert list(outcomes) == ["dense-trunk", "dense-at4", "dense-at8"]
+    assert all(isinstance(outcome, Result) for outcome in outcomes.values()), outcomes
+    assert len(lines) == 3
+    frontier = publish(tracking, "tiny", f"{sweep.base.storage}/report")
+    assert [p.arm for p in frontier.points] == ["dense-at4", "dense-at8"]
+    assert len({p.cost for p in frontier.points}) == 1  # two steps each
 
 
 def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(sweep, tracking):
