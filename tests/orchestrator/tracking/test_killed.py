@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from orchestrator.tracking import EXPERIMENT, children, find_runs, open_reader
 from tests.orchestrator.tracking.conftest import Open
 from tests.orchestrator.tracking.stores import Store
@@ -15,6 +17,15 @@ from tests.orchestrator.tracking.stores import Store
 KILLS = 20
 
 
+@pytest.mark.parametrize(
+    "store",
+    [
+        "sqlite",
+        pytest.param("server", marks=pytest.mark.slow),
+        pytest.param("postgres", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_what_a_killed_process_said_is_there_once(reopen: Open, store: Store, tmp_path: Path) -> None:
     """Twenty times. Every number has one row, in order, and two runs were made in all."""
     reopen(store, spool="only to make the tables")
