@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 from mlflow import MlflowClient
 
 from jobs.show import ended_line
@@ -202,6 +203,8 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(swee
     tracking.flush(timeout_s=None)
     found = children(tracking, find_sweep(tracking, "tiny").run_id)
     assert "RUNNING" not in {run.status for run in found}
+    ray.shutdown()  # as it goes with its driver, and the trials with it
+    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
     assert len(swept(sweep, tracking)) == 3
     again = children(tracking, find_sweep(tracking, "tiny").run_id)
     assert {run.status for run in again} == {"FINISHED"}
