@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray.cluster_utils import AutoscalingCluster
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -15,7 +14,6 @@ from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
-from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, run_directory
 
 pytestmark = pytest.mark.slow  # workers of their own for every large trial
@@ -26,18 +24,6 @@ def four_cpus() -> Iterator[None]:
     ray.init(address="local", num_cpus=4, logging_level="error", log_to_driver=False)
     yield
     ray.shutdown()
-
-
-@pytest.fixture
-def autoscaling() -> Iterator[None]:
-    """A head of 1 CPU, and nodes of 3 that come when they are asked for."""
-    workers = {"resources": {"CPU": 3}, "node_config": {}, "min_workers": 0, "max_workers": 1}
-    cluster = AutoscalingCluster(head_resources={"CPU": 1}, worker_node_types={"large": workers})
-    cluster.start()
-    ray.init(address="auto", logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
-    cluster.shutdown()
 
 
 def swept(digits: str, folder: Path, workers: list[int]) -> dict[str, object]:
@@ -61,12 +47,3 @@ def test_mixed_trials_all_end(digits, tmp_path):
     outcomes = swept(digits, tmp_path, [1, 4, 2, 1, 2, 1])
     assert len(outcomes) == 6
     assert all(isinstance(o, Result) and o.status == "finished" for o in outcomes.values()), outcomes
-
-
-@pytest.mark.usefixtures("autoscaling")
-def test_what_is_not_up_yet_is_waited_for(digits, tmp_path):
-    """Two workers and a CPU for data are 2 CPUs: more than is up, not more than may come."""
-    assert ray.cluster_resources()["CPU"] == 1
-    assert most_resources()["CPU"] == 4
-    outcomes = swept(digits, tmp_path, [2])
-    assert all(isinstance(o, Result) for o in outcomes.values()), outcomes

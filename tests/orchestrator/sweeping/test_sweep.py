@@ -27,6 +27,7 @@ from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import Tracking, children, find_sweep, open_tracking, track
 from orchestrator.training.checkpoint.find import newest
+from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, checkpoint_directory, run_directory
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -224,6 +225,11 @@ def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
     assert list(more) == ["random-0001", "random-0002", "random-0003"]
     assert all(isinstance(outcome, Result) for outcome in more.values()), more
     assert {name: more[name] for name in first} == first
+
+
+def test_without_an_autoscaler_the_most_is_what_is_up():
+    """By a private function of Ray's, which would raise here if it moved."""
+    assert most_resources()["CPU"] == ray.cluster_resources()["CPU"] == 2
 
 
 def test_a_changed_sweep_is_refused_and_so_is_a_bad_arm(sweep):
