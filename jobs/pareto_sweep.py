@@ -23,21 +23,20 @@ from orchestrator.config import UsageError
 from orchestrator.frontier.points import Frontier
 from orchestrator.sweeping.agenda import Outcome, ToTheEnd
 from orchestrator.sweeping.budget import Plan, plan, predicted_against_actual
+from orchestrator.sweeping.check import check_sweep, claim_sweep, unfit
 from orchestrator.sweeping.confirm import check_confirm, confirm, confirm_config, knees, trial_of
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.measure import measured_steps
 from orchestrator.sweeping.models import register_frontier
-from orchestrator.sweeping.prices import Device
 from orchestrator.sweeping.progress import snapshot
 from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep, keep_weights_only
+from orchestrator.sweeping.run import Options, SweepRun, keep_weights_only
 from orchestrator.sweeping.scheduler import Halving
 from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, close_orphans, track
-from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, run_directory
 
 
@@ -45,16 +44,17 @@ def main() -> None:
     args = parse(__doc__)
     with command():
         sweep = sweep_from(args)
-        connect(show_workers=False)
+        if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
+            connect(show_workers=False)
+        planned = None
+        if args.plan:
+            make_plan(args, sweep)
+            return
         check_sweep(sweep, verify=args.verify)
         if args.confirm:
             check_confirm(sweep)
-        device = args.devices[args.device]
-        planned = (
-            make_plan(args, sweep, device) if args.plan or args.measure or args.mfu is not None else None
-        )
-        if args.plan:
-            return
+        if args.measure or args.mfu is not None:
+            planned = make_plan(args, sweep)
         with tracking(args, sweep.base.name) as store:
             search = search_of(args, sweep, store)
             claim_sweep(sweep, args.mode)
@@ -71,17 +71,19 @@ def main() -> None:
             sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
-def make_plan(args: argparse.Namespace, sweep: Sweep, device: Device) -> Plan:
-    """Printed. Raises UsageError if nothing is left that fits."""
+def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
+    """Printed. What the cluster can never hold is not measured."""
     runs = sweep.runs()
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
-    steps = None if args.mfu is not None else measured_steps(runs)
-    most = int(most_resources().get("GPU" if sweep.base.scale.use_gpu else "CPU", 0))
-    made = plan(runs, device=device, seconds_per_step=steps, mfu=args.mfu, most_workers=most)
-    print_plan(
-        made, kind=args.device, how=f"at {args.mfu:.0%} of its peak" if args.mfu else "from measured steps"
-    )
+    device = args.devices[args.device]
+    if args.mfu is not None:
+        made, how = plan(runs, device=device, mfu=args.mfu), f"at {args.mfu:.0%} of its peak"
+    else:
+        too_large = unfit(sweep)
+        steps = measured_steps({name: run for name, run in runs.items() if name not in too_large})
+        made, how = plan(runs, device=device, seconds_per_step=steps, unfit=too_large), "from measured steps"
+    print_plan(made, kind=args.device, how=how)
     return made
 
 

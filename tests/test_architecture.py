@@ -66,6 +66,7 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.data.ray_data",
         "orchestrator.training.fit",
         "orchestrator.training.cluster",
+        "orchestrator.training.reports",
         "orchestrator.sweeping.engine",
         "orchestrator.sweeping.trial",
         "orchestrator.sweeping.measure",
@@ -83,7 +84,7 @@ LIBRARIES = {  # library -> where it may be imported
     },
     "argparse": {"jobs", "bench"},
     "moocore": {"orchestrator.frontier.attainment"},
-    "optuna": {"orchestrator.sweeping.search", "orchestrator.sweeping.sweep"},
+    "optuna": {"orchestrator.sweeping.search"},
     "matplotlib": {"orchestrator.frontier"},
     "plotly": {"orchestrator.frontier"},
 }

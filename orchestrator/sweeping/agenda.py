@@ -10,6 +10,7 @@ from typing import Protocol
 
 from orchestrator.sweeping.branches import branch_step
 from orchestrator.sweeping.sweep import Trial
+from orchestrator.training.cluster import fits
 from orchestrator.training.worker import Result
 
 PATIENCE = 8  # admissions that may overtake a trial whose devices are not free; then they wait for it
@@ -157,7 +158,7 @@ class Agenda:
             if not self.admits(job, one):
                 self.out_of_budget = self._held = True
                 continue
-            if all(amount <= self.free.get(name, 0) for name, amount in one.need.items()):
+            if fits(one.need, self.free):
                 for passed in overtaken:
                     passed.overtaken += 1
                 return job
@@ -173,9 +174,7 @@ class Agenda:
     def _has_room(self) -> bool:
         """For the smallest trial there is: another arm is drawn when it can start, not before."""
         needs = [one.need for one in self.standings.values()]
-        return not needs or any(
-            all(amount <= self.free.get(name, 0) for name, amount in need.items()) for need in needs
-        )
+        return not needs or any(fits(need, self.free) for need in needs)
 
     def _take(self, need: Mapping[str, float], sign: int) -> None:
         for name, amount in need.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, layouts
@@ -91,14 +92,14 @@ def plan(
     device: Device,
     seconds_per_step: Mapping[str, float] | None = None,
     mfu: float | None = None,
-    most_workers: int | None = None,
+    unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """What every trial needs.
 
     Args:
         seconds_per_step: by trial, of all its workers side by side (`measure.measured_steps`); it precedes
         mfu: the part of the device's peak that training FLOPs (6mac) reach, 0 to 1.
-        most_workers: of one trial, that the cluster can hold.
+        unfit: trial -> why the cluster can never hold it (`check.unfit`).
 
     Raises:
         UsageError: for an mfu outside of 0 .. 1.
@@ -111,7 +112,7 @@ def plan(
     rate = None if mfu is None else mfu * device.peak_tflops * 1e12
     return Plan(
         estimates=tuple(
-            _estimate(trial, run, device, measured.get(trial), rate, most_workers)
+            _estimate(trial, run, device, measured.get(trial), rate, unfit.get(trial))
             for trial, run in runs.items()
         )
     )
@@ -123,7 +124,7 @@ def _estimate(
     device: Device,
     step_s: float | None,
     flops_per_s: float | None,
-    most_workers: int | None,
+    unfit: str | None,
 ) -> Estimate:
     steps, workers, batch = steps_to_train(run), run.scale.workers, run.data.batch_size
     seconds = None
@@ -147,19 +148,19 @@ def _estimate(
         usd=None if seconds is None else seconds / 3600 * device.usd_per_hour,
         checkpoint_bytes=kept * size["total"],
         weights_bytes=kept * size["weights"],
-        problems=tuple(_problems(run, memory, device, most_workers)),
+        problems=tuple(_problems(memory, device, unfit)),
     )
 
 
-def _problems(run: RunConfig, memory: float, device: Device, most_workers: int | None) -> Iterable[str]:
+def _problems(memory: float, device: Device, unfit: str | None) -> Iterable[str]:
     if device.memory_gib and memory > MEMORY_FRAC * device.memory_gib:
         yield (
             f"needs {memory:.1f} GiB per device, {MEMORY_FRAC:.0%} of {device.memory_gib:g} are"
             f" {MEMORY_FRAC * device.memory_gib:.1f}: more workers, a smaller train.microbatch,"
             " scale.activation_checkpointing=true or train.compute_dtype=bfloat16"
         )
-    if most_workers is not None and run.scale.workers > most_workers:
-        yield f"needs {run.scale.workers} workers, the cluster holds {most_workers}"
+    if unfit:
+        yield unfit
 
 
 def step_of(run: RunConfig) -> Step:

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray.tune
@@ -22,19 +23,23 @@ RESTARTS = 3  # of a trial's process that dies
 STATUS_EVERY_S = 30
 
 
-def run_jobs(
-    base: RunConfig,
-    agenda: Agenda,
-    *,
-    began: Callable[[Job], None],
-    report: Callable[[Trial, int, Metrics], None],
-    done: Callable[[Job, Outcome], None],
-    status: Callable[[], None],
-) -> None:
-    """Does what the agenda says until it says no more; a failing trial does not stop the others.
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What a sweep's driver does about its jobs.
 
-    `done` must tell the agenda. `status` is called every half minute.
+    Attributes:
+        done: must tell the agenda.
+        status: called every half minute.
     """
+
+    began: Callable[[Job], None]
+    report: Callable[[Trial, int, Metrics], None]
+    done: Callable[[Job, Outcome], None]
+    status: Callable[[], None]
+
+
+def run_jobs(base: RunConfig, agenda: Agenda, hooks: Hooks) -> None:
+    """Does what the agenda says until it says no more; a failing trial does not stop the others."""
     # MLflow has every metric: no second copy as CSV, JSON and tfevents, nor the warning that there is none
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # a table of Tune's own settings; the job prints more
@@ -57,7 +62,7 @@ def run_jobs(
         run_config=ray.tune.RunConfig(
             name="tune",
             storage_path=run_directory(base),
-            callbacks=[_Follow(jobs, began, report, done, status)],
+            callbacks=[_Follow(jobs, hooks)],
             failure_config=ray.tune.FailureConfig(max_failures=RESTARTS),
             verbose=0,
         ),
@@ -106,9 +111,6 @@ class _Jobs(Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Nothing: a sweep goes on from its storage."""
 
-    def restore(self, checkpoint_path: str) -> None:
-        raise NotImplementedError
-
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles its searcher, for a restore that never comes
 
@@ -116,19 +118,9 @@ class _Jobs(Searcher):
 class _Follow(ray.tune.Callback):
     """Hands on what Tune's trials report, as jobs."""
 
-    def __init__(
-        self,
-        jobs: _Jobs,
-        began: Callable[[Job], None],
-        report: Callable[[Trial, int, Metrics], None],
-        done: Callable[[Job, Outcome], None],
-        status: Callable[[], None],
-    ) -> None:
+    def __init__(self, jobs: _Jobs, hooks: Hooks) -> None:
         self.jobs = jobs
-        self.began = began
-        self.report = report
-        self.done = done
-        self.status = status
+        self.hooks = hooks
         self._started: set[str] = set()
         self._failed: dict[str, str] = {}
         self._status_at = time.monotonic()
@@ -136,7 +128,7 @@ class _Follow(ray.tune.Callback):
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         if trial.trial_id not in self._started:  # else its process died
             self._started.add(trial.trial_id)
-            self.began(self._job(trial))
+            self.hooks.began(self._job(trial))
 
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: dict[str, Any], **info: Any
@@ -144,22 +136,24 @@ class _Follow(ray.tune.Callback):
         if "failed" in result:
             self._failed[trial.trial_id] = result["failed"]
         elif "metrics" in result:
-            self.report(self._job(trial).trial, result["step"], result["metrics"])
+            self.hooks.report(self._job(trial).trial, result["step"], result["metrics"])
 
     def on_trial_complete(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
     ) -> None:
         job = self._job(trial)
         reason = self._failed.get(trial.trial_id)
-        self.done(job, reason if reason is not None else _outcome(job))
+        self.hooks.done(job, reason if reason is not None else _outcome(job))
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        self.done(self._job(trial), f"its process died {RESTARTS + 1} times: {reason_of(trial.get_error())}")
+        self.hooks.done(
+            self._job(trial), f"its process died {RESTARTS + 1} times: {reason_of(trial.get_error())}"
+        )
 
     def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
         if time.monotonic() - self._status_at > STATUS_EVERY_S:
             self._status_at = time.monotonic()
-            self.status()
+            self.hooks.status()
 
     def _job(self, tuned: TuneTrial) -> Job:
         return self.jobs.of_trial[tuned.trial_id]

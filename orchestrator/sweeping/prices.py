@@ -58,10 +58,6 @@ class Budget:
         hours = math.inf if self.hours is None else self.hours
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
-    def spent(self, device_s: float) -> float:
-        """The part of the budget that `device_s` is; above 1 it is overspent."""
-        return device_s / self.limit_s()
-
     def allows(self, next_predicted_s: float, *, spent_s: float, running_predicted_s: float) -> bool:
         """Whether one more trial fits, beside what is spent and what running trials still will spend; all in
         device-seconds.

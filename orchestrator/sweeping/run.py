@@ -8,21 +8,16 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.frontier.claims import parse_claim
 from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeping.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
 from orchestrator.sweeping.branches import branch_step
-from orchestrator.sweeping.engine import run_jobs
+from orchestrator.sweeping.engine import Hooks, run_jobs
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.search import OptunaSearch
-from orchestrator.sweeping.settings import settings
 from orchestrator.sweeping.sweep import Sweep, Trial
 from orchestrator.training.checkpoint.retention import drop_optimizer
-from orchestrator.training.claim import Mode, claim
-from orchestrator.training.cluster import check_resources, most_resources, run_resources
-from orchestrator.training.fit import check_data, identity
+from orchestrator.training.cluster import most_resources, run_resources
 from orchestrator.training.worker import (
     Result,
     checkpoint_directory,
@@ -30,17 +25,6 @@ from orchestrator.training.worker import (
     pause_of,
     result_of,
     run_directory,
-)
-
-QUALITIES = ("val/acc1", "train/acc1")  # to maximise
-COSTS = (
-    "cost/train_flops_6mac",
-    "cost/marginal_train_flops_6mac",
-    "cost/device_s",
-    "cost/marginal_device_s",
-    "cost/forward_gflops_2mac",
-    "cost/params",
-    "perf/ms_per_image",
 )
 
 
@@ -114,9 +98,9 @@ class SweepRun:
                 self.options.search.tell(job.trial.arm, quality, cost)
             ended(job.trial.name, outcome)
 
-        hooks = {"began": began, "report": self.log.report, "done": done, "status": status}
         try:
-            run_jobs(self.sweep.base, self.agenda, **hooks)
+            hooks = Hooks(began=began, report=self.log.report, done=done, status=status)
+            run_jobs(self.sweep.base, self.agenda, hooks)
         except BaseException:
             self.log.abandon()
             raise
@@ -158,49 +142,6 @@ class SweepRun:
         done = [end for end in ends if isinstance(end, Result) and end.status == "finished"]
         quality = fmean(end.metrics[self.sweep.quality] for end in done) if len(done) == len(ones) else None
         return quality, fmean(one.cost for one in ones)
-
-
-def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
-    """Raises UsageError for an arm that is refused, a claim about what the arms do not have, data that is
-    not whole, or too many workers.
-    """
-    check_metrics(sweep)
-    check_claims(sweep)
-    most = most_resources()
-    for trial in sweep.trials().values():
-        try:
-            check_resources(trial.run, most)
-        except UsageError as error:
-            raise UsageError(f"arm {trial.name}: {error}") from None
-    check_data(sweep.base, verify=verify)
-
-
-def check_metrics(sweep: Sweep) -> None:
-    """Raises UsageError for a quality or a cost that no trial will report."""
-    for name, metric, known in (("quality", sweep.quality, QUALITIES), ("cost", sweep.cost, COSTS)):
-        if metric not in known:
-            raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")
-
-
-def check_claims(sweep: Sweep) -> None:
-    """Raises UsageError for a claim that is none, or names what no arm has."""
-    runs = sweep.runs()
-    known = {"arm"} | {name for run in runs.values() for name in settings(run)}
-    for text in sweep.claims:
-        try:
-            unknown = parse_claim(text).settings() - known
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        if runs and unknown:
-            raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
-
-
-def claim_sweep(sweep: Sweep, mode: Mode) -> None:
-    """The sweep's directory: started, continued or refused, as `claim` has it."""
-    arms = {f"arms.{arm}.{f}": value for arm, changes in sweep.arms.items() for f, value in changes.items()}
-    trunk = {"trunk.at": list(sweep.trunk.at), "trunk.cooldown": sweep.trunk.cooldown} if sweep.trunk else {}
-    told = {"quality": sweep.quality, "cost": sweep.cost, "seeds": list(sweep.seeds)} | trunk
-    claim(run_directory(sweep.base), identity(sweep.base) | arms | told, mode)
 
 
 def _left(trial: Trial) -> list[Result]:

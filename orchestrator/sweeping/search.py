@@ -43,7 +43,7 @@ class Suggest(Protocol):
     ) -> float: ...
 
 
-Space = Callable[[Any], Mapping[str, Any]]  # Suggest -> dotted changes of the base
+Space = Callable[[Suggest], Mapping[str, Any]]  # -> dotted changes of the base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,6 @@ class Trial:
 
     name: str
     changes: Mapping[str, Any]
-
-
-class Search(Protocol):
-    def next(self) -> Trial | None:
-        """The next trial, None if there is none any more. Earlier ones may still be running."""
-        ...
-
-    def tell(self, name: str, quality: float | None, cost: float | None) -> None:
-        """How a trial ended; None: it failed, diverged or was stopped."""
-        ...
 
 
 class OptunaSearch:

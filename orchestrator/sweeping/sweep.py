@@ -1,15 +1,14 @@
 """A sweep: arms of one base run, and the trials that they make. What to train, not how or when."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import optuna
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.sweeping.branches import Trunk, branch_changes, check_branches, trunk_changes
+from orchestrator.sweeping.search import Space
 
 Role = Literal["trial", "trunk"]
 
@@ -34,7 +33,7 @@ class Sweep:
     seeds: tuple[int, ...] = ()
     trunk: Trunk | None = None
     claims: tuple[str, ...] = ()
-    space: Callable[[optuna.Trial], Mapping[str, Any]] | None = None
+    space: Space | None = None
 
     def trials(self) -> "dict[str, Trial]":
         """By name, trunks before their branches. Raises UsageError naming the arm whose config is refused, or

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import ray
 import ray._private.state
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, UsageError
 
@@ -18,6 +19,11 @@ def most_resources() -> dict[str, float]:
     have = dict(ray.cluster_resources())
     declared = ray._private.state.state.get_max_resources_from_cluster_config() or {}
     return have | {name: max(amount, have.get(name, 0.0)) for name, amount in declared.items()}
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """For an actor that must not be lost with another node than the one that this process is on."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def worker_resources(run: RunConfig) -> dict[str, float]:

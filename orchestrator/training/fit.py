@@ -2,15 +2,13 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from threading import Thread
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 import ray.train
-from ray.train import Checkpoint, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Queue
 
 from orchestrator import storage
 from orchestrator.codec import flat, from_dict, to_dict
@@ -20,11 +18,12 @@ from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.training.claim import claim
-from orchestrator.training.cluster import worker_resources
+from orchestrator.training.cluster import here, worker_resources
+from orchestrator.training.reports import Reports, hand_on, send_to
 from orchestrator.training.worker import Report, Result, pause_of, result_of, run_directory, train_worker
 
 RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a report waits for this poll, 2 s by default
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a run waits for this poll, 2 s by default
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
 }
@@ -65,15 +64,15 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
     if inline:
         train_worker(run, report=report, read=in_process, until=until)
     else:
-        reports = Queue(actor_options={"num_cpus": 0})
-        listener = Thread(target=_hand_on, args=(reports, report))
-        listener.start()
-        try:
-            fit_on_workers(run, [ReportTo(reports)], until)
-        finally:
-            reports.put(None)
-            listener.join()
-            reports.shutdown()
+        reports: Any = Reports.options(scheduling_strategy=here()).remote()
+        with ThreadPoolExecutor(1, thread_name_prefix="reports") as beside:
+            recording = beside.submit(hand_on, reports, report)
+            try:
+                fit_on_workers(run, reports, until)
+            finally:
+                reports.close.remote()
+                recording.result()  # raises what `report` did
+        ray.kill(reports)
     result = result_of(run) or (pause_of(run, until) if until else None)
     assert result is not None, "workers ended without a result"
     return result
@@ -86,7 +85,7 @@ def start(run: RunConfig) -> Result | None:
     return result_of(run)
 
 
-def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback], until: int | None = None) -> None:
+def fit_on_workers(run: RunConfig, reports: Any, until: int | None) -> None:
     """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint.
 
     Raises:
@@ -97,11 +96,17 @@ def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback], until: int
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), "refused.txt")
     storage.delete(refused)
-    feed: Any = Feed.remote()
+    feed: Any = Feed.options(scheduling_strategy=here()).remote()
     try:
         TorchTrainer(
             _train_worker_on_ray,
-            train_loop_config={"run": to_dict(run), "until": until, "feed": feed, "refused": refused},
+            train_loop_config={
+                "run": to_dict(run),
+                "until": until,
+                "feed": feed,
+                "reports": reports,
+                "refused": refused,
+            },
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=run.scale.workers, use_gpu=gpu, resources_per_worker=worker_resources(run)
@@ -109,7 +114,6 @@ def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback], until: int
             run_config=ray.train.RunConfig(
                 name=f"{run.name}/ray",
                 storage_path=run.storage,
-                callbacks=list(callbacks),
                 failure_config=ray.train.FailureConfig(max_failures=3, controller_failure_limit=3),
             ),
         ).fit()
@@ -117,23 +121,6 @@ def fit_on_workers(run: RunConfig, callbacks: Sequence[UserCallback], until: int
         ray.kill(feed)
     if storage.size(refused) is not None:
         raise UsageError(storage.read_bytes(refused).decode())
-
-
-class ReportTo(UserCallback):
-    """Sends rank 0's reports from the controller's process to that of `fit`, in their order."""
-
-    def __init__(self, reports: Queue) -> None:
-        self.reports = reports
-
-    def after_report(
-        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Checkpoint | None
-    ) -> None:
-        self.reports.put((metrics[0]["step"], metrics[0]["metrics"]))
-
-
-def _hand_on(reports: Queue, report: Report) -> None:
-    while (arrived := reports.get()) is not None:
-        report(*arrived)
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
@@ -147,7 +134,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     try:
         train_worker(
             from_dict(RunConfig, config["run"]),
-            report=lambda step, metrics: ray.train.report({"step": step, "metrics": metrics}),
+            report=send_to(config["reports"]),
             read=by_ray_data(config["feed"]),
             until=config["until"],
         )

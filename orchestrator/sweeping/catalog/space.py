@@ -1,21 +1,21 @@
 """What a search may draw at a scale: a size, a family, and what that family has."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.sweeping.catalog.arms import GROUP
 from orchestrator.sweeping.catalog.scales import Scale
+from orchestrator.sweeping.search import Space, Suggest
 
 _MOE = "model.moe"
 
 
-def families_space(scale: Scale) -> Callable[[Any], Mapping[str, Any]]:
+def families_space(scale: Scale) -> Space:
     """Names of suggestions are the fields that they are for: earlier runs of any sweep can be read so."""
     sizes = {changes["model.width"]: changes for changes in scale.sizes.values()}
     depths = sorted({changes["model.depth"] for changes in scale.sizes.values()})
     counts = [scale.experts // 2, scale.experts, 2 * scale.experts]
 
-    def space(trial: Any) -> dict[str, Any]:
+    def space(trial: Suggest) -> dict[str, Any]:
         width = trial.suggest_categorical("model.width", list(sizes))
         changes = {name: sizes[width][name] for name in ("model.heads", "model.mlp_dim")}
         changes |= {"model.width": width, "model.depth": trial.suggest_categorical("model.depth", depths)}

@@ -8,10 +8,11 @@ import ray
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.sweeping.check import check_sweep, claim_sweep
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.prices import Budget
 from orchestrator.sweeping.purse import Purse
-from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep
+from orchestrator.sweeping.run import Options, SweepRun
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
 from orchestrator.training.worker import Result, run_directory

@@ -16,13 +16,14 @@ from orchestrator.sweeping.agenda import Outcome
 from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.catalog.scales import SCALES
 from orchestrator.sweeping.catalog.space import families_space
+from orchestrator.sweeping.check import check_sweep, claim_sweep
 from orchestrator.sweeping.confirm import knees
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.models import load_model, register_frontier
 from orchestrator.sweeping.prices import Budget
 from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.run import Options, SweepRun, check_sweep, claim_sweep, keep_weights_only
+from orchestrator.sweeping.run import Options, SweepRun, keep_weights_only
 from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import Tracking, children, find_sweep, open_tracking, track
