@@ -6,7 +6,7 @@ TWO_AT_ONCE := --numprocesses 2 --dist loadfile  # a file's fixtures are made on
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup sweep test test-all check bench ui clean
+.PHONY: setup sweep test test-all check bench ui cluster-local cluster-local-stop clean
 
 setup: .venv/.installed
 
@@ -28,6 +28,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+cluster-local: setup  ## a head and two more nodes on this machine, with a token; `cluster-local-stop` ends them
+	cluster/local.sh start
+
+cluster-local-stop:
+	cluster/local.sh stop
 
 bench: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from jobs.usage import assignment
+from jobs.usage import assignment, stop_as_by_ctrl_c
 from orchestrator import storage
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig, UsageError
@@ -55,6 +55,12 @@ def run_parser(
     )
     parser.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
     parser.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="STEPS",
+        help="where the time of a step goes, as an artifact (scale.profile_steps)",
+    )
     parser.add_argument("--seed", type=int, help="train.seed")
     parser.add_argument(
         "--set",
@@ -110,6 +116,7 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
         "model.num_classes": len(open_manifest(path).classes),
     }
     flags = {"scale.workers": args.workers, "scale.ep": args.ep, "train.seed": args.seed}
+    flags["scale.profile_steps"] = args.profile
     changes |= {field: value for field, value in flags.items() if value is not None}
     if args.init_from:
         changes["train.init_from"] = storage.absolute(args.init_from)
@@ -155,3 +162,4 @@ def connect(*, show_workers: bool) -> None:
     `show_workers`: what workers print appears here too.
     """
     ray.init(logging_level=logging.ERROR, log_to_driver=show_workers)
+    stop_as_by_ctrl_c()  # Ray has set a handler of its own

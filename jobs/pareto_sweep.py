@@ -37,6 +37,8 @@ from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, close_orphans, track
+from orchestrator.tracking.store import shown
+from orchestrator.training.nodes import check_shared
 from orchestrator.training.worker import Result, run_directory
 
 
@@ -50,6 +52,7 @@ def main() -> None:
         if args.plan:
             make_plan(args, sweep)
             return
+        check_shared(sweep.base.storage)
         check_sweep(sweep, verify=args.verify)
         if args.confirm:
             check_confirm(sweep)
@@ -165,7 +168,7 @@ def confirm_arm(sweep: Sweep, run: SweepRun, arm: str, store: Tracking, parent: 
 def show_end(sweep: Sweep, frontier: Frontier, store: Tracking, folder: str) -> None:
     versions = register_frontier(store, frontier)
     print_frontier(frontier)
-    print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {store.uri}")
+    print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {shown(store.uri)}")
     named = ", ".join(f"{alias} (version {version})" for alias, version in versions.items())
     print(f"models   {named or 'none registered'}\nopen     `make ui`, or the page in any browser")
 

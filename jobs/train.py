@@ -15,11 +15,12 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, track_training
+from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.claim import claim
 from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import check_data, fit, identity
 from orchestrator.training.loop import Metrics
-from orchestrator.training.seen import log_bad
+from orchestrator.training.nodes import check_shared
 from orchestrator.training.worker import Result, run_directory
 
 
@@ -31,6 +32,7 @@ def main() -> None:
         inline = run.scale.workers == 1 and not run.scale.use_gpu
         if not inline:
             connect(show_workers=True)
+            check_shared(run.storage)
             check_resources(run)
         with tracking(args, run.name) as store:
             claim(run_directory(run), identity(run), args.mode)
@@ -46,14 +48,14 @@ def train(run: RunConfig, store: Tracking, *, inline: bool) -> Result:
         with SystemMetrics(tracked):
             result = fit(run, Progress(tracked, run), inline=inline)
     except BaseException as error:
-        log_bad(directory, tracked)
+        log_left_behind(directory, tracked)
         tracked.tag(error=reason_of(error))
         tracked.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         if isinstance(error, Exception):
             sys.exit(f"error: {run.name} failed: {reason_of(error)}")
         raise
     tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
-    log_bad(directory, tracked)
+    log_left_behind(directory, tracked)
     tracked.finish("FINISHED")
     return result
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from orchestrator.config import UsageError
 @contextmanager
 def command() -> Iterator[None]:
     """A user's mistake is one line and an exit code, never a traceback."""
+    stop_as_by_ctrl_c()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
     try:
@@ -21,6 +23,11 @@ def command() -> Iterator[None]:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command continues")
+
+
+def stop_as_by_ctrl_c() -> None:
+    """SIGTERM, which `ray job stop`, Kubernetes and batch systems send, lets MLflow know as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def assignment(text: str) -> tuple[str, Any]:

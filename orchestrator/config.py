@@ -141,16 +141,28 @@ class ScaleConfig(ParallelConfig):
     ep: workers that share one set of experts, dp = workers / ep; ``auto``: what moves the fewest bytes over
         the slowest links, for `workers_per_node` (`moe.plan`).
     use_gpu: a GPU for every worker.
+    min_workers: where nodes are lost, or not up yet, the run goes on with as few as these and the same global
+        batch, until there are `workers` again.
+    wait_s: for how long it waits for the missing ones first.
+    profile_steps: that the first worker writes a profile of; 0: none (`training.profile`).
     """
 
     workers: int = 1
     ep: int | Literal["auto"] = 1
     workers_per_node: int = 8
     use_gpu: bool = False
+    min_workers: int = 1
+    wait_s: float = 60
+    profile_steps: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least_one(self, "workers", "workers_per_node", *(["ep"] if self.ep != "auto" else []))
+        ep = ["ep"] if self.ep != "auto" else []
+        at_least_one(self, "workers", "workers_per_node", "min_workers", *ep)
+        within(self, 1, math.inf, "wait_s")
+        within(self, 0, 1000, "profile_steps")
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         if self.ep != "auto" and self.workers % self.ep:
             raise ValueError(f"ep={self.ep} does not divide workers={self.workers}")
 

@@ -11,9 +11,9 @@ from orchestrator.sweeping.log import newest_checkpoint
 from orchestrator.sweeping.sweep import Sweep, Trial
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import TrackedRun, Tracking, log_checkpoint, track_training
+from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import fit
-from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import Result, result_of, run_directory
 
 
@@ -72,14 +72,14 @@ def confirm(sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun) 
     try:
         result = fit(run, tracked.log, inline=False)
     except Exception as error:
-        log_bad(directory, tracked)
+        log_left_behind(directory, tracked)
         tracked.tag(error=reason_of(error))
         tracked.finish("FAILED")
         raise
     tracked.log(result.step, result.metrics)
     if kept := newest_checkpoint(run):
         log_checkpoint(tracked, f"confirm-{trial.arm}", kept, result.step, result.metrics)
-    log_bad(directory, tracked)
+    log_left_behind(directory, tracked)
     tracked.finish("FINISHED")
     return result
 

@@ -15,8 +15,8 @@ from orchestrator.tracking import (
     track_training,
 )
 from orchestrator.tracking.runs import Status
+from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.seen import log_bad
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
 
@@ -48,7 +48,7 @@ class TrialLog:
         run, directory = self._run_of(trial), run_directory(trial.run)
         if isinstance(outcome, str):
             run.tag(error=outcome)
-            log_bad(directory, run)
+            log_left_behind(directory, run)
             self._close(trial, "FAILED")
             return
         run.log(outcome.step, outcome.metrics)
@@ -56,7 +56,7 @@ class TrialLog:
             run.tag(paused=str(outcome.step))
             return
         run.untag("stopped", "paused")
-        log_bad(directory, run)
+        log_left_behind(directory, run)
         if kept := newest_checkpoint(trial.run):
             log_checkpoint(run, trial.name, kept, outcome.step, outcome.metrics)
         self._close(trial, "FINISHED")

@@ -1,6 +1,7 @@
 """A checkpoint as MLflow has it: a LoggedModel without bytes, which stay where training wrote them."""
 
 import tempfile
+from collections.abc import Sequence
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
@@ -36,17 +37,29 @@ def write_checkpoint(client: MlflowClient, experiment_id: str, run_id: str, entr
             client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     written = {metric.key for metric in model.metrics or []}
-    rows = [
-        _row(client, run_id, Metric(name, value, entry["ms"], entry["step"]), model.model_id)
+    metrics = [
+        Metric(name, value, entry["ms"], entry["step"])
         for name, value in entry["metrics"].items()
         if name not in written
     ]
-    if rows:
-        client.log_batch(run_id, metrics=rows)
+    if metrics:
+        client.log_batch(run_id, metrics=_rows(client, run_id, metrics, model.model_id))
 
 
-def _row(client: MlflowClient, run_id: str, metric: Metric, model_id: str) -> Metric:
-    """The run's own row of that step again, if it has one: MLflow writes a model's metrics to its run too."""
-    rows = (row for row in client.get_metric_history(run_id, metric.key) if row.step == metric.step)
-    row = next(rows, metric)
-    return Metric(row.key, row.value, row.timestamp, row.step, model_id=model_id)
+def _rows(client: MlflowClient, run_id: str, metrics: Sequence[Metric], model_id: str) -> list[Metric]:
+    """The run's own rows of those steps again, where it has them: MLflow writes a model's metrics to it too.
+
+    The newest row of each metric costs one request for all, its history one for each, and of those a server
+    with users answers few in a second.
+    """
+    newest = {row.key: row for row in client.get_run(run_id).data.to_proto().metrics}
+    rows = []
+    for metric in metrics:
+        row = newest.get(metric.key, metric)
+        if row.step > metric.step:
+            history = client.get_metric_history(run_id, metric.key)
+            row = next((one for one in history if one.step == metric.step), metric)
+        elif row.step < metric.step:
+            row = metric
+        rows.append(Metric(row.key, row.value, row.timestamp, row.step, model_id=model_id))
+    return rows

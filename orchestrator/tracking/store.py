@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one ba
 
 import sqlalchemy
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from orchestrator.config import UsageError
 from orchestrator.tracking.delivery import Delivery
@@ -87,6 +89,8 @@ def open_tracking(uri: str, *, artifacts: str, spool: str) -> Tracking:
             )
         location = artifacts if uri.startswith("sqlite:") else None
         found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
+        if known and uri.startswith("http"):
+            client.rename_experiment(found, EXPERIMENT)  # changes nothing: who may only read learns it now
     outbox = Outbox(Path(spool, hashlib.sha256(uri.encode()).hexdigest()[:8]))
     outbox.start(Delivery(client, found, process=outbox.process, folder=outbox.folder), shown(uri))
     return Tracking(uri, found, outbox)
@@ -128,11 +132,31 @@ def _opening(uri: str, *, create: bool) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:  # whatever the many back ends raise
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        reason = _refusal(error) or (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(f"MLflow refuses the tracking URI {shown(uri)}: {reason}") from None
 
 
+def _refusal(error: Exception) -> str | None:
+    """What to do about a server that wants another user, or another name for itself."""
+    code = error.error_code if isinstance(error, MlflowException) else ""
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if code == "UNAUTHENTICATED":
+        wrong = f"it knows no user {user!r} with that password" if user else "it wants a user"
+        return f"{wrong}: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+    if "Invalid Host" in str(error):
+        return "the server does not go by that name: add it to MLFLOW_SERVER_ALLOWED_HOSTS there"
+    if code == "PERMISSION_DENIED":
+        may = f"its administrator lets {user!r} EDIT the experiment and the model {EXPERIMENT}"
+        return f"this user may not write to it, unless {may}"
+    return None
+
+
 def _check_server(uri: str) -> None:
+    if urllib.parse.urlsplit(uri).username is not None:  # pages and logs repeat the URI
+        raise UsageError(
+            f"tracking URI {shown(uri)} holds a user: give it by MLFLOW_TRACKING_USERNAME and"
+            " MLFLOW_TRACKING_PASSWORD instead"
+        )
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_S)
     except urllib.error.HTTPError:

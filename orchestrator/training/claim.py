@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -40,6 +41,15 @@ def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
         raise UsageError(
             f"{directory} was started with another config ({listed}); use another --name,"
             " or --fresh to start over"
+        )
+
+
+def check_claimed(directory: str) -> None:
+    """Raises UsageError where a worker does not see what its driver wrote."""
+    if storage.size(storage.join(directory, "fields.json")) is None:
+        raise UsageError(
+            f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
+            " s3://bucket/prefix, or a directory that every node mounts"
         )
 
 

@@ -1,23 +1,27 @@
 """What the cluster can hold: its declared maximum, against what runs need."""
 
+import json
+import os
 from collections.abc import Mapping
 
 import ray
-import ray._private.state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.config import RunConfig, UsageError
 
+DECLARED = "MOE_FRONTIER_MAX_RESOURCES"  # JSON: {"CPU": 56, "GPU": 6}
 CPU_PER_WORKER = 0.5  # of workers without a GPU
 CPU_FOR_DATA = 1  # decodes for the workers of a run; one worker without a GPU reads its own data
 
 
 def most_resources() -> dict[str, float]:
-    """CPUs, GPUs and the like of the connected cluster: those that are up, or as many as its autoscaler may
-    bring up.
+    """CPUs, GPUs and the like of the connected cluster: those that are up, or as many as it may bring up by
+    what its nodes were started with.
+
+    Ray's autoscaler knows, and tells nobody: no caller in Ray 2.60 fills its `get_max_resources..`.
     """
     have = dict(ray.cluster_resources())
-    declared = ray._private.state.state.get_max_resources_from_cluster_config() or {}
+    declared: dict[str, float] = json.loads(os.environ.get(DECLARED, "{}"))
     return have | {name: max(amount, have.get(name, 0.0)) for name, amount in declared.items()}
 
 
@@ -29,6 +33,11 @@ def here() -> NodeAffinitySchedulingStrategy:
 def worker_resources(run: RunConfig) -> dict[str, float]:
     """What a worker keeps for itself; its images are decoded on what is left of the cluster."""
     return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
+
+
+def placement(run: RunConfig) -> str:
+    """GPUs of one node speak to each other faster; workers without one would share a node's cores."""
+    return "PACK" if run.scale.use_gpu else "SPREAD"
 
 
 def run_resources(run: RunConfig) -> dict[str, float]:

@@ -3,11 +3,13 @@
 import logging
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from orchestrator import storage
@@ -17,11 +19,24 @@ from orchestrator.data.check import check_shards
 from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
-from orchestrator.training.claim import claim
-from orchestrator.training.cluster import here, worker_resources
-from orchestrator.training.reports import Reports, hand_on, send_to
-from orchestrator.training.worker import Report, Result, pause_of, result_of, run_directory, train_worker
+from orchestrator.training.checkpoint import manifest as manifests
+from orchestrator.training.claim import check_claimed, claim
+from orchestrator.training.cluster import here, placement, worker_resources
+from orchestrator.training.elastic import Missing, are_there, smaller
+from orchestrator.training.reports import Reports, Sender, hand_on
+from orchestrator.training.worker import (
+    Report,
+    Result,
+    checkpoint_directory,
+    pause_of,
+    result_of,
+    run_directory,
+    train_worker,
+)
 
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 4
 RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a run waits for this poll, 2 s by default
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
@@ -65,10 +80,11 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
         train_worker(run, report=report, read=in_process, until=until)
     else:
         reports: Any = Reports.options(scheduling_strategy=here()).remote()
+        missing = Missing()
         with ThreadPoolExecutor(1, thread_name_prefix="reports") as beside:
-            recording = beside.submit(hand_on, reports, report)
+            recording = beside.submit(hand_on, reports, report, missing.are_there)
             try:
-                fit_on_workers(run, reports, until)
+                fit_on_workers(run, reports, recording, missing, until)
             finally:
                 reports.close.remote()
                 recording.result()  # raises what `report` did
@@ -85,58 +101,89 @@ def start(run: RunConfig) -> Result | None:
     return result_of(run)
 
 
-def fit_on_workers(run: RunConfig, reports: Any, until: int | None) -> None:
-    """Trains on Ray Train workers. One that dies is replaced, and all go on from the last checkpoint.
+def fit_on_workers(
+    run: RunConfig, reports: Any, recording: Future[None], missing: Missing, until: int | None
+) -> None:
+    """Trains on Ray Train workers, as many as there are: all that the run asks for; after `scale.wait_s` as
+    many as are left, until the others are there. When one dies all begin anew, at the last checkpoint.
 
     Raises:
         UsageError: what a worker met that no other attempt would mend.
+        ray.train.TrainingFailedError: when they died `ATTEMPTS` times without saving anything between.
     """
-    for name, value in RAY_TRAIN_ENV.items():
-        os.environ.setdefault(name, value)
+    died, saved = 0, -1
+    while not (result_of(run) or (until and pause_of(run, until))):
+        now = run if are_there(run, within_s=run.scale.wait_s) else smaller(run)
+        if now is None:
+            log.warning("%s waits for %d workers and a CPU for data", run.name, run.scale.workers)
+            continue
+        if now != run:
+            few, most = now.scale.workers, run.scale.workers
+            log.warning("%s goes on with %d of %d workers, same global batch", run.name, few, most)
+        missing.want(run, run.scale.workers - now.scale.workers)
+        try:
+            _train_on(now, reports, until)
+        except (TrainingFailedError, RayError) as error:
+            newest = max(manifests.steps(checkpoint_directory(run)), default=0)
+            died, saved = (died + 1 if newest <= saved else 1), newest
+            if died == ATTEMPTS or recording.done():
+                raise
+            log.warning("%s: %s; all go on from step %d", run.name, _first_line(error), newest)
+        finally:
+            missing.want(run, 0)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
+    """One attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
+    os.environ.update(RAY_TRAIN_ENV)
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), "refused.txt")
     storage.delete(refused)
     feed: Any = Feed.options(scheduling_strategy=here()).remote()
+    config = {"run": to_dict(run), "until": until, "feed": feed, "reports": reports, "refused": refused}
     try:
         TorchTrainer(
             _train_worker_on_ray,
-            train_loop_config={
-                "run": to_dict(run),
-                "until": until,
-                "feed": feed,
-                "reports": reports,
-                "refused": refused,
-            },
+            train_loop_config=config,
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
             scaling_config=ray.train.ScalingConfig(
-                num_workers=run.scale.workers, use_gpu=gpu, resources_per_worker=worker_resources(run)
+                num_workers=run.scale.workers,
+                use_gpu=gpu,
+                resources_per_worker=worker_resources(run),
+                placement_strategy=placement(run),
             ),
             run_config=ray.train.RunConfig(
                 name=f"{run.name}/ray",
                 storage_path=run.storage,
-                failure_config=ray.train.FailureConfig(max_failures=3, controller_failure_limit=3),
+                failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         ).fit()
+    except TrainingFailedError:
+        if storage.size(refused) is not None:
+            raise UsageError(storage.read_bytes(refused).decode()) from None
+        raise
     finally:
         ray.kill(feed)
-    if storage.size(refused) is not None:
-        raise UsageError(storage.read_bytes(refused).decode())
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
-    """A mistake of the user is left in a file before this worker fails: those that Ray starts in its place
-    find it, and end at once.
-    """
-    if storage.size(config["refused"]) is not None:
-        return
-    logging.basicConfig(format="%(message)s")
+    """What the user has to mend is left in a file: of several workers' errors, Ray may show another's."""
+    run, sender = from_dict(RunConfig, config["run"]), Sender(config["reports"])
+    rank = ray.train.get_context().get_world_rank()
+    logging.basicConfig(format=f"{run.name} rank {rank}: %(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
     try:
+        check_claimed(run_directory(run))
         train_worker(
-            from_dict(RunConfig, config["run"]),
-            report=send_to(config["reports"]),
+            run,
+            report=sender.report,
             read=by_ray_data(config["feed"]),
             until=config["until"],
+            leave=sender.leave,
         )
     except UsageError as error:
         storage.write_bytes(config["refused"], str(error).encode())

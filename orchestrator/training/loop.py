@@ -21,6 +21,7 @@ from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
 from orchestrator.training.meter import Meter, device_sync
 from orchestrator.training.optim import learning_rate
+from orchestrator.training.profile import phase
 
 Metrics = dict[str, float]
 
@@ -41,8 +42,11 @@ def train(
     report: Callable[[int, Metrics], None],
     validate: Callable[[], Metrics],
     save: Callable[[int], None],
-) -> None:
+    leave: Callable[[], bool] = lambda: False,
+) -> int:
     """Updates `start` + 1 .. `until`, one per batch. The last step always reports, validates and saves.
+
+    After a report, `leave` says whether to save and end early. Returns the last step.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -58,14 +62,23 @@ def train(
 
         if not (due(config.report_every) or due(eval_every) or due(save_every)):
             continue
+        leaving = False
         with meter.paused():
             if due(config.report_every) or due(eval_every):
-                values = _sum_over_workers(metrics) | meter.read(workers=run.scale.workers)
-                report(step, values | (validate() if due(eval_every) else {}))
+                values = _sum_over_workers(metrics) | meter.read()
+                with phase("evaluate"):
+                    values |= validate() if due(eval_every) else {}
+                with phase("report"):
+                    report(step, values)
                 if not math.isfinite(values["train/loss"]):
                     raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
-            if due(save_every):
-                save(step)
+                leaving = leave()
+            if due(save_every) or leaving:
+                with phase("checkpoint"):
+                    save(step)
+            if leaving:
+                return step
+    return until
 
 
 def train_step(
@@ -83,8 +96,9 @@ def train_step(
     for i, part in enumerate(parts, start=1):
         accumulate(model, last=i == len(parts))
         passes.append(_forward_backward(model, part, run))
-    grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
-    optimizer.step()
+    with phase("optimizer"):
+        grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
+        optimizer.step()
     metrics = {name: torch.stack([one[name] for one in passes]).sum() for name in passes[0]}
     alike = {"train/grad_norm": grad_norm, "train/lr": torch.tensor(rate)}  # the same on every worker
     return metrics | {name: value / run.scale.workers for name, value in alike.items()}
@@ -96,14 +110,16 @@ def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[st
     mixed = run.data.mixup > 0 or run.data.cutmix > 0
     if mixed:
         images, label = mixing.mix(images, batch.mix), mixing.heavier(batch.label, batch.mix)
-    output = model(images, keys_B=mix(batch.key, run.train.seed))
-    if mixed:
-        loss_sum = mixing.cross_entropy(output.logits, batch.label, batch.mix)
-    else:
-        loss_sum = F.cross_entropy(output.logits, batch.label, reduction="sum")
-    loss_class = loss_sum / run.data.batch_size
-    loss_router = output.aux * share
-    (loss_class + loss_router).backward()
+    with phase("forward"):
+        output = model(images, keys_B=mix(batch.key, run.train.seed))
+        if mixed:
+            loss_sum = mixing.cross_entropy(output.logits, batch.label, batch.mix)
+        else:
+            loss_sum = F.cross_entropy(output.logits, batch.label, reduction="sum")
+        loss_class = loss_sum / run.data.batch_size
+        loss_router = output.aux * share
+    with phase("backward"):
+        (loss_class + loss_router).backward()
     correct = output.logits.detach().argmax(-1) == label
     return {
         "train/loss": (loss_class + loss_router).detach(),

@@ -10,12 +10,15 @@ from orchestrator.data.stream import Batch
 
 
 class Meter:
-    """Counts seconds of training; `trained_s` comes from the checkpoint and goes into it."""
+    """Counts device-seconds: of training, times the workers. `device_s` comes from the checkpoint and goes
+    into it, so a run may change its workers on the way.
+    """
 
-    def __init__(self, *, trained_s: float = 0.0) -> None:
-        self.trained_s = trained_s
+    def __init__(self, *, workers: int = 1, device_s: float = 0.0) -> None:
+        self.workers = workers
+        self.device_s = device_s
         self._start = time.perf_counter()
-        self._read_at = trained_s
+        self._read_at = device_s
         self._wait_s = 0.0
         self._images = 0
 
@@ -32,18 +35,19 @@ class Meter:
     def paused(self) -> Iterator[None]:
         """Reports, evaluation and checkpoints are no training."""
         device_sync()
-        self.trained_s += time.perf_counter() - self._start
+        self.device_s += (time.perf_counter() - self._start) * self.workers
         yield
         self._start = time.perf_counter()
 
-    def read(self, *, workers: int) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """Rates of all workers since the last reading, while paused."""
-        seconds, images, wait_s = self.trained_s - self._read_at, self._images, self._wait_s
-        self._read_at, self._images, self._wait_s = self.trained_s, 0, 0.0
+        seconds = (self.device_s - self._read_at) / self.workers
+        images, wait_s = self._images * self.workers, self._wait_s
+        self._read_at, self._images, self._wait_s = self.device_s, 0, 0.0
         return {
-            "perf/images_per_s": images * workers / seconds,
+            "perf/images_per_s": images / seconds,
             "data/wait_frac": wait_s / seconds,
-            "cost/device_s": self.trained_s * workers,
+            "cost/device_s": self.device_s,
         }
 
 

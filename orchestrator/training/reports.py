@@ -6,53 +6,67 @@ the report is queued), and makes every worker wait for the controller's poll.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
+import ray.train
+import torch
 import torch.distributed as dist
 
+from moe.parallel import sum_over_ranks
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import Report
 
 
 @ray.remote(num_cpus=0)
 class Reports:
-    """A mailbox whose `send` waits until the letter has been dealt with."""
+    """A mailbox whose `send` waits until the letter has been answered."""
 
     def __init__(self) -> None:
-        self._waiting: asyncio.Queue[tuple[Any, asyncio.Event]] = asyncio.Queue()
-        self._taken = asyncio.Event()
+        self._letters: asyncio.Queue[tuple[Any, asyncio.Future[bool]]] = asyncio.Queue()
+        self._answer: asyncio.Future[bool] | None = None
 
-    async def send(self, step: int, metrics: Metrics) -> None:
-        done = asyncio.Event()
-        self._waiting.put_nowait(((step, metrics), done))
-        await done.wait()
+    async def send(self, step: int, metrics: Metrics) -> bool:
+        answer = asyncio.get_running_loop().create_future()
+        self._letters.put_nowait(((step, metrics), answer))
+        return await answer
 
     async def close(self) -> None:
-        self._waiting.put_nowait((None, asyncio.Event()))
+        self._letters.put_nowait((None, asyncio.get_running_loop().create_future()))
 
-    async def take(self) -> Any:
-        """The next one, or None at the end. To ask for it says that the one before has been dealt with."""
-        self._taken.set()
-        letter, self._taken = await self._waiting.get()
+    async def take(self, answer: bool) -> Any:
+        """The next one, or None at the end. `answer` is to the one before."""
+        if self._answer is not None:
+            self._answer.set_result(answer)
+        letter, self._answer = await self._letters.get()
         return letter
 
 
-def send_to(reports: Any) -> Report:
-    """What the workers of a run report with: the first one does."""
+class Sender:
+    """What the workers of a run report to. The first one sends, and learns whether they are to leave."""
 
-    def report(step: int, metrics: Metrics) -> None:
+    def __init__(self, reports: Any) -> None:
+        self._reports = reports
+        self._asked_to_leave = False
+
+    def report(self, step: int, metrics: Metrics) -> None:
         if dist.get_rank() == 0:
-            ray.get(reports.send.remote(step, metrics))
+            self._asked_to_leave = bool(ray.get(self._reports.send.remote(step, metrics)))
 
-    return report
+    def leave(self) -> bool:
+        """The same on all workers: more of them could train, or a node of theirs is about to go."""
+        asked = sum_over_ranks(torch.tensor(float(self._asked_to_leave)))
+        return bool(asked) or ray.train.get_preemption_info() is not None
 
 
-def hand_on(reports: Any, report: Report) -> None:
+def hand_on(reports: Any, report: Report, leave: Callable[[], bool]) -> None:
     """Calls `report` with every report, in their order, until they are closed. If it raises, workers fail."""
     try:
-        while (arrived := ray.get(reports.take.remote())) is not None:
+        answer = False
+        while (arrived := ray.get(reports.take.remote(answer))) is not None:
             report(*arrived)
+            answer = leave()
     except BaseException:
         ray.kill(reports)  # sending raises from now on
         raise

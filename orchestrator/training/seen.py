@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,6 @@ from orchestrator.data.stream import Bad, Batch
 BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
 COUNTED_FROM = 1000  # images: of few, one bad is many
 SHOWN = 20
-
-
-class Artifacts(Protocol):
-    def write_text(self, name: str, text: str) -> None: ...
 
 
 class Seen:
@@ -87,13 +82,6 @@ def save_bad(directory: str, bad: list[Bad]) -> None:
     writer.writerow(Bad._fields)
     writer.writerows(bad)
     storage.write_bytes(storage.join(directory, BAD_IMAGES), text.getvalue().encode())
-
-
-def log_bad(directory: str, tracked: Artifacts) -> None:
-    """The list as it was last written, if anything was bad."""
-    path = storage.join(directory, BAD_IMAGES)
-    if storage.size(path) is not None:
-        tracked.write_text(BAD_IMAGES, storage.read_bytes(path).decode())
 
 
 def _hashes(batch: Batch) -> Tensor:

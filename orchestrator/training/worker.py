@@ -21,12 +21,14 @@ from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.branch import check_trunk
+from orchestrator.training.busy import Busy
 from orchestrator.training.checkpoint.retention import BEST_BY
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
+from orchestrator.training.profile import profiled
 from orchestrator.training.seen import Seen, check_bad, save_bad, shown
 
 log = logging.getLogger(__name__)
@@ -44,12 +46,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run counts beside its steps, as it lies in its checkpoints: seconds of training, the last
-    report, the best value of `BEST_BY` with its step, steps and seconds of the trunk that it branched from,
-    and what has been read (see `seen`).
+    """What a run counts beside its steps, as it lies in its checkpoints: device-seconds of training, the last
+    report, the best value of `BEST_BY` with its step, steps and device-seconds of the trunk that it branched
+    from, and what has been read (see `seen`).
     """
 
-    trained_s: float = 0.0
+    device_s: float = 0.0
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     best: tuple[float, int] | None = None
@@ -93,10 +95,18 @@ def _read(run: RunConfig, name: str) -> Result | None:
     return Result(**json.loads(storage.read_bytes(path))) if storage.size(path) is not None else None
 
 
-def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | None = None) -> None:
+def train_worker(
+    run: RunConfig,
+    *,
+    report: Report,
+    read: Reader,
+    until: int | None = None,
+    leave: Callable[[], bool] = lambda: False,
+) -> None:
     """Trains to the end of the run, or to step `until`, where it pauses: the same call goes on from there.
 
-    The first worker reports, and writes the result.
+    The first worker reports, and writes the result. After each report all workers ask `leave`, and get the
+    same answer: true to save and return without a result.
     """
     until = min(until or run.train.steps, run.train.steps)
     keep_freed_memory()
@@ -119,14 +129,15 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | N
         trunk = checkpoints.branch(run.train.trunk, model, optimizer)
         check_trunk(trunk.config, trunk.step, run)
         progress = replace(Progress(**trunk.progress), best=None)
-        done, progress = trunk.step, replace(progress, trunk=(trunk.step, progress.trained_s))
+        done, progress = trunk.step, replace(progress, trunk=(trunk.step, progress.device_s))
         if rank == 0:
             log.info("%s: branches at step %d from %s", run.name, done, run.train.trunk)
     elif run.train.init_from:
         started = start_from(model, run.train.init_from, group=checkpoints.group)
         if rank == 0:
             log.info("%s %s", run.name, started)
-    meter = Meter(trained_s=progress.trained_s)
+    meter = Meter(workers=workers, device_s=progress.device_s)
+    busy = Busy()
     seen = Seen(fingerprint=progress.fingerprint, bad=progress.bad)
 
     def on_report(step: int, values: Metrics) -> None:
@@ -136,7 +147,11 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | N
         if rank == 0 and bad:
             save_bad(run_directory(run), bad)
         read = {"data/fingerprint": shown(fingerprint), "data/bad_images": float(len(bad))}
-        values |= costs(run, step) | marginal_costs(run, step, values["cost/device_s"], progress.trunk)
+        values |= (
+            busy.read()
+            | costs(run, step)
+            | marginal_costs(run, step, values["cost/device_s"], progress.trunk)
+        )
         progress = progress.after(step, values | failures | read)
         report(step, progress.metrics)
         images = step * run.data.batch_size
@@ -144,19 +159,23 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | N
 
     def on_save(step: int) -> None:
         fingerprint, bad = seen.gather()
-        counted = asdict(progress) | {"trained_s": meter.trained_s, "fingerprint": fingerprint, "bad": bad}
+        counted = asdict(progress) | {"device_s": meter.device_s, "fingerprint": fingerprint, "bad": bad}
         images = step * run.data.batch_size
         checkpoints.save(step, model, optimizer, images=images, progress=counted, config=config)
 
     def batches(stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(read(stream, steps), device)
 
+    steps = seen.training(batches(training, range(done, until)))
+    if run.scale.profile_steps and rank == 0:
+        steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
+
     status: Literal["finished", "diverged", "paused"] = "finished" if until == run.train.steps else "paused"
     try:
-        train(
+        reached = train(
             model,
             optimizer,
-            seen.training(batches(training, range(done, until))),
+            steps,
             run,
             meter,
             start=done,
@@ -164,11 +183,12 @@ def train_worker(run: RunConfig, *, report: Report, read: Reader, until: int | N
             report=on_report,
             validate=lambda: evaluate(model, seen.validation(batches(validation, validation.steps())), run),
             save=on_save,
+            leave=leave,
         )
     except Diverged:
-        status = "diverged"
+        status, reached = "diverged", until
     checkpoints.finish()
-    if rank == 0:
+    if rank == 0 and reached == until:
         result = Result(status=status, step=progress.reported, metrics=progress.metrics)
         name = f"paused-{until}.json" if status == "paused" else "result.json"
         content = json.dumps(asdict(result), indent=1).encode()
@@ -210,5 +230,5 @@ def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int,
     own = (step - trunk[0]) * run.data.batch_size
     return {
         "cost/marginal_train_flops_6mac": train_flops_6mac(run.model, images=own),
-        "cost/marginal_device_s": device_s - trunk[1] * run.scale.workers,
+        "cost/marginal_device_s": device_s - trunk[1],
     }

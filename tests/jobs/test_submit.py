@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 
-pytestmark = pytest.mark.slow  # a minute: a head, and two jobs with workers of their own
+pytestmark = pytest.mark.slow  # a head, and jobs with workers of their own
 
 
 @pytest.fixture
@@ -61,8 +62,10 @@ def _free_port() -> int:
         return probe.getsockname()[1]  # from the kernel's own range, above the one that Ray gives to workers
 
 
-def submit(env: dict[str, str], head: str, *command: str) -> subprocess.CompletedProcess[str]:
-    job = [RAY, "job", "submit", "--working-dir", ".", "--", "python", *command]
+def submit(
+    env: dict[str, str], head: str, *command: str, flags: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    job = [RAY, "job", "submit", "--working-dir", ".", *flags, "--", "python", *command]
     env = env | {"RAY_ADDRESS": head}
     for _ in range(10):
         done = subprocess.run(
@@ -87,3 +90,71 @@ def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
 
     stranger = submit(env | {"RAY_AUTH_TOKEN_PATH": "/dev/null"}, head, "jobs/train.py", "--help")
     assert stranger.returncode != 0
+
+
+SWEEP = ["jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0"]
+
+
+def frontier(home: Path) -> dict[str, tuple[str, float, float, str]]:
+    """trial -> status, quality, cost and whether it is on the frontier, as MLflow has them."""
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    experiment = client.get_experiment_by_name("moe-frontier")
+    assert experiment
+    runs = [run for run in client.search_runs([experiment.experiment_id]) if run.data.tags["role"] == "trial"]
+    found = {
+        run.info.run_name or "": (
+            run.info.status,
+            run.data.metrics["val/acc1"],
+            run.data.metrics["cost/train_flops_6mac"],
+            run.data.tags.get("pareto", "false"),
+        )
+        for run in runs
+    }
+    assert len(found) == len(runs)
+    return found
+
+
+def test_stopped_and_submitted_again_it_finds_what_a_laptop_finds(env, head, tmp_path):
+    laptop = env | {"MOE_FRONTIER_HOME": str(tmp_path / "laptop"), "RAY_ADDRESS": "local"}
+    subprocess.run(
+        [sys.executable, *SWEEP], cwd=ROOT, env=laptop, check=True, capture_output=True, timeout=400
+    )
+
+    home = Path(env["MOE_FRONTIER_HOME"])
+    detached = submit(env, head, *SWEEP, flags=["--no-wait", "--submission-id", "first"])
+    assert detached.returncode == 0, detached.stdout + detached.stderr
+    give_up = time.monotonic() + 200
+    while len(list(home.glob("quickstart/trials/*/result.json"))) < 3:
+        assert time.monotonic() < give_up, ray_job(env, head, "logs", "first")
+        time.sleep(0.2)
+    ray_job(env, head, "stop", "first")
+    statuses = {run[0] for run in frontier(home).values()}
+    assert statuses <= {"FINISHED", "KILLED"}, "MLflow knows that it was stopped"
+    assert len(list(home.glob("quickstart/trials/*/result.json"))) < 15
+
+    done = submit(env, head, *SWEEP)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert frontier(home) == frontier(tmp_path / "laptop")
+
+
+def ray_job(env: dict[str, str], head: str, *command: str) -> str:
+    done = subprocess.run(
+        [RAY, "job", *command], env=env | {"RAY_ADDRESS": head}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_failing_trial_is_a_failed_job(env, head, tmp_path):
+    """A learning rate that no number survives is an outcome; a shard that is damaged is a failure."""
+    made = submit(env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--confirm", "0")
+    assert made.returncode == 0, made.stdout[-3000:]
+    for shard in (Path(env["MOE_FRONTIER_HOME"]) / "data/digits/train").iterdir():
+        content = bytearray(shard.read_bytes())
+        content[200] ^= 1
+        shard.write_bytes(content)
+    again = submit(
+        env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--name", "broken", "--confirm", "0"
+    )
+    assert again.returncode == 1
+    assert "15 runs failed" in again.stdout

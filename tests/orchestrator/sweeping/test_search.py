@@ -9,7 +9,7 @@ import pytest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig, UsageError
 from orchestrator.frontier.pareto import hypervolume_2d
-from orchestrator.sweeping.search import DRAWS, Kind, OptunaSearch, Search, Space
+from orchestrator.sweeping.search import DRAWS, Kind, OptunaSearch, Space
 
 BASE = RunConfig()
 KIND, SLOTS, CAPACITY = (
@@ -53,7 +53,7 @@ def search(sampler: Kind, *, count: int, seed: int = 0, space: Space = space) ->
     return OptunaSearch(space, base=BASE, count=count, sampler=sampler, seed=seed)
 
 
-def finish(searching: Search, *, at_once: int = 1) -> dict[str, tuple[float, float]]:
+def finish(searching: OptunaSearch, *, at_once: int = 1) -> dict[str, tuple[float, float]]:
     """To the end, with so many trials running at a time."""
     running, found = [], {}
     while True:

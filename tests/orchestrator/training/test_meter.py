@@ -22,11 +22,11 @@ def test_waiting_and_computing() -> None:
     for _ in meter.timed(batches(4, wait_s=0.03)):
         time.sleep(0.01)
     with meter.paused():
-        first = meter.read(workers=1)
-    assert 0.16 <= meter.trained_s < 1
+        first = meter.read()
+    assert 0.16 <= meter.device_s < 1
     assert 0.5 < first["data/wait_frac"] < 0.95
-    assert first["perf/images_per_s"] == pytest.approx(20 / meter.trained_s)
-    assert first["cost/device_s"] == meter.trained_s
+    assert first["perf/images_per_s"] == pytest.approx(20 / meter.device_s)
+    assert first["cost/device_s"] == meter.device_s
 
 
 def test_pauses_are_no_training() -> None:
@@ -37,26 +37,26 @@ def test_pauses_are_no_training() -> None:
         with meter.paused():
             time.sleep(0.05)
     with meter.paused():
-        values = meter.read(workers=1)
-    assert 0.03 <= meter.trained_s < time.perf_counter() - began - 0.14
+        values = meter.read()
+    assert 0.03 <= meter.device_s < time.perf_counter() - began - 0.14
     assert values["data/wait_frac"] < 0.5  # a pause is no waiting for data either
 
 
 def test_rates_are_since_the_last_reading_and_costs_since_the_start() -> None:
-    meter = Meter(trained_s=100.0)
+    meter = Meter(workers=2, device_s=100.0)
     for _ in meter.timed(batches(2, wait_s=0.02)):
         pass
     with meter.paused():
-        first = meter.read(workers=2)
-    before = meter.trained_s
+        first = meter.read()
+    before = meter.device_s
     for _ in meter.timed(batches(4, wait_s=0.01)):
         time.sleep(0.01)
     with meter.paused():
-        second = meter.read(workers=2)
-    assert first["perf/images_per_s"] == pytest.approx(2 * 10 / (before - 100))
-    assert second["perf/images_per_s"] == pytest.approx(2 * 20 / (meter.trained_s - before))
-    assert first["cost/device_s"] == pytest.approx(2 * before)
-    assert second["cost/device_s"] == pytest.approx(2 * meter.trained_s)
+        second = meter.read()
+    assert first["perf/images_per_s"] == pytest.approx(2 * 10 / ((before - 100) / 2))
+    assert second["perf/images_per_s"] == pytest.approx(2 * 20 / ((meter.device_s - before) / 2))
+    assert first["cost/device_s"] == before
+    assert second["cost/device_s"] == meter.device_s
     assert second["data/wait_frac"] < first["data/wait_frac"] <= 1
 
 

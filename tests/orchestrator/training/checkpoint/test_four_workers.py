@@ -55,7 +55,7 @@ TOLERANCE = {
     torch.float32: 1e-6,
 }  # of losses, relative, where sums are in another order
 IN_STEP = CheckpointConfig(asynchronous=False)
-REPORT = {"images": 24, "progress": {"trained_s": 1.5}, "config": {}}
+REPORT = {"images": 24, "progress": {"device_s": 1.5}, "config": {}}
 
 
 def save_at_3(name: str, folder: Path, saved: str) -> None:
@@ -78,7 +78,7 @@ def load_and_go_on(name: str, folder: Path, saved: str, loaded: str) -> None:
     model, optimizer = built(name, seed=9, **LAYOUTS[loaded])
     manifest = Checkpoints(str(folder / saved / name), CheckpointConfig()).restore(model, optimizer)
     assert manifest
-    assert (manifest.step, manifest.images, manifest.progress) == (3, 24, {"trained_s": 1.5})
+    assert (manifest.step, manifest.images, manifest.progress) == (3, 24, {"device_s": 1.5})
     state, losses = torch.load(folder / saved / f"{name}.expected")
     what = f"{name}, {saved} -> {loaded}"
     assert_same(whole_state(model, optimizer), state, what)

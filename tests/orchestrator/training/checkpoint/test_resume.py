@@ -39,7 +39,7 @@ REPORT = {"images": 0, "progress": {}, "config": {}}
 def test_goes_on_as_if_nothing_had_happened(name, tmp_path):
     model, optimizer = built(name, seed=0)
     train(model, optimizer, range(3))
-    progress = {"trained_s": 4.5, "reported": 2, "metrics": {"val/acc1": 0.5}, "best": [0.5, 2]}
+    progress = {"device_s": 4.5, "reported": 2, "metrics": {"val/acc1": 0.5}, "best": [0.5, 2]}
     config = to_dict(RUNS[name])
     checkpoints = Checkpoints(str(tmp_path), IN_STEP)
     checkpoints.save(3, model, optimizer, images=24, progress=progress, config=config)

@@ -1,0 +1,87 @@
+"""Where the time of a step goes: the first worker's profile of a few steps, as a table and as a trace."""
+
+import csv
+import gzip
+import io
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from orchestrator import storage
+from orchestrator.data.stream import Batch
+from orchestrator.training.meter import device_sync
+
+log = logging.getLogger(__name__)
+
+TABLE = "profile.csv"  # in the run's directory, and among its artifacts
+TRACE = "profile-trace.json.gz"  # in the run's directory; chrome://tracing and Perfetto open it
+SKIPPED = 5  # steps that are slow once: caches, allocator, compilation
+PHASES = ("data", "forward", "backward", "optimizer", "report", "evaluate", "checkpoint")
+# wherever they lie within the phases; on a GPU the kernel's time, else that of starting and of waiting for it
+ALL_TO_ALL = ("nccl:all_to_all", "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names a part of a step. While a profile is taken it waits for the GPU at its end, so that each part has
+    its own work; that takes away what overlaps across parts.
+    """
+    with record_function(name):
+        yield
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            device_sync()
+
+
+def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterator[Batch]:
+    """The same batches; a profile of `steps` of them, after the first few, is written to `directory`."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+
+    def write(profile: torch_profile) -> None:
+        rows = table(profile, steps)
+        storage.write_bytes(storage.join(directory, TABLE), as_csv(rows).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(trace))
+            storage.write_bytes(storage.join(directory, TRACE), gzip.compress(trace.read_bytes()))
+        parts = ", ".join(f"{name} {ms:.1f}" for name, ms, _ in rows)
+        log.info("profile of %d steps, ms each: %s; trace in %s", steps, parts, directory)
+
+    schedule = torch.profiler.schedule(wait=SKIPPED, warmup=1, active=steps, repeat=1)
+    with torch_profile(activities=activities, schedule=schedule, on_trace_ready=write) as profile:
+        while True:
+            with phase("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            profile.step()
+
+
+def table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
+    """(part of a step, its milliseconds, its share of the step). ``other`` is what no phase covers;
+    ``all_to_all`` lies within forward and backward.
+    """
+    events = {event.key: event for event in profile.key_averages()}
+    whole = sum(event.cpu_time_total for name, event in events.items() if name.startswith("ProfilerStep"))
+    spent = {name: events[name].cpu_time_total if name in events else 0.0 for name in PHASES}
+    spent["other"] = whole - sum(spent.values())
+    sent = [events[name] for name in ALL_TO_ALL if name in events]
+    spent["all_to_all"] = sum(event.device_time_total or event.cpu_time_total for event in sent)
+    spent["step"] = whole
+    return [(name, us / steps / 1000, us / whole) for name, us in spent.items()]
+
+
+def as_csv(rows: list[tuple[str, float, float]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("part", "ms_per_step", "share"))
+    writer.writerows((name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows)
+    return text.getvalue()

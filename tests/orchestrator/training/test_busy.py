@@ -1,0 +1,27 @@
+"""Cores and memory of a process that is made busy, then idle."""
+
+import time
+
+import numpy as np
+
+from orchestrator.training.busy import GIB, Busy
+
+
+def test_computing_and_sleeping():
+    busy = Busy()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    first = busy.read()
+    time.sleep(0.2)
+    second = busy.read()
+    assert first["perf/cpu_cores"] > 3 * second["perf/cpu_cores"]
+    assert second["perf/cpu_cores"] < 0.5
+
+
+def test_memory():
+    busy = Busy()
+    before = busy.read()["perf/memory_gib"]
+    held = np.ones(GIB // 8 // 4)
+    grown = busy.read()["perf/memory_gib"] - before
+    assert 0.2 < grown < 0.35, held.nbytes

@@ -1,0 +1,73 @@
+"""Nodes are lost, replaced, lost for good, come back and are drained: the losses of an undisturbed run."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.orchestrator.training.three_nodes import STEPS
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.slow  # three raylets, and a start of all workers after each change
+
+
+@pytest.fixture(scope="module")
+def home(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.orchestrator.training.three_nodes", digits, str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def found(home: Path, scenario: str) -> dict[str, Any]:
+    """What a run reported, after comparing it with the undisturbed one step by step."""
+    run, alone = (json.loads((home / f"{name}.json").read_text()) for name in (scenario, "alone"))
+    assert run["error"] == "''"
+    expected = dict(alone["reports"])
+    assert {step for step, *_ in run["reports"]} == set(range(1, STEPS + 1)) == set(expected)
+    for step, loss, _ in run["reports"]:
+        assert loss == pytest.approx(expected[step], rel=1e-4), step
+    return run
+
+
+def test_an_expert_parallel_group_across_two_nodes_loses_one(home):
+    run = found(home, "lost_and_replaced")
+    before, after = map(set, run["nodes"])
+    assert len(before) == 2, "the group spans two nodes"
+    assert len(before & after) <= 1
+
+
+def test_fewer_workers_go_on_and_all_when_they_are_back(home):
+    run = found(home, "lost_for_good")
+    assert [len(nodes) for nodes in run["nodes"]] == [4, 2, 4]
+    steps = [step for step, *_ in run["reports"]]
+    again = [step for step, after in pairwise(steps) if after <= step]
+    assert len(again) == 2, "one loss repeats steps; growing repeats its last report alone"
+
+
+def test_device_seconds_add_up_over_changing_workers(home):
+    costs = [cost for *_, cost in found(home, "drained")["reports"]]
+    assert costs == sorted(costs)
+    assert costs[0] > 0
+
+
+def test_a_node_that_is_about_to_go_is_left_with_nothing_to_repeat(home):
+    run = found(home, "drained")
+    assert [len(nodes) for nodes in run["nodes"]] == [4, 2]
+    steps = [step for step, *_ in run["reports"]]
+    repeated = [step for step, after in pairwise(steps) if after <= step]
+    assert len(repeated) == 1, "the last report, which a run that goes on sends again"
+    assert steps.count(repeated[0]) == 2
