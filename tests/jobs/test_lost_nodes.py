@@ -23,7 +23,8 @@ def make():
     arms = {f"one-{dim}": soft | {"model.mlp_dim": dim} for dim in (32, 48, 64, 96)}
     two = {"scale.workers": 2, "scale.ep": 2}
     arms |= {f"two-{dim}": soft | two | {"model.mlp_dim": dim} for dim in (32, 64)}
-    fields = {"name": "six", "train.steps": 150, "train.report_every": 5, "checkpoint.every": 10}
+    fields = {"name": "six", "train.steps": 100, "train.report_every": 5, "checkpoint.every": 10}
+    fields |= {"scale.wait_s": 5}
     return Sweep(base=override(RunConfig(), fields), arms=arms)
 """
 

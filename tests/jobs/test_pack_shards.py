@@ -54,6 +54,7 @@ def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.
     assert end == f"{tmp_path}: 890 training and 907 validation images, 10 classes, 0 skipped"
 
 
+@pytest.mark.slow  # a Ray of its own
 def test_on_a_cluster(cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as in one process; what is skipped is counted, shown in part, and kept."""
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 10)

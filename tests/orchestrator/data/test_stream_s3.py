@@ -83,6 +83,7 @@ def test_in_process(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> No
     assert_same(batches(path, in_process), expected, failed)
 
 
+@pytest.mark.slow  # a Ray of its own
 def test_by_ray_data(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> None:
     """Its processes inherit where S3 is."""
     path, failed = stormy

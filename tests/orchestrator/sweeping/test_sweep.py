@@ -196,6 +196,7 @@ def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     assert len({p.cost for p in frontier.points}) == 1  # two steps each
 
 
+@pytest.mark.slow  # two sweeps
 def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(sweep, tracking):
     def interrupt(name: str, outcome: Outcome) -> None:
         raise KeyboardInterrupt
@@ -213,6 +214,7 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(swee
     assert {run.run_id for run in found} <= {run.run_id for run in again}
 
 
+@pytest.mark.slow  # two sweeps
 def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
     space = families_space(SCALES["tiny"])
     sweep = replace(sweep, arms={}, space=space)

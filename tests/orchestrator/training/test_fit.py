@@ -87,6 +87,7 @@ def test_two_workers_equal_one_and_survive_a_kill(run, tmp_path):
     assert_same(alone, two)
 
 
+@pytest.mark.slow  # workers of its own
 def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     run = override(run, {"train.steps": 10})
     alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")

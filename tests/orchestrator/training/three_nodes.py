@@ -125,7 +125,7 @@ def main() -> None:
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     check_shared(home)
-    for scenario in (lost_for_good, drained, lost_and_replaced):
+    for scenario in (lost_and_replaced, lost_for_good, drained):
         began = time.monotonic()
         found = scenario(override(run, {"name": scenario.__name__}), cluster)
         Path(home, f"{scenario.__name__}.json").write_text(json.dumps(found))
