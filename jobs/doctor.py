@@ -47,17 +47,16 @@ NAMED_NODES = 4
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--json", action="store_true")
-    flags, sys.argv[1:] = own.parse_known_args()
-    args = parse(__doc__)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--json", action="store_true", help="findings as one document on stdout")
+    args = parse(__doc__, own)
     with command():
-        with stdout_kept() if flags.json else nullcontext():
+        with stdout_kept() if args.json else nullcontext():
             doctor = Examination(lambda finding: print(line(finding), flush=True))
             with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
                 examine_all(doctor, args, scratch)
             print(summary(doctor.findings), flush=True)
-        if flags.json:
+        if args.json:
             print(as_json(doctor.findings), flush=True)
     if doctor.stuck:
         os._exit(int(doctor.failed()))  # else the exit waits for what never answers

@@ -17,8 +17,8 @@ from orchestrator.tracking import Tracking, children, find_sweep
 PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
 
 
-def parse(doc: str | None) -> argparse.Namespace:
-    """Also `made`: the sweep as it is before the flags."""
+def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace:
+    """Also `made`: the sweep as it is before the flags. `more`: flags of a job beside them."""
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument(
         "--sweep",
@@ -32,7 +32,7 @@ def parse(doc: str | None) -> argparse.Namespace:
     except UsageError as error:
         which.error(str(error))
     name = sweep.base.name if chosen.scale == "tiny" else f"{sweep.base.name}-{chosen.scale}"
-    parser = run_parser(doc, name=name, base=sweep.base, parents=[which])
+    parser = run_parser(doc, name=name, base=sweep.base, parents=[which, *more])
     parser.add_argument("--seeds", type=int, help="train every arm with seeds 0 .. N-1; default: once")
     parser.add_argument(
         "--max-concurrent", type=int, help="trials at once; default: as many as the cluster holds"

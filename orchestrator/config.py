@@ -139,7 +139,8 @@ class ScaleConfig(ParallelConfig):
     """Attributes:
     workers: processes that train one model together, a GPU or half a CPU each.
     ep: workers that share one set of experts, dp = workers / ep; ``auto``: what moves the fewest bytes over
-        the slowest links, for `workers_per_node` (`moe.plan`).
+        the slowest links (`moe.plan`).
+    workers_per_node: what ``auto`` plans with, until the workers are placed.
     use_gpu: a GPU for every worker.
     min_workers: where nodes are lost, or not up yet, the run goes on with as few as these and the same global
         batch, until there are `workers` again.

@@ -86,6 +86,7 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.training.seen",
         "orchestrator.training.checkpoint",
         "orchestrator.training.worker",
+        "orchestrator.training.elastic",
         "orchestrator.training.reports",
         "orchestrator.doctor.bandwidth",
     },

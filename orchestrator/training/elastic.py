@@ -5,6 +5,9 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+import ray.train
+import torch
+import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from orchestrator.codec import override
@@ -35,6 +38,15 @@ def at_size(run: RunConfig, workers: int) -> RunConfig | None:
         return override(run, changes)
     except ValueError:
         return None
+
+
+def as_placed(run: RunConfig) -> RunConfig:
+    """To be called by all its workers: with `scale.ep=auto` the choice that suits the nodes they are on."""
+    if run.scale.ep != "auto":
+        return run
+    on_a_node = torch.tensor(ray.train.get_context().get_local_world_size())
+    dist.all_reduce(on_a_node, dist.ReduceOp.MAX)
+    return override(run, {"scale.workers_per_node": int(on_a_node)})
 
 
 def are_there(run: RunConfig, *, within_s: float) -> bool:

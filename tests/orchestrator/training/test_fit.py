@@ -145,3 +145,17 @@ def test_too_many_workers_are_refused_with_the_arithmetic(run):
         check_resources(override(run, {"scale.workers": 4}))
     with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has at most 0"):
         check_resources(override(run, {"scale.use_gpu": True}))
+
+
+@pytest.mark.slow  # workers of its own
+def test_a_report_that_cannot_be_recorded_ends_the_run(run):
+    """At the first, with its reason: to train it again would not record it."""
+    tried = []
+
+    def full(step: int, metrics: dict[str, float]) -> None:
+        tried.append(step)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full, inline=False)
+    assert tried == [1]

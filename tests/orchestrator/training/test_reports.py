@@ -1,0 +1,68 @@
+"""Sending returns when what was sent is recorded, and fails when it cannot be."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from orchestrator.training.reports import Reports, hand_on
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def test_sending_waits_for_the_record():
+    reports = Reports.remote()
+    may_record, recorded = threading.Event(), []
+
+    def record(step, metrics):
+        may_record.wait()
+        recorded.append((step, metrics))
+
+    with ThreadPoolExecutor(1) as beside:
+        recording = beside.submit(hand_on, reports, record, lambda: len(recorded) == 2)
+        sent = reports.send.remote(1, {"train/loss": 2.5})
+        ready, _ = ray.wait([sent], timeout=0.5)
+        assert not ready, "nothing is recorded yet"
+        may_record.set()
+        assert ray.get(sent) is False
+        assert recorded == [(1, {"train/loss": 2.5})]
+        assert ray.get(reports.send.remote(2, {})) is True, "the second answer says: leave"
+        reports.close.remote()
+        assert recording.result(timeout=10) is None
+    assert [step for step, _ in recorded] == [1, 2]
+
+
+def test_what_cannot_be_recorded_fails_its_sender():
+    reports = Reports.remote()
+
+    def full(step, metrics):
+        raise OSError("no space left")
+
+    with ThreadPoolExecutor(1) as beside:
+        recording = beside.submit(hand_on, reports, full, lambda: False)
+        with pytest.raises(RayActorError):
+            ray.get(reports.send.remote(1, {}), timeout=20)
+        with pytest.raises(OSError, match="no space left"):
+            recording.result(timeout=10)
+
+
+def test_reports_come_one_by_one():
+    reports = Reports.remote()
+    inside, most = 0, 0
+
+    def slow(step, metrics):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.02)
+        inside -= 1
+
+    with ThreadPoolExecutor(1) as beside:
+        recording = beside.submit(hand_on, reports, slow, lambda: False)
+        ray.get([reports.send.remote(step, {}) for step in range(5)])
+        reports.close.remote()
+        recording.result(timeout=10)
+    assert most == 1
