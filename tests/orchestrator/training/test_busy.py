@@ -22,6 +22,6 @@ def test_computing_and_sleeping():
 def test_memory():
     busy = Busy()
     before = busy.read()["perf/memory_gib"]
-    held = np.ones(GIB // 8 // 4)
+    held = np.ones(GIB // 8)
     grown = busy.read()["perf/memory_gib"] - before
-    assert 0.2 < grown < 0.35, held.nbytes
+    assert 0.7 < grown < 1.2, held.nbytes  # other pages come and go

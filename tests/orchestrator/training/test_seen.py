@@ -7,7 +7,8 @@ import torch
 
 from orchestrator.config import UsageError
 from orchestrator.data.stream import Bad, Batch
-from orchestrator.training.seen import Seen, check_bad, log_bad, save_bad, shown
+from orchestrator.training.artifacts import log_left_behind
+from orchestrator.training.seen import Seen, check_bad, save_bad, shown
 from tests.orchestrator.training.batches import make_batch
 
 
@@ -86,8 +87,8 @@ def test_the_list_is_a_table(tmp_path) -> None:
         write_text = dict.__setitem__
 
     tracked = Tracked()
-    log_bad(str(tmp_path), tracked)
+    log_left_behind(str(tmp_path), tracked)
     assert tracked == {}
     save_bad(str(tmp_path), [Bad("a,b", 1, "k", 'not "an" image')])
-    log_bad(str(tmp_path), tracked)
+    log_left_behind(str(tmp_path), tracked)
     assert tracked == {"bad_images.csv": 'shard,row,key,reason\r\n"a,b",1,k,"not ""an"" image"\r\n'}
