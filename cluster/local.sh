@@ -15,12 +15,14 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bin="$root/.venv/bin"
-folder="${CLUSTER_DIR:-/tmp/moe-ray-$(id -u)}"
+folder="$(realpath -m "${CLUSTER_DIR:-/tmp/moe-ray-$(id -u)}")"
 port="${RAY_PORT:-6379}"
 dashboard="http://127.0.0.1:${DASHBOARD_PORT:-8265}"
 export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
-export MOE_FRONTIER_HOME="${MOE_FRONTIER_HOME:-$root/runs}"
+home="${MOE_FRONTIER_HOME:-$root/runs}" # absolute, if it is no URI: jobs run in folders of their own
+[[ "$home" == *://* ]] || home="$(realpath -m "$home")"
+export MOE_FRONTIER_HOME="$home"
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 export MLFLOW_DISABLE_TELEMETRY="${MLFLOW_DISABLE_TELEMETRY:-true}"
 unset RAY_ADDRESS # of another cluster, which these commands would talk to
@@ -62,7 +64,10 @@ PYTHON
 }
 
 make_token() {
-    [[ -e "$RAY_AUTH_TOKEN_PATH" ]] && return
+    if [[ -e "$RAY_AUTH_TOKEN_PATH" ]]; then
+        [[ ! -O "$RAY_AUTH_TOKEN_PATH" ]] || chmod 600 "$RAY_AUTH_TOKEN_PATH" # Ray itself makes it 0644
+        return
+    fi
     mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
     (umask 077 && "$bin/python" -c 'import secrets; print(secrets.token_hex(32), end="")' \
         > "$RAY_AUTH_TOKEN_PATH")
@@ -107,6 +112,7 @@ start() {
         return
     fi
     make_token
+    echo "$port" > "$folder/port"
     echo "starting a head and $workers nodes with ${CPUS_PER_NODE:-2} CPUs each"
     start_node --head --num-cpus=0 --port="$port" --temp-dir="$folder/ray" \
         --dashboard-host=127.0.0.1 --dashboard-port="${dashboard##*:}"
@@ -124,6 +130,7 @@ start() {
 
 stop() {
     local left
+    [[ -n "$(processes)" ]] || { echo "nothing of $folder runs"; return; }
     for signal in TERM TERM KILL KILL KILL; do # Ray's control server often outlives SIGTERM
         left="$(processes)"
         [[ -z "$left" ]] && break
@@ -139,6 +146,9 @@ stop() {
 case "${1:-}" in
 start) start "${2:-}" ;;
 stop) stop ;;
-status) exec "$bin/ray" status --address="127.0.0.1:$port" ;;
+status)
+    [[ -n "$(processes)" ]] || fail "nothing of $folder runs: \`$0 start\` starts it"
+    exec "$bin/ray" status --address="127.0.0.1:$(< "$folder/port")"
+    ;;
 *) fail "usage: $0 start [workers] | stop | status" ;;
 esac

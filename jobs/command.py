@@ -84,9 +84,16 @@ def run_parser(
 
 
 def root(args: argparse.Namespace) -> str:
-    """Where all files of this user lie: one directory or URI, absolute, the same for every process."""
+    """Where all files of this user lie: one directory or URI, absolute, the same for every process.
+
+    Raises:
+        UsageError: for a folder of Ray's copy of the code, which goes with the job.
+    """
     location = args.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
-    return storage.absolute(location).rstrip("/")
+    found = storage.absolute(location).rstrip("/")
+    if "working_dir_files" in found.split("/"):
+        raise UsageError(f"--storage {location} of a submitted job goes with the job: name an absolute path")
+    return found
 
 
 def data_path(args: argparse.Namespace) -> str:

@@ -19,6 +19,7 @@ from jobs.command import connect, tracking
 from jobs.show import ended_line, print_compared, print_frontier, print_plan, status_line
 from jobs.sweep_flags import budget, parse, search_of, sweep_from
 from jobs.usage import command
+from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.frontier.points import Frontier
 from orchestrator.sweeping.agenda import Outcome, ToTheEnd
@@ -170,7 +171,11 @@ def show_end(sweep: Sweep, frontier: Frontier, store: Tracking, folder: str) -> 
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {shown(store.uri)}")
     named = ", ".join(f"{alias} (version {version})" for alias, version in versions.items())
-    print(f"models   {named or 'none registered'}\nopen     `make ui`, or the page in any browser")
+    print(f"models   {named or 'none registered'}")
+    if store.uri.startswith(("http://", "https://")):
+        print(f"open     {store.uri}, or the page in any browser")
+    elif storage.is_local(sweep.base.storage):
+        print(f"open     `MOE_FRONTIER_HOME={sweep.base.storage} make ui`, or the page in any browser")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ esac
 need MLFLOW_ARTIFACTS_DESTINATION "where files go, s3://bucket/prefix"
 need MLFLOW_AUTH_ADMIN_PASSWORD "12 characters or more for the first user"
 need MLFLOW_FLASK_SERVER_SECRET_KEY "a long random text, for instance of: openssl rand -hex 32"
+((${#MLFLOW_AUTH_ADMIN_PASSWORD} >= 12)) || fail "MLFLOW_AUTH_ADMIN_PASSWORD is shorter than 12 characters"
+((${#MLFLOW_FLASK_SERVER_SECRET_KEY} >= 16)) ||
+    fail "MLFLOW_FLASK_SERVER_SECRET_KEY is shorter than 16 characters: take that of openssl rand -hex 32"
 
 host=${MLFLOW_HOST:-127.0.0.1}
 case $host in

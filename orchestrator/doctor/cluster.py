@@ -142,8 +142,10 @@ def check_sweep_fits(sweep: Sweep, *, confirms: bool) -> Finding:
     """Workers of each trial, and a CPU for their data, against what the cluster may ever have."""
     problems = unfit(sweep)
     if problems:
-        trials = ", ".join(problems)
-        return fail(f"{trials}: {next(iter(problems.values()))}", "fewer --workers, or more nodes")
+        return fail(
+            f"{len(problems)} of {len(sweep.runs())} trials: {next(iter(problems.values()))}",
+            "fewer --workers, or more nodes",
+        )
     check_resources(sweep.base)
     if confirms:
         check_confirm(sweep)

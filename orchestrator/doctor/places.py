@@ -6,9 +6,9 @@ from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.doctor.facts import network_disk, try_storage
-from orchestrator.doctor.report import Finding, by_node, fail, first_line, ok, warn
+from orchestrator.doctor.report import Finding, Skipped, by_node, fail, first_line, ok, warn
 from orchestrator.sweeping.sweep import Sweep
-from orchestrator.tracking.health import Health, answers, look
+from orchestrator.tracking.health import Health, answers, has_user, look
 from orchestrator.tracking.store import shown
 from orchestrator.training.fit import check_data
 from orchestrator.training.nodes import check_shared, on_every_node
@@ -53,14 +53,14 @@ def check_storage_everywhere(root: str, *, nodes: int) -> Finding:
 
 def check_tracking(uri: str, *, nodes: int) -> Finding:
     """From this process: the only one that writes there."""
-    health = look(uri)
-    if health.state != "ready":
-        return _unready(uri, health)
     file = uri.removeprefix("sqlite:///") if uri.startswith("sqlite:") else None
     if file and (kind := network_disk(file)):
         return warn(f"{file} lies on a network disk ({kind}), where SQLite's locks fail", _SERVER)
     if file and nodes > 1:
         return warn(f"{shown(uri)} is a file of this machine, and the cluster has {nodes} nodes", _SERVER)
+    health = look(uri)
+    if health.state != "ready":
+        return _unready(uri, health)
     return ok(f"{shown(uri)}: {health.detail}")
 
 
@@ -68,6 +68,8 @@ def check_tracking_everywhere(uri: str) -> Finding:
     """Whether nodes reach the server: a warning, for workers do not write there."""
     if not uri.startswith(("http://", "https://")):
         return ok("a database, which this process alone opens")
+    if has_user(uri):
+        raise Skipped("the URI holds a user")
     asked = on_every_node(answers, uri)
     bad = {name: first_line(error) for name, error in asked.items() if error is not True}
     if bad:
@@ -120,12 +122,14 @@ def _unready(uri: str, health: Health) -> Finding:
         "older": "upgrade the server's MLflow" if server else upgrade,
         "newer": "install the MLflow that made it, or a newer one",
         "down": "start the server, and see its address, port and firewall",
+        "user": "leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
         "login": "MLFLOW_TRACKING_USERNAME and _PASSWORD (or _TOKEN) of an account that it knows",
         "host": "mlflow server --allowed-hosts with the name that is used here",
         "path": "see the path and port of --tracking-uri: MLflow itself must be there",
         "broken": "see its log; if that names a schema: mlflow db upgrade <its --backend-store-uri>",
     }
     says = {
+        "user": "holds a user",
         "login": "refuses who asks",
         "host": "refuses the name that it is called by",
         "path": "has no MLflow there",

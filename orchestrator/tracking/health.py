@@ -28,6 +28,7 @@ State = Literal[
     "older",
     "newer",
     "down",
+    "user",
     "login",
     "host",
     "path",
@@ -40,8 +41,9 @@ SEARCH = "/api/2.0/mlflow/experiments/search"
 class Health:
     """Attributes:
     state: of a database ``absent``: no file yet; ``empty``: no tables; ``half-made``: some are missing;
-        ``foreign``: tables of something else; ``older``, ``newer``: than this MLflow. Of a server ``login``:
-        it refuses who asks; ``host``: the name it is called by; ``path``: no MLflow at that URL.
+        ``foreign``: tables of something else; ``older``, ``newer``: than this MLflow. Of a server ``user``:
+        its URI holds one; ``login``: it refuses who asks; ``host``: the name it is called by; ``path``: no
+        MLflow at that URL.
     """
 
     state: State
@@ -53,6 +55,10 @@ def look(uri: str) -> Health:
     if uri.startswith(("http://", "https://")):
         return _server(uri.rstrip("/"))
     return _database(uri)
+
+
+def has_user(uri: str) -> bool:
+    return urllib.parse.urlsplit(uri).username is not None
 
 
 def answers(uri: str) -> bool:
@@ -67,8 +73,8 @@ def answers(uri: str) -> bool:
 
 
 def _server(uri: str) -> Health:
-    if urllib.parse.urlsplit(uri).username is not None:
-        return Health(state="login", detail="the URI holds a user, and pages and logs repeat it")
+    if has_user(uri):
+        return Health(state="user", detail="pages and logs would repeat it")
     try:
         answers(uri)
     except OSError as error:

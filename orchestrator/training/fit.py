@@ -146,7 +146,7 @@ def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
     feed: Any = Feed.options(scheduling_strategy=here()).remote()
     config = {"run": to_dict(run), "until": until, "feed": feed, "reports": reports, "refused": refused}
     try:
-        TorchTrainer(
+        _Trainer(
             _train_worker_on_ray,
             train_loop_config=config,
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
@@ -168,6 +168,13 @@ def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
         raise
     finally:
         ray.kill(feed)
+
+
+class _Trainer(TorchTrainer):
+    """Ctrl-C is the job's, which tells MLflow; Ray would end the process as if the training had failed."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        pass
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:

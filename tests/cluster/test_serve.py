@@ -59,3 +59,14 @@ def test_an_open_address_needs_names() -> None:
 
 def test_an_unknown_command() -> None:
     assert serve("start", **NEEDED).stderr == "error: unknown command start: serve or upgrade\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("MLFLOW_AUTH_ADMIN_PASSWORD", "short", 12), ("MLFLOW_FLASK_SERVER_SECRET_KEY", "abc", 16)],
+)
+def test_what_anybody_could_guess_is_refused(name: str, value: str, least: int) -> None:
+    done = serve(**NEEDED | {name: value})
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {name} is shorter than {least} characters")
+    assert value not in done.stderr.replace("shorter", "")

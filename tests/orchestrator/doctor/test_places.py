@@ -151,7 +151,7 @@ def test_what_a_server_refuses_is_told_apart(
 def test_a_server_that_is_down_or_called_with_a_password(server: str) -> None:
     assert look(f"http://127.0.0.1:{free_port()}").state == "down"
     named = server.replace("://", "://me:s3cret@")
-    assert look(named).state == "login"
+    assert look(named).state == "user"
     assert "s3cret" not in json.dumps(places.check_tracking(named, nodes=1).found)
 
 

@@ -1,0 +1,47 @@
+"""Ctrl-C, and the signal of `ray job stop` and Kubernetes: MLflow knows it, and so does the user."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+
+# a background job of a shell ignores SIGINT, and so does what it starts
+START = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+pytestmark = pytest.mark.slow  # workers of its own, each time
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_of_two_workers_is_told_to_stop(sent, tmp_path):
+    command = ["jobs/train.py", "--name", "run", "--workers", "2", "--set", "train.steps=5000"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, *command],
+        cwd=ROOT,
+        env=os.environ
+        | {"MOE_FRONTIER_HOME": str(tmp_path), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(sent)
+    rest = process.stdout.read()
+    assert process.wait() == 1
+    assert "interrupted; the same command continues" in rest
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert run.info.status == "KILLED"
