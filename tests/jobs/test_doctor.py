@@ -73,6 +73,7 @@ def env(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(RAY).parent}:{os.environ['PATH']}",  # as in an activated .venv: jobs run `python`
         "MOE_FRONTIER_HOME": str(folder / "home"),
     }
     theirs = {n: v for n, v in os.environ.items() if not n.startswith("MLFLOW_") and n != "RAY_ADDRESS"}
@@ -212,7 +213,7 @@ def test_a_node_with_a_disk_of_its_own_and_a_job(head: dict[str, str], folder: P
     dashboard = ray_dashboard(head)
     job = [RAY, "job", "submit", "--working-dir", ".", "--", "python", "jobs/doctor.py"]
     job += ["--storage", str(home)]
-    submitted = head | {"RAY_ADDRESS": dashboard, "PATH": f"{Path(RAY).parent}:{head['PATH']}"}
+    submitted = head | {"RAY_ADDRESS": dashboard}
     for _ in range(10):
         done = subprocess.run(
             job, cwd=ROOT, env=submitted, capture_output=True, text=True, timeout=300, check=False

@@ -48,6 +48,7 @@ def head(env: dict[str, str]) -> Iterator[str]:
         "--num-cpus=2",
     ]
     command += ["--dashboard-host=127.0.0.1", f"--temp-dir={folder}"]
+    command += [f"--dashboard-agent-listen-port={_free_port()}"]  # the default may be another Ray's
     subprocess.run(command, env=env, check=True, capture_output=True, timeout=120)
     yield f"http://127.0.0.1:{dashboard}"
     for process in psutil.process_iter(["cmdline"]):
@@ -104,8 +105,8 @@ def frontier(home: Path) -> dict[str, tuple[str, float, float, str]]:
     found = {
         run.info.run_name or "": (
             run.info.status,
-            run.data.metrics["val/acc1"],
-            run.data.metrics["cost/train_flops_6mac"],
+            run.data.metrics.get("val/acc1", 0.0),
+            run.data.metrics.get("cost/train_flops_6mac", 0.0),
             run.data.tags.get("pareto", "false"),
         )
         for run in runs

@@ -118,7 +118,14 @@ def drained(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
     training = Training(override(run, {"scale.workers": 4, "scale.wait_s": 5}))
     training.reach(40)
     going = cluster.list_all_nodes()[-1]
-    command = ["ray", "drain-node", "--address", cluster.address, "--node-id", going.node_id]
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "drain-node",
+        "--address",
+        cluster.address,
+        "--node-id",
+        going.node_id,
+    ]
     why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     with training.held(after_s=DEFAULT_PREEMPTION_POLL_INTERVAL_S + 3):
         subprocess.run([*command, *why, "--deadline-remaining-seconds", "90"], check=True)
