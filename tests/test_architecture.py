@@ -58,8 +58,17 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.frontier": {"orchestrator.frontier"},
     "orchestrator.frontier.pareto": set(),
     "orchestrator.sweeping": {"moe", "orchestrator"},
+    "orchestrator.evaluation": {"moe", "orchestrator"},
     "orchestrator.doctor": {"orchestrator"},
-    "jobs": {"moe", "orchestrator", "jobs.command", "jobs.usage", "jobs.show", "jobs.sweep_flags"},
+    "jobs": {
+        "moe",
+        "orchestrator",
+        "jobs.command",
+        "jobs.usage",
+        "jobs.show",
+        "jobs.sweep_flags",
+        "jobs.evaluation_flags",
+    },
     "bench": {"moe", "orchestrator"},
 }
 LIBRARIES = {  # library -> where it may be imported

@@ -84,10 +84,10 @@ class Stream:
     """The part of every global batch that one worker reads: slots `rank * share` .. `(rank + 1) * share`.
 
     A slot of training whose image cannot be decoded takes the next sample of its lane that can, which then
-    comes twice: nothing that follows moves. A slot of validation is left empty.
+    comes twice: nothing that follows moves. Without a plan it is left empty.
 
     Attributes:
-    plan: of training; None: the validation set once, in the order of its shards.
+    plan: of training; None: the split once, in the order of its shards.
     """
 
     run: RunConfig
@@ -106,7 +106,7 @@ class Stream:
         return self.data.manifest.rows(self.split)
 
     def steps(self) -> range:
-        """Of validation: the last global batch is filled up with empty slots."""
+        """Of the split once: the last global batch is filled up with empty slots."""
         return range(-(-self.epoch() // self.run.data.batch_size))
 
     def read(self, step: int, slots: range) -> Piece:
@@ -122,7 +122,7 @@ class Stream:
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
         bad: list[Bad] = []
         names = [""] * n
-        for i, places in enumerate(self._training(step, slots) if self.plan else self._validation(key)):
+        for i, places in enumerate(self._training(step, slots) if self.plan else self._in_order(key)):
             for tried, place in enumerate(places, start=1):
                 rows = self.data.open(self.split, place.shard)
                 names[i] = f"{self.run.train.seed}/{place.epoch}/{rows.keys[place.row]}"
@@ -156,8 +156,8 @@ class Stream:
         for *first, lane_of, index_of in zip(*plan.locate(lane, index), lane, index, strict=True):
             yield places(Place(*map(int, first)), lane_of, index_of)
 
-    def _validation(self, positions: Ints) -> Iterator[Iterator[Place]]:
-        starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits["val"])])
+    def _in_order(self, positions: Ints) -> Iterator[Iterator[Place]]:
+        starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits[self.split])])
         for position in positions[positions < starts[-1]]:
             shard = int(np.searchsorted(starts, position, side="right")) - 1
             yield iter([Place(0, shard, int(position - starts[shard]))])
@@ -174,15 +174,29 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream
         randaugment_magnitude=config.randaugment_magnitude,
         eval_crop=config.eval_crop,
     )
-    evaluation = Transform(size=run.model.image_size, eval_crop=config.eval_crop)
+    if split == "val":
+        return in_order(run, split, rank, workers)
     return Stream(
         run=run,
         split=split,
         rank=rank,
         workers=workers,
         data=_data_set(config),
-        plan=_plan(config, run.train.seed) if split == "train" else None,
-        transform=transform if split == "train" else evaluation,
+        plan=_plan(config, run.train.seed),
+        transform=transform,
+    )
+
+
+def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1) -> Stream:
+    """Every image of a split once, without augmentation. Raises UsageError if there is no data set."""
+    return Stream(
+        run=run,
+        split=split,
+        rank=rank,
+        workers=workers,
+        data=_data_set(run.data),
+        plan=None,
+        transform=Transform(size=run.model.image_size, eval_crop=run.data.eval_crop),
     )
 
 

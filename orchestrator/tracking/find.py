@@ -93,6 +93,13 @@ def found_run(tracking: Tracking, run_id: str) -> Found:
         return _found(tracking, tracking.client.get_run(run_id))
 
 
+def newest_of(tracking: Tracking, directory: str) -> Found | None:
+    """The newest run of a directory of ours, as `runs.track` tags it; None if MLflow knows none."""
+    query = alike("tags.directory", directory)
+    found = _search(tracking, tracking.experiment_id, query, NEWEST)
+    return next((run for run in found if run.tags["directory"] == directory), None)
+
+
 def close_orphans(tracking: Tracking, directory: str, keep: Collection[str]) -> list[Found]:
     """Ends as KILLED what still runs of sweeps in `directory`, and of their children: nobody goes on there.
 

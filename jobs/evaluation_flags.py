@@ -1,0 +1,53 @@
+"""What commands that look at trained models share: which models, which images."""
+
+import argparse
+
+import torch
+
+from jobs.command import root
+from orchestrator import storage
+from orchestrator.config import UsageError
+from orchestrator.data.adopt import adopt
+from orchestrator.data.manifest import has_manifest
+from orchestrator.evaluation.trained import NAMES, Trained, find_trained
+from orchestrator.tracking import Tracking
+
+
+def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentParser:
+    """`several`: models, each of the kinds of `trained.NAMES`; else one."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="+" if several else None, help=NAMES)
+    parser.add_argument(
+        "--data", help="shards, as for training; default: those that the model was trained on"
+    )
+    parser.add_argument("--split", choices=("train", "val"), default="val", help="(%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images of a forward pass (%(default)s)")
+    parser.add_argument(
+        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
+    )
+    return parser
+
+
+def models_of(args: argparse.Namespace, store: Tracking) -> list[Trained]:
+    """Every model that was named, once. Raises UsageError for one that is not there."""
+    named = args.model if isinstance(args.model, list) else [args.model]
+    found = [one for name in named for one in find_trained(name, root=root(args), tracking=store)]
+    if not isinstance(args.model, list) and len(found) > 1:
+        raise UsageError(f"{args.model} means {len(found)} models, and this command looks at one")
+    return list({one.location: one for one in found}.values())
+
+
+def images_path(args: argparse.Namespace, model: Trained) -> str:
+    """The shards that were asked for, else the model's own."""
+    if not args.data:
+        return model.run.data.path
+    path = storage.absolute(args.data)
+    return path if has_manifest(path) else adopt(path, root(args))
+
+
+def device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,38 @@
+"""Images of any data set for a model that is trained: in the order of their shards, without augmentation."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from orchestrator.config import DataConfig, RunConfig, ScaleConfig, UsageError
+from orchestrator.data.in_process import in_process
+from orchestrator.data.prefetch import prefetched
+from orchestrator.data.stream import Batch, Split, Stream, in_order
+
+
+def evaluation_run(run: RunConfig, *, path: str, batch_size: int) -> RunConfig:
+    """`run` on other images, in one process.
+
+    Raises:
+        UsageError: if the batch does not hold whole routing groups.
+    """
+    data = DataConfig(
+        path=path, batch_size=batch_size, eval_crop=run.data.eval_crop, cache_gb=run.data.cache_gb
+    )
+    try:
+        return replace(run, data=data, scale=ScaleConfig(), train=replace(run.train, microbatch=None))
+    except ValueError as error:
+        raise UsageError(f"--batch-size {batch_size}: {error}") from None
+
+
+def batches(stream: Stream, device: torch.device) -> Iterator[Batch]:
+    """All images of an `in_order` stream, once; the last batch is filled up with empty slots."""
+    return prefetched(in_process(stream, stream.steps()), device)
+
+
+def images_of(
+    run: RunConfig, *, path: str, split: Split, batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Every image of a split once, as the model of `run` sees it in evaluation."""
+    return batches(in_order(evaluation_run(run, path=path, batch_size=batch_size), split), device)
