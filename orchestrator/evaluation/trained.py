@@ -18,7 +18,7 @@ from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
 NAMES = (
-    "a run below the storage (soft, quickstart/trials/soft1), a directory of checkpoints or the folder of one,"
+    "a run below the storage (soft, quickstart/trials/soft1), a directory of checkpoints, the folder of one,"
     " an exported .safetensors file, models:/NAME@ALIAS or models:/NAME/VERSION, runs:/ID of MLflow, or"
     " sweep:NAME: its finished trials"
 )
