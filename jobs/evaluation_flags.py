@@ -2,8 +2,6 @@
 
 import argparse
 
-import torch
-
 from jobs.command import root
 from orchestrator import storage
 from orchestrator.config import UsageError
@@ -46,8 +44,3 @@ def images_path(args: argparse.Namespace, model: Trained) -> str:
         return model.run.data.path
     path = storage.absolute(args.data)
     return path if has_manifest(path) else adopt(path, root(args))
-
-
-def device() -> torch.device:
-    """A GPU where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,8 @@
-"""Write a checkpoint's weights as one safetensors file, or list what checkpoints there are.
+"""Write a checkpoint's weights as one safetensors file, or as a folder with a config that needs nothing but
+`moe` and torch to be loaded; or list what checkpoints there are.
 
 python jobs/export.py --name soft --out soft.safetensors        the newest whole checkpoint of a run
+python jobs/export.py --name soft --out soft/                   model.safetensors and config.json
 python jobs/export.py --name quickstart/trials/soft1 --step 120 --out soft1.safetensors
 python jobs/export.py --checkpoint s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py --name soft --list                        exit code 1 if any of them is damaged
@@ -8,10 +10,12 @@ python jobs/export.py --name soft --list                        exit code 1 if a
 
 import argparse
 import json
+import os
 
 from jobs.command import RESERVED, root
 from jobs.usage import command
 from moe.cost import num_params
+from moe.load import WEIGHTS, load
 from moe.vit import ViTConfig
 from orchestrator import storage
 from orchestrator.codec import from_dict
@@ -21,7 +25,7 @@ from orchestrator.training.checkpoint.find import verified
 from orchestrator.training.checkpoint.manifest import MANIFEST, DamagedError
 from orchestrator.training.checkpoint.retention import BEST_BY, quality_of
 from orchestrator.training.checkpoint.single_file import read_header
-from orchestrator.training.checkpoint.weights import export, load_exported
+from orchestrator.training.checkpoint.weights import export, export_folder, load_exported
 
 
 def main() -> None:
@@ -38,9 +42,9 @@ def main() -> None:
         "--step", type=int, help="this checkpoint and no other; default: the newest whole one"
     )
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--out", help="local file, ending in .safetensors")
+    task.add_argument("--out", help="local file, ending in .safetensors, or local folder, ending in /")
     task.add_argument("--list", action="store_true", help="step, quality, size and state of each checkpoint")
-    parser.add_argument("--force", action="store_true", help="replace --out if it exists")
+    parser.add_argument("--force", action="store_true", help="replace --out if it is there")
     args = parser.parse_args()
     with command():
         location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
@@ -52,8 +56,15 @@ def main() -> None:
         elif not is_checkpoint(location):
             steps_of(location, None)
         out = storage.absolute(args.out)
-        export(location, out, force=args.force)
-        print_exported(out)
+        if args.out.endswith("/") or (storage.is_local(out) and os.path.isdir(out)):
+            export_folder(location, out, force=args.force)
+            print_exported(
+                storage.join(out, WEIGHTS), f"from {load.__module__} import load", f"load({out!r})"
+            )
+        else:
+            export(location, out, force=args.force)
+            code = f"from {load_exported.__module__} import load_exported"
+            print_exported(out, code, f"load_exported({out!r})")
 
 
 def is_checkpoint(location: str) -> bool:
@@ -98,14 +109,15 @@ def print_states(directory: str, steps: list[int]) -> bool:
     return all_whole
 
 
-def print_exported(path: str) -> None:
+def print_exported(path: str, imports: str, call: str) -> None:
+    """What was written, and the line of Python that loads it."""
     header = read_header(path)
     config = from_dict(ViTConfig, json.loads(header.metadata["config"])["model"])
     print(
         f"{path}: step {header.metadata['step']}, {len(header.tensors)} tensors,"
         f" {num_params(config):,} parameters, {header.bytes / 1e6:.1f} MB"
     )
-    print(f"from {load_exported.__module__} import load_exported; model = load_exported({path!r})")
+    print(f"{imports}; model = {call}")
 
 
 if __name__ == "__main__":

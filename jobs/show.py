@@ -54,7 +54,7 @@ def print_frontier(frontier: Frontier) -> None:
     for p, front in rows:
         cells = (f"{p.quality:.4f}", f"{p.cost:.3g}", f"{p.size:g}", p.status, p.run_id)
         table.add_row("*" if front else "", p.arm, *cells)
-    _print(table)
+    print_table(table)
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
 
@@ -87,14 +87,14 @@ def print_plan(plan: Plan, *, kind: str, how: str) -> None:
             _usd(e.usd),
             f"{e.checkpoint_bytes / 1e9:.3g}",
         )
-    _print(table)
+    print_table(table)
     families = Table(title="by family")
     families.add_column("family")
     for column in ("trials", "train FLOPs", "device time", "usd", "GB on disk", "GB after the sweep"):
         families.add_column(column, justify="right")
     for name, total in {**plan.by_family(), "all": plan.total()}.items():
         families.add_row(name, *_totals(total))
-    _print(families)
+    print_table(families)
     trials_of: dict[str, list[str]] = {}
     for trial, problems in plan.problems().items():
         for problem in problems:
@@ -110,7 +110,7 @@ def print_compared(rows: Iterable[Compared]) -> None:
     for row in rows:
         cells = (f"{row.predicted_s:.1f}", f"{row.actual_s:.1f}", f"{row.ratio():.2f}")
         table.add_row(row.family, str(row.trials), *cells)
-    _print(table)
+    print_table(table)
 
 
 def _totals(total: Totals) -> tuple[str, ...]:
@@ -132,5 +132,5 @@ def _usd(usd: float | None) -> str:
     return "unknown" if usd is None else f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}"
 
 
-def _print(table: Table) -> None:
+def print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)

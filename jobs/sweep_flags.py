@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jobs.command import run_config, run_parser
+from orchestrator.codec import override
 from orchestrator.config import UsageError
 from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.catalog import SWEEPS, make_sweep
@@ -33,6 +34,10 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
         which.error(str(error))
     name = sweep.base.name if chosen.scale == "tiny" else f"{sweep.base.name}-{chosen.scale}"
     parser = run_parser(doc, name=name, base=sweep.base, parents=[which, *more])
+    parser.add_argument(
+        "--quality",
+        help="metric to maximise, e.g. val/acc1 or fewshot/acc_10shot; default: that of the sweep",
+    )
     parser.add_argument("--seeds", type=int, help="train every arm with seeds 0 .. N-1; default: once")
     parser.add_argument(
         "--max-concurrent", type=int, help="trials at once; default: as many as the cluster holds"
@@ -100,6 +105,10 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
 def sweep_from(args: argparse.Namespace) -> Sweep:
     """Raises UsageError for what the flags ask of a sweep that cannot do it."""
     sweep = replace(args.made, base=run_config(args, args.made.base))
+    if args.quality:
+        sweep = replace(sweep, quality=args.quality)
+        if args.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:
+            sweep = replace(sweep, base=override(sweep.base, {"train.fewshot": {}}))
     if args.seeds:
         sweep = replace(sweep, seeds=tuple(range(args.seeds)))
     if args.search:

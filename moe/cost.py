@@ -7,12 +7,14 @@ one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2). Slots are count
 or empty.
 """
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 
 import torch
 from torch import nn
 
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 
@@ -49,8 +51,27 @@ def param_shapes(config: ViTConfig) -> dict[str, torch.Size]:
     return {name: p.shape for name, p in model.named_parameters()}
 
 
-def forward_macs(config: ViTConfig) -> dict[str, float]:
-    """MACs of one image's forward pass, by part; their sum is the whole."""
+def at_point(config: ViTConfig, overrides: RoutingOverrides) -> ViTConfig:
+    """A model configured as the overrides have it; an expert subset is no part of a config.
+
+    Raises:
+        ValueError: if the router has no such setting, or refuses the value.
+    """
+    if not config.moe:
+        return config
+    return replace(config, moe=replace(config.moe, router=overrides.apply(config.moe.router)))
+
+
+def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
+    """MACs of one image's forward pass, by part; their sum is the whole.
+
+    Of a subset of experts only the slots of those are mixed, computed and combined, as `moe.ragged` does; the
+    router weighs all. A random router counts as one that is not.
+
+    Raises:
+        ValueError: if the router refuses the overrides.
+    """
+    config = at_point(config, overrides)
     D, F, S = config.width, config.mlp_dim, config.tokens()
     num_moe = len(config.moe_blocks())
     features = config.representation_size or 0
@@ -64,16 +85,19 @@ def forward_macs(config: ViTConfig) -> dict[str, float]:
         "head": D * features + (features or D) * config.num_classes,
     }
     if config.moe:
-        macs["experts"] = num_moe * expert_rows(config) * 2 * D * config.expert_dim()
+        macs["experts"] = num_moe * expert_rows(config, overrides) * 2 * D * config.expert_dim()
         macs["router"] = num_moe * _router_macs(config)
-        macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(config)
+        macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(
+            config, overrides.num_kept(config.moe.num_experts)
+        )
     return macs
 
 
-def expert_rows(config: ViTConfig) -> float:
+def expert_rows(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:
     """Rows that the experts compute per image and MoE layer."""
+    config = at_point(config, overrides)
     assert config.moe
-    return config.moe.num_experts * config.slots() / config.moe.images_per_group
+    return overrides.num_kept(config.moe.num_experts) * config.slots() / config.moe.images_per_group
 
 
 def _router_macs(config: ViTConfig) -> float:
@@ -88,18 +112,20 @@ def _router_macs(config: ViTConfig) -> float:
     return S * D * E
 
 
-def _dispatch_combine_macs(config: ViTConfig) -> float:
-    """Gather and scatter move tokens without multiplying; soft routing is two matmuls, a mixture one."""
+def _dispatch_combine_macs(config: ViTConfig, k: int) -> float:
+    """Of k experts. Gather and scatter move tokens without multiplying; soft routing is two matmuls, a
+    mixture one.
+    """
     assert config.moe
-    S, D, E = config.tokens(), config.width, config.moe.num_experts
+    S, D = config.tokens(), config.width
     if isinstance(config.moe.router, SoftConfig):
-        return 2 * S * E * config.slots() * D
-    return S * E * D if isinstance(config.moe.router, MixtureConfig) else 0
+        return 2 * S * k * config.slots() * D
+    return S * k * D if isinstance(config.moe.router, MixtureConfig) else 0
 
 
-def forward_gflops_2mac(config: ViTConfig) -> float:
-    """GFLOP per image, forward, two FLOPs per MAC."""
-    return 2 * sum(forward_macs(config).values()) / 1e9
+def forward_gflops_2mac(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:
+    """GFLOP per image, forward, two FLOPs per MAC. Raises as `forward_macs`."""
+    return 2 * sum(forward_macs(config, overrides).values()) / 1e9
 
 
 def train_flops_6mac(config: ViTConfig, images: int) -> float:

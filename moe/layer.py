@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moe.experts import Experts
 from moe.noise import mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.ragged import chosen_alone, run_chosen
 from moe.routers import RouterConfig, TokenChoiceConfig, build_router
 from moe.routing import Routing
 
@@ -110,6 +111,8 @@ class MoELayer(nn.Module):
             random_B = torch.arange(B, device=x_BSD.device) if keys_B is None else keys_B
             random_GS = split(mix(random_B, ~self.salt), tokens).view(valid_GS.shape)
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS)
+        if keys_GS is None and (k := chosen_alone(self.experts, routing, overrides)):
+            return run_chosen(self.experts, routing, x_GSD, k).reshape(x_BSD.shape), routing
         x_END = routing.dispatch(x_GSD)
         keys_EN = None
         if keys_GS is not None and self.experts.dropout:

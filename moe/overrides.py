@@ -58,23 +58,35 @@ class RoutingOverrides:
                 changes[name] = getattr(self, name)
         return replace(config, **changes) if changes else config  # pyright: ignore[reportArgumentType, reportCallIssue]
 
+    def num_kept(self, num_experts: int) -> int:
+        """How many experts of a group are combined.
+
+        Raises:
+            ValueError: if there are no such experts.
+        """
+        if self.experts is None:
+            return num_experts
+        if isinstance(self.experts, int):
+            if not 1 <= self.experts <= num_experts:
+                raise ValueError(f"experts={self.experts} must lie in 1 .. {num_experts}")
+            return self.experts
+        if not self.experts or not all(0 <= e < num_experts for e in self.experts):
+            raise ValueError(f"experts={self.experts} must name some of 0 .. {num_experts - 1}")
+        return len(self.experts)
+
     def kept(self, weight_GE: Tensor) -> Tensor | None:
         """(G, E) of booleans: experts whose outputs are combined; None if all are.
 
         Raises:
             ValueError: if there are no such experts.
         """
-        E = weight_GE.shape[-1]
+        k = self.num_kept(weight_GE.shape[-1])
         if self.experts is None:
             return None
         if isinstance(self.experts, int):
-            if not 1 <= self.experts <= E:
-                raise ValueError(f"experts={self.experts} must lie in 1 .. {E}")
-            best_GK = weight_GE.argsort(dim=-1, descending=True, stable=True)[:, : self.experts]
+            best_GK = weight_GE.argsort(dim=-1, descending=True, stable=True)[:, :k]
             return torch.zeros_like(weight_GE, dtype=torch.bool).scatter(1, best_GK, True)
-        if not self.experts or not all(0 <= e < E for e in self.experts):
-            raise ValueError(f"experts={self.experts} must name some of 0 .. {E - 1}")
-        listed = torch.zeros(E, dtype=torch.bool, device=weight_GE.device)
+        listed = torch.zeros(weight_GE.shape[-1], dtype=torch.bool, device=weight_GE.device)
         listed[list(self.experts)] = True
         return listed.expand_as(weight_GE)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.ragged import chosen_alone, run_chosen
 from moe.routers.soft import SoftConfig, SoftRouter
 
 
@@ -72,7 +73,10 @@ class PatchNet(nn.Module):
         x_BSD = patches(images, self.config.patch_size)
         valid_BS = x_BSD.new_ones(x_BSD.shape[:2])
         routing = self.router(x_BSD, valid_BS, overrides=routing_overrides)
-        y_BSD = routing.combine(self.experts(routing.dispatch(x_BSD)))
+        if k := chosen_alone(self.experts, routing, routing_overrides):
+            y_BSD = run_chosen(self.experts, routing, x_BSD, k)
+        else:
+            y_BSD = routing.combine(self.experts(routing.dispatch(x_BSD)))
         return self.head(y_BSD.flatten(1))
 
 

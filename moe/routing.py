@@ -6,14 +6,15 @@ A `Routing` turns tokens into a static, expert-major buffer of slots and back ag
 
 Dimensions used in `moe/`:
     B images   G groups routed on their own   S tokens per group   D model width   F hidden width   H heads
-    E experts   C slots per expert and group   K experts per token   N = G*C slots per expert   R ranks
+    E experts   C slots per expert and group   K experts per token, or of a subset   N = G*C slots per expert
+    M rows of any number per expert   R ranks
 
 Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", eq. 2 and 5.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +43,17 @@ class Routing(Protocol):
         """Tokens that want (soft: mass that goes to) each expert; detached."""
         ...
 
+    @property
+    def kept_GE(self) -> Tensor | None:
+        """Booleans: experts whose outputs are combined; None if all are."""
+        ...
+
+    def only(self, expert_GK: Tensor) -> Self:
+        """The same for K experts of each group: block k of what it dispatches and combines, (K, G*C, D),
+        belongs to expert_GK[g, k] in the rows of group g.
+        """
+        ...
+
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         """(G, S, D) -> (E, G*C, D)."""
         ...
@@ -66,6 +78,14 @@ class GatherRouting:
     load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
+    kept_GE: Tensor | None = None
+
+    def only(self, expert_GK: Tensor) -> Self:
+        return replace(
+            self,
+            token_GEC=_of_experts(self.token_GEC, 1, expert_GK),
+            weight_GEC=_of_experts(self.weight_GEC, 1, expert_GK),
+        )
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         D = x_GSD.shape[-1]
@@ -101,6 +121,14 @@ class SoftRouting:
     load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
+    kept_GE: Tensor | None = None
+
+    def only(self, expert_GK: Tensor) -> Self:
+        return replace(
+            self,
+            dispatch_GSEC=_of_experts(self.dispatch_GSEC, 2, expert_GK),
+            combine_GSEC=_of_experts(self.combine_GSEC, 2, expert_GK),
+        )
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         return torch.einsum("gsec,gsd->egcd", self.dispatch_GSEC.to(x_GSD.dtype), x_GSD).flatten(1, 2)
@@ -124,6 +152,10 @@ class DenseRouting:
     load_GE: Tensor
     aux_G: Tensor
     stats: Mapping[str, Tensor]
+    kept_GE: Tensor | None = None
+
+    def only(self, expert_GK: Tensor) -> Self:
+        return replace(self, weight_GSE=_of_experts(self.weight_GSE, 2, expert_GK))
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         return x_GSD.flatten(0, 1).expand(self.weight_GSE.shape[-1], -1, -1)
@@ -132,6 +164,13 @@ class DenseRouting:
         G, S, _ = self.weight_GSE.shape
         y_EGSD = y_END.unflatten(1, (G, S))
         return torch.einsum("gse,egsd->gsd", self.weight_GSE.to(y_END.dtype), y_EGSD)
+
+
+def _of_experts(x: Tensor, dim: int, expert_GK: Tensor) -> Tensor:
+    """Each group's own K of the E along `dim`."""
+    shape = [1] * x.ndim
+    shape[0], shape[dim] = expert_GK.shape
+    return x.take_along_dim(expert_GK.view(shape), dim)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.dense import MLP, Attention, AttentionPooling, Head, sincos2d
+from moe.block import Block
+from moe.dense import AttentionPooling, Head, sincos2d
 from moe.init import Draw, init_weights, normal, zeros
-from moe.layer import MoEConfig, MoELayer
+from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import Routing
 
@@ -99,38 +100,6 @@ class Output(NamedTuple):
     routings: tuple[Routing, ...]
 
 
-class Block(nn.Module):
-    def __init__(self, config: ViTConfig, moe: MoEConfig | None, index: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.width, eps=1e-6)
-        self.attention = Attention(config.width, config.heads, qk_norm=config.qk_norm)
-        self.norm2 = nn.LayerNorm(config.width, eps=1e-6)
-        self.residual = not moe or moe.residual
-        self.mlp = (
-            MoELayer(moe, dim=config.width, hidden=config.expert_dim(), block=index)
-            if moe
-            else MLP(config.width, config.mlp_dim)
-        )
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        valid_B: Tensor,
-        keys_B: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        return_routing: bool = False,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Routing | None]:
-        """New x, auxiliary loss, statistics: plain tensors, as FSDP hooks and checkpointing want them; the
-        routing only where it is asked for.
-        """
-        x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
-        if not isinstance(self.mlp, MoELayer):
-            return x_BSD + self.mlp(self.norm2(x_BSD)), x_BSD.new_zeros((), dtype=torch.float32), {}, None
-        y_BSD, routing = self.mlp(self.norm2(x_BSD), valid_B, keys_B, overrides)
-        x_BSD = x_BSD + y_BSD if self.residual else y_BSD
-        return x_BSD, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None
-
-
 class ViT(nn.Module):
     """Weights are drawn from `seed`, except on the meta device, where `init_weights` comes after sharding."""
 
@@ -145,7 +114,15 @@ class ViT(nn.Module):
             if config.position == "learned":
                 self.position_SD = nn.Parameter(torch.empty(config.tokens(), config.width))
             self.blocks = nn.ModuleList(
-                Block(config, config.moe if i in moe_blocks else None, i) for i in range(config.depth)
+                Block(
+                    config.width,
+                    config.mlp_dim if i not in moe_blocks else config.expert_dim(),
+                    heads=config.heads,
+                    qk_norm=config.qk_norm,
+                    moe=config.moe if i in moe_blocks else None,
+                    index=i,
+                )
+                for i in range(config.depth)
             )
             self.norm = nn.LayerNorm(config.width, eps=1e-6)
             if config.pooling == "map":
@@ -193,18 +170,10 @@ class ViT(nn.Module):
         return_routings: bool = False,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
         """`forward` without the head: (B, width or representation_size), then the rest of `Output`."""
-        moe_blocks = self.config.moe_blocks()
-        if not moe_blocks and routing_overrides != AS_TRAINED:
-            raise ValueError(f"a dense model has no routing to override: {routing_overrides}")
-        if dense := sorted(set(routing_overrides.random_blocks).difference(moe_blocks)):
-            raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")
-        if valid_B is None:
-            valid_B = images.new_ones(len(images))
+        check_overrides(self.config, routing_overrides)
         B = len(images)
-        if self.config.moe and (missing := -B % self.config.moe.images_per_group):
-            images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
-            keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))
-        x_BSD = self._tokens(images)
+        images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
+        x_BSD = self.embedded(images)
         aux, layers, routings = x_BSD.new_zeros((), dtype=torch.float32), [], []
         for block in self.blocks:
             x_BSD, block_aux, stats, routing = block(
@@ -217,9 +186,21 @@ class ViT(nn.Module):
                 routings.append(routing)
         names = layers[0] if layers else ()
         stats = {name: torch.stack([layer[name] for layer in layers]) for name in names}
-        return self._pool(self.norm(x_BSD[:B])), aux, stats, tuple(routings)
+        return self.pooled(self.norm(x_BSD[:B])), aux, stats, tuple(routings)
 
-    def _tokens(self, images: Tensor) -> Tensor:
+    def whole_groups(
+        self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """With the last routing group filled up."""
+        valid_B = images.new_ones(len(images)) if valid_B is None else valid_B
+        missing = -len(images) % (self.config.moe.images_per_group if self.config.moe else 1)
+        if missing:
+            images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
+            keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))
+        return images, valid_B, keys_B
+
+    def embedded(self, images: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, S, D): what the first block sees."""
         # contiguous, or every LayerNorm of the residual stream would copy its input
         x_BSD = self.embed(images).flatten(2).transpose(1, 2).contiguous()
         if self.config.position == "sincos2d":
@@ -230,9 +211,19 @@ class ViT(nn.Module):
             x_BSD = x_BSD + self.position_SD
         return x_BSD
 
-    def _pool(self, x_BSD: Tensor) -> Tensor:
+    def pooled(self, x_BSD: Tensor) -> Tensor:
+        """(B, S, D) of the last norm -> (B, width or representation_size): what the head sees."""
         if self.config.pooling == "map":
             x_BD = self.pool(x_BSD)
         else:
             x_BD = x_BSD[:, 0] if self.config.pooling == "token" else x_BSD.mean(1)
         return self.pre_logits(x_BD).tanh() if self.config.representation_size else x_BD
+
+
+def check_overrides(config: ViTConfig, overrides: RoutingOverrides) -> None:
+    """Raises ValueError if the model has no such routing to override, or its router refuses the values."""
+    moe_blocks = config.moe_blocks()
+    if not config.moe and overrides != AS_TRAINED:
+        raise ValueError(f"a dense model has no routing to override: {overrides}")
+    if dense := sorted(set(overrides.random_blocks).difference(moe_blocks)):
+        raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")

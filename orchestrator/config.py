@@ -10,6 +10,7 @@ from moe.presets import PRESETS
 from moe.vit import ViTConfig
 from orchestrator.recipe import (
     AdamWConfig,
+    FewShotConfig,
     OptimizerConfig,
     RsqrtConfig,
     ScheduleConfig,
@@ -80,17 +81,20 @@ class TrainConfig:
     microbatch: images per worker and forward pass, accumulated; None: the worker's whole share at once.
     init_from: weights to start from, as far as they fit: a directory of checkpoints, the folder of one, or an
         exported file. None: all are drawn from `seed`.
+    init_without: tensors whose names begin so stay as drawn all the same: ``head`` for fine-tuning.
     trunk: folder of a checkpoint of another run, which this one goes on from with its optimiser and its place
         in the data: a branch that cools down. None: from the start.
     clip_norm: largest gradient norm.
     compute_dtype: of matmuls and activations; weights and optimiser stay float32, routers compute in it.
     eval_every: steps between; None: at the end only.
+    fewshot: evaluate the frozen features too, each time; None: not.
     """
 
     steps: int = 200
     lr: float = 1e-3
     seed: int = 0
     init_from: str | None = None
+    init_without: str | None = None
     trunk: str | None = None
     report_every: int = 10
     eval_every: int | None = None
@@ -99,6 +103,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = RsqrtConfig()
+    fewshot: FewShotConfig | None = None
 
     def __post_init__(self) -> None:
         optional = (n for n in ("eval_every", "microbatch") if getattr(self, n) is not None)

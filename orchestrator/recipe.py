@@ -1,4 +1,4 @@
-"""The recipe of training: optimisers and schedules, as fields of a run."""
+"""The recipe of training: optimisers, schedules and few-shot evaluation, as fields of a run."""
 
 import math
 from dataclasses import dataclass
@@ -121,3 +121,28 @@ class LinearConfig:
 
 
 ScheduleConfig = RsqrtConfig | ConstantConfig | CosineConfig | LinearConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewShotConfig:
+    """What frozen features are worth, as ``fewshot/acc_<n>shot`` at every evaluation: classes from a few
+    images, by ridge regression (`orchestrator.fewshot`).
+
+    Attributes:
+    paths: data sets, whose train split gives the shots and whose val split is tested; none: the run's own.
+    shots: images per class.
+    seeds: how often they are drawn: with the seeds 0, 1, ..; figures are means.
+    """
+
+    paths: tuple[str, ...] = ()
+    shots: tuple[int, ...] = (1, 5, 10, 25)
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "seeds")
+        if not self.shots or min(self.shots) < 1 or len(set(self.shots)) < len(self.shots):
+            raise ValueError(f"shots must be different numbers from 1, got {list(self.shots)}")
+
+    def metrics(self) -> tuple[str, ...]:
+        """What each evaluation reports."""
+        return tuple(f"fewshot/acc_{shots}shot" for shots in self.shots)

@@ -17,6 +17,7 @@ from orchestrator.data import packing
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
+from tests.trained_sweep import train_sweep
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,6 +33,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     source = open_source("digits")
     write_shards(path, source.classes, source.splits)
     return path
+
+
+@pytest.fixture(scope="session")
+def trained_home(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage with what `train_sweep` leaves; not to be trained in."""
+    home = tmp_path_factory.mktemp("trained")
+    train_sweep(home, digits)
+    return home
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def gather_routing(
         gates_GSE=gates_GSE,
         load_GE=load_GE.detach(),
         aux_G=aux_G,
+        kept_GE=kept_GE,
         stats=routing_stats(
             gates_GSE=gates_GSE,
             load_GE=load_GE,

@@ -113,6 +113,7 @@ class MixtureRouter(nn.Module):
             gates_GSE=gates_GSE,
             load_GE=load_GE,
             aux_G=gates_GSE.new_zeros(G),
+            kept_GE=kept_GE,
             stats=routing_stats(
                 gates_GSE=gates_GSE, load_GE=load_GE, chosen_GS=all_GS, seats_GS=all_GS, valid_GS=valid_GS
             ),

@@ -117,6 +117,7 @@ class SoftRouter(nn.Module):
             gates_GSE=gates_GSE,
             load_GE=load_GE,
             aux_G=combine_GSEC.new_zeros(G),
+            kept_GE=kept_GE,
             stats=routing_stats(
                 gates_GSE=gates_GSE,
                 load_GE=load_GE,

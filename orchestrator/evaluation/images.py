@@ -36,3 +36,8 @@ def images_of(
 ) -> Iterator[Batch]:
     """Every image of a split once, as the model of `run` sees it in evaluation."""
     return batches(in_order(evaluation_run(run, path=path, batch_size=batch_size), split), device)
+
+
+def device() -> torch.device:
+    """What evaluation runs on: a GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,7 +19,7 @@ from orchestrator.training.worker import checkpoint_directory, run_directory
 
 NAMES = (
     "a run below the storage (soft, quickstart/trials/soft1), a directory of checkpoints, the folder of one,"
-    " an exported .safetensors file, models:/NAME@ALIAS or models:/NAME/VERSION, runs:/ID of MLflow, or"
+    " an exported file or folder, models:/NAME@ALIAS or models:/NAME/VERSION, runs:/ID of MLflow, or"
     " sweep:NAME: its finished trials"
 )
 
@@ -27,7 +27,7 @@ NAMES = (
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """Attributes:
-    name: what tables and charts call it.
+    name: what tables and charts call it: its run, with the step where that was named or lies in a file.
     location: the folder of its checkpoint, or an exported file.
     run: as it was trained.
     step: of the run; -1 if the file does not say.
@@ -95,7 +95,8 @@ def read_trained(location: str) -> Trained:
             raise UsageError(str(error)) from None
         config, step = manifest.config, manifest.step
     run = from_dict(RunConfig, config)
-    return Trained(name=run.name, location=folder, run=run, step=step)
+    name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
+    return Trained(name=name, location=folder, run=run, step=step)
 
 
 def _of_run(run: Found) -> Trained:
@@ -104,8 +105,11 @@ def _of_run(run: Found) -> Trained:
 
 
 def _location(reference: str, root: str) -> str:
-    """A path if something of ours lies there, else a run's name."""
+    """A path if something of ours lies there, else that of a run's checkpoints."""
     path = storage.absolute(reference)
+    exported = storage.join(path, f"model{SUFFIX}")
+    if storage.size(exported) is not None:
+        return exported
     if reference.endswith(SUFFIX) or storage.size(storage.join(path, MANIFEST)) is not None or steps(path):
         return path
     named = storage.join(root, reference, "checkpoints")

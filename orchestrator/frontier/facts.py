@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from orchestrator.frontier.points import Frontier, Point, standings
+from orchestrator.frontier.points import Frontier, Point, everything, standings
 from orchestrator.frontier.style import (
     SIZE_TITLE,
     axis_title,
@@ -33,7 +33,7 @@ def columns(frontier: Frontier) -> list[Json]:
 
 
 def families(frontier: Frontier) -> dict[str, Json]:
-    styles = family_styles(point.family for point in frontier.points + frontier.rest)
+    styles = family_styles(point.family for point in everything(frontier))
     return {
         family: {"label": family_label(family), "colour": style.colour, "glyph": style.glyph}
         for family, style in styles.items()
@@ -41,8 +41,8 @@ def families(frontier: Frontier) -> dict[str, Json]:
 
 
 def point_facts(frontier: Frontier) -> list[Json]:
-    """One entry for each of `points`, then `rest`. Unknown numbers are null."""
-    points = zip(frontier.points + frontier.rest, standings(frontier), strict=True)
+    """One entry for each of `points.everything`. Unknown numbers are null."""
+    points = zip(everything(frontier), standings(frontier), strict=True)
     return [_facts(point, standing, frontier.panels) for point, standing in points]
 
 

@@ -8,9 +8,11 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from orchestrator.frontier.operating import operating_front
 from orchestrator.frontier.points import (
     Frontier,
     Point,
+    everything,
     family_fronts,
     front_points,
     is_complete,
@@ -37,13 +39,14 @@ AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "
 
 
 def frontier_panel(frontier: Frontier) -> Json:
-    """`customdata` numbers `points`, then `rest`. Traces go from the back to the front."""
+    """`customdata` numbers `points.everything`. Traces go from the back to the front."""
     papers = published(frontier.quality_name, frontier.cost_name) if frontier.published else ()
-    points, places = frontier.points + frontier.rest, standings(frontier)
+    points, places = everything(frontier), standings(frontier)
     styles = family_styles([*(point.family for point in points), *(paper.family for paper in papers)])
     fronts = family_fronts(frontier)
 
     traces = [_band(frontier.points), _line(front_points(frontier), "front", "", width=1.8)]
+    traces.append(_line(operating_front(frontier), "operating_front", "", width=1.8, dash="dot"))
     for family, style in styles.items():
         if len(fronts) > 1 and family in fronts:
             role, dash = ("dense", "dash") if family == "dense" else ("family", "dot")
@@ -51,7 +54,7 @@ def frontier_panel(frontier: Frontier) -> Json:
     for family, style in styles.items():
         mine = [paper for paper in papers if paper.family == family]
         traces.append(_hollow(mine, family, style))
-    for role in ("diverged", "dominated", "frontier", "confirm"):
+    for role in ("diverged", "operating", "dominated", "frontier", "confirm"):
         for family, style in styles.items():
             mine = [
                 i
@@ -125,6 +128,8 @@ def _spread(points: Sequence[Point]) -> Json:
 def _marker(role: str, style: FamilyStyle, points: Sequence[Point]) -> Json:
     if role == "diverged":
         return {"symbol": "x-thin-open", "color": style.colour, "size": 8, "line": {"width": 1.5}}
+    if role == "operating":
+        return {"symbol": "cross-thin-open", "color": style.colour, "size": 7, "line": {"width": 1.2}}
     if role == "confirm":
         return {"symbol": "star-open", "color": style.colour, "size": 15, "line": {"width": 1.8}}
     return {

@@ -29,7 +29,7 @@ function buildFilters() {
     mark.style.color = colour;
     return checkbox(element("span", {}, mark, " " + label), true, toggle(state.hidden, family));
   });
-  const known = ["frontier", "dominated", "confirm", "running", "stopped", "diverged", "failed"];
+  const known = ["frontier", "dominated", "operating", "confirm", "running", "stopped", "diverged", "failed"];
   const present = known.filter(standing => standing !== "frontier" && standings.includes(standing));
   const statuses = present.map(standing => checkbox(standing[0].toUpperCase() + standing.slice(1), true, toggle(hiddenStandings, standing)));
   const switches = [checkbox("Frontier only", false, on => state.frontierOnly = on)];
@@ -47,6 +47,8 @@ const MARKS = {
   band: ["Middle half of the seeds", "M0 1H26V11H0Z", "fill"],
   confirm: ["Confirmation, not counted", "M13 0l1.8 4.2 4.4.4-3.4 3 1 4.4-3.8-2.4-3.8 2.4 1-4.4-3.4-3 4.4-.4z"],
   published: ["Published, not counted", "M13 1a5 5 0 1 0 .01 0z"],
+  operating: ["Operating point, not trained anew", "M13 1V11M8 6H18"],
+  operating_front: ["MoE models with operating points", "M1 6H3M7 6H9M13 6H15M19 6H21M24 6H26"],
   diverged: ["Diverged, on the cost axis", "M9 2L17 10M17 2L9 10"],
 };
 

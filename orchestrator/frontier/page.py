@@ -14,8 +14,9 @@ from orchestrator.frontier.budget import hypervolume_by_budget
 from orchestrator.frontier.claims import Verdict, check_claim
 from orchestrator.frontier.facts import columns, families, point_facts
 from orchestrator.frontier.figure import AXIS, Json, bare_layout, frontier_panel
+from orchestrator.frontier.operating import gains
 from orchestrator.frontier.points import SPACE, Frontier, hypervolume, on_front, panel
-from orchestrator.frontier.style import SIZE_TITLE, UNKNOWN, key_sizes, marker_px, number
+from orchestrator.frontier.style import SIZE_TITLE, UNKNOWN, axis_title, key_sizes, marker_px, number
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SCRIPTS = ("plots.js", "table.js", "page.js")
@@ -54,6 +55,7 @@ def frontier_page(frontier: Frontier) -> str:
 <div class="plots">{first}
 <p class="key" id="key">{_size_key(frontier)}</p>
 {"".join(others)}</div>
+{_operating(frontier)}
 {_claims(frontier)}
 <div class="wide"><table><thead></thead><tbody></tbody></table></div>
 <script type="application/json" id="data">{_json(data)}</script>
@@ -105,6 +107,21 @@ def _summary(frontier: Frontier) -> str:
     reference = ",&nbsp;".join(number(value) for value in frontier.reference)
     area = f"hypervolume <b>{hypervolume(frontier):.4f}</b> in ({SPACE}) to the reference ({reference})"
     return " &middot; ".join([*parts, area])
+
+
+def _operating(frontier: Frontier) -> str:
+    models = len({point.run_id for point in frontier.operating})
+    found = "".join(
+        f"<li>over {axis_title(gain.cost_name)}, {gain.models}: <b>{gain}</b></li>"
+        for gain in gains(frontier)
+    )
+    return (
+        f"<h2>Operating points</h2><p><b>{len(frontier.operating)}</b> settings of {models} trained models:"
+        f" other k, capacity, priority or expert subset, no training. Hypervolume without and with them:</p>"
+        f'<ul class="claims">{found}</ul>'
+        if found
+        else ""
+    )
 
 
 def _size_key(frontier: Frontier) -> str:

@@ -12,6 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from orchestrator.frontier.labels import name_front
+from orchestrator.frontier.operating import operating_front
 from orchestrator.frontier.points import (
     Frontier,
     Point,
@@ -53,6 +54,7 @@ def frontier_picture(frontier: Frontier, path: Path) -> None:
     front, dominated = front_points(frontier), dominated_points(frontier)
     rest = [point for point in frontier.rest if is_complete(point)]
     burnt = [p for p in frontier.points if p.status == "diverged" and 0 < p.cost < math.inf]
+    otherwise = [point for point in frontier.operating if is_complete(point)]
     papers = published(frontier.quality_name, frontier.cost_name) if frontier.published else ()
     drawn = [point.family for point in (*front, *dominated, *rest, *burnt)]
     styles = family_styles([*drawn, *(paper.family for paper in papers)])
@@ -60,7 +62,9 @@ def frontier_picture(frontier: Frontier, path: Path) -> None:
     _frame(axes, frontier)
     families = [_key(family_label(name), **_marker(styles[name], 1)) for name in styles if name in drawn]
     lines = _lines(frontier, front)
-    marks = _draw_lines(axes, lines, styles) + _draw_others(axes, styles, rest, papers, burnt)
+    marks = _draw_lines(axes, lines, styles)
+    marks += _draw_operating(axes, styles, otherwise, operating_front(frontier))
+    marks += _draw_others(axes, styles, rest, papers, burnt)
     _draw_counted(axes, styles, dominated, front)
     _legend(figure, [*families, *marks, *_size_keys(key_sizes([*front, *dominated, *rest]))])
     axes.margins(x=0.09, y=0.1)
@@ -81,6 +85,22 @@ def _draw_counted(axes: Axes, styles: Styles, dominated: Sequence[Point], front:
             if len(point.qualities) > 1:
                 ends = min(point.qualities), max(point.qualities)
                 axes.vlines(point.cost, *ends, color=style.colour, linewidth=0.8)
+
+
+def _draw_operating(
+    axes: Axes, styles: Styles, points: Sequence[Point], front: Sequence[Point]
+) -> list[Line2D]:
+    """Returns their entries for the legend."""
+    if not points:
+        return []
+    for point in points:
+        axes.plot(point.cost, point.quality, **_plus(styles[point.family].colour), zorder=1.9)
+    look: dict[str, Any] = {"color": INK, "linewidth": 1.2, "linestyle": ":"}
+    axes.plot([p.cost for p in front], [p.quality for p in front], **look, zorder=2)
+    return [
+        _key("Operating point,\nnot trained anew", **_plus(MUTED)),
+        Line2D([], [], **look, label="MoE models with\noperating points"),
+    ]
 
 
 def _draw_others(
@@ -137,6 +157,10 @@ def _star(colour: str) -> dict[str, Any]:
 def _hollow(style: FamilyStyle) -> dict[str, Any]:
     edge = {"markeredgecolor": style.colour, "markeredgewidth": 0.9}
     return {"marker": style.marker, "markersize": 6, "color": "none", **edge}
+
+
+def _plus(colour: str) -> dict[str, Any]:
+    return {"marker": "+", "markersize": 5.5, "color": colour, "markeredgewidth": 0.9}
 
 
 def _cross(colour: str) -> dict[str, Any]:

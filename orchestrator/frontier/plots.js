@@ -35,7 +35,7 @@ function cut(trace, shown) {
 // `state`: shown (one flag a point), hidden (families), familyLines, papers, frontierOnly.
 function visible({ role, family }, state) {
   if (role === "family" && !state.familyLines || role === "published" && !state.papers) return false;
-  if (state.frontierOnly && ["dominated", "diverged", "confirm"].includes(role)) return false;
+  if (state.frontierOnly && ["dominated", "diverged", "confirm", "operating"].includes(role)) return false;
   return !state.hidden.has(family);
 }
 
@@ -64,7 +64,7 @@ const config = {
 function drawPlot({ traces, layout }, plot, state) {
   const colour = theme();
   const drawn = traces.filter(trace => visible(trace.meta, state)).map(trace => {
-    const own = trace.meta.role === "front" ? { ...trace, line: { ...trace.line, color: colour("--muted") } } : trace;
+    const own = ["front", "operating_front"].includes(trace.meta.role) ? { ...trace, line: { ...trace.line, color: colour("--muted") } } : trace;
     return own.customdata ? cut(own, state.shown) : own;
   });
   const first = !plot.on;

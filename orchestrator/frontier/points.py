@@ -49,6 +49,7 @@ class Frontier:
     quality_name: str
     points: tuple[Point, ...]
     rest: tuple[Point, ...] = ()  # confirmation runs, trained longer: shown, never counted
+    operating: tuple[Point, ...] = ()  # trained models used otherwise: see `operating.py`
     reference: tuple[float, float]  # (cost, quality) that bounds the hypervolume
     panels: tuple[str, ...] = ()  # further cost metrics, each found in the points' `costs`
     claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
@@ -90,9 +91,9 @@ def hypervolume(frontier: Frontier) -> float:
 
 
 def standings(frontier: Frontier) -> tuple[str, ...]:
-    """For each of `points`, then `rest`, its place if it is complete, else its status.
+    """For each of `points`, `rest` and `operating`, its place if it is complete, else its status.
 
-    Places are "frontier", "frontier, knee", "dominated", and "confirm" in the rest.
+    Places are "frontier", "frontier, knee", "dominated", "confirm" in the rest, and "operating".
     """
     front = on_front(frontier)
     at_knee = knee(costs_of(frontier.points)) if any(front) else -1
@@ -106,7 +107,8 @@ def standings(frontier: Frontier) -> tuple[str, ...]:
         else point.status
         for i, (point, on) in enumerate(zip(frontier.points, front, strict=True))
     ]
-    return (*places, *("confirm" if is_complete(point) else point.status for point in frontier.rest))
+    places += ["confirm" if is_complete(point) else point.status for point in frontier.rest]
+    return (*places, *("operating" for _ in frontier.operating))
 
 
 def family_fronts(frontier: Frontier) -> dict[str, tuple[Point, ...]]:
@@ -122,15 +124,27 @@ def family_fronts(frontier: Frontier) -> dict[str, tuple[Point, ...]]:
 
 def panel(frontier: Frontier, cost_name: str) -> Frontier:
     """The same points under another of their costs, bounded at 1.1 times its highest."""
-    points, rest = (
+    points, rest, operating = (
         tuple(replace(point, cost=point.costs.get(cost_name, math.nan)) for point in group)
-        for group in (frontier.points, frontier.rest)
+        for group in (frontier.points, frontier.rest, frontier.operating)
     )
     highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
     reference = (1.1 * highest, frontier.reference[1])
     return replace(
-        frontier, cost_name=cost_name, points=points, rest=rest, reference=reference, panels=(), claims=()
+        frontier,
+        cost_name=cost_name,
+        points=points,
+        rest=rest,
+        operating=operating,
+        reference=reference,
+        panels=(),
+        claims=(),
     )
+
+
+def everything(frontier: Frontier) -> tuple[Point, ...]:
+    """All that is drawn and listed, in the order of `standings`."""
+    return frontier.points + frontier.rest + frontier.operating
 
 
 def knee_point(points: Sequence[Point]) -> Point:

@@ -31,6 +31,7 @@ _AXIS_TITLES = {
     "perf/step_ms": "Step time (ms)",
     "perf/mem_peak_gib": "Peak device memory (GiB)",
     "val/acc1": "Validation accuracy @1",
+    **{f"fewshot/acc_{shots}shot": f"{shots}-shot accuracy of frozen features" for shots in (1, 5, 10, 25)},
     "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
     "imagenet/acc_10shot": "ImageNet accuracy, 10-shot",
     "jft300m/prec1": "JFT-300M precision @1",

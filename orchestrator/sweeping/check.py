@@ -45,7 +45,9 @@ def unfit(sweep: Sweep) -> dict[str, str]:
 
 def check_metrics(sweep: Sweep) -> None:
     """Raises UsageError for a quality or a cost that no trial will report."""
-    for name, metric, known in (("quality", sweep.quality, QUALITIES), ("cost", sweep.cost, COSTS)):
+    fewshot = sweep.base.train.fewshot
+    qualities = (*QUALITIES, *(fewshot.metrics() if fewshot else ()))
+    for name, metric, known in (("quality", sweep.quality, qualities), ("cost", sweep.cost, COSTS)):
         if metric not in known:
             raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")
 

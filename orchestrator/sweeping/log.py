@@ -27,8 +27,8 @@ class TrialLog:
         self.sweep = sweep
         self.tracking = tracking
         self.parent = parent
-        path = sweep.base.data.path
-        self._dataset = path, open_manifest(path).digest()
+        paths = {trial.run.data.path for trial in sweep.trials().values()} | {sweep.base.data.path}
+        self._digests = {path: open_manifest(path).digest() for path in paths}
         self._tracked: dict[str, TrackedRun] = {}
 
     def told(self) -> set[str]:
@@ -76,6 +76,7 @@ class TrialLog:
 
     def _run_of(self, trial: Trial) -> TrackedRun:
         if trial.name not in self._tracked:
+            path = trial.run.data.path
             tags = {"role": trial.role, "arm": trial.arm, "trial": trial.name}
             if self.sweep.seeds:
                 tags["seed"] = str(trial.run.train.seed)
@@ -86,7 +87,7 @@ class TrialLog:
                 trial.run,
                 run_directory(trial.run),
                 parent=self.parent,
-                dataset=self._dataset,
+                dataset=(path, self._digests[path]),
                 **tags,
             )
         return self._tracked[trial.name]

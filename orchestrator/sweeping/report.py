@@ -10,10 +10,21 @@ from typing import Any
 
 from orchestrator import storage
 from orchestrator.config import RunConfig, UsageError
+from orchestrator.frontier.operating import gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.picture import frontier_picture
-from orchestrator.frontier.points import Frontier, Point, Status, hypervolume, on_front, standings
+from orchestrator.frontier.points import (
+    Frontier,
+    Point,
+    Status,
+    everything,
+    hypervolume,
+    on_front,
+    panel,
+    standings,
+)
 from orchestrator.sweeping.budget import family
+from orchestrator.sweeping.operating import PICTURE, read_operating, with_operating
 from orchestrator.sweeping.settings import settings
 from orchestrator.tracking import Found, Tracking, children, find_sweep, writer
 from orchestrator.training.worker import costs
@@ -68,7 +79,9 @@ def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
     claims = tuple(filter(None, sweep.tags.get("claims", "").split("\n")))
-    return framed(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims)
+    return with_operating(
+        framed(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims), read_operating(sweep)
+    )
 
 
 def write_files(frontier: Frontier, folder: str) -> None:
@@ -110,13 +123,16 @@ def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     parent.write_table("frontier.json", table(frontier))
     at = f"{frontier.cost_name}={frontier.reference[0]:g}, {frontier.quality_name}={frontier.reference[1]:g}"
     parent.tag(**{"hypervolume": f"{hypervolume(frontier):.6f}", "hypervolume.reference": at})
+    parent.tag(
+        **{f"hypervolume.operating.{gain.cost_name}/{gain.models}": str(gain) for gain in gains(frontier)}
+    )
     tracking.flush(timeout_s=None)
     return frontier
 
 
 def table(frontier: Frontier) -> dict[str, list[Any]]:
     """Column -> values, a row for every point."""
-    rows = list(zip((*frontier.points, *frontier.rest), standings(frontier), strict=True))
+    rows = list(zip(everything(frontier), standings(frontier), strict=True))
     columns: dict[str, list[Any]] = {
         "arm": [p.arm for p, _ in rows],
         "family": [p.family for p, _ in rows],
@@ -164,6 +180,9 @@ def _draw(frontier: Frontier, folder: Path) -> list[Path]:
     page.write_text(frontier_page(frontier), encoding="utf-8")
     for picture in pictures:
         frontier_picture(frontier, picture)
+    if drawn := operating_costs(frontier):
+        pictures.append(folder / PICTURE)
+        frontier_picture(panel(frontier, drawn[0]), pictures[-1])
     return [page, *pictures]
 
 

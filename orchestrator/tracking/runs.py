@@ -6,7 +6,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from orchestrator import storage
@@ -67,9 +67,10 @@ class TrackedRun:
         """`name` may have folders."""
         self._outbox.put_file("file", self.key, name, lambda file: file.write_text(text, encoding="utf-8"))
 
-    def write_file(self, path: Path) -> None:
-        """Copied: the caller may delete it."""
-        self._outbox.put_file("file", self.key, path.name, lambda file: shutil.copyfile(path, file))
+    def write_file(self, path: Path, *, folder: str = "") -> None:
+        """Copied: the caller may delete it. `folder`: of the artifacts."""
+        name = str(PurePosixPath(folder) / path.name)
+        self._outbox.put_file("file", self.key, name, lambda file: shutil.copyfile(path, file))
 
     def write_table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
         """As MLflow's own tables, which its pages show. `name` ends in ``.json``."""

@@ -25,6 +25,7 @@ from orchestrator.training.busy import Busy
 from orchestrator.training.checkpoint.retention import BEST_BY
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.start import start_from
+from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
@@ -115,6 +116,7 @@ def train_worker(
     optimizer = build_optimizer(run.train.optimizer, model)
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     training, validation = (open_stream(run, split, rank, workers) for split in ("train", "val"))
+    fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
     checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
     config = to_dict(run)
 
@@ -133,7 +135,8 @@ def train_worker(
         if rank == 0:
             log.info("%s: branches at step %d from %s", run.name, done, run.train.trunk)
     elif run.train.init_from:
-        started = start_from(model, run.train.init_from, group=checkpoints.group)
+        without = run.train.init_without
+        started = start_from(model, run.train.init_from, without=without, group=checkpoints.group)
         if rank == 0:
             log.info("%s %s", run.name, started)
     meter = Meter(workers=workers, device_s=progress.device_s)
@@ -166,6 +169,10 @@ def train_worker(
     def batches(stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(read(stream, steps), device)
 
+    def validate() -> Metrics:
+        values = evaluate(model, seen.validation(batches(validation, validation.steps())), run)
+        return values | (fewshot.measure(model, device).metrics() if fewshot else {})
+
     steps = seen.training(batches(training, range(done, until)))
     if run.scale.profile_steps and rank == 0:
         steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
@@ -181,7 +188,7 @@ def train_worker(
             start=done,
             until=until,
             report=on_report,
-            validate=lambda: evaluate(model, seen.validation(batches(validation, validation.steps())), run),
+            validate=validate,
             save=on_save,
             leave=leave,
         )

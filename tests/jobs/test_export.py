@@ -1,5 +1,6 @@
 """`jobs/export.py` as a user runs it, on the checkpoints of a run that was trained."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ import torch
 
 from jobs import export
 from moe.vit import ViT
-from orchestrator.codec import override
+from orchestrator.codec import from_dict, override
 from orchestrator.config import RunConfig
+from orchestrator.training.checkpoint.find import located
+from orchestrator.training.checkpoint.manifest import read
 from orchestrator.training.checkpoint.retention import drop_optimizer
-from orchestrator.training.checkpoint.weights import load_exported, load_newest
+from orchestrator.training.checkpoint.weights import class_names, load_exported, load_newest
 from orchestrator.training.fit import fit
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +96,44 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
     exec(code, found)
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(found["model"](images).logits, expected.eval()(images).logits)
+
+
+def test_a_folder_that_needs_torch_alone(home, call, tmp_path):
+    """Loaded by `moe.load` (tests/moe/test_load.py has nothing but torch), and what it says about itself."""
+    code, out = call("--name", "soft", "--out", f"{tmp_path}/soft/")
+    assert code == ""
+    first, line = out.splitlines()
+    assert first.startswith(f"{tmp_path}/soft/model.safetensors: step 4, ")
+    assert line == f"from moe.load import load; model = load('{tmp_path}/soft')"
+    assert sorted(file.name for file in (tmp_path / "soft").iterdir()) == ["config.json", "model.safetensors"]
+    found: dict[str, ViT] = {}
+    exec(line, found)
+    expected = load_exported(f"{tmp_path}/soft/model.safetensors")
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(found["model"](images).logits, expected(images).logits)
+    config = json.loads((tmp_path / "soft/config.json").read_text())
+    assert (config["name"], config["step"], config["eval_crop"]) == ("soft", 4, 0.875)
+    assert config["classes"] == list("0123456789")
+
+    code, _ = call("--name", "soft", "--out", f"{tmp_path}/soft")  # a folder now: no / is needed
+    assert code == f"error: {tmp_path}/soft holds an export already; --force replaces it"
+    assert call("--name", "soft", "--step", "2", "--out", f"{tmp_path}/soft", "--force")[0] == ""
+    assert json.loads((tmp_path / "soft/config.json").read_text())["step"] == 2
+
+
+def test_class_names_of_data_that_is_gone(home, call, tmp_path):
+    found = read(located(f"{home}/soft/checkpoints")[0])
+    path = found.config["data"]["path"]
+    run = from_dict(RunConfig, found.config)
+    assert class_names(run) == tuple("0123456789")
+    assert class_names(override(run, {"data.path": f"{path}/gone"})) is None
+    assert class_names(override(run, {"model.num_classes": 11})) is None
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/soft/", "soft.pt"])
+def test_names_that_are_refused(out, home, call):
+    code, _ = call("--name", "soft", "--out", out)
+    assert "local folder" in code
 
 
 def test_list(home, call):

@@ -18,6 +18,7 @@ from moe.cost import (
     train_flops_6mac,
 )
 from moe.layer import MoEConfig
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
@@ -55,12 +56,12 @@ def with_moe(preset: str, router: RouterConfig | None, **fields) -> ViTConfig:
     return replace(PRESETS[preset], moe=moe)
 
 
-def check_flops(config: ViTConfig) -> None:
+def check_flops(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> None:
     """Two FLOPs per MAC; attention in plain matmuls, for the counter does not see the CPU's fused kernel."""
     model, images = ViT(config), torch.randn(4, 3, 8, 8)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(images)
-    assert counter.get_total_flops() == 2 * 4 * sum(forward_macs(config).values())
+        model(images, routing_overrides=overrides)
+    assert counter.get_total_flops() == 2 * 4 * sum(forward_macs(config, overrides).values())
 
 
 @pytest.mark.parametrize("images_per_group", [1, 2])
@@ -195,3 +196,53 @@ def test_slots_per_token(router, rows):
 def test_soft_slots_are_shared_by_the_images_of_a_group():
     assert slots_per_token(with_moe("debug", SoftConfig(), num_experts=4, images_per_group=2)) == 4 / 32
     assert slots_per_token(with_moe("debug", ExpertChoiceConfig(), num_experts=4, images_per_group=2)) == 1.0
+
+
+POINTS: list[tuple[RouterConfig, dict]] = [
+    (TokenChoiceConfig(k=2), {"k": 1, "capacity_factor": 0.5}),
+    (TokenChoiceConfig(k=1), {"k": 3, "priority": "max"}),
+    (TokenChoiceConfig(k=2), {"k": 1, "experts": 2}),
+    (ExpertChoiceConfig(), {"capacity_factor": 2.0}),
+    (ExpertChoiceConfig(), {"experts": (0, 3, 1)}),
+    (SoftConfig(slots_per_expert=3), {"experts": 1}),
+    (SoftConfig(), {"experts": 4}),
+    (MixtureConfig(), {"experts": (2, 1)}),
+    (MixtureConfig(level="hierarchical"), {"experts": 3}),
+]
+
+
+@pytest.mark.parametrize(("router", "changes"), POINTS, ids=str)
+@pytest.mark.parametrize("images_per_group", [1, 2])
+def test_macs_at_an_operating_point_equal_the_flop_counter(router, changes, images_per_group):
+    """As it runs in evaluation, where only chosen experts do."""
+    config = with_moe("debug", router, num_experts=4, images_per_group=images_per_group)
+    with torch.no_grad():
+        check_flops(config, RoutingOverrides(**changes))
+
+
+def test_macs_at_an_operating_point_by_hand():
+    """debug: 16 tokens, width 32, hidden 128, one MoE block with 4 experts."""
+    choice = with_moe("debug", TokenChoiceConfig(k=2, capacity_factor=1.0), num_experts=4)
+    fewer = RoutingOverrides(k=1, capacity_factor=0.5)  # 2 slots of each expert for 16 tokens
+    assert forward_macs(choice, fewer)["experts"] == 4 * 2 * 2 * 32 * 128
+    assert forward_macs(choice, RoutingOverrides(priority="max")) == forward_macs(choice)
+    soft = with_moe("debug", SoftConfig(slots_per_expert=4), num_experts=4)
+    half = forward_macs(soft, RoutingOverrides(experts=2))
+    assert half["experts"] == 2 * 4 * 2 * 32 * 128
+    assert half["dispatch_combine"] == 2 * 16 * (2 * 4) * 32
+    assert half["router"] == forward_macs(soft)["router"] == 16 * 32 * 16  # which weighs all experts
+    saved = 2 * (2 * 4 * 2 * 32 * 128 + 2 * 16 * (2 * 4) * 32) / 1e9
+    less = forward_gflops_2mac(soft) - forward_gflops_2mac(soft, RoutingOverrides(experts=2))
+    assert less == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": 5}, "experts=5 must lie in 1 .. 4"),
+        ({"k": 2}, "a router of kind 'soft' has no k to override"),
+    ],
+)
+def test_no_cost_of_a_point_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        forward_macs(with_moe("debug", SoftConfig(), num_experts=4), RoutingOverrides(**changes))

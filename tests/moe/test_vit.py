@@ -141,7 +141,7 @@ def test_class_token_comes_first(position):
     """And has a learned position of its own, but no sine or cosine."""
     model = ViT(replace(PRESETS["debug"], pooling="token", position=position))
     torch.nn.init.normal_(model.class_token_D)
-    first_BD = model._tokens(images(2))[:, 0]
+    first_BD = model.embedded(images(2))[:, 0]
     own = model.position_SD[0] if position == "learned" else 0
     assert torch.equal(first_BD, (model.class_token_D + own).expand(2, -1))
 

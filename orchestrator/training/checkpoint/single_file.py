@@ -7,7 +7,7 @@ their owner may read: so the bytes are moved here.
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,15 @@ def read_header(location: str) -> Header:
 
 def write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Whole or not at all, without a copy of the tensors. Raises OSError."""
+    write_each(path, tensors, metadata, tensors.__getitem__)
+
+
+def write_each(
+    path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], numbers: Callable[[str], Tensor]
+) -> None:
+    """As `write`, with one tensor in memory at a time: `tensors` say dtype and shape, and may be on the meta
+    device; `numbers` is asked for each of them.
+    """
     codes = {dtype: code for code, dtype in _DTYPES.items()}
     # large ones first: each then begins at a multiple of its own size
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
@@ -118,7 +127,7 @@ def write(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
         with storage.open_to_write(temporary) as stream:
             stream.write(len(content).to_bytes(8, "little") + content)
             for name in names:
-                stream.write(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+                stream.write(numbers(name).contiguous().reshape(-1).view(torch.uint8).numpy())
         storage.flush(temporary)
         os.replace(temporary, path)
     finally:

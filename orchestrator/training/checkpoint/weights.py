@@ -1,4 +1,6 @@
-"""Weights handed on, in one process: a checkpoint's as a model, or as one safetensors file."""
+"""Weights handed on, in one process: a checkpoint's as a model, as one safetensors file, or as a folder that
+`moe.load` reads with torch alone.
+"""
 
 import hashlib
 import json
@@ -6,10 +8,12 @@ import json
 import torch
 from torch import nn
 
+from moe.load import CONFIG, WEIGHTS
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
-from orchestrator.codec import from_dict
-from orchestrator.config import UsageError
+from orchestrator.codec import from_dict, to_dict
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.manifest import open_manifest
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import located
 from orchestrator.training.checkpoint.manifest import Manifest
@@ -43,7 +47,10 @@ def export(location: str, out: str, *, force: bool = False) -> None:
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
-        raise UsageError(f"{out}: weights are exported to a local file that ends in {SUFFIX}")
+        raise UsageError(
+            f"{out}: weights are exported to a local file that ends in {SUFFIX}, or to a local folder (--out"
+            " FOLDER/)"
+        )
     if storage.size(out) is not None and not force:
         raise UsageError(f"{out} exists already; --force replaces it")
     folder, manifest = located(location)
@@ -58,6 +65,43 @@ def export(location: str, out: str, *, force: bool = False) -> None:
         "manifest_sha256": hashlib.sha256(manifests.encode(manifest)).hexdigest(),
     }
     write(out, tensors, metadata)
+
+
+def export_folder(location: str, out: str, *, force: bool = False) -> None:
+    """Writes the weights of a checkpoint as `WEIGHTS` into the local folder `out`, as `export` does, and then
+    `CONFIG`: what is needed to use them (`model`, `classes` if they are known, `eval_crop`) and where they
+    are from.
+
+    Raises as `export`.
+    """
+    if not storage.is_local(out):
+        raise UsageError(f"{out}: weights are exported to a local folder")
+    config = storage.join(out, CONFIG)
+    if storage.size(config) is not None and not force:
+        raise UsageError(f"{out} holds an export already; --force replaces it")
+    storage.delete(config)  # it must never describe other weights
+    export(location, storage.join(out, WEIGHTS), force=True)
+    metadata = read_header(storage.join(out, WEIGHTS)).metadata
+    run = from_dict(RunConfig, json.loads(metadata["config"]))
+    content = {
+        "version": VERSION,
+        "name": run.name,
+        "step": int(metadata["step"]),
+        "manifest_sha256": metadata["manifest_sha256"],
+        "eval_crop": run.data.eval_crop,
+        "classes": class_names(run),
+        "model": to_dict(run.model),
+    }
+    storage.write_bytes(config, json.dumps(content, indent=1).encode())
+
+
+def class_names(run: RunConfig) -> tuple[str, ...] | None:
+    """Of the data set that a model was trained on; None if it is gone, or another is in its place."""
+    try:
+        names = open_manifest(run.data.path).classes
+    except (UsageError, OSError):
+        return None
+    return names if len(names) == run.model.num_classes else None
 
 
 def load_exported(location: str) -> ViT:

@@ -1,0 +1,66 @@
+"""Time against the experts that run: 8 wide experts, one image and a hundred, all settings in turns.
+
+  python bench/subsets.py [--repeats N] [--out FILE]
+
+One thread, the model of `orchestrator/evaluation/studies/faster_inference.py`, k of 8 experts for each image
+(algorithm 1 of Implicit Bias in Soft MoE). Wall time: median, least and most; least is what this machine can
+do while others use it, too.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.evaluation.studies.faster_inference import EXPERTS, measure, wide_model
+
+ROOT = Path(__file__).parent.parent
+TARGET = (1, 2, 2.0)  # batch, experts that run, times faster than all
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=40, help="turns at batch 1; an eighth at batch 100")
+    parser.add_argument("--out", help="also write all figures as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()
+    rows = measure(wide_model(), print, repeats={1: args.repeats, 100: max(1, args.repeats // 8)})
+    records = [{"k": row.k, "batch": row.batch, "union": row.union} | asdict(row.latency) for row in rows]
+    for statistic in ("median", "least"):
+        print(verdict(records, statistic))
+    if args.out:
+        text = json.dumps(provenance() | {"load_average": load, "records": records}, indent=1)
+        Path(args.out).write_text(text + "\n")
+
+
+def verdict(records: list[dict[str, Any]], statistic: str) -> str:
+    batch, k, target = TARGET
+    ms = {record["k"]: record[statistic] for record in records if record["batch"] == batch}
+    times = ms[EXPERTS] / ms[k]
+    met = "met   " if times >= target else "MISSED"
+    return f"{met} {k} of {EXPERTS} experts, batch {batch}, {statistic}: {times:.2f}x, target {target}x"
+
+
+def provenance() -> dict[str, Any]:
+    git = ["git", "-C", str(ROOT)]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "hardware": f"{(names or [platform.processor()])[0]}, 1 thread",
+        "versions": {"torch": torch.__version__.split("+")[0]},
+        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "changed": subprocess.run([*git, "status", "--short", "moe"], capture_output=True, text=True).stdout,
+    }
+
+
+if __name__ == "__main__":
+    main()

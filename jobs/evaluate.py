@@ -1,0 +1,186 @@
+"""Evaluate trained models on any shards, as they were trained or at another operating point.
+
+  python jobs/evaluate.py quickstart/trials/soft1
+  python jobs/evaluate.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --per-class
+  python jobs/evaluate.py sweep:quickstart --set routing.experts=2
+  python jobs/evaluate.py vmoe --set routing.k=1 routing.capacity=0.3 routing.priority=max
+
+Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/POINT/acc1 and so
+on, with the table by class as an artifact.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from jobs.command import tracking
+from jobs.evaluation_flags import evaluation_parser, images_path, models_of
+from jobs.show import print_table
+from jobs.usage import command
+from moe.cost import forward_gflops_2mac
+from moe.overrides import RoutingOverrides
+from orchestrator import storage
+from orchestrator.config import UsageError
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.transforms import normalize
+from orchestrator.evaluation.grid import why_impossible
+from orchestrator.evaluation.images import device, images_of
+from orchestrator.evaluation.latency import Latency, latencies
+from orchestrator.evaluation.point import HELP, parse_point, point_key, point_name
+from orchestrator.evaluation.scores import Scores, evaluate_at
+from orchestrator.evaluation.trained import Trained
+from orchestrator.tracking import Tracking, writer
+from orchestrator.tracking.find import found_run
+
+
+def main() -> None:
+    parser = evaluation_parser(__doc__, several=True)
+    parser.add_argument(
+        "--set",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help=f"operating point: {HELP}",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="timed forward passes of a full batch (%(default)s)"
+    )
+    parser.add_argument("--per-class", action="store_true", help="print the table by class")
+    parser.add_argument("--out", help="write all figures as JSON to this file or URI")
+    args = parser.parse_args()
+    for flag in ("repeats", "batch_size"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    with command():
+        point = parse_point(args.set)
+        with tracking(args, "evaluate") as store:
+            models = possible_at(point, models_of(args, store))
+            reports = [evaluated(args, model, point, store) for model in models]
+        print_reports(reports, point)
+        if args.per_class:
+            for report in reports:
+                print_classes(report)
+        if args.out:
+            storage.write_bytes(storage.absolute(args.out), json.dumps(reports, indent=1).encode())
+            print(f"figures  {args.out}")
+
+
+def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]:
+    """Those that can run at the point; the others are named. Raises UsageError if none can."""
+    reasons = [why_impossible(model.run.model, point) for model in models]
+    refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
+    if len(refused) == len(models):
+        raise UsageError("; ".join(refused))
+    for reason in refused:
+        print(f"left out {reason}", flush=True)
+    return [model for model, why in zip(models, reasons, strict=True) if why is None]
+
+
+def evaluated(
+    args: argparse.Namespace, model: Trained, point: RoutingOverrides, store: Tracking
+) -> dict[str, Any]:
+    """Everything that is known of the model at the point, as JSON has it."""
+    path, where = images_path(args, model), device()
+    names = open_manifest(path).classes
+    vit = model.load(where)
+
+    def batches() -> Any:
+        return images_of(model.run, path=path, split=args.split, batch_size=args.batch_size, device=where)
+
+    (scores,) = evaluate_at(vit, batches(), [point])
+    (latency,) = latencies(vit, normalize(next(batches()).image), [point], repeats=args.repeats)
+    metrics = scores.metrics() | {
+        "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
+        "ms_per_image": latency.median,
+    }
+    print(f"{model.name}: {metrics['acc1']:.4f} of {scores.images()} images", flush=True)
+    report = {
+        "model": model.name,
+        "location": model.location,
+        "step": model.step,
+        "run_id": model.run_id,
+        "point": point_name(point),
+        "data": path,
+        "split": args.split,
+        "images": scores.images(),
+        "unread": scores.unread,
+        "metrics": metrics,
+        "latency": asdict(latency),
+        "classes": by_class(scores, names),
+    }
+    if model.run_id:
+        record(store, model.run_id, report, point_key(point), latency)
+    return report
+
+
+def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Column -> values, a row for every class."""
+    rows = list(zip(names, scores.classes, strict=False))
+    return {
+        "class": [name for name, _ in rows],
+        "images": [one.images for _, one in rows],
+        "acc1": [_or_none(one.recall()) for _, one in rows],
+        "acc5": [_or_none(one.hits5 / one.images if one.images else math.nan) for _, one in rows],
+        "precision": [_or_none(one.precision()) for _, one in rows],
+        "loss": [_or_none(one.loss_sum / one.images if one.images else math.nan) for _, one in rows],
+    }
+
+
+def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str, latency: Latency) -> None:
+    """In the model's run. Its place on the axis is the time of day: a later evaluation follows an earlier."""
+    run = writer(store, found_run(store, run_id))
+    data = report["data"].rstrip("/").rsplit("/", 1)[-1]
+    where = f"eval/{data}/{report['split']}/{point}"
+    finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
+    run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
+    run.write_table(f"{where}/classes.json", report["classes"])
+    run.tag(**{"eval.latency": f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"})
+
+
+def print_reports(reports: list[dict[str, Any]], point: RoutingOverrides) -> None:
+    first = reports[0]
+    timed = first["latency"]
+    table = Table(
+        title=f"{point_name(point)} on {first['data']}, {first['split']}; ms: batch {timed['batch']},"
+        f" {timed['device']}, median of {timed['repeats']}"
+    )
+    for column in ("model", "images", "acc@1", "acc@5", "prec@1", "loss", "GFLOP/image", "ms/image"):
+        table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
+    for report in reports:
+        metrics, images = report["metrics"], str(report["images"])
+        unread = f" ({report['unread']} unread)" if report["unread"] else ""
+        shares = (f"{metrics[name]:.4f}" for name in ("acc1", "acc5", "prec1", "loss"))
+        costs = (f"{metrics[name]:.4g}" for name in ("forward_gflops_2mac", "ms_per_image"))
+        table.add_row(report["model"], images + unread, *shares, *costs)
+    print_table(table)
+    unknown = [report["model"] for report in reports if not report["run_id"]]
+    if unknown:
+        print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
+
+
+def print_classes(report: dict[str, Any]) -> None:
+    table = Table(title=f"{report['model']} by class")
+    for column in report["classes"]:
+        table.add_column(column, justify="left" if column == "class" else "right")
+    for row in zip(*report["classes"].values(), strict=True):
+        table.add_row(*(_cell(value) for value in row))
+    print_table(table)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    main()

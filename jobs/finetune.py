@@ -1,0 +1,198 @@
+"""Fine-tune a trained model on other data sets, each several times, beside a linear probe of it as it is.
+
+  python jobs/finetune.py soft --data /data/flowers --image-size 16
+  python jobs/finetune.py models:/moe-frontier@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
+      --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
+
+The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the experts, capacity 1.5. The runs
+train at the same time where the cluster holds them. The same command again continues what was interrupted.
+"""
+
+import argparse
+import re
+import sys
+import time
+from math import isfinite, log2
+from statistics import fmean
+
+from rich.table import Table
+
+from jobs.command import connect, run_config, tracking
+from jobs.evaluation_flags import images_path, models_of
+from jobs.show import ended_line, print_table
+from jobs.usage import command
+from orchestrator.config import RunConfig
+from orchestrator.evaluation.fewshot import Probe, probe
+from orchestrator.evaluation.finetune import (
+    LR,
+    STEPS,
+    FineTuned,
+    failures,
+    fine_tuned,
+    finetune_run,
+    finetune_sweep,
+)
+from orchestrator.evaluation.images import device
+from orchestrator.evaluation.trained import NAMES, Trained
+from orchestrator.sweeping.agenda import Outcome
+from orchestrator.sweeping.check import check_sweep, claim_sweep
+from orchestrator.sweeping.log import TrialLog
+from orchestrator.sweeping.prices import Budget
+from orchestrator.sweeping.purse import Purse
+from orchestrator.sweeping.run import Options, SweepRun
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, track
+from orchestrator.tracking.store import shown
+from orchestrator.training.checkpoint.start import start_report
+from orchestrator.training.fit import check_data
+from orchestrator.training.nodes import check_shared
+from orchestrator.training.worker import run_directory
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.name = args.name or "finetune-" + re.sub(r"[^A-Za-z0-9_.]+", "-", args.model).strip("-")
+    if args.seeds < 1:
+        sys.exit(f"error: --seeds must be at least 1, got {args.seeds}")
+    with command():
+        connect(show_workers=False)
+        with tracking(args, args.name) as store:
+            (model,) = models_of(args, store)
+            sweep = sweep_of(args, model)
+            check_shared(sweep.base.storage)
+            check_sweep(sweep)
+            for run in sweep.runs().values():
+                check_data(run)
+            report = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
+            print(report, flush=True)
+            claim_sweep(sweep, args.mode)
+            tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+            tags |= {"seeds": str(args.seeds), "finetuned.from": model.location}
+            parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
+            parent.write_text("start.txt", str(report))
+            try:
+                with SystemMetrics(parent):
+                    failed = probe_and_train(args, sweep, model, store, parent)
+            except BaseException as error:
+                parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+                raise
+            parent.finish("FAILED" if failed else "FINISHED")
+        if failed:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
+            sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", help=NAMES)
+    made.add_argument("--data", action="append", required=True, help="shards, as for training (repeatable)")
+    made.add_argument("--image-size", type=int, help="default: that of the model")
+    made.add_argument("--seeds", type=int, default=3, help="runs of each data set (%(default)s)")
+    made.add_argument("--name", help="of the directory and the MLflow run; default: finetune-MODEL")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help=f"any field, as `jobs/train.py --help` lists them (repeatable); here train.steps={STEPS},"
+        f" train.lr={LR}, train.clip_norm=10, data.batch_size=64, model.moe.expert_dropout=0.1,"
+        " model.moe.router.capacity_factor=1.5",
+    )
+    made.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
+    made.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
+    made.add_argument(
+        "--batch-size", type=int, default=64, help="images of a forward pass of the probe (%(default)s)"
+    )
+    made.add_argument("--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier")
+    made.add_argument(
+        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
+    )
+    made.add_argument(
+        "--fresh",
+        dest="mode",
+        action="store_const",
+        const="fresh",
+        default="auto",
+        help="move what is there aside",
+    )
+    made.set_defaults(profile=None, seed=None, init_from=None)  # flags of a run that this command decides
+    return made
+
+
+def sweep_of(args: argparse.Namespace, model: Trained) -> Sweep:
+    """Raises UsageError for what the flags ask that cannot be."""
+    paths = [images_path(argparse.Namespace(**{**vars(args), "data": data}), model) for data in args.data]
+    base: RunConfig = finetune_run(model, image_size=args.image_size)
+    flags = argparse.Namespace(**{**vars(args), "data": paths[0]})
+    return finetune_sweep(run_config(flags, base), paths, seeds=args.seeds)
+
+
+def probe_and_train(
+    args: argparse.Namespace, sweep: Sweep, model: Trained, store: Tracking, parent: TrackedRun
+) -> dict[str, str]:
+    """run -> why it failed."""
+    paths = [str(changes["data.path"]) for changes in sweep.arms.values()]
+    where = device()
+    probed = probe(model.load(where), model.run, paths, batch_size=args.batch_size, device=where)
+    for name, accuracy in probed.accuracy.items():
+        print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
+    folder = run_directory(sweep.base)
+    run = SweepRun(sweep, TrialLog(sweep, store, parent), Purse(Budget(), folder), Options())
+    run.recover()
+
+    def ended(name: str, outcome: Outcome) -> None:
+        done, runs = len(run.outcomes()), len(run.agenda.standings)
+        print(f"[{done:2}/{runs}] {name:18} {ended_line(sweep, outcome)}", flush=True)
+
+    def status() -> None:
+        done, runs = len(run.outcomes()), len(run.agenda.standings)
+        print(f"        {done} of {runs} complete, {run.agenda.running()} running", flush=True)
+
+    run.work(ended, status)
+    outcomes = run.outcomes()
+    if (tuned := fine_tuned(sweep, outcomes)).accuracy:
+        print_results(sweep, model, tuned, probed)
+        log(parent, sweep, tuned, probed)
+        print(f"\nfiles    {folder}\nMLflow   {shown(store.uri)}: {sweep.base.name}, finetune.json")
+    return failures(outcomes)
+
+
+def print_results(sweep: Sweep, model: Trained, tuned: FineTuned, probed: Probe) -> None:
+    base = sweep.base
+    size, was = base.model.image_size, model.run.model.image_size
+    print(
+        f"\naccuracy after {base.train.steps} steps at {size} x {size}, mean +- 95 % interval over seeds;"
+        f" probe: ridge (L2 2^{log2(probed.strength):.0f}) on the frozen features at {was} x {was}"
+    )
+    table = Table()
+    table.add_column("data", overflow="fold")
+    for column in ("seeds", "fine-tuned", "probe", "gain"):
+        table.add_column(column, justify="right")
+    for name, seeds in tuned.accuracy.items():
+        found, frozen = tuned.of(name), probed.accuracy[name]
+        table.add_row(name, str(len(seeds)), str(found), f"{frozen:.4f}", f"{found.mean - frozen:+.4f}")
+    if len(tuned.accuracy) > 1 and (overall := tuned.overall()):
+        frozen = fmean(probed.accuracy[name] for name in tuned.accuracy)
+        table.add_section()
+        table.add_row("mean", "", str(overall), f"{frozen:.4f}", f"{overall.mean - frozen:+.4f}")
+    print_table(table)
+
+
+def log(parent: TrackedRun, sweep: Sweep, tuned: FineTuned, probed: Probe) -> None:
+    metrics = {f"probe/{name}/acc1": accuracy for name, accuracy in probed.accuracy.items()}
+    rows = []
+    for name, seeds in tuned.accuracy.items():
+        found = tuned.of(name)
+        metrics |= {f"finetune/{name}/acc1": found.mean, f"finetune/{name}/acc1_ci95": found.half}
+        rows += [(name, seed, accuracy, probed.accuracy[name]) for seed, accuracy in seeds.items()]
+    if overall := tuned.overall():
+        metrics |= {"finetune/acc1": overall.mean, "finetune/acc1_ci95": overall.half}
+    metrics |= {"probe/acc1": fmean(probed.accuracy.values())}
+    finite = {name: value for name, value in metrics.items() if isfinite(value)}
+    parent.log_at(int(time.time()), finite)
+    columns = ("data", "seed", "accuracy", "probe")
+    parent.write_table("finetune.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Operating points of many models, evaluated in parallel by Ray: a task for each model.
+
+What a task finds is on disk before it counts: the same question again, after whatever ended it, is answered
+from there. Times are taken afterwards, one model at a time on one node: they would disturb each other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+from torch import nn
+
+from moe.cost import forward_gflops_2mac
+from moe.overrides import RoutingOverrides
+from orchestrator import storage
+from orchestrator.codec import to_dict
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.stream import Split
+from orchestrator.data.transforms import normalize
+from orchestrator.evaluation.images import device, images_of
+from orchestrator.evaluation.latency import latencies
+from orchestrator.evaluation.point import point_name
+from orchestrator.evaluation.scores import evaluate_at
+from orchestrator.evaluation.trained import Trained
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Attributes:
+    path, split: of the images.
+    batch_size: images of a forward pass.
+    answers: where answers are kept: a folder or URI that all nodes see.
+    """
+
+    model: Trained
+    points: tuple[RoutingOverrides, ...]
+    path: str
+    split: Split
+    batch_size: int
+    answers: str
+
+    def key(self, weights: str) -> str:
+        """Of equal questions about equal weights and images."""
+        asked = {
+            "weights": weights,
+            "model": to_dict(self.model.run.model),
+            "points": [asdict(point) for point in self.points],
+            "data": open_manifest(self.path).digest(),
+            "eval_crop": self.model.run.data.eval_crop,
+            "split": self.split,
+            "batch_size": self.batch_size,
+        }
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def qualities(questions: list[Question]) -> Iterator[tuple[Question, list[Row]]]:
+    """Rows of each question, a point each, as they are answered: ``point``, ``val/acc1``, ``val/acc5``,
+    ``val/loss``, ``cost/forward_gflops_2mac``, and ``weights``, the SHA-256 of the model's.
+
+    Raises what a task did: UsageError for data or weights that are not whole.
+    """
+    ask: Any = _quality
+    waiting = {ask.options(num_gpus=_gpus()).remote(question): question for question in questions}
+    while waiting:
+        (done,), _ = ray.wait(list(waiting))
+        yield waiting.pop(done), _answer(done)
+
+
+def times(questions: list[Question], *, repeats: int) -> Iterator[tuple[Question, list[Row]]]:
+    """``perf/ms_per_image`` of each question's points, with ``batch`` and ``device``, one model at a time."""
+    clock: Any = _Clock.options(num_gpus=_gpus()).remote()
+    for question in questions:
+        yield question, _answer(clock.time.remote(question, repeats))
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Over the names and bytes of all tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@ray.remote(num_cpus=1)
+def _quality(question: Question) -> list[Row]:
+    model = question.model.load(device())
+    weights = weights_sha256(model)
+    file = storage.join(question.answers, f"{question.key(weights)}.json")
+    if storage.size(file) is not None:
+        return json.loads(storage.read_bytes(file))
+    scores = evaluate_at(model, _images(question), question.points)
+    assert weights_sha256(model) == weights, "evaluation changed the weights"
+    rows = [
+        {
+            "point": point_name(point),
+            **{f"val/{name}": value for name, value in one.metrics().items() if name != "prec1"},
+            "cost/forward_gflops_2mac": forward_gflops_2mac(question.model.run.model, point),
+            "weights": weights,
+        }
+        for point, one in zip(question.points, scores, strict=True)
+    ]
+    storage.write_bytes(file, json.dumps(rows).encode())
+    return rows
+
+
+@ray.remote(num_cpus=1)
+class _Clock:
+    def time(self, question: Question, repeats: int) -> list[Row]:
+        model = question.model.load(device())
+        images = normalize(next(iter(_images(question))).image)
+        found = latencies(model, images, question.points, repeats=repeats)
+        return [{"perf/ms_per_image": one.median, "batch": one.batch, "device": one.device} for one in found]
+
+
+def _images(question: Question) -> Any:
+    return images_of(
+        question.model.run,
+        path=question.path,
+        split=question.split,
+        batch_size=question.batch_size,
+        device=device(),
+    )
+
+
+def _answer(reference: Any) -> list[Row]:
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _gpus() -> int:
+    return 1 if ray.cluster_resources().get("GPU") else 0

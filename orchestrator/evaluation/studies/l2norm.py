@@ -1,0 +1,103 @@
+"""One expert of Soft MoE cannot learn the length of its input; several, as large together, can.
+
+Vectors of 10 numbers from N(0, 1), cut into tokens of 2 or 5; one Soft MoE layer whose outputs are summed;
+80 hidden units in all experts together, or the nearest number that divides; fresh batches, Adam.
+
+Source: Chung et al. 2024, "Beyond Parameter Count: Implicit Bias in Soft Mixture of Experts", theorem 1 and
+appendix B, figure 4. Sizes and rates are ours: the paper's text lacks them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moe.experts import Experts
+from moe.init import init_weights
+from moe.routers.soft import SoftConfig, SoftRouter
+from orchestrator.evaluation.studies.found import Curve, Found, Panel, Say, band
+
+TOKENISED = ((5, 2), (2, 5))  # tokens, numbers in each
+EXPERTS = tuple(range(1, 11))
+TOTAL_HIDDEN, BATCH, STEPS, RATE, TESTED = 80, 256, 3000, 1e-3, 10_000
+VARIANCE = 0.49  # of the length of 10 normal numbers: the error of always saying the mean
+
+
+class NormNet(nn.Module):
+    def __init__(self, num_experts: int, width: int, *, seed: int) -> None:
+        super().__init__()
+        self.router = SoftRouter(SoftConfig(normalize="none"), dim=width, num_experts=num_experts)
+        hidden = round(TOTAL_HIDDEN / num_experts)
+        self.experts = Experts(num_experts, width, hidden, activation="relu")
+        init_weights(self, seed)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """(B,), what it takes for the length of each input."""
+        routing = self.router(x_BSD, torch.ones(x_BSD.shape[:2]))
+        return routing.combine(self.experts(routing.dispatch(x_BSD))).sum((1, 2))
+
+
+def norm_error(num_experts: int, tokens: int, width: int, *, seed: int, steps: int) -> float:
+    """Mean squared error on inputs that it has not seen."""
+    net = NormNet(num_experts, width, seed=seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=RATE, fused=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def squared_error(count: int) -> Tensor:
+        x_BSD = torch.randn(count, tokens, width, generator=generator)
+        return (net(x_BSD) - torch.linalg.vector_norm(x_BSD, dim=(1, 2))).square().mean()
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        squared_error(BATCH).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return squared_error(TESTED).item()
+
+
+def l2norm(seeds: int, say: Say) -> Found:
+    """Implicit Bias in Soft MoE, figure 4."""
+    curves: list[Curve] = []
+    for tokens, width in TOKENISED:
+        samples = []
+        for seed in range(seeds):
+            samples.append([norm_error(n, tokens, width, seed=seed, steps=STEPS) for n in EXPERTS])
+            say(f"{tokens} tokens of {width}, seed {seed}: " + " ".join(f"{e:.3f}" for e in samples[-1]))
+        curves.append(band(f"{tokens} tokens of {width}", EXPERTS, samples))
+    return found(curves, seeds)
+
+
+def found(curves: Sequence[Curve], seeds: int) -> Found:
+    ratios = [curve.y[0] / max(curve.y[4:]) for curve in curves]
+    return Found(
+        title=f"Learning the length of a vector, {TOTAL_HIDDEN} hidden units in all ({seeds} seeds)",
+        table={
+            "experts": EXPERTS,
+            "hidden units each": [round(TOTAL_HIDDEN / n) for n in EXPERTS],
+            **{f"MSE, {curve.label}": curve.y for curve in curves},
+        },
+        panels=[
+            Panel(
+                curves=[
+                    *curves,
+                    Curve(
+                        label="the mean, for any input",
+                        x=[EXPERTS[0], EXPERTS[-1]],
+                        y=[VARIANCE] * 2,
+                        reference=True,
+                    ),
+                ],
+                x_title="Experts",
+                y_title="Mean squared error",
+                log_y=True,
+                x_ticks=EXPERTS,
+            )
+        ],
+        figures={
+            f"one_over_five_or_more/{t}x{w}": ratio for (t, w), ratio in zip(TOKENISED, ratios, strict=True)
+        },
+        notes=[
+            "one expert's error over the worst of five or more: "
+            + ", ".join(f"{ratio:.1f} ({curve.label})" for ratio, curve in zip(ratios, curves, strict=True))
+        ],
+    )

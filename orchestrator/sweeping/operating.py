@@ -1,0 +1,88 @@
+"""Operating points of a sweep's models: a table of its MLflow run, and points of its frontier."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from orchestrator.frontier.points import Frontier, Point, is_complete
+from orchestrator.tracking import Found
+
+TABLE = "operating_points.json"  # artifact of the sweep's run; the tag of that name says how many it has
+TAG = "operating_points"
+PICTURE = "operating.png"
+AS_TRAINED = "as trained"
+QUALITY = "val/acc1"
+COSTS = ("cost/forward_gflops_2mac", "perf/ms_per_image")
+COLUMNS = ("run", "point", QUALITY, "val/acc5", "val/loss", *COSTS, "batch", "device")
+DETAILS = {"val/acc5": "accuracy @5", "val/loss": "loss", "batch": "timed batch", "device": "timed on"}
+
+Row = Mapping[str, Any]
+
+
+def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in COLUMNS}
+
+
+def read_operating(sweep: Found) -> list[Row]:
+    """Those of `jobs/operating_points.py`; none if it did not look at the sweep."""
+    if TAG not in sweep.tags:
+        return []
+    found = json.loads(sweep.read_text(TABLE))
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+
+def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
+    """The frontier with its operating points. The time of a model as trained is then the one that was taken
+    beside theirs; without one it is unknown, for the time of a training's validation compares to none.
+
+    A point is the mean over the seeds of an arm, and is left out where one of them has it not. There are none
+    where quality is another metric.
+    """
+    if frontier.quality_name != QUALITY or not rows:
+        return frontier
+    by_run: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_run.setdefault(row["run"], {})[row["point"]] = row
+    points, operating = [], []
+    for point in map(_untimed, frontier.points):
+        seeds = [by_run.get(run_id, {}) for run_id in (point.run_id, *(other for other, _ in point.runs))]
+        for name in seeds[0] if is_complete(point) else ():
+            if not all(name in seed for seed in seeds):
+                continue
+            same = [seed[name] for seed in seeds]
+            costs = {cost: _mean(same, cost) for cost in COSTS}
+            if name == AS_TRAINED:
+                point = replace(point, costs={**point.costs, **costs})
+            else:
+                operating.append(_operating(point, name, same, costs))
+        points.append(point)
+    rest = tuple(map(_untimed, frontier.rest))
+    return replace(frontier, points=tuple(points), rest=rest, operating=tuple(operating))
+
+
+def _untimed(point: Point) -> Point:
+    return replace(point, costs={**point.costs, COSTS[1]: math.nan})
+
+
+def _operating(trained: Point, name: str, same: Sequence[Row], costs: Mapping[str, float]) -> Point:
+    shown = [(label, same[0][column]) for column, label in DETAILS.items() if same[0].get(column) is not None]
+    return replace(
+        trained,
+        arm=f"{trained.arm}: {name}",
+        cost=math.nan,
+        costs=costs,
+        quality=_mean(same, QUALITY),
+        qualities=(),
+        details=dict(shown),
+        settings={**trained.settings, "operating point": name},
+        spent=0.0,
+        ended=math.nan,
+    )
+
+
+def _mean(rows: Sequence[Row], column: str) -> float:
+    values = [row[column] for row in rows]
+    return math.nan if None in values else fmean(values)

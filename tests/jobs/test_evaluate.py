@@ -1,0 +1,212 @@
+"""`jobs/evaluate.py` and `jobs/operating_points.py` as a user runs them, on a sweep that is trained."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from mlflow import MlflowClient
+
+from jobs import evaluate, operating_points
+from moe.cost import forward_gflops_2mac
+from moe.overrides import RoutingOverrides
+from orchestrator.evaluation import parallel
+from orchestrator.sweeping.report import read_frontier
+from orchestrator.tracking import Found, children, find_sweep, open_reader
+
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def home(trained_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return trained_home
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """``call(main, "tiny/trials/soft")``: what it exits with, and what it prints."""
+
+    def run_here(main: Callable[[], None], *args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["job", *args])
+        stopped = ""
+        try:
+            main()
+        except SystemExit as stop:
+            stopped = str(stop.code or "")
+        return stopped, capsys.readouterr().out
+
+    return run_here
+
+
+def trial(home: Path, arm: str) -> Found:
+    reader = open_reader(f"sqlite:///{home}/mlflow.db")
+    return next(run for run in children(reader, find_sweep(reader, "tiny").run_id) if run.tags["arm"] == arm)
+
+
+def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: Path):
+    out = tmp_path / "figures.json"
+    stopped, printed = call(evaluate.main, "sweep:tiny", "--per-class", "--repeats", "1", "--out", str(out))
+    assert stopped == ""
+    assert "soft by class" in printed
+    reports = json.loads(out.read_text())
+    assert [report["model"] for report in reports] == ["dense", "token", "soft"]
+    for report in reports:
+        run = trial(home, report["model"])
+        assert report["run_id"] == run.run_id
+        assert report["metrics"]["acc1"] == run.metrics["val/acc1"]
+        assert report["metrics"]["loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-5)
+        assert run.metrics["eval/shards/val/as_trained/acc1"] == run.metrics["val/acc1"]
+        assert run.metrics["eval/shards/val/as_trained/ms_per_image"] > 0
+        classes = report["classes"]
+        hits = sum(n * acc for n, acc in zip(classes["images"], classes["acc1"], strict=True))
+        assert hits / 367 == pytest.approx(report["metrics"]["acc1"])
+        table = json.loads(run.read_text("eval/shards/val/as_trained/classes.json"))
+        assert table["columns"] == ["class", "images", "acc1", "acc5", "precision", "loss"]
+        assert [row[0] for row in table["data"]] == [str(digit) for digit in range(10)]
+
+
+def test_an_operating_point_has_its_own_key_and_its_own_cost(home: Path, call: Call):
+    settings = ("routing.k=1", "routing.capacity=0.5", "routing.priority=max")
+    stopped, printed = call(evaluate.main, "tiny/trials/token", "--repeats", "1", "--set", *settings)
+    assert stopped == ""
+    assert "k=1 capacity=0.5 priority=max on" in printed
+    run = trial(home, "token")
+    point = RoutingOverrides(k=1, capacity_factor=0.5, priority="max")
+    found = run.metrics["eval/shards/val/k-1_capacity-0.5_priority-max/forward_gflops_2mac"]
+    assert found == forward_gflops_2mac(run.config().model, point)
+    assert found < forward_gflops_2mac(run.config().model)
+
+
+def test_a_second_look_is_recorded_too(home: Path, call: Call, monkeypatch: pytest.MonkeyPatch):
+    """Its place is the time of day, which goes on."""
+    for now in (2_000_000_000, 2_000_000_060):
+        monkeypatch.setattr(evaluate.time, "time", lambda now=now: now)
+        assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1")[0] == ""
+    history = trial(home, "dense").history("eval/shards/val/as_trained/ms_per_image")
+    assert [place for place, _ in history][-2:] == [2_000_000_000, 2_000_000_060]
+
+
+def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Path):
+    shutil.copy(home / "soft.safetensors", tmp_path / "soft.safetensors")
+    uri = f"sqlite:///{tmp_path}/other.db"
+    stopped, printed = call(
+        evaluate.main, str(tmp_path / "soft.safetensors"), "--repeats", "1", "--tracking-uri", uri
+    )
+    assert stopped == ""
+    assert "not recorded, for MLflow here does not know what trained them: tiny/trials/soft" in printed
+
+
+@pytest.mark.parametrize("main", [evaluate.main, operating_points.main], ids=["evaluate", "operating_points"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing"], "error: no trained model 'nothing'"),
+        (["sweep:tiny", "--data", "/nowhere"], "/nowhere"),
+        (["tiny/trials/dense", "--batch-size", "0"], "2"),
+    ],
+)
+def test_bad_input_is_one_line(
+    main: Callable[[], None], args: list[str], message: str, home: Path, call: Call
+):
+    assert message in call(main, *args)[0]
+
+
+@pytest.mark.parametrize(
+    ("main", "args", "message"),
+    [
+        (
+            evaluate.main,
+            ["tiny/trials/soft", "--set", "routing.k=1"],
+            "soft: a router of kind 'soft' has no k",
+        ),
+        (evaluate.main, ["tiny/trials/token", "--set", "routing.k=9"], "token: k=9 exceeds num_experts=8"),
+        (evaluate.main, ["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k=1"),
+        (operating_points.main, ["tiny/trials/soft", "--grid", "routing.k=1,2"], "none of these models has"),
+    ],
+)
+def test_points_that_a_model_has_not(main, args: list[str], message: str, home: Path, call: Call):
+    assert message in call(main, *args)[0]
+
+
+def test_of_several_models_those_without_the_setting_are_left_out(home: Path, call: Call):
+    stopped, printed = call(evaluate.main, "sweep:tiny", "--repeats", "1", "--set", "routing.experts=2")
+    assert stopped == ""
+    assert "left out dense: a dense model has no routing to override" in printed
+    assert "eval/shards/val/experts-2/acc1" in trial(home, "soft").metrics
+    assert "eval/shards/val/experts-2/acc1" not in trial(home, "dense").metrics
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Any:
+    """For all jobs here: each would start its own."""
+    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_operating_points_of_a_sweep(
+    one_ray: None, home: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Nine settings of the token router, none of the others; the page shows them and what they add. The same
+    question again is answered from the disk.
+    """
+    monkeypatch.setattr(operating_points, "connect", lambda **_: None)
+    before = {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
+    arguments = ["sweep:tiny", "--repeats", "1", "--grid", "routing.k=1,2,3", "routing.capacity=0.5,1,1.5"]
+    stopped, printed = call(operating_points.main, *arguments)
+    assert stopped == ""
+    assert "12 operating points of 3 models" in printed
+    assert "hypervolume of MoE models alone, without and with operating points" in printed
+    assert before == {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
+
+    frontier = read_frontier(open_reader(f"sqlite:///{home}/mlflow.db"), "tiny")
+    assert len(frontier.operating) == 9
+    assert all(point.arm.startswith("token: k=") for point in frontier.operating)
+    known = {point.arm: point for point in frontier.operating}
+    cheap, dear = known["token: k=1 capacity=0.5"], known["token: k=3 capacity=1.5"]
+    assert cheap.costs["cost/forward_gflops_2mac"] < dear.costs["cost/forward_gflops_2mac"]
+    token = next(point for point in frontier.points if point.arm == "token")
+    assert token.quality == trial(home, "token").metrics["val/acc1"]
+    page = (home / "tiny/frontier.html").read_text()
+    assert "<h2>Operating points</h2>" in page
+    assert (home / "tiny/operating.png").stat().st_size > 10_000
+    sweep = find_sweep(open_reader(f"sqlite:///{home}/mlflow.db"), "tiny")
+    assert sweep.tags["operating_points"] == "12"
+    names = {item.path for item in MlflowClient(f"sqlite:///{home}/mlflow.db").list_artifacts(sweep.run_id)}
+    assert {"operating_points.json", "operating.png"} <= names
+
+    answers = {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
+    assert len(answers) == 3
+    assert call(operating_points.main, *arguments, "--out", str(tmp_path))[0] == ""
+    assert answers == {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
+    assert (tmp_path / "frontier.html").exists()
+
+
+@pytest.mark.slow
+def test_operating_points_of_any_models(
+    one_ray: None, home: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Exported files, which have no sweep: a page of their own, with forward GFLOPs as cost."""
+    monkeypatch.setattr(operating_points, "connect", lambda **_: None)
+    models = [str(home / f"{arm}.safetensors") for arm in ("soft", "dense")]
+    stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path))
+    assert stopped == ""
+    assert "6 operating points of 2 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
+    assert "Forward GFLOPs per image" in (tmp_path / "frontier.html").read_text()
+
+
+def test_a_digest_sees_every_bit():
+    model = torch.nn.Linear(2, 2)
+    before = parallel.weights_sha256(model)
+    assert parallel.weights_sha256(model) == before
+    with torch.no_grad():
+        model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
+    assert parallel.weights_sha256(model) != before

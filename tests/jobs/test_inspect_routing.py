@@ -1,0 +1,118 @@
+"""`jobs/inspect_routing.py` as a user runs it, for every router."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs import inspect_routing, train
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.training.fit import fit
+
+SMALL = {
+    "model.width": 16,
+    "model.heads": 2,
+    "model.mlp_dim": 16,
+    "model.depth": 2,
+    "model.moe.layers": "last_2",
+    "model.moe.num_experts": 4,
+    "train.steps": 2,
+}
+OTHERS = {
+    "expert_choice": {
+        "model.moe.router.kind": "expert_choice",
+        "model.moe.images_per_group": 2,
+        "model.pooling": "token",
+    },
+    "soft": {"model.moe.router.kind": "soft", "model.moe.router.slots_per_expert": 2},
+    "mixture": {"model.moe.router.kind": "mixture"},
+}
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def home(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A storage with a run of each router; MLflow knows `token_choice` alone."""
+    home = tmp_path_factory.mktemp("home")
+    for name, changes in {**OTHERS, "dense": {"model.moe": None}}.items():
+        small = {field: value for field, value in SMALL.items() if name != "dense" or "moe" not in field}
+        place = {"name": name, "data.path": digits, "storage": str(home)}
+        fit(override(RunConfig(), {**small, **changes, **place}), lambda step, metrics: None, inline=True)
+    sets = [word for field, value in SMALL.items() for word in ("--set", f"{field}={value}")]
+    with pytest.MonkeyPatch.context() as patch:
+        args = ["train", "--name", "token_choice", "--data", digits, "--storage", str(home), *sets]
+        patch.setattr(sys, "argv", args)
+        train.main()
+    return home
+
+
+@pytest.fixture
+def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """``call("soft", "--images", "9")``: what it exits with, and what it prints."""
+
+    def run_here(*args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["inspect_routing", *args, "--storage", str(home)])
+        stopped = ""
+        try:
+            inspect_routing.main()
+        except SystemExit as stop:
+            stopped = str(stop.code or "")
+        return stopped, capsys.readouterr().out
+
+    return run_here
+
+
+@pytest.mark.parametrize("router", ["token_choice", *OTHERS])
+def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> None:
+    """A row per block, a page with all pictures, tables that are whole; in MLflow, too, where it is known."""
+    args = ("--images", "70", "--examples", "2", "--capacities", "0.5,0.001", "--out", str(tmp_path))
+    stopped, printed = call(router, *args)
+    assert not stopped
+    assert "70 images" in printed
+    assert ("not drawn: capacity 0.001" in printed) == (router in ("token_choice", "expert_choice"))
+    found = {file.name for file in tmp_path.iterdir()}
+    pictures = {name for name in found if name.endswith(".png")}
+    assert {"overview.png", "classes.png", "positions.png", "histograms.png"} <= pictures
+    assert ("discarded_00.png" in pictures) == (router in ("token_choice", "expert_choice"))
+    assert ("combine_01.png" in pictures) == ("slots.png" in pictures) == (router == "soft")
+    assert ("flips.png" in pictures) == (router != "mixture")
+    html = (tmp_path / "routing.html").read_text()
+    assert html.count("data:image/png;base64,") == len(pictures)
+    layers = json.loads((tmp_path / "layers.json").read_text())
+    assert layers["block"] == [0, 1]
+    logged = {file.name for file in (home / "mlartifacts").rglob("routing/*")}
+    if router == "token_choice":
+        assert logged == found
+    else:
+        assert "MLflow knows no run" in printed
+
+
+def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:
+    few = ("--split", "train", "--images", "9", "--examples", "2")
+    stopped, printed = call("soft", "--layers", "1", *few, "--out", str(tmp_path))
+    assert not stopped
+    assert "9 images" in printed
+    assert json.loads((tmp_path / "layers.json").read_text())["block"] == [1]
+    assert not (tmp_path / "dispatch_00.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("dense",), "no routers to look into"),
+        (("soft", "--layers", "0,7,1.5"), "7, 1.5: no MoE blocks; those of soft are (0, 1)"),
+        (("soft", "--layers", "last"), "--layers last"),
+        (("token_choice", "--capacities", "much"), "--capacities much"),
+        (("soft", "--images", "0"), "--images 0: must be at least 1"),
+        (("nobody",), "nobody"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_mistakes_are_one_line(call: Call, args: tuple[str, ...], says: str) -> None:
+    stopped, _ = call(*args)
+    assert stopped.startswith("error: ")
+    assert says in stopped
+    assert "\n" not in stopped

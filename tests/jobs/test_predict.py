@@ -1,0 +1,210 @@
+"""`jobs/predict.py` as a user runs it: killed and started again, every image once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from moto.server import ThreadedMotoServer
+
+from jobs import predict
+from moe.overrides import RoutingOverrides
+from orchestrator import storage
+from orchestrator.prediction.inputs import open_inputs
+from orchestrator.prediction.plan import Plan, digest_of, settle
+from orchestrator.prediction.predictor import Predictor, Settings
+from tests.conftest import png
+from tests.orchestrator.buckets import connect_anew
+from tests.orchestrator.prediction.models import exported
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(home: Path, *args: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "jobs/predict.py", *args],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "MOE_FRONTIER_HOME": str(home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(job: subprocess.Popen[str]) -> str:
+    """What it printed. The last lines of its log are in the error if it failed."""
+    out, log = job.communicate(timeout=300)
+    assert job.returncode == 0, log[-3000:]
+    return out + log
+
+
+def kill_with_its_ray(driver: subprocess.Popen[str]) -> None:
+    family = [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]
+    for process in family:
+        process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(family, timeout=30)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """``call("model", "--images", ..)`` in this process: what it exits with, and what it prints."""
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+
+    def run_here(*args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["predict", *args])
+        stopped = ""
+        try:
+            predict.main()
+        except SystemExit as stop:
+            stopped = str(stop.code or "")
+        return stopped, capsys.readouterr().out
+
+    return run_here
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[str]:
+    """A bucket that other processes find by the environment."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    connect_anew()
+    storage._s3().create_bucket(Bucket="team")
+    yield "s3://team"
+    connect_anew()
+    server.stop()
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_and_run_again(tmp_path):
+    """10,000 images, two of them broken; SIGKILL for the driver and all of its Ray."""
+    images, out = tmp_path / "images", tmp_path / "out"
+    encoded = [png(np.random.default_rng(n).integers(0, 256, (8, 8))) for n in range(50)]
+    for n in range(10_000):
+        if n % 1000 == 0:
+            (images / f"{n // 1000}").mkdir(parents=True)
+        (images / f"{n // 1000}/{n:05d}.png").write_bytes(encoded[n % 50])
+    broken = {"0/00007.png", "9/09999.png"}
+    for name in broken:
+        (images / name).write_bytes(encoded[0][:30])
+    model = exported(tmp_path / "model.safetensors").location
+    command = (model, "--images", str(images), "--out", str(out), "--batch-size", "16")
+
+    job = start(tmp_path / "home", *command)
+    give_up = time.monotonic() + 200
+    while len(list(out.glob("*.parquet"))) < 10:
+        assert job.poll() is None, job.communicate()[1][-3000:]
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    kill_with_its_ray(job)
+    before = {file.name: file.stat().st_mtime_ns for file in out.glob("*.parquet")}
+    assert 10 <= len(before) < 157  # parts of 64
+
+    said = finished(start(tmp_path / "home", *command))
+    after = {file.name: file.stat().st_mtime_ns for file in out.glob("*.parquet")}
+    assert len(after) == 157
+    assert after.items() >= before.items()
+    assert f"{10_000 - 64 * len(before):,} of 10,000 images are to be looked at" in said
+    assert sorted(set(os.listdir(out)) - set(after)) == ["_plan.json"]
+
+    table = pq.read_table(out)  # as a user would: without naming the files
+    keys = table["key"].to_pylist()
+    assert len(keys) == len(set(keys)) == 10_000
+    assert {key for key, error in zip(keys, table["error"].to_pylist(), strict=True) if error} == broken
+    by_key = dict(zip(keys, table["top5_prob"].to_pylist(), strict=True))
+    assert by_key["1/01000.png"] == by_key["8/08000.png"]  # the same image
+
+
+@pytest.mark.slow
+def test_model_shards_and_results_on_s3(server, tmp_path, pack_greys, monkeypatch):
+    """The workers of Ray have the endpoint from the environment."""
+    path, _ = pack_greys(train=150, val=30, rows_per_shard=40)
+    for name in storage.files(path):
+        storage.write_bytes(f"{server}/shards/{name}", storage.read_bytes(f"{path}/{name}"))
+    exported(tmp_path / "model.safetensors")
+    model = f"{server}/model.safetensors"
+    storage.write_bytes(model, (tmp_path / "model.safetensors").read_bytes())
+    said = finished(
+        start(
+            tmp_path / "home", model, "--images", f"{server}/shards", "--out", f"{server}/said", "--workers=1"
+        )
+    )
+    assert f"180 images in 4 files: {server}/said" in said  # 64 + 64 + 22 and 30
+    names = [name for name in storage.names(f"{server}/said") if name.endswith(".parquet")]
+    tables = [pq.read_table(storage.open_to_read(f"{server}/said/{name}")) for name in names]
+    keys = [key for table in tables for key in table["key"].to_pylist()]
+    assert keys == [f"grey-{n}" for n in range(180)]
+
+
+def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, call):
+    path, _ = pack_greys(train=6)
+    model = exported(tmp_path / "model.safetensors")
+    flags = (model.location, "--images", path, "--split", "val", "--out", f"{tmp_path}/out")
+    inputs = open_inputs(path, "val", cache_bytes=10**9)
+    plan = Plan(
+        model=model.location,
+        model_sha256=digest_of(model.location),
+        images=inputs.location,
+        images_sha256=inputs.sha256,
+        count=3,
+        split="val",
+        routing={},
+        group=1,
+        part=64,
+        classes=None,
+    )
+    settle(f"{tmp_path}/out", plan, fresh=False)
+    settings = Settings(
+        model=model,
+        point=RoutingOverrides(),
+        out=f"{tmp_path}/out",
+        batch_size=64,
+        threads=1,
+        classes=None,
+    )
+    (part,) = inputs.parts(64)
+    Predictor(settings).do(0, part)
+    stopped, out = call(*flags)
+    assert (stopped, out.splitlines()[0]) == ("", f"3 images in 1 files: {tmp_path}/out")
+    assert pq.read_table(tmp_path / "out")["key"].to_pylist() == ["grey-6", "grey-7", "grey-8"]
+
+    other = exported(tmp_path / "other.safetensors", seed=1)
+    stopped, _ = call(other.location, *flags[1:])
+    assert stopped == (
+        f"error: {tmp_path}/out holds 1 files of predictions of another model ({model.location}; now"
+        f" {other.location}): choose another --out, or use --fresh to begin again"
+    )
+
+
+def test_what_is_refused(tmp_path, pack_greys, call):
+    path, _ = pack_greys(train=6)
+    changes = {"model.moe.router.kind": "soft", "model.moe.images_per_group": 4}
+    model = exported(tmp_path / "model.safetensors", changes).location
+    flags = ("--images", path, "--out", f"{tmp_path}/out")
+    for args, message in [
+        (("nothing", *flags), "error: no trained model 'nothing'"),
+        ((model, *flags, "--batch-size", "6"), "error: --batch-size 6 must be a multiple of 4, the routing"),
+        ((model, *flags, "--batch-size", "0"), "error: --batch-size 0 must be a multiple of 4"),
+        ((model, *flags, "--set", "routing.magic=1"), "error: --set 'routing.magic=1': an operating point"),
+        ((model, *flags, "--workers", "0"), "2"),
+    ]:
+        stopped, out = call(*args)
+        assert stopped.startswith(message)
+        assert out == ""
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,79 @@
+"""`jobs/study.py` as a user runs it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from jobs import study
+from orchestrator.evaluation.studies import l2norm
+from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[str, str]]:
+    """``call("l2norm", "--seeds", "2")``: what it exits with, empty for success, and what it prints."""
+    monkeypatch.setattr(l2norm, "STEPS", 20)
+
+    def run_here(*args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["study", *args, "--storage", str(tmp_path / "home")])
+        error = ""
+        try:
+            study.main()
+        except SystemExit as stop:
+            error = str(stop.code or "")
+        return error, capsys.readouterr().out
+
+    return run_here
+
+
+def test_a_study_prints_its_table_and_leaves_it_in_mlflow(call, tmp_path):
+    error, out = call("l2norm", "--seeds", "1", "--out", str(tmp_path / "out"))
+    assert error == ""
+    assert "5 tokens of 2, seed 0: " in out
+    assert "MSE, 2 tokens of 5" in out
+    assert out.index("hidden units each") < out.index(
+        f"{tmp_path}/out/l2norm.png and .json; MLflow run l2norm-"
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["l2norm.json", "l2norm.png"]
+    written = json.loads((tmp_path / "out" / "l2norm.json").read_text())["table"]
+    assert written["experts"] == list(range(1, 11))
+
+    store = f"sqlite:///{tmp_path}/home/mlflow.db"
+    (run,) = find_runs(open_reader(store), EXPERIMENT, "")
+    assert run.status == "FINISHED"
+    assert {name: run.tags[name] for name in ("role", "study", "seeds")} == {
+        "role": "study",
+        "study": "l2norm",
+        "seeds": "1",
+    }
+    ratio = written["MSE, 5 tokens of 2"][0] / max(written["MSE, 5 tokens of 2"][4:])
+    assert run.metrics["study/one_over_five_or_more/5x2"] == pytest.approx(ratio)
+    artifacts = {item.path for item in MlflowClient(store).list_artifacts(run.run_id)}
+    assert artifacts == {"l2norm.png", "table.json"}
+
+    again = call("l2norm", "--seeds", "1", "--out", str(tmp_path / "again"))
+    assert again[0] == ""
+    assert json.loads((tmp_path / "again" / "l2norm.json").read_text())["table"] == written, "seeds decide"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("k", "--seeds", "0"), "error: --seeds 0 must be at least 1"),
+        (("k", "--stop-at", "0.9"), "error: --stop-at is of the study specialisation, not of k"),
+        (("specialisation", "--stop-at", "95"), "error: --stop-at 95.0 must lie between 0 and 1"),
+    ],
+)
+def test_flags_that_do_not_fit(call, tmp_path, args, message):
+    assert call(*args) == (message, "")
+    assert not (tmp_path / "home").exists()
+
+
+def test_help_says_what_each_study_stands_for(call):
+    assert "capacity           batch prioritized routing against vanilla" in call("--help")[1]

@@ -1,0 +1,117 @@
+"""Many operating points in one pass: what each alone says, and no more work than they need."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.layer import MoEConfig
+from moe.operating import forward_at
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.presets import PRESETS
+from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.vit import ViT
+
+EVERYWHERE = (
+    AS_TRAINED,
+    RoutingOverrides(experts=2),
+    RoutingOverrides(experts=(0, 3)),
+    RoutingOverrides(random_blocks=(3,)),
+)
+CAPACITIES = (RoutingOverrides(capacity_factor=0.5), RoutingOverrides(capacity_factor=2.0))
+POINTS = {
+    TokenChoiceConfig(k=2): (
+        *EVERYWHERE,
+        *CAPACITIES,
+        RoutingOverrides(k=1, capacity_factor=0.3, priority="max"),
+    ),
+    ExpertChoiceConfig(): (*EVERYWHERE, *CAPACITIES),
+    SoftConfig(): EVERYWHERE,
+    MixtureConfig(): EVERYWHERE,
+}
+
+
+def build(router: RouterConfig | None, **moe: int) -> ViT:
+    """Four blocks, experts in 1 and 3; the head is not at its zero start."""
+    config = MoEConfig(num_experts=4, router=router, **moe) if router else None
+    model = ViT(replace(PRESETS["debug"], depth=4, moe=config))
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    return model.eval()
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("router", POINTS, ids=lambda router: router.kind)
+@pytest.mark.parametrize("images_per_group", [1, 3])
+def test_every_point_says_what_it_says_alone(router: RouterConfig, images_per_group: int):
+    """Seven images do not fill groups of three; one is padding."""
+    model, points = build(router, images_per_group=images_per_group), POINTS[router]
+    x, valid = images(7), torch.tensor([1.0, 1, 1, 0, 1, 1, 1])
+    together = forward_at(model, x, valid, points)
+    with torch.no_grad():
+        for point, logits in zip(points, together, strict=True):
+            assert torch.equal(logits, model(x, valid, routing_overrides=point).logits), point
+    different = {tuple(logits.flatten().tolist()) for logits in together}
+    assert len(different) == len(points)
+
+
+def count_rows(model: ViT) -> dict[str, int]:
+    """Calls of each module's forward, counted from now on."""
+    calls = dict.fromkeys(("embed", *(f"attention{i}" for i in range(4))), 0)
+
+    def counted(name: str):
+        def hook(*_: object) -> None:
+            calls[name] += 1
+
+        return hook
+
+    model.embed.register_forward_hook(counted("embed"))
+    for i, block in enumerate(model.blocks):
+        block.attention.register_forward_hook(counted(f"attention{i}"))
+    return calls
+
+
+def test_what_points_share_is_computed_once():
+    """Three points differ from the first MoE block (1) on, the random router of block 3 only there: until
+    then it is the model as trained. So blocks 0 and 1 attend once, 2 and 3 once for each of three branches.
+    """
+    model = build(TokenChoiceConfig(k=2, capacity_factor=1.0))
+    calls = count_rows(model)
+    points = [
+        AS_TRAINED,
+        RoutingOverrides(k=1),
+        RoutingOverrides(capacity_factor=0.5),
+        RoutingOverrides(random_blocks=(3,)),
+        RoutingOverrides(k=2, capacity_factor=1.0),  # as trained, in other words
+    ]
+    logits = forward_at(model, images(2), None, points)
+    assert calls == {"embed": 1, "attention0": 1, "attention1": 1, "attention2": 3, "attention3": 3}
+    assert logits[4] is logits[0]
+
+
+def test_a_dense_model_has_one_point():
+    model = build(None)
+    (logits,) = forward_at(model, images(2), None, [AS_TRAINED])
+    assert torch.equal(logits, model(images(2)).logits)
+    with pytest.raises(ValueError, match="a dense model has no routing"):
+        forward_at(model, images(2), None, [RoutingOverrides(experts=1)])
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        (RoutingOverrides(random_blocks=(2,)), r"random_blocks=\[2\] are no MoE blocks"),
+        (RoutingOverrides(k=9), "k=9 exceeds num_experts=4"),
+        (RoutingOverrides(experts=5), "experts=5 must lie in 1 .. 4"),
+    ],
+)
+def test_what_is_no_point_of_the_model(point: RoutingOverrides, message: str):
+    with pytest.raises(ValueError, match=message):
+        forward_at(build(TokenChoiceConfig()), images(2), None, [AS_TRAINED, point])
+
+
+def test_no_points_no_answers():
+    assert forward_at(build(SoftConfig()), images(1), None, []) == []

@@ -1,0 +1,124 @@
+"""A soup is the mean of its models, and refuses models that are none of a kind."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe.load import load
+from moe.vit import ViT
+from orchestrator.codec import override, to_dict
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.evaluation.soup import write_soup
+from orchestrator.evaluation.trained import Trained, read_trained
+from orchestrator.training.checkpoint import single_file
+
+RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16})
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """``trained(seed, **changes)``: a model of random weights in an exported file."""
+
+    def make(seed: int, **changes) -> Trained:
+        run = replace(override(RUN, changes), name=f"seed{seed}")
+        model = ViT(run.model, seed=seed)
+        torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
+        path = str(tmp_path / f"seed{seed}.safetensors")
+        metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
+        single_file.write(path, model.state_dict(), metadata)
+        return read_trained(path)
+
+    return make
+
+
+def weights(model: Trained) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.load().state_dict().items()}
+
+
+def soup(tmp_path, *models: Trained) -> dict[str, torch.Tensor]:
+    write_soup(models, f"{tmp_path}/soup.safetensors", force=True)
+    return weights(read_trained(f"{tmp_path}/soup.safetensors"))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """-0.0 equals 0.0, their bits do not."""
+    return tensor.view(torch.int32)
+
+
+def test_of_one_it_is_that_model_bit_for_bit(trained, tmp_path):
+    one = trained(0)
+    tensors = weights(one)
+    tensors["head.bias"][:3] = torch.tensor([-0.0, 1e-45, 3.4e38])  # sign of zero, subnormal, nearly infinite
+    single_file.write(one.location, tensors, single_file.read_header(one.location).metadata)
+    found = soup(tmp_path, one)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(bits(found[name]), bits(tensors[name])) for name in tensors)
+
+
+def test_of_two_it_is_their_mean(trained, tmp_path):
+    """(a + b) / 2 in float64 is exact for such numbers, so there is one rounding: numpy's is the same."""
+    one, two = trained(0), trained(1)
+    a, b, found = weights(one), weights(two), soup(tmp_path, one, two)
+    for name in a:
+        mean = ((a[name].double().numpy() + b[name].double().numpy()) / 2).astype(np.float32)
+        assert found[name].dtype == torch.float32
+        np.testing.assert_array_equal(found[name].numpy(), mean)
+    assert not torch.equal(found["head.weight"], a["head.weight"])
+
+
+def test_of_three_within_half_a_unit_in_the_last_place(trained, tmp_path):
+    """Against float128 on x86; numpy's `longdouble` is float64 elsewhere, and then no stricter."""
+    models = [trained(seed) for seed in range(3)]
+    found, tensors = soup(tmp_path, *models), [weights(model) for model in models]
+    for name in found:
+        mean = sum(one[name].numpy().astype(np.longdouble) for one in tensors) / 3
+        largest = np.abs([one[name].numpy() for one in tensors]).max(0)
+        error = np.abs(found[name].numpy() - mean)
+        assert (error <= np.spacing(np.abs(found[name].numpy())) / 2 + 2.0**-52 * largest).all(), name
+
+
+def test_it_is_a_model_like_others(trained, tmp_path):
+    """Of its own name, so that no run of MLflow passes for the one that trained it; `moe.load` reads it."""
+    one, two = trained(0), trained(1)
+    write_soup([one, two], f"{tmp_path}/broth.safetensors")
+    found = read_trained(f"{tmp_path}/broth.safetensors")
+    assert found.step == -1
+    assert found.run == replace(one.run, name="broth")
+    images = torch.rand(2, 3, 8, 8)
+    assert torch.equal(load(found.location)(images).logits, found.load()(images).logits)
+    made_of = json.loads(single_file.read_header(found.location).metadata["soup"])
+    assert [part["location"] for part in made_of] == [one.location, two.location]
+    assert made_of[0]["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.width": 32}, r"model\.width is 16 in .*seed0\.safetensors, 32 in .*seed1\.safetensors"),
+        ({"model.moe.router.kind": "token_choice"}, r"model\.moe\.router\.kind is soft in .*, token_choice"),
+        ({"model.moe": None}, r"model\.moe\..* is .*, None in"),
+    ],
+)
+def test_different_models_are_refused(changes, message, trained, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        soup(tmp_path, trained(0), trained(1, **changes))
+    assert not (tmp_path / "soup.safetensors").exists()
+
+
+def test_tensors_that_the_config_does_not_describe(trained, tmp_path):
+    one, two = trained(0), trained(1)
+    tensors = weights(two) | {"head.bias": torch.zeros(9)}
+    single_file.write(two.location, tensors, single_file.read_header(two.location).metadata)
+    with pytest.raises(UsageError, match=r"seed1\.safetensors holds head\.bias as torch\.float32 \[9\], "):
+        soup(tmp_path, one, two)
+
+
+def test_names_that_are_refused(trained, tmp_path):
+    for out in ("s3://bucket/soup.safetensors", f"{tmp_path}/soup.pt"):
+        with pytest.raises(UsageError, match=r"a soup is a local file that ends in \.safetensors"):
+            write_soup([trained(0)], out)
+    with pytest.raises(UsageError, match=r"seed0\.safetensors exists already; --force"):
+        write_soup([trained(0)], f"{tmp_path}/seed0.safetensors")

@@ -1,0 +1,96 @@
+"""Trained models by every name that a user may have for them."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from orchestrator.config import UsageError
+from orchestrator.evaluation.trained import Trained, find_trained, read_trained
+from orchestrator.tracking import Tracking, find_sweep, log_checkpoint, register
+from orchestrator.tracking.find import newest_of
+from orchestrator.tracking.runs import TrackedRun, writer
+from tests.trained_sweep import open_store
+
+
+@pytest.fixture
+def store(trained_home: Path) -> Iterator[Tracking]:
+    with open_store(trained_home) as store:
+        yield store
+
+
+def found(reference: str, home: Path, store: Tracking) -> Trained:
+    (one,) = find_trained(reference, root=str(home), tracking=store)
+    return one
+
+
+def test_one_model_by_five_names(trained_home: Path, store: Tracking):
+    """All are the checkpoint of step 20, known to MLflow; the export says where it came from."""
+    folder = f"{trained_home}/tiny/trials/soft/checkpoints"
+    by_name = found("tiny/trials/soft", trained_home, store)
+    assert by_name.step == 20
+    assert by_name.location == f"{folder}/step-00000020"
+    assert by_name.run_id
+    for reference in (folder, f"{folder}/step-00000020", f"runs:/{by_name.run_id}"):
+        same = found(reference, trained_home, store)
+        assert (same.location, same.step, same.run_id) == (by_name.location, 20, by_name.run_id)
+    exported = found(f"{trained_home}/soft.safetensors", trained_home, store)
+    assert (exported.step, exported.run_id) == (20, by_name.run_id)
+    weights, of_export = by_name.load().state_dict(), exported.load().state_dict()
+    assert all(torch.equal(weights[name], of_export[name]) for name in weights)
+    earlier = found(f"{folder}/step-00000010", trained_home, store)
+    assert earlier.step == 10
+    assert [one.name for one in (by_name, exported, earlier)] == [
+        "tiny/trials/soft",
+        "tiny/trials/soft@20",
+        "tiny/trials/soft@10",
+    ]
+
+
+def test_a_sweep_means_its_finished_trials(trained_home: Path, store: Tracking):
+    models = find_trained("sweep:tiny", root=str(trained_home), tracking=store)
+    assert [model.name for model in models] == ["dense", "token", "soft"]
+    assert all(model.run_id for model in models)
+
+
+def test_a_registered_model(trained_home: Path, store: Tracking):
+    soft = found("tiny/trials/soft", trained_home, store)
+    run = newest_of(store, f"{trained_home}/tiny/trials/soft")
+    assert run
+    tracked: TrackedRun = writer(store, run)
+    log_checkpoint(tracked, "soft", soft.location, 20, {})
+    register(store, run.run_id, soft.location, "fast")
+    assert found("models:/moe-frontier@fast", trained_home, store).location == soft.location
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nothing", "no trained model 'nothing': neither .* holds a checkpoint; name a run below"),
+        ("/nowhere/weights.safetensors", "no file /nowhere/weights.safetensors"),
+        ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow of ours"),
+        ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),
+        ("sweep:none", "no sweep 'none'"),
+    ],
+)
+def test_what_is_not_there(reference: str, message: str, trained_home: Path, store: Tracking):
+    with pytest.raises(UsageError, match=message):
+        find_trained(reference, root=str(trained_home), tracking=store)
+
+
+def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
+    shutil.copytree(f"{trained_home}/tiny/trials/soft/checkpoints/step-00000020", tmp_path / "copy")
+    (weights,) = (tmp_path / "copy").glob("weights*.bin")
+    content = bytearray(weights.read_bytes())
+    content[0] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UsageError, match=f"checkpoint {tmp_path}/copy is damaged: {weights.name}"):
+        read_trained(str(tmp_path / "copy"))
+
+
+def test_the_sweep_is_no_model_itself(trained_home: Path, store: Tracking):
+    sweep = find_sweep(store, "tiny")
+    with pytest.raises(UsageError, match="has no config of ours"):
+        find_trained(f"runs:/{sweep.run_id}", root=str(trained_home), tracking=store)

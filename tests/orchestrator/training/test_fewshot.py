@@ -1,0 +1,170 @@
+"""Few-shot figures during training: the same on one worker and on two, and what they are made of."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe.vit import ViT
+from orchestrator.codec import from_dict, override, to_dict
+from orchestrator.config import RunConfig, UsageError
+from orchestrator.data.in_process import in_process
+from orchestrator.data.manifest import Manifest
+from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.stream import in_order
+from orchestrator.fewshot import STRENGTHS, choose_shots
+from orchestrator.recipe import FewShotConfig
+from orchestrator.sweeping.check import check_metrics
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.training.fewshot import FewShot, features_of, frozen_features, short_names
+from orchestrator.training.worker import result_of, train_worker
+from tests.conftest import png
+from tests.moe.parity import spawn
+
+CPU = torch.device("cpu")
+SMALL = {
+    "model.width": 16,
+    "model.mlp_dim": 32,
+    "model.moe.num_experts": 4,
+    "model.moe.images_per_group": 4,  # so that a group that is another would show
+    "data.batch_size": 48,
+    "train.lr": 5e-3,
+    "train.steps": 24,
+    "train.eval_every": 12,
+    "train.fewshot.shots": [1, 5],
+    "train.fewshot.seeds": 2,
+}
+
+
+@pytest.fixture
+def run(digits: str, tmp_path: Path) -> RunConfig:
+    return override(RunConfig(), {**SMALL, "data.path": digits, "storage": str(tmp_path)})
+
+
+def as_worker(rank: int, ranks: int, folder: str) -> None:
+    run = from_dict(RunConfig, json.loads(Path(folder, "run.json").read_text()))
+    train_worker(run, report=lambda step, metrics: None, read=in_process)
+
+
+def test_two_workers_report_what_one_does(run: RunConfig, tmp_path: Path) -> None:
+    """FSDP and expert parallelism; the figures are of 364 validation images, so equal to 1/364 is equal."""
+    as_worker_of_one = override(run, {"name": "one"})
+    train_worker(as_worker_of_one, report=lambda step, metrics: None, read=in_process)
+    two = override(run, {"name": "two", "scale.workers": 2, "scale.ep": 2})
+    Path(tmp_path, "run.json").write_text(json.dumps(to_dict(two)))
+    spawn(2, as_worker, str(tmp_path))
+    alone, together = result_of(as_worker_of_one), result_of(two)
+    assert alone is not None
+    assert together is not None
+    figures = {name for name in alone.metrics if name.startswith("fewshot/")}
+    assert figures == {"fewshot/acc_1shot", "fewshot/acc_5shot"}
+    for name in (*figures, "val/acc1"):
+        assert together.metrics[name] == pytest.approx(alone.metrics[name], abs=1e-9), name
+    assert alone.metrics["fewshot/acc_5shot"] > 0.2  # chance is 0.1
+
+
+def test_figures_by_the_definition(run: RunConfig) -> None:
+    """Features of all images by the model's own `features`, in batches of 48 as training has them; the shots
+    are then taken from them by their labels.
+    """
+    run = override(run, {"model.moe.images_per_group": 1})  # else features depend on the neighbours
+    model = ViT(run.model, seed=3).train()
+    result = FewShot(run, FewShotConfig(shots=(5,), seeds=2)).measure(model, CPU)
+    assert model.training
+    train, test = (frozen_features(model, in_order(run, split), CPU) for split in ("train", "val"))
+    batch = next(iter(in_process(in_order(run, "train"), range(1))))
+    with torch.no_grad():
+        ours = model.eval().features(batch.image.float() / 127.5 - 1)[0]
+    np.testing.assert_allclose(train.x[: len(ours)], ours.numpy(), atol=1e-6)
+    whole = features_of(train, test)
+    each = [whole.accuracies(choose_shots(train.label, shots=5, seed=seed)) for seed in range(2)]
+    best = STRENGTHS.index(result.strength[5])
+    assert result.accuracy["shards", 5] == pytest.approx([one[best] for one in each], abs=1e-9)
+    assert result.mean(5) == pytest.approx(np.mean(each, axis=0).max(), abs=1e-9)
+
+
+def test_only_the_chosen_images_are_read(run: RunConfig) -> None:
+    """10 classes x 5 shots x 2 seeds: 100 images at most, of 1433."""
+    (chosen,) = FewShot(run, FewShotConfig(shots=(1, 5), seeds=2)).sets.values()
+    assert 50 < chosen.train.epoch() <= 100
+    batches = list(in_process(chosen.train, chosen.train.steps()))
+    everything = in_order(run, "train")
+    expected = [
+        everything.read(index // 48, range(index % 48, index % 48 + 1)) for index in chosen.train.indices
+    ]
+    labels = torch.cat([batch.label[batch.valid > 0] for batch in batches])
+    assert labels.tolist() == [int(piece.label[0]) for piece in expected]
+    images = torch.cat([batch.image[batch.valid > 0] for batch in batches])
+    assert torch.equal(images, torch.cat([torch.from_numpy(p.image).permute(0, 3, 1, 2) for p in expected]))
+
+
+def test_one_strength_for_several_data_sets(run: RunConfig, digits: str, tmp_path: Path) -> None:
+    inverted = str(tmp_path / "inverted")
+    write_inverted(digits, inverted)
+    few = FewShot(run, FewShotConfig(paths=(digits, inverted), shots=(5,), seeds=1))
+    result = few.measure(ViT(run.model), CPU)
+    assert result.names() == ["shards", "inverted"]
+    assert result.metrics() == {
+        "fewshot/acc_5shot": pytest.approx(sum(result.mean(5, n) for n in result.names()) / 2)
+    }
+
+
+def test_images_that_cannot_be_decoded_are_left_out(run: RunConfig, tmp_path: Path) -> None:
+    """Ten classes of four training images, one of them broken in each: with four shots, three are left."""
+    path = str(tmp_path / "broken")
+    good = [Sample(png(np.full((8, 8), 20 * n + i)), n, f"{n}-{i}") for n in range(10) for i in range(3)]
+    bad = [Sample(b"no image", n, f"bad-{n}") for n in range(10)]
+    manifest: Manifest = write_shards(path, map(str, range(10)), {"train": bad + good, "val": good + bad})
+    assert manifest.rows("train") == 40
+    run = override(run, {"model.moe.images_per_group": 1})  # else features depend on the neighbours
+    model = ViT(run.model)
+    broken = FewShot(override(run, {"data.path": path}), FewShotConfig(shots=(4,), seeds=1)).measure(
+        model, CPU
+    )
+    whole = str(tmp_path / "whole")
+    write_shards(whole, map(str, range(10)), {"train": good, "val": good})
+    clean = FewShot(override(run, {"data.path": whole}), FewShotConfig(shots=(4,), seeds=1)).measure(
+        model, CPU
+    )
+    assert list(broken.accuracy.values()) == [pytest.approx(one, abs=1e-9) for one in clean.accuracy.values()]
+
+
+def test_a_model_that_diverged_has_no_figure(run: RunConfig) -> None:
+    model = ViT(run.model)
+    torch.nn.init.constant_(model.norm.weight, float("nan"))
+    result = FewShot(run, FewShotConfig(shots=(1,), seeds=1)).measure(model, CPU)
+    assert np.isnan(result.metrics()["fewshot/acc_1shot"])
+
+
+def test_a_sweep_may_maximise_it(run: RunConfig) -> None:
+    check_metrics(Sweep(base=run, arms={}, quality="fewshot/acc_5shot"))
+    for refused in (override(run, {"train.fewshot": None}), override(run, {"train.fewshot.shots": [1]})):
+        with pytest.raises(UsageError, match=r"quality='fewshot/acc_5shot'"):
+            check_metrics(Sweep(base=refused, arms={}, quality="fewshot/acc_5shot"))
+
+
+def test_shots_are_checked(run: RunConfig) -> None:
+    for shots in ([], [0], [1, 1]):
+        with pytest.raises(UsageError, match=r"shots must be different numbers from 1"):
+            override(run, {"train.fewshot.shots": shots})
+
+
+def test_names_tell_paths_apart() -> None:
+    assert list(short_names(["/a/pets", "s3://b/flowers/"])) == ["pets", "flowers"]
+    assert list(short_names(["/a/x/shards", "/a/y/shards", "/z"])) == ["x-shards", "y-shards", "z"]
+    assert short_names(["/a/pets", "/a/pets/"]) == {"pets": "/a/pets"}
+
+
+def write_inverted(path: str, to: str) -> None:
+    run = override(RunConfig(), {"data.path": path})
+    splits = {}
+    for split in ("train", "val"):
+        (batch,) = in_process(in_order(override(run, {"data.batch_size": 64}), split), range(1))
+        images = 255 - batch.image.permute(0, 2, 3, 1).numpy()
+        splits[split] = [
+            Sample(png(i), int(n), f"{split}{k}")
+            for k, (i, n) in enumerate(zip(images, batch.label, strict=True))
+        ]
+    write_shards(to, map(str, range(10)), splits)
