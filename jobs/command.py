@@ -44,12 +44,7 @@ def run_parser(
         help="directory or URI of shards, or of WebDataset tars or parquet files that somebody else wrote;"
         " default: the digits, packed below the storage",
     )
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(parser)
     parser.add_argument(
         "--init-from", help="start from these weights: checkpoints, or an exported file (train.init_from)"
     )
@@ -81,6 +76,16 @@ def run_parser(
     )
     parser.set_defaults(mode="auto")
     return parser
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Where files and runs lie: what `root` and `tracking` read."""
+    parser.add_argument(
+        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
+    )
+    parser.add_argument(
+        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
+    )
 
 
 def root(args: argparse.Namespace) -> str:

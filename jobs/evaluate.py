@@ -22,7 +22,7 @@ from rich.table import Table
 from jobs.command import tracking
 from jobs.evaluation_flags import evaluation_parser, images_path, models_of
 from jobs.show import print_table
-from jobs.usage import command
+from jobs.usage import at_least_one, command
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
@@ -50,14 +50,11 @@ def main() -> None:
         help=f"operating point: {HELP}",
     )
     parser.add_argument(
-        "--repeats", type=int, default=10, help="timed forward passes of a full batch (%(default)s)"
+        "--repeats", type=at_least_one, default=10, help="timed forward passes of a full batch (%(default)s)"
     )
     parser.add_argument("--per-class", action="store_true", help="print the table by class")
     parser.add_argument("--out", help="write all figures as JSON to this file or URI")
     args = parser.parse_args()
-    for flag in ("repeats", "batch_size"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
     with command():
         point = parse_point(args.set)
         with tracking(args, "evaluate") as store:

@@ -2,7 +2,8 @@
 
 import argparse
 
-from jobs.command import root
+from jobs.command import add_places, root
+from jobs.usage import at_least_one
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.data.adopt import adopt
@@ -19,13 +20,10 @@ def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentPar
         "--data", help="shards, as for training; default: those that the model was trained on"
     )
     parser.add_argument("--split", choices=("train", "val"), default="val", help="(%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images of a forward pass (%(default)s)")
     parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
+        "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
     )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(parser)
     return parser
 
 

@@ -15,7 +15,7 @@ from math import log2
 
 from rich.table import Table
 
-from jobs.command import tracking
+from jobs.command import add_places, tracking
 from jobs.evaluation_flags import images_path, models_of
 from jobs.show import print_table
 from jobs.usage import command
@@ -63,10 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shots", default="1,5,10,25", help="images per class (%(default)s)")
     made.add_argument("--seeds", type=int, default=3, help="how often they are drawn (%(default)s)")
     made.add_argument("--batch-size", type=int, default=64, help="images of a forward pass (%(default)s)")
-    made.add_argument("--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier")
-    made.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(made)
     return made
 
 

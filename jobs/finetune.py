@@ -17,7 +17,7 @@ from statistics import fmean
 
 from rich.table import Table
 
-from jobs.command import connect, run_config, tracking
+from jobs.command import add_places, connect, run_config, tracking
 from jobs.evaluation_flags import images_path, models_of
 from jobs.show import ended_line, print_table
 from jobs.usage import command
@@ -103,10 +103,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--batch-size", type=int, default=64, help="images of a forward pass of the probe (%(default)s)"
     )
-    made.add_argument("--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier")
-    made.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(made)
     made.add_argument(
         "--fresh",
         dest="mode",

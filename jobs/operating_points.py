@@ -18,7 +18,7 @@ from rich.table import Table
 from jobs.command import connect, root, tracking
 from jobs.evaluation_flags import evaluation_parser, images_path, models_of
 from jobs.show import print_table
-from jobs.usage import command
+from jobs.usage import at_least_one, command
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.evaluation.grid import default_grid, possible
@@ -47,13 +47,10 @@ def main() -> None:
         help=f"values whose product is tried; default: a grid by the router's kind. {HELP}",
     )
     parser.add_argument(
-        "--repeats", type=int, default=10, help="timed forward passes of each point (%(default)s)"
+        "--repeats", type=at_least_one, default=10, help="timed forward passes of each point (%(default)s)"
     )
     parser.add_argument("--out", help="directory or URI for page and pictures; of a sweep beside its own")
     args = parser.parse_args()
-    for flag in ("repeats", "batch_size"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
     with command():
         wanted = parse_grid(args.grid) if args.grid else None
         with tracking(args, "operating-points") as store:

@@ -13,7 +13,7 @@ import argparse
 import logging
 import time
 
-from jobs.command import connect, tracking
+from jobs.command import add_places, connect, tracking
 from jobs.evaluation_flags import models_of
 from jobs.show import duration
 from jobs.usage import command
@@ -90,12 +90,7 @@ def arguments() -> argparse.Namespace:
         help=f"operating point: {HELP}",
     )
     parser.add_argument("--fresh", action="store_true", help="begin again: predictions that are in --out go")
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(parser)
     args = parser.parse_args()
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")

@@ -6,7 +6,7 @@ python jobs/report.py --experiment my-trainer --quality val_accuracy --cost gpu_
 
 import argparse
 
-from jobs.command import tracking_uri
+from jobs.command import add_places, tracking_uri
 from jobs.show import print_frontier
 from jobs.usage import command
 from orchestrator import storage
@@ -23,12 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--name", default="quickstart", help="of the sweep (%(default)s)")
     parser.add_argument("--out", default=".", help="directory for frontier.html and pictures (%(default)s)")
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(parser)
     other = parser.add_argument_group("runs of another tool")
     other.add_argument("--experiment", help="MLflow experiment that they lie in")
     other.add_argument("--filter", default="", help="which of them, as MLflow searches: params.size = 'B'")

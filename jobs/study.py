@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from jobs.command import root, tracking
+from jobs.command import add_places, root, tracking
 from jobs.usage import command
 from orchestrator import storage
 from orchestrator.config import UsageError
@@ -60,12 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", help="directory or URI for picture and table; default: a new one in studies/ below storage"
     )
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+    add_places(parser)
     return parser
 
 

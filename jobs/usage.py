@@ -1,5 +1,6 @@
 """How every command fails, and how it reads --set. Imports little: planning must not wait for Ray."""
 
+import argparse
 import json
 import logging
 import signal
@@ -28,6 +29,17 @@ def command() -> Iterator[None]:
 def stop_as_by_ctrl_c() -> None:
     """SIGTERM, which `ray job stop`, Kubernetes and batch systems send, lets MLflow know as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def at_least_one(text: str) -> int:
+    """The type of a flag that counts something."""
+    try:
+        count = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {count}")
+    return count
 
 
 def assignment(text: str) -> tuple[str, Any]:

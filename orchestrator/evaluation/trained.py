@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import from_dict
@@ -107,7 +108,7 @@ def _of_run(run: Found) -> Trained:
 def _location(reference: str, root: str) -> str:
     """A path if something of ours lies there, else that of a run's checkpoints."""
     path = storage.absolute(reference)
-    exported = storage.join(path, f"model{SUFFIX}")
+    exported = storage.join(path, WEIGHTS)
     if storage.size(exported) is not None:
         return exported
     if reference.endswith(SUFFIX) or storage.size(storage.join(path, MANIFEST)) is not None or steps(path):

@@ -22,22 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe.load import DTYPES
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.training.checkpoint.parts import Place
 from orchestrator.training.checkpoint.tensors import Reader
 
 SUFFIX = ".safetensors"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +60,7 @@ class SingleFileReader(Reader):
         for name, entry in self.header.tensors.items():
             shape, (first, end) = torch.Size(entry["shape"]), entry["data_offsets"]
             offset, fqn = torch.Size([0] * len(shape)), f"weights.{name}"
-            properties = TensorProperties(dtype=_DTYPES[entry["dtype"]])
+            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
             tensors[fqn] = TensorStorageMetadata(properties, shape, [ChunkStorageMetadata(offset, shape)])
             place = Place(tuple(shape), self.files[0], self.header.begin + first, end - first)
             places[MetadataIndex(fqn, offset)] = place
@@ -88,13 +79,13 @@ def read_header(location: str) -> Header:
         tensors = json.loads(content)
         metadata = tensors.pop("__metadata__", {})
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        unknown = {entry["dtype"] for entry in tensors.values()} - _DTYPES.keys()
+        unknown = {entry["dtype"] for entry in tensors.values()} - DTYPES.keys()
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(f"{location} is no safetensors file") from None
     if 8 + length + end != size:
         raise UsageError(f"{location} has {size} bytes, its header says {8 + length + end}: it is not whole")
     if unknown:
-        raise UsageError(f"{location} holds {', '.join(sorted(unknown))}; known: {', '.join(_DTYPES)}")
+        raise UsageError(f"{location} holds {', '.join(sorted(unknown))}; known: {', '.join(DTYPES)}")
     return Header(metadata=metadata, tensors=tensors, begin=8 + length, bytes=size)
 
 
@@ -109,7 +100,7 @@ def write_each(
     """As `write`, with one tensor in memory at a time: `tensors` say dtype and shape, and may be on the meta
     device; `numbers` is asked for each of them.
     """
-    codes = {dtype: code for code, dtype in _DTYPES.items()}
+    codes = {dtype: code for code, dtype in DTYPES.items()}
     # large ones first: each then begins at a multiple of its own size
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
     header: dict[str, Any] = {"__metadata__": metadata}
