@@ -5,8 +5,8 @@
   python jobs/evaluate.py sweep:quickstart --set routing.experts=2
   python jobs/evaluate.py vmoe --set routing.k=1 routing.capacity=0.3 routing.priority=max
 
-Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/POINT/acc1 and so
-on, with the table by class as an artifact.
+Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/step-N/POINT/acc1
+and so on, with the table by class as an artifact.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of
+from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
 from jobs.show import print_table
 from jobs.usage import at_least_one, command
 from moe.cost import forward_gflops_2mac
@@ -37,6 +37,7 @@ from orchestrator.evaluation.scores import Scores, evaluate_at
 from orchestrator.evaluation.trained import Trained
 from orchestrator.tracking import Tracking, writer
 from orchestrator.tracking.find import found_run
+from orchestrator.tracking.search import key_part
 
 
 def main() -> None:
@@ -85,6 +86,7 @@ def evaluated(
 ) -> dict[str, Any]:
     """Everything that is known of the model at the point, as JSON has it."""
     path, where = images_path(args, model), device()
+    tell_other_classes(model, path)
     names = open_manifest(path).classes
     vit = model.load(where)
 
@@ -133,8 +135,8 @@ def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
 def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str, latency: Latency) -> None:
     """In the model's run. Its place on the axis is the time of day: a later evaluation follows an earlier."""
     run = writer(store, found_run(store, run_id))
-    data = report["data"].rstrip("/").rsplit("/", 1)[-1]
-    where = f"eval/{data}/{report['split']}/{point}"
+    data = key_part(report["data"].rstrip("/").rsplit("/", 1)[-1])
+    where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
     finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
     run.write_table(f"{where}/classes.json", report["classes"])

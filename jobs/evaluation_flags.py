@@ -1,15 +1,17 @@
 """What commands that look at trained models share: which models, which images."""
 
 import argparse
+from collections.abc import Sequence
 
 from jobs.command import add_places, root
 from jobs.usage import at_least_one
 from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.data.adopt import adopt
-from orchestrator.data.manifest import has_manifest
+from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.evaluation.trained import NAMES, Trained, find_trained
 from orchestrator.tracking import Tracking
+from orchestrator.training.checkpoint.weights import class_names
 
 
 def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentParser:
@@ -42,3 +44,15 @@ def images_path(args: argparse.Namespace, model: Trained) -> str:
         return model.run.data.path
     path = storage.absolute(args.data)
     return path if has_manifest(path) else adopt(path, root(args))
+
+
+def tell_other_classes(model: Trained, path: str) -> None:
+    """A line if the images have other classes than those that the model learned, as far as that is known."""
+    learned, here = class_names(model.run), open_manifest(path).classes
+    if learned and here != learned[: len(here)]:
+        classes = f"other classes ({_few(here)}) than {model.name} learned ({_few(learned)})"
+        print(f"note: {path} has {classes}: labels are compared by number", flush=True)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f", .. {len(names)}" if len(names) > 3 else "")

@@ -48,7 +48,9 @@ def main() -> None:
         print_results(results, seeds=args.seeds)
         if unknown:
             print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
-        print(f"MLflow   {shown(store.uri)}: fewshot/<data>/acc_<n>shot and fewshot.json in each model's run")
+        if len(unknown) < len(results):
+            where = "fewshot/<data>/acc_<n>shot and fewshot.json in each model's run"
+            print(f"MLflow   {shown(store.uri)}: {where}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ the tables behind them; all of it goes to the model's MLflow run too, below `rou
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from itertools import chain
@@ -17,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of
+from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
 from jobs.usage import command
 from moe.vit import ViT
 from orchestrator import storage
@@ -94,10 +95,14 @@ def look(
         if (value := getattr(args, flag)) is not None and value < 1:
             raise UsageError(f"--{flag} {value}: must be at least 1")
     path = images_path(args, trained)
+    tell_other_classes(trained, path)
     manifest = open_manifest(path)
     points, refused = [], []
     if drops(trained.run.model.moe and trained.run.model.moe.router):
-        points, refused = settings(model, numbers("--capacities", args.capacities))
+        capacities = numbers("--capacities", args.capacities)
+        if not all(0 < capacity < math.inf for capacity in capacities):
+            raise UsageError(f"--capacities {args.capacities}: each must be above 0")
+        points, refused = settings(model, capacities)
     for reason in refused:
         print(f"not drawn: {reason}")
     total = min(args.images or manifest.rows(args.split), manifest.rows(args.split))

@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from jobs.command import connect, root, tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of
+from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
 from jobs.show import print_table
 from jobs.usage import at_least_one, command
 from orchestrator import storage
@@ -67,11 +67,12 @@ def main() -> None:
 
 
 def question_of(args: argparse.Namespace, model: Trained, wanted: Any) -> Question:
-    config = model.run.model
+    config, path = model.run.model, images_path(args, model)
+    tell_other_classes(model, path)
     return Question(
         model=model,
         points=tuple(default_grid(config) if wanted is None else possible(config, wanted)),
-        path=images_path(args, model),
+        path=path,
         split=args.split,
         batch_size=args.batch_size,
         answers=storage.join(root(args), "evaluation"),
@@ -102,20 +103,21 @@ def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, l
 
 
 def record(store: Tracking, models: list[Trained], rows: dict[str, list[Row]]) -> None:
-    """The table of each model in its own run."""
+    """The table of each model in its own run, which may have several: one for each step."""
     for model in models:
         if model.run_id:
             found = [{"run": model.run_id, **row} for row in rows[model.location]]
-            writer(store, found_run(store, model.run_id)).write_table(TABLE, table_of(found))
+            run = writer(store, found_run(store, model.run_id))
+            run.write_table(f"operating_points/step-{model.step}.json", table_of(found))
 
 
 def drawn(
     args: argparse.Namespace, store: Tracking, models: list[Trained], rows: dict[str, list[Row]]
 ) -> Frontier:
     """The frontier of the sweep, published anew with these points; of other models one of their own."""
-    found = [{"run": m.run_id or m.location, **row} for m in models for row in rows[m.location]]
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
     if len(names) == len(args.model) == 1:
+        found = [{"run": m.run_id, **row} for m in models for row in rows[m.location]]
         if args.data or args.split != "val":
             print("other images than those of the sweep's quality: its page shows what they say", flush=True)
         parent = writer(store, find_sweep(store, names[0]))
@@ -124,6 +126,7 @@ def drawn(
         folder = storage.join(root(args), names[0])
         frontier = publish(store, names[0], folder)
     else:
+        found = [{"run": m.location, **row} for m in models for row in rows[m.location]]
         folder = storage.absolute(args.out or storage.join(root(args), "operating-points"))
         frontier = with_operating(as_trained(models, rows), found)
         write_files(frontier, folder)
@@ -134,7 +137,7 @@ def drawn(
 
 
 def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
-    """The models themselves, by what they cost in inference."""
+    """The models themselves, each by its place, for one run may have several."""
     points = tuple(_point(model, rows[model.location][0]) for model in models)
     chance = 1 / min(model.run.model.num_classes for model in models)
     return framed("Operating points", points, Axes(quality=QUALITY, cost=COSTS[0], chance=chance))
@@ -148,7 +151,7 @@ def _point(model: Trained, row: Row) -> Point:
         cost=row[COSTS[0]],
         quality=row[QUALITY],
         size=float(found["capacity"]),
-        run_id=model.run_id or model.location,
+        run_id=model.location,
         status="finished",
         costs={name: row[name] for name in COSTS},
         settings=found,
@@ -157,6 +160,8 @@ def _point(model: Trained, row: Row) -> Point:
 
 def show(frontier: Frontier) -> None:
     found = gains(frontier)
+    if not found:
+        print("these models have no other operating points: dense ones have no routers")
     for cost in dict.fromkeys(gain.cost_name for gain in found):
         one = panel(frontier, cost)
         table = Table(title="MoE models; + with other settings")

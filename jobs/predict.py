@@ -119,14 +119,12 @@ def predict(
         threads=max(1, int(each["num_cpus"])),
         classes=plan.classes,
     )
-    images = errors = since = 0
-    began = said = 0.0
+    images = errors = 0
+    began = said = time.monotonic()
     for done in run(missing, settings, workers=workers, each=each):
         images, errors, now = images + done.images, errors + done.errors, time.monotonic()
-        if not since:
-            since, began, said = images, now, now  # what starts takes long and says nothing about the rest
-        elif now - said > EVERY_S or images == left:
-            said, speed = now, (images - since) / (now - began)
+        if now - said > EVERY_S or images == left:
+            said, speed = now, images / (now - began)
             about = f", about {duration((left - images) / speed)} left" if images < left else ""
             log.info("%s of %s images, %.0f/s%s", f"{before + images:,}", f"{plan.count:,}", speed, about)
     if errors:

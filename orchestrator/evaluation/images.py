@@ -17,10 +17,9 @@ def evaluation_run(run: RunConfig, *, path: str, batch_size: int) -> RunConfig:
     Raises:
         UsageError: if the batch does not hold whole routing groups.
     """
-    data = DataConfig(
-        path=path, batch_size=batch_size, eval_crop=run.data.eval_crop, cache_gb=run.data.cache_gb
-    )
+    was = run.data
     try:
+        data = DataConfig(path=path, batch_size=batch_size, eval_crop=was.eval_crop, cache_gb=was.cache_gb)
         return replace(run, data=data, scale=ScaleConfig(), train=replace(run.train, microbatch=None))
     except ValueError as error:
         raise UsageError(f"--batch-size {batch_size}: {error}") from None

@@ -1,7 +1,7 @@
 """Operating points by name: what `--set routing.*` says, and what tables and metrics call it."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -21,13 +21,15 @@ HELP = (
 )
 
 
-def parse_point(assignments: Iterable[str]) -> RoutingOverrides:
+def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
     """Of ``routing.k=1`` and the like. Raises UsageError for what is no setting, or no value of it."""
     changes: dict[str, Any] = {}
     for text in assignments:
         field, equals, value = text.partition("=")
         if not equals or (name := FIELDS.get(field.removeprefix("routing."))) is None or "." not in field:
             raise UsageError(f"--set {text!r}: an operating point has {HELP}")
+        if name in changes:
+            raise UsageError(f"--set {' '.join(assignments)}: {field} is named twice")
         changes[name] = _value(field, value)
     try:
         return RoutingOverrides(**changes)
@@ -35,11 +37,13 @@ def parse_point(assignments: Iterable[str]) -> RoutingOverrides:
         raise UsageError(f"--set {' '.join(assignments)}: {error}") from None
 
 
-def parse_grid(assignments: Iterable[str]) -> list[RoutingOverrides]:
+def parse_grid(assignments: Sequence[str]) -> list[RoutingOverrides]:
     """The product of ``routing.k=1,2`` and the like; lists in brackets: ``experts=[0,5],[1]``."""
     choices: dict[str, list[str]] = {}
     for text in assignments:
         field, _, values = text.partition("=")
+        if field in choices:
+            raise UsageError(f"--grid {' '.join(assignments)}: write the values of {field} in one, as 1,2")
         choices[field] = [f"{field}={value}" for value in _split(values)]
     return [parse_point(point) for point in product(*choices.values())]
 

@@ -72,7 +72,7 @@ def find_trained(reference: str, *, root: str, tracking: Tracking) -> list[Train
     else:
         location = _location(reference, root)
     found = read_trained(location)
-    run = newest_of(tracking, run_directory(found.run))
+    run = newest_of(tracking, run_directory(found.run)) if _of_one_run(location) else None
     return [Trained(**{**vars(found), "run_id": run.run_id if run else None})]
 
 
@@ -98,6 +98,11 @@ def read_trained(location: str) -> Trained:
     run = from_dict(RunConfig, config)
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
     return Trained(name=name, location=folder, run=run, step=step)
+
+
+def _of_one_run(location: str) -> bool:
+    """Not a soup, whose name may be that of any run."""
+    return not location.endswith(SUFFIX) or "manifest_sha256" in read_header(location).metadata
 
 
 def _of_run(run: Found) -> Trained:

@@ -27,8 +27,9 @@ class Gain:
 
 
 def operating_costs(frontier: Frontier) -> tuple[str, ...]:
-    """Panels in which operating points stand."""
-    return tuple(name for name in frontier.panels if any(name in point.costs for point in frontier.operating))
+    """Those that operating points stand over."""
+    names = (frontier.cost_name, *frontier.panels)
+    return tuple(name for name in names if any(name in point.costs for point in frontier.operating))
 
 
 def operating_front(frontier: Frontier) -> tuple[Point, ...]:

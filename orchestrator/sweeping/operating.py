@@ -57,7 +57,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
             if name == AS_TRAINED:
                 point = replace(point, costs={**point.costs, **costs})
             else:
-                operating.append(_operating(point, name, same, costs))
+                operating.append(_operating(point, name, same, costs, frontier.cost_name))
         points.append(point)
     rest = tuple(map(_untimed, frontier.rest))
     return replace(frontier, points=tuple(points), rest=rest, operating=tuple(operating))
@@ -67,12 +67,14 @@ def _untimed(point: Point) -> Point:
     return replace(point, costs={**point.costs, COSTS[1]: math.nan})
 
 
-def _operating(trained: Point, name: str, same: Sequence[Row], costs: Mapping[str, float]) -> Point:
+def _operating(
+    trained: Point, name: str, same: Sequence[Row], costs: Mapping[str, float], cost_name: str
+) -> Point:
     shown = [(label, same[0][column]) for column, label in DETAILS.items() if same[0].get(column) is not None]
     return replace(
         trained,
         arm=f"{trained.arm}: {name}",
-        cost=math.nan,
+        cost=costs.get(cost_name, math.nan),
         costs=costs,
         quality=_mean(same, QUALITY),
         qualities=(),

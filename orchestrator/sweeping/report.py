@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,9 +124,10 @@ def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     parent.write_table("frontier.json", table(frontier))
     at = f"{frontier.cost_name}={frontier.reference[0]:g}, {frontier.quality_name}={frontier.reference[1]:g}"
     parent.tag(**{"hypervolume": f"{hypervolume(frontier):.6f}", "hypervolume.reference": at})
-    parent.tag(
-        **{f"hypervolume.operating.{gain.cost_name}/{gain.models}": str(gain) for gain in gains(frontier)}
-    )
+    for gain in gains(frontier):
+        name = f"hypervolume/{gain.cost_name}/{gain.models.replace(' ', '_')}"
+        values = {f"{name}/as_trained": gain.without, f"{name}/operating": gain.with_points}
+        parent.log_at(int(time.time()), values)  # a later look follows an earlier one
     tracking.flush(timeout_s=None)
     return frontier
 

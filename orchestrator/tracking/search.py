@@ -1,5 +1,6 @@
-"""Questions to MLflow's search, whose filters know neither escapes nor the end of a page."""
+"""What MLflow takes: search, whose filters know neither escapes nor the end of a page, and names."""
 
+import re
 from collections.abc import Iterator
 
 from mlflow import MlflowClient
@@ -14,6 +15,11 @@ def alike(field: str, text: str) -> str:
         any_of_them = text.replace("'", "_").replace("\\", "_")
         return f"{field} LIKE '{any_of_them}'"
     return f"{field} = '{text}'"
+
+
+def key_part(text: str) -> str:
+    """As a part of a metric's name, which MLflow allows few characters: others become dashes."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
 def all_runs(client: MlflowClient, experiment_id: str, query: str, order: str) -> Iterator[Run]:

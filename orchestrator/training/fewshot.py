@@ -2,6 +2,7 @@
 get the same figures.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, UsageError
 from orchestrator.data.in_process import in_process
 from orchestrator.data.plan import Ints
 from orchestrator.data.prefetch import prefetched
@@ -168,13 +169,21 @@ def all_labels(stream: Stream) -> Ints:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """The last part of each path, or as many of them as tell it from the others -> the path."""
+    """The last part of each path, or as many of them as tell it from the others -> the path. What directories
+    and metrics may not be called becomes dashes.
+
+    Raises:
+        UsageError: for paths that differ in other characters alone.
+    """
     paths = list(dict.fromkeys(path.rstrip("/") for path in paths))
-    parts = {path: [part for part in path.split("/") if part] for path in paths}
+    parts = {path: re.sub(r"[^A-Za-z0-9_./-]+", "-", path).split("/") for path in paths}
     names = dict[str, str]()
     for path in paths:
         length = 1
         while any(parts[path][-length:] == parts[other][-length:] for other in paths if other != path):
             length += 1
-        names["-".join(parts[path][-length:])] = path
+            if length > len(parts[path]):
+                raise UsageError(f"{path} is too like another data set: rename it")
+        name = "-".join(part for part in parts[path][-length:] if part)
+        names[name.strip("-.") or "data"] = path
     return names

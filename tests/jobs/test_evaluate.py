@@ -62,12 +62,12 @@ def test_as_trained_it_is_what_training_said(home: Path, call: Call, tmp_path: P
         assert report["run_id"] == run.run_id
         assert report["metrics"]["acc1"] == run.metrics["val/acc1"]
         assert report["metrics"]["loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-5)
-        assert run.metrics["eval/shards/val/as_trained/acc1"] == run.metrics["val/acc1"]
-        assert run.metrics["eval/shards/val/as_trained/ms_per_image"] > 0
+        assert run.metrics["eval/shards/val/step-20/as_trained/acc1"] == run.metrics["val/acc1"]
+        assert run.metrics["eval/shards/val/step-20/as_trained/ms_per_image"] > 0
         classes = report["classes"]
         hits = sum(n * acc for n, acc in zip(classes["images"], classes["acc1"], strict=True))
         assert hits / 367 == pytest.approx(report["metrics"]["acc1"])
-        table = json.loads(run.read_text("eval/shards/val/as_trained/classes.json"))
+        table = json.loads(run.read_text("eval/shards/val/step-20/as_trained/classes.json"))
         assert table["columns"] == ["class", "images", "acc1", "acc5", "precision", "loss"]
         assert [row[0] for row in table["data"]] == [str(digit) for digit in range(10)]
 
@@ -79,7 +79,7 @@ def test_an_operating_point_has_its_own_key_and_its_own_cost(home: Path, call: C
     assert "k=1 capacity=0.5 priority=max on" in printed
     run = trial(home, "token")
     point = RoutingOverrides(k=1, capacity_factor=0.5, priority="max")
-    found = run.metrics["eval/shards/val/k-1_capacity-0.5_priority-max/forward_gflops_2mac"]
+    found = run.metrics["eval/shards/val/step-20/k-1_capacity-0.5_priority-max/forward_gflops_2mac"]
     assert found == forward_gflops_2mac(run.config().model, point)
     assert found < forward_gflops_2mac(run.config().model)
 
@@ -89,7 +89,7 @@ def test_a_second_look_is_recorded_too(home: Path, call: Call, monkeypatch: pyte
     for now in (2_000_000_000, 2_000_000_060):
         monkeypatch.setattr(evaluate.time, "time", lambda now=now: now)
         assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1")[0] == ""
-    history = trial(home, "dense").history("eval/shards/val/as_trained/ms_per_image")
+    history = trial(home, "dense").history("eval/shards/val/step-20/as_trained/ms_per_image")
     assert [place for place, _ in history][-2:] == [2_000_000_000, 2_000_000_060]
 
 
@@ -139,8 +139,41 @@ def test_of_several_models_those_without_the_setting_are_left_out(home: Path, ca
     stopped, printed = call(evaluate.main, "sweep:tiny", "--repeats", "1", "--set", "routing.experts=2")
     assert stopped == ""
     assert "left out dense: a dense model has no routing to override" in printed
-    assert "eval/shards/val/experts-2/acc1" in trial(home, "soft").metrics
-    assert "eval/shards/val/experts-2/acc1" not in trial(home, "dense").metrics
+    assert "eval/shards/val/step-20/experts-2/acc1" in trial(home, "soft").metrics
+    assert "eval/shards/val/step-20/experts-2/acc1" not in trial(home, "dense").metrics
+
+
+def test_two_steps_of_a_run_have_a_key_each(home: Path, call: Call):
+    folder = f"{home}/tiny/trials/token/checkpoints"
+    steps = [f"{folder}/step-000000{step}" for step in (10, 20)]
+    stopped, printed = call(evaluate.main, *steps, "--repeats", "1")
+    assert stopped == ""
+    found = trial(home, "token").metrics
+    assert found["eval/shards/val/step-20/as_trained/acc1"] == found["val/acc1"]
+    assert found["eval/shards/val/step-10/as_trained/acc1"] != found["val/acc1"]
+    assert "tiny/trials/token@10" in printed
+
+
+def test_other_classes_are_named(home: Path, call: Call, pack_greys: Callable[..., Any]):
+    """The greys' classes are called as the digits are; of the copy, the first is called otherwise."""
+    path, _ = pack_greys(train=20, val=7)
+    run = ("tiny/trials/soft", "--repeats", "1", "--data", path)
+    assert "other classes" not in call(evaluate.main, *run)[1]
+    manifest = Path(path, "manifest.json")
+    manifest.write_text(manifest.read_text().replace('"0"', '"zero"', 1))
+    told = (
+        f"note: {path} has other classes (zero, 1, 2, .. 10) than tiny/trials/soft learned (0, 1, 2, .. 10)"
+    )
+    assert told in call(evaluate.main, *run)[1]
+
+
+def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, digits: str, tmp_path: Path):
+    shutil.copytree(digits, tmp_path / "my 'se:t'! %")
+    data = str(tmp_path / "my 'se:t'! %")
+    stopped, printed = call(evaluate.main, "tiny/trials/soft", "--repeats", "1", "--data", data)
+    assert stopped == ""
+    assert "refuses" not in printed
+    assert "eval/my-se-t-/val/step-20/as_trained/acc1" in trial(home, "soft").metrics
 
 
 @pytest.fixture(scope="module")
@@ -194,13 +227,34 @@ def test_operating_points_of_a_sweep(
 def test_operating_points_of_any_models(
     one_ray: None, home: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Exported files, which have no sweep: a page of their own, with forward GFLOPs as cost."""
+    """Exported files and steps of one run, which are no sweep: a page of their own, forward GFLOPs as cost,
+    and each model's own figures.
+    """
     monkeypatch.setattr(operating_points, "connect", lambda **_: None)
-    models = [str(home / f"{arm}.safetensors") for arm in ("soft", "dense")]
+    steps = [f"{home}/tiny/trials/soft/checkpoints/step-000000{step}" for step in (10, 20)]
+    models = [*steps, f"{home}/dense.safetensors"]
     stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path))
     assert stopped == ""
-    assert "6 operating points of 2 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
-    assert "Forward GFLOPs per image" in (tmp_path / "frontier.html").read_text()
+    assert "11 operating points of 3 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
+    assert "hypervolume of MoE models alone, without and with operating points" in printed
+    page = (tmp_path / "frontier.html").read_text()
+    assert "Forward GFLOPs per image" in page
+    for name, path in (("soft@10", steps[0]), ("soft@20", steps[1])):
+        point = f"tiny/trials/{name}: experts=2"
+        call(
+            evaluate.main,
+            path,
+            "--repeats",
+            "1",
+            "--set",
+            "routing.experts=2",
+            "--out",
+            str(tmp_path / "one"),
+        )
+        (report,) = json.loads((tmp_path / "one").read_text())
+        facts = json.loads(page.split('id="data">')[1].split("</script>")[0])["points"]
+        (drawn,) = [fact["texts"] for fact in facts if fact["arm"] == point]
+        assert f"{report['metrics']['acc1']:.4f}" in drawn
 
 
 def test_a_digest_sees_every_bit():

@@ -35,6 +35,13 @@ def test_a_grid_is_a_product():
     ]
 
 
+def test_a_setting_is_named_once():
+    with pytest.raises(UsageError, match=r"routing.k is named twice"):
+        parse_point(["routing.k=1", "routing.k=2"])
+    with pytest.raises(UsageError, match=r"write the values of routing.k in one, as 1,2"):
+        parse_grid(["routing.k=1", "routing.k=2"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

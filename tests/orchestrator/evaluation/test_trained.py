@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from orchestrator.config import UsageError
+from orchestrator.evaluation.soup import write_soup
 from orchestrator.evaluation.trained import Trained, find_trained, read_trained
 from orchestrator.tracking import Tracking, find_sweep, log_checkpoint, register
 from orchestrator.tracking.find import newest_of
@@ -53,6 +54,17 @@ def test_a_sweep_means_its_finished_trials(trained_home: Path, store: Tracking):
     models = find_trained("sweep:tiny", root=str(trained_home), tracking=store)
     assert [model.name for model in models] == ["dense", "token", "soft"]
     assert all(model.run_id for model in models)
+
+
+def test_a_soup_is_of_no_one_run(trained_home: Path, store: Tracking, tmp_path: Path):
+    """Whatever its file is called: `soft` here is another run's name below the same storage."""
+    folder = f"{trained_home}/tiny/trials/soft/checkpoints"
+    models = [found(f"{folder}/step-000000{step}", trained_home, store) for step in (10, 20)]
+    out = tmp_path / "soft.safetensors"
+    write_soup(models, str(out))
+    soup = found(str(out), trained_home, store)
+    assert soup.run_id is None
+    assert soup.name == "soft"
 
 
 def test_a_registered_model(trained_home: Path, store: Tracking):
