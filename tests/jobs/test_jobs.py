@@ -5,15 +5,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from mlflow import MlflowClient
 
-from jobs import pack_shards, pareto_sweep, train
+from jobs import pack_shards, pareto_sweep, sweep_flags, train
 from orchestrator.codec import flat
+from orchestrator.config import UsageError
 from orchestrator.data.manifest import open_manifest
+from orchestrator.sweeping.check import check_metrics
 from orchestrator.sweeping.models import load_model
 from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
 
@@ -148,6 +151,16 @@ def test_help_shows_every_field(main, home, monkeypatch, capsys):
         "scale.ep = 1",
     ):
         assert field in shown
+
+
+def test_a_sweep_may_judge_frozen_features(home, monkeypatch):
+    """Every trial then measures them; other shots are no metric of its."""
+    for shots, known in ((10, True), (7, False)):
+        monkeypatch.setattr(sys, "argv", ["job", "--quality", f"fewshot/acc_{shots}shot"])
+        sweep = sweep_flags.sweep_from(sweep_flags.parse(""))
+        assert all(run.train.fewshot for run in sweep.runs().values())
+        with nullcontext() if known else pytest.raises(UsageError, match="acc_7shot' of a sweep is none of"):
+            check_metrics(sweep)
 
 
 def test_the_quickstart_from_shards_to_a_registered_model(home):
