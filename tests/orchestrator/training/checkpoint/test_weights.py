@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from moe.load import DTYPES
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig, UsageError
@@ -167,11 +168,11 @@ def test_an_export_of_another_model(change, saved, tmp_path):
 def test_tensors_of_every_dtype(tmp_path):
     """Small ones between large ones: the library demands that there is no gap and that they are aligned."""
     path = str(tmp_path / "weights.safetensors")
-    tensors = {f"{i}": torch.ones(3, 1, dtype=dtype) for i, dtype in enumerate(single_file._DTYPES.values())}
+    tensors = {f"{i}": torch.ones(3, 1, dtype=dtype) for i, dtype in enumerate(DTYPES.values())}
     tensors = {"scalar": torch.tensor(True), **tensors, "none": torch.empty(0, 4)}
     single_file.write(path, tensors, {"some": "words"})
     torch.testing.assert_close(load_file(path), tensors, rtol=0, atol=0)
     header = single_file.read_header(path)
     assert header.metadata == {"some": "words"}
     for entry in header.tensors.values():
-        assert (header.begin + entry["data_offsets"][0]) % single_file._DTYPES[entry["dtype"]].itemsize == 0
+        assert (header.begin + entry["data_offsets"][0]) % DTYPES[entry["dtype"]].itemsize == 0
