@@ -9,6 +9,7 @@ or empty.
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.stem import stem_channels
 from moe.vit import ViT, ViTConfig
 
 
@@ -76,7 +78,7 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
     num_moe = len(config.moe_blocks())
     features = config.representation_size or 0
     macs: dict[str, float] = {
-        "embed": config.grid() ** 2 * 3 * config.patch_size**2 * D,
+        "embed": _stem_macs(config),
         "attention_projections": config.depth * S * 4 * D * D,
         "attention_scores": config.depth * 2 * S * S * D,
         "mlp": (config.depth - num_moe) * S * 2 * D * F,
@@ -90,6 +92,16 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
         macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(
             config, overrides.num_kept(config.moe.num_experts)
         )
+    return macs
+
+
+def _stem_macs(config: ViTConfig) -> int:
+    D = config.width
+    if config.stem == "patch":
+        return config.grid() ** 2 * 3 * config.patch_size**2 * D
+    channels, macs = [3, *stem_channels(D, config.patch_size)], config.grid() ** 2 * D * D
+    for i, (before, after) in enumerate(pairwise(channels), start=1):
+        macs += (config.image_size >> i) ** 2 * 9 * before * after
     return macs
 
 

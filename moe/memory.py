@@ -12,6 +12,7 @@ from moe.cost import expert_rows
 from moe.parallel import ParallelConfig
 from moe.routers import MixtureConfig, SoftConfig
 from moe.sharding import FP32, Step, Unit, units
+from moe.stem import stem_channels
 from moe.vit import ViTConfig
 
 
@@ -111,7 +112,7 @@ def _saved(config: ViTConfig) -> list[dict[str, float]]:
     """`saved_for_backward` of what is in no block, then of every block."""
     D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
     root: dict[str, float] = {
-        "embed": 3 * config.image_size**2,
+        "embed": 3 * config.image_size**2 + _stem_saved(config),
         "head": S * (D + 2) + D + 2 * (config.representation_size or 0),
     }
     if config.pooling == "map":
@@ -125,6 +126,14 @@ def _saved(config: ViTConfig) -> list[dict[str, float]]:
         mlp = {"experts" if moe else "mlp": 2 * _hidden(config, i)}  # before and after GELU
         blocks.append({"attention_norms": attention_norms} | mlp | (_routing_saved(config) if moe else {}))
     return [root, *blocks]
+
+
+def _stem_saved(config: ViTConfig) -> int:
+    """What each of its convolutions, norms and GELUs gives."""
+    if config.stem == "patch":
+        return 0
+    channels = stem_channels(config.width, config.patch_size)
+    return sum(3 * n * (config.image_size >> i) ** 2 for i, n in enumerate(channels, start=1))
 
 
 def _hidden(config: ViTConfig, block: int) -> float:

@@ -87,6 +87,8 @@ class TrainConfig:
     clip_norm: largest gradient norm.
     compute_dtype: of matmuls and activations; weights and optimiser stay float32, routers compute in it.
     eval_every: steps between; None: at the end only.
+    stop_at: ``val/acc1`` at which the run is finished before its last step, for models that are compared at
+        one quality (Implicit Bias in Soft MoE, section 4.2). None: at the last step.
     fewshot: evaluate the frozen features too, each time; None: not.
     """
 
@@ -98,6 +100,7 @@ class TrainConfig:
     trunk: str | None = None
     report_every: int = 10
     eval_every: int | None = None
+    stop_at: float | None = None
     microbatch: int | None = None
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     clip_norm: float = 1.0
@@ -109,6 +112,10 @@ class TrainConfig:
         optional = (n for n in ("eval_every", "microbatch") if getattr(self, n) is not None)
         at_least_one(self, "steps", "report_every", *optional)
         within(self, 0, math.inf, "lr", "seed")
+        if self.stop_at is not None:
+            within(self, 0, 1, "stop_at")
+            if self.eval_every is None:
+                raise ValueError(f"stop_at={self.stop_at} is looked at every eval_every steps: set that too")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
         warmup, cooldown = self.schedule.phases(self.steps)

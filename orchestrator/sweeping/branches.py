@@ -48,10 +48,11 @@ def check_branches(trunk: Trunk, run: RunConfig) -> None:
 
 
 def trunk_changes(trunk: Trunk, run: RunConfig) -> dict[str, Any]:
-    """The trunk never cools down, and keeps the checkpoints that branches leave from."""
+    """The trunk never cools down nor ends early, and keeps the checkpoints that branches leave from."""
     kept = gcd(*trunk.at)
     return {
         "train.steps": trunk.at[-1],
+        "train.stop_at": None,
         "train.schedule.warmup_steps": _warmup(trunk, run),
         "train.schedule.cooldown_steps": 0,
         "checkpoint.every": kept,

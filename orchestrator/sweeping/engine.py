@@ -126,9 +126,7 @@ class _Follow(ray.tune.Callback):
         self._status_at = time.monotonic()
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        if trial.trial_id not in self._started:  # else its process died
-            self._started.add(trial.trial_id)
-            self.hooks.began(self._job(trial))
+        self._begin(trial)
 
     def on_trial_result(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: dict[str, Any], **info: Any
@@ -146,6 +144,7 @@ class _Follow(ray.tune.Callback):
         self.hooks.done(job, reason if reason is not None else _outcome(job))
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
+        self._begin(trial)  # no process of it ever ran if there was no place or no environment for one
         self.hooks.done(
             self._job(trial), f"its process died {RESTARTS + 1} times: {reason_of(trial.get_error())}"
         )
@@ -154,6 +153,11 @@ class _Follow(ray.tune.Callback):
         if time.monotonic() - self._status_at > STATUS_EVERY_S:
             self._status_at = time.monotonic()
             self.hooks.status()
+
+    def _begin(self, trial: TuneTrial) -> None:
+        if trial.trial_id not in self._started:  # else its process died, and this is another
+            self._started.add(trial.trial_id)
+            self.hooks.began(self._job(trial))
 
     def _job(self, tuned: TuneTrial) -> Job:
         return self.jobs.of_trial[tuned.trial_id]

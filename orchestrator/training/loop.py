@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe.noise import mix
 from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data import mixing
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
@@ -46,7 +46,7 @@ def train(
 ) -> int:
     """Updates `start` + 1 .. `until`, one per batch. The last step always reports, validates and saves.
 
-    After a report, `leave` says whether to save and end early. Returns the last step.
+    After a report, `leave` says whether to save and end early; so does `good_enough`. Returns the last step.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -72,13 +72,18 @@ def train(
                     report(step, values)
                 if not math.isfinite(values["train/loss"]):
                     raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
-                leaving = leave()
+                leaving = leave() or good_enough(config, values)
             if due(save_every) or leaving:
                 with phase("checkpoint"):
                     save(step)
             if leaving:
                 return step
     return until
+
+
+def good_enough(config: TrainConfig, metrics: Metrics) -> bool:
+    """Whether these, the same on every worker, end the run before its last step."""
+    return config.stop_at is not None and metrics.get("val/acc1", -math.inf) >= config.stop_at
 
 
 def train_step(

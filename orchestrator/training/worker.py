@@ -26,7 +26,7 @@ from orchestrator.training.checkpoint.retention import BEST_BY
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, Metrics, evaluate, train
+from orchestrator.training.loop import Diverged, Metrics, evaluate, good_enough, train
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
 from orchestrator.training.profile import profiled
@@ -127,6 +127,8 @@ def train_worker(
             log.info("%s: on from step %d of %d, %s", run.name, done, run.train.steps, progress.best_so_far())
         if progress.reported:  # in case the crash came before it arrived
             report(progress.reported, progress.metrics | {"resumed/step": float(done)})
+        if good_enough(run.train, progress.metrics):  # only its result is missing
+            until = done
     elif run.train.trunk:
         trunk = checkpoints.branch(run.train.trunk, model, optimizer)
         check_trunk(trunk.config, trunk.step, run)
@@ -194,6 +196,9 @@ def train_worker(
         )
     except Diverged:
         status, reached = "diverged", until
+    else:
+        if good_enough(run.train, progress.metrics):
+            status, until = "finished", reached
     checkpoints.finish()
     if rank == 0 and reached == until:
         result = Result(status=status, step=progress.reported, metrics=progress.metrics)

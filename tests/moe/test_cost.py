@@ -72,6 +72,12 @@ def test_forward_macs_equal_the_flop_counter(router, head, images_per_group):
     check_flops(replace(config, **head))
 
 
+@pytest.mark.parametrize("patch_size", [2, 4])
+def test_forward_macs_of_a_convolutional_stem(patch_size):
+    config = with_moe("debug", SoftConfig(), num_experts=4)
+    check_flops(replace(config, stem="conv", patch_size=patch_size))
+
+
 def test_forward_macs_of_the_identity():
     check_flops(with_moe("debug", IDENTITY, num_experts=4))
 
@@ -126,15 +132,11 @@ def test_parameters_of_released_checkpoints(config, params):
 def test_parameters_of_implicit_bias():
     """Its ViT-B/16, section 4.4.1: 513M, of them 453-454M in experts, whatever their number."""
     for n in (2, 8, 16, 64, 128):
-        moe = MoEConfig(layers="last_6", num_experts=n, router=SoftConfig())
-        config = replace(PRESETS["B/16"], moe=moe)
-        # the experts share 16 x 3072 hidden units
         hidden = 16 * 3072 // n
-        dense = num_params(replace(config, moe=None))
-        mlp = 768 * 3072 * 2 + 3072 + 768
-        experts = 6 * n * (768 * hidden * 2 + hidden + 768)
-        assert 453e6 <= experts <= 454e6
-        assert dense - 6 * mlp + experts + 6 * (768 * n + 1) == pytest.approx(513e6, rel=0.004)
+        moe = MoEConfig(layers="last_6", num_experts=n, expert_dim=hidden, router=SoftConfig())
+        config = replace(PRESETS["B/16"], moe=moe)
+        assert 453e6 <= num_expert_params(config) <= 454e6
+        assert num_params(config) == pytest.approx(513e6, rel=0.004)
 
 
 @pytest.mark.parametrize(

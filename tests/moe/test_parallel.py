@@ -64,6 +64,7 @@ ONCE = {
     "sparse transport": Case(
         config=vit(ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=50)), images_per_group=2)
     ),
+    "convolutions first": Case(config=replace(vit(SOFT), stem="conv")),
     "mixture": Case(config=vit(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2)),
     "overridden": Case(
         config=vit(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),

@@ -79,6 +79,8 @@ def test_names_of_checkpoints():
     assert names(position="sincos2d") == names(position="none") == names() - {"position_SD"}
     assert names(representation_size=5) == names() | {"pre_logits.weight", "pre_logits.bias"}
     assert {name.split(".")[0] for name in names(pooling="map") - names()} == {"pool"}
+    stem = {f"embed.{layer}.{p}" for layer in ("conv0", "norm0", "project") for p in ("weight", "bias")}
+    assert names(stem="conv") == names() - {"embed.weight", "embed.bias"} | stem
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,11 @@ def test_names_of_checkpoints():
     [
         ({"image_size": 225}, "patch_size=16 does not divide image_size=225"),
         ({"heads": 7}, "heads=7 does not divide width=384"),
+        (
+            {"patch_size": 14, "stem": "conv"},
+            "stem='conv' needs a patch_size that is a power of two from 2, got 14",
+        ),
+        ({"patch_size": 1, "stem": "conv"}, "a power of two from 2, got 1"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must be at least 1, got -1"),
         ({"representation_size": 0}, "representation_size must be at least 1, got 0"),

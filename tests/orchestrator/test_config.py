@@ -52,6 +52,8 @@ NAN = float("nan")
         (TrainConfig, {"eval_every": 0}, "eval_every must be at least 1, got 0"),
         (CheckpointConfig, {"every": -5}, "every must be at least 1, got -5"),
         (TrainConfig, {"microbatch": 0}, "microbatch must be at least 1, got 0"),
+        (TrainConfig, {"stop_at": 95.0}, "stop_at must lie in 0 .. 1, got 95.0"),
+        (TrainConfig, {"stop_at": 0.9}, "stop_at=0.9 is looked at every eval_every steps: set that too"),
         (TrainConfig, {"clip_norm": 0.0}, "clip_norm must be positive, got 0.0"),
         (TrainConfig, {"lr": -1e-3}, "lr must lie in 0 .. inf, got -0.001"),
         (TrainConfig, {"seed": -1}, "seed must lie in 0 .. inf, got -1"),

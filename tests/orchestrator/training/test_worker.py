@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe.cost import train_flops_6mac
 from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -20,7 +21,7 @@ from orchestrator.data.in_process import in_process
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.loop import Metrics
-from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
+from orchestrator.training.worker import checkpoint_directory, result_of, run_directory, train_worker
 
 SMALL = {
     "model.width": 16,
@@ -84,6 +85,29 @@ def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunCon
         seen |= numbers(trained(run, stop_at=stop))
     seen |= numbers(trained(run))
     assert seen == whole
+
+
+def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
+    """At the first evaluation that says so, with a checkpoint and a result, which are found again."""
+    run = override(run, {"train.stop_at": 0.0})
+    reports = trained(run)
+    assert [step for step, _ in reports] == [1, 2, 3, 4, 5, 6]
+    result, (_, kept) = result_of(run), newest(checkpoint_directory(run))
+    assert result
+    assert (result.status, result.step, kept.step) == ("finished", 6, 6)
+    assert result.metrics == reports[-1][1]
+    assert result.metrics["cost/train_flops_6mac"] == train_flops_6mac(run.model, images=6 * 16)
+
+    storage.delete(storage.join(run_directory(run), "result.json"))
+    assert [step for step, _ in trained(run)] == [6], "the one that may not have arrived"
+    assert result_of(run) == result
+
+
+def test_what_is_not_good_enough_goes_on(run: RunConfig) -> None:
+    trained(override(run, {"train.stop_at": 1.0}))
+    result = result_of(run)
+    assert result
+    assert (result.status, result.step) == ("finished", 24)
 
 
 def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
