@@ -27,7 +27,6 @@ from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.config import UsageError
-from orchestrator.data.manifest import open_manifest
 from orchestrator.data.transforms import normalize
 from orchestrator.evaluation.grid import why_impossible
 from orchestrator.evaluation.images import device, images_of
@@ -86,8 +85,7 @@ def evaluated(
 ) -> dict[str, Any]:
     """Everything that is known of the model at the point, as JSON has it."""
     path, where = images_path(args, model), device()
-    tell_other_classes(model, path)
-    names = open_manifest(path).classes
+    names = tell_other_classes(model, path).names
     vit = model.load(where)
 
     def batches() -> Any:
@@ -134,13 +132,21 @@ def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str, latency: Latency) -> None:
     """In the model's run. Its place on the axis is the time of day: a later evaluation follows an earlier."""
-    run = writer(store, found_run(store, run_id))
-    data = key_part(report["data"].rstrip("/").rsplit("/", 1)[-1])
+    found = found_run(store, run_id)
+    run, data = writer(store, found), data_key(report["data"], found.tags)
     where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
     finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
     run.write_table(f"{where}/classes.json", report["classes"])
-    run.tag(**{"eval.latency": f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"})
+    timed = f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"
+    run.tag(**{"eval.latency": timed, f"eval.data.{data}": report["data"]})
+
+
+def data_key(path: str, tags: Mapping[str, str]) -> str:
+    """The last part of the path, or as many as tell it from other data that the run was evaluated on."""
+    parts = [key_part(part) for part in path.split("/") if part]
+    names = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+    return next((name for name in names if tags.get(f"eval.data.{name}", path) == path), names[-1])
 
 
 def print_reports(reports: list[dict[str, Any]], point: RoutingOverrides) -> None:

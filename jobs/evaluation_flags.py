@@ -9,9 +9,9 @@ from orchestrator import storage
 from orchestrator.config import UsageError
 from orchestrator.data.adopt import adopt
 from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.evaluation.classes import Classes, classes_of
 from orchestrator.evaluation.trained import NAMES, Trained, find_trained
 from orchestrator.tracking import Tracking
-from orchestrator.training.checkpoint.weights import class_names
 
 
 def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentParser:
@@ -46,12 +46,16 @@ def images_path(args: argparse.Namespace, model: Trained) -> str:
     return path if has_manifest(path) else adopt(path, root(args))
 
 
-def tell_other_classes(model: Trained, path: str) -> None:
-    """A line if the images have other classes than those that the model learned, as far as that is known."""
-    learned, here = class_names(model.run), open_manifest(path).classes
-    if learned and here != learned[: len(here)]:
-        classes = f"other classes ({_few(here)}) than {model.name} learned ({_few(learned)})"
-        print(f"note: {path} has {classes}: labels are compared by number", flush=True)
+def tell_other_classes(model: Trained, path: str) -> Classes:
+    """Those of the images; a line if they are others than those that the model learned, as far as that is
+    known.
+    """
+    found, here = classes_of(model.run, path), open_manifest(path).classes
+    if found.learned and here != found.learned[: len(here)]:
+        classes = f"other classes ({_few(here)}) than {model.name} learned ({_few(found.learned)})"
+        how = "by name" if found.labels else "by number, for not all have a name that it learned"
+        print(f"note: {path} has {classes}: labels are compared {how}", flush=True)
+    return found
 
 
 def _few(names: Sequence[str]) -> str:

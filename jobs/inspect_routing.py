@@ -95,8 +95,8 @@ def look(
         if (value := getattr(args, flag)) is not None and value < 1:
             raise UsageError(f"--{flag} {value}: must be at least 1")
     path = images_path(args, trained)
-    tell_other_classes(trained, path)
-    manifest = open_manifest(path)
+    names = tell_other_classes(trained, path).names
+    rows = open_manifest(path).rows(args.split)
     points, refused = [], []
     if drops(trained.run.model.moe and trained.run.model.moe.router):
         capacities = numbers("--capacities", args.capacities)
@@ -105,7 +105,7 @@ def look(
         points, refused = settings(model, capacities)
     for reason in refused:
         print(f"not drawn: {reason}")
-    total = min(args.images or manifest.rows(args.split), manifest.rows(args.split))
+    total = min(args.images or rows, rows)
     batches = first_images(
         images_of(trained.run, path=path, split=args.split, batch_size=args.batch_size, device=device()),
         total,
@@ -116,10 +116,10 @@ def look(
         model,
         chain([first], batches),
         blocks=blocks,
-        classes=len(manifest.classes),
+        classes=len(names),
         report=Progress(total),
     )
-    return found, drawn, manifest.classes
+    return found, drawn, names
 
 
 def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

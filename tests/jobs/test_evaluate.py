@@ -15,6 +15,8 @@ from mlflow import MlflowClient
 from jobs import evaluate, operating_points
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
+from orchestrator.data.packing import write_shards
+from orchestrator.data.sources import open_source
 from orchestrator.evaluation import parallel
 from orchestrator.sweeping.report import read_frontier
 from orchestrator.tracking import Found, children, find_sweep, open_reader
@@ -162,9 +164,36 @@ def test_other_classes_are_named(home: Path, call: Call, pack_greys: Callable[..
     manifest = Path(path, "manifest.json")
     manifest.write_text(manifest.read_text().replace('"0"', '"zero"', 1))
     told = (
-        f"note: {path} has other classes (zero, 1, 2, .. 10) than tiny/trials/soft learned (0, 1, 2, .. 10)"
+        f"note: {path} has other classes (zero, 1, 2, .. 10) than tiny/trials/soft learned (0, 1, 2, .. 10):"
+        " labels are compared by number"
     )
     assert told in call(evaluate.main, *run)[1]
+
+
+def test_labels_go_by_name_where_the_model_learned_them(home: Path, call: Call, digits: str, tmp_path: Path):
+    """Of some classes that stand in another order; each class does as well as among all."""
+    names, source, out = ("7", "3", "9"), open_source("digits"), tmp_path / "figures.json"
+    splits = {
+        split: [one._replace(label=names.index(str(one.label))) for one in samples if str(one.label) in names]
+        for split, samples in source.splits.items()
+    }
+    write_shards(str(tmp_path / "some"), names, splits)
+    run = ("tiny/trials/soft", "--repeats", "1", "--out", str(out), "--data")
+    by_name = []
+    for data in (digits, str(tmp_path / "some")):
+        stopped, printed = call(evaluate.main, *run, data)
+        assert stopped == ""
+        (report,) = json.loads(out.read_text())
+        table = report["classes"]
+        by_name.append(
+            dict(zip(table["class"], zip(table["images"], table["acc1"], strict=True), strict=True))
+        )
+    assert (
+        "other classes (7, 3, 9) than tiny/trials/soft learned (0, 1, 2, .. 10): labels are compared by name"
+        in printed
+    )
+    every, some = by_name
+    assert some == {name: every[name] if name in names else (0, None) for name in every}
 
 
 def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, digits: str, tmp_path: Path):
@@ -174,6 +203,19 @@ def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, digits: 
     assert stopped == ""
     assert "refuses" not in printed
     assert "eval/my-se-t-/val/step-20/as_trained/acc1" in trial(home, "soft").metrics
+
+
+def test_data_of_the_same_folder_name_has_a_key_of_its_own(
+    home: Path, call: Call, pack_greys: Callable[..., Any], tmp_path: Path
+):
+    path, _ = pack_greys(train=20, val=7)
+    shutil.copytree(path, tmp_path / "others" / "shards")
+    for data in ([], ["--data", str(tmp_path / "others" / "shards")]) * 2:
+        assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1", *data)[0] == ""
+    run = trial(home, "dense")
+    assert run.metrics["eval/shards/val/step-20/as_trained/acc1"] == run.metrics["val/acc1"]
+    assert len(run.history("eval/others-shards/val/step-20/as_trained/acc1")) == 2
+    assert run.tags["eval.data.others-shards"] == f"{tmp_path}/others/shards"
 
 
 @pytest.fixture(scope="module")
