@@ -35,7 +35,7 @@ def call(
 def test_a_study_prints_its_table_and_leaves_it_in_mlflow(call, tmp_path):
     error, out = call("l2norm", "--seeds", "1", "--out", str(tmp_path / "out"))
     assert error == ""
-    assert "5 tokens of 2, seed 0: " in out
+    assert "5 tokens of 2, n=1: " in out
     assert "MSE, 2 tokens of 5" in out
     assert out.index("hidden units each") < out.index(
         f"{tmp_path}/out/l2norm.png and .json; MLflow run l2norm-"
