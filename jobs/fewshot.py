@@ -49,7 +49,7 @@ def main() -> None:
         if unknown:
             print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
         if len(unknown) < len(results):
-            where = "fewshot/<data>/acc_<n>shot and fewshot.json in each model's run"
+            where = "fewshot/<data>/step-<step>/acc_<n>shot and fewshot/step-<step>.json in each model's run"
             print(f"MLflow   {shown(store.uri)}: {where}")
 
 
@@ -91,15 +91,18 @@ def log(store: Tracking, model: Trained, result: FewShotResult) -> None:
     if model.run_id is None:
         return
     run = writer(store, found_run(store, model.run_id))
-    each = {f"fewshot/{name}/acc_{shots}shot": result.mean(shots, name) for name, shots in result.accuracy}
-    run.log_at(int(time.time()), each)
+    step = f"step-{model.step}"
+    run.log_at(
+        int(time.time()),
+        {f"fewshot/{name}/{step}/acc_{n}shot": result.mean(n, name) for name, n in result.accuracy},
+    )
     rows = [
         (name, shots, seed, accuracy, result.strength[shots])
         for (name, shots), by_seed in result.accuracy.items()
         for seed, accuracy in enumerate(by_seed)
     ]
     columns = ("data", "shots", "seed", "accuracy", "l2")
-    run.write_table("fewshot.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
+    run.write_table(f"fewshot/{step}.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
 
 
 def summary(result: FewShotResult) -> str:

@@ -186,24 +186,30 @@ def report(
         storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
     print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
     if trained.run_id:
-        log(store, trained.run_id, html, pictures, figures)
-        print(f"MLflow run {trained.run_id}: artifacts below {FOLDER}")
+        folder = f"{FOLDER}/step-{trained.step}"
+        log(store, trained.run_id, folder, html, pictures, figures)
+        print(f"MLflow run {trained.run_id}: artifacts below {folder}")
     else:
         print("MLflow knows no run of this model: nothing is logged there")
 
 
 def log(
-    store: Tracking, run_id: str, html: str, pictures: dict[str, bytes], figures: dict[str, Table]
+    store: Tracking,
+    run_id: str,
+    folder: str,
+    html: str,
+    pictures: dict[str, bytes],
+    figures: dict[str, Table],
 ) -> None:
     run = writer(store, found_run(store, run_id))
-    run.write_text(f"{FOLDER}/{PAGE}", html)
+    run.write_text(f"{folder}/{PAGE}", html)
     for name, table in figures.items():
-        run.write_table(f"{FOLDER}/{name}.json", table)
-    with TemporaryDirectory() as folder:
+        run.write_table(f"{folder}/{name}.json", table)
+    with TemporaryDirectory() as scratch:
         for name, content in pictures.items():
-            file = Path(folder) / name
+            file = Path(scratch) / name
             file.write_bytes(content)
-            run.write_file(file, folder=FOLDER)
+            run.write_file(file, folder=folder)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class ConvStem(nn.Sequential):
         for i, channels in enumerate(stem_channels(width, patch_size)):
             self.add_module(f"conv{i}", nn.Conv2d(before, channels, 3, stride=2, padding=1))
             self.add_module(f"norm{i}", ImageNorm(channels))
-            self.add_module(f"gelu{i}", nn.GELU())
+            self.add_module(f"gelu{i}", nn.GELU(approximate="tanh"))
             before = channels
         self.project = nn.Conv2d(before, width, 1)
 

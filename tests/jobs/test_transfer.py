@@ -59,12 +59,13 @@ def test_few_shot_figures_of_a_run(call: Call, digits: str, tmp_path: Path) -> N
     figures = re.search(r"small │ mean +│ (0\.\d+) │ +(0\.\d+) │", out)
     assert figures
     run = run_of(tmp_path / "home", "small")
+    step = f"step-{run.config().train.steps}"
     for shots, shown in zip((1, 200), figures.groups(), strict=True):
-        both = [run.metrics[f"fewshot/{name}/acc_{shots}shot"] for name in ("shards", "other")]
+        both = [run.metrics[f"fewshot/{name}/{step}/acc_{shots}shot"] for name in ("shards", "other")]
         assert both[0] == both[1]  # the same images
         assert f"{both[0]:.4f}" == shown
     assert "fewshot/acc_25shot" in run.metrics  # of training itself
-    table = json.loads(run.read_text("fewshot.json"))
+    table = json.loads(run.read_text(f"fewshot/{step}.json"))
     assert table["columns"] == ["data", "shots", "seed", "accuracy", "l2"]
     assert len(table["data"]) == 2 * 2 * 2
 
