@@ -97,7 +97,7 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
 
 def _stem_macs(config: ViTConfig) -> int:
     D = config.width
-    if config.stem == "patch":
+    if not config.stem:
         return config.grid() ** 2 * 3 * config.patch_size**2 * D
     channels, macs = [3, *stem_channels(D, config.patch_size)], config.grid() ** 2 * D * D
     for i, (before, after) in enumerate(pairwise(channels), start=1):

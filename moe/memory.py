@@ -130,7 +130,7 @@ def _saved(config: ViTConfig) -> list[dict[str, float]]:
 
 def _stem_saved(config: ViTConfig) -> int:
     """What each of its convolutions, norms and GELUs gives."""
-    if config.stem == "patch":
+    if not config.stem:
         return 0
     channels = stem_channels(config.width, config.patch_size)
     return sum(3 * n * (config.image_size >> i) ** 2 for i, n in enumerate(channels, start=1))

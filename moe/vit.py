@@ -24,7 +24,7 @@ from moe.stem import ConvStem, stem_channels
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """Attributes:
-    stem: how patches become tokens: one projection, or convolutions (see `moe.stem`).
+    stem: how patches become tokens: by convolutions (see `moe.stem`). None: by one projection.
     pooling: what the head sees: the mean of the tokens, a class token (the first of them, routed like any
         other), or the answer of a learned probe that attends to them.
     position: a learned embedding covers the class token; ``sincos2d`` leaves it out.
@@ -41,7 +41,7 @@ class ViTConfig:
     heads: int = 6
     mlp_dim: int = 1536
     num_classes: int = 1000
-    stem: Literal["patch", "conv"] = "patch"
+    stem: Literal["conv"] | None = None
     pooling: Literal["gap", "token", "map"] = "gap"
     position: Literal["learned", "sincos2d", "none"] = "learned"
     representation_size: int | None = None
@@ -56,7 +56,7 @@ class ViTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
-        if self.stem == "conv":
+        if self.stem:
             stem_channels(self.width, self.patch_size)
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
@@ -113,7 +113,7 @@ class ViT(nn.Module):
         self.config = config
         device, moe_blocks = torch.get_default_device(), config.moe_blocks()
         with torch.device("meta"):  # torch's layers draw weights of their own, from the global generator
-            if config.stem == "conv":
+            if config.stem:
                 self.embed = ConvStem(config.width, config.patch_size)
             else:
                 self.embed = nn.Conv2d(3, config.width, config.patch_size, config.patch_size)

@@ -186,7 +186,7 @@ DECAYS = {  # the last two parts of every name in a ViT whose weights decay
 )
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None
-    model = ViT(replace(PRESETS["debug"], moe=moe, stem="patch" if moe else "conv"))
+    model = ViT(replace(PRESETS["debug"], moe=moe, stem=None if moe else "conv"))
     built = build_optimizer(optimizer(weight_decay=0.25, weight_decay_head=3.0), model)
     decay_of = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     assert len(decay_of) == len(list(model.parameters()))
