@@ -20,7 +20,13 @@ from typing import Any
 from rich.table import Table
 
 from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
+from jobs.evaluation_flags import (
+    evaluation_parser,
+    images_path,
+    models_of,
+    results_of,
+    tell_other_classes,
+)
 from jobs.show import print_table
 from jobs.usage import at_least_one, command
 from moe.cost import forward_gflops_2mac
@@ -34,9 +40,7 @@ from orchestrator.evaluation.latency import Latency, latencies
 from orchestrator.evaluation.point import HELP, parse_point, point_key, point_name
 from orchestrator.evaluation.scores import Scores, evaluate_at
 from orchestrator.evaluation.trained import Trained
-from orchestrator.tracking import Tracking, writer
-from orchestrator.tracking.find import found_run
-from orchestrator.tracking.search import key_part
+from orchestrator.tracking import Tracking
 
 
 def main() -> None:
@@ -89,7 +93,7 @@ def evaluated(
     vit = model.load(where)
 
     def batches() -> Any:
-        return images_of(model.run, path=path, split=args.split, batch_size=args.batch_size, device=where)
+        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=where)
 
     (scores,) = evaluate_at(vit, batches(), [point])
     (latency,) = latencies(vit, normalize(next(batches()).image), [point], repeats=args.repeats)
@@ -132,21 +136,12 @@ def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
 
 def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str, latency: Latency) -> None:
     """In the model's run. Its place on the axis is the time of day: a later evaluation follows an earlier."""
-    found = found_run(store, run_id)
-    run, data = writer(store, found), data_key(report["data"], found.tags)
+    run, (data,) = results_of(store, run_id, report["data"])
     where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
     finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
     run.write_table(f"{where}/classes.json", report["classes"])
-    timed = f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"
-    run.tag(**{"eval.latency": timed, f"eval.data.{data}": report["data"]})
-
-
-def data_key(path: str, tags: Mapping[str, str]) -> str:
-    """The last part of the path, or as many as tell it from other data that the run was evaluated on."""
-    parts = [key_part(part) for part in path.split("/") if part]
-    names = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
-    return next((name for name in names if tags.get(f"eval.data.{name}", path) == path), names[-1])
+    run.tag(**{"eval.latency": f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"})
 
 
 def print_reports(reports: list[dict[str, Any]], point: RoutingOverrides) -> None:

@@ -11,7 +11,9 @@ from orchestrator.data.adopt import adopt
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.evaluation.classes import Classes, classes_of
 from orchestrator.evaluation.trained import NAMES, Trained, find_trained
-from orchestrator.tracking import Tracking
+from orchestrator.tracking import TrackedRun, Tracking, writer
+from orchestrator.tracking.find import found_run
+from orchestrator.tracking.search import key_part
 
 
 def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentParser:
@@ -47,15 +49,39 @@ def images_path(args: argparse.Namespace, model: Trained) -> str:
 
 
 def tell_other_classes(model: Trained, path: str) -> Classes:
-    """Those of the images; a line if they are others than those that the model learned, as far as that is
-    known.
+    """Those of the images; a line if they are others than those that the model learned, or nobody knows.
+
+    Raises:
+        UsageError: if labels fit neither by name nor by number.
     """
-    found, here = classes_of(model.run, path), open_manifest(path).classes
-    if found.learned and here != found.learned[: len(here)]:
-        classes = f"other classes ({_few(here)}) than {model.name} learned ({_few(found.learned)})"
-        how = "by name" if found.labels else "by number, for not all have a name that it learned"
-        print(f"note: {path} has {classes}: labels are compared {how}", flush=True)
+    found, here = classes_of(model, path), open_manifest(path).classes
+    if not model.classes:
+        print(
+            f"note: nobody knows which classes {model.name} learned, for {model.run.data.path} is gone or has"
+            f" others: labels of {path} ({_few(here)}) are compared by number",
+            flush=True,
+        )
+    elif here != model.classes[: len(here)]:
+        classes = f"other classes ({_few(here)}) than {model.name} learned ({_few(model.classes)})"
+        how = "name" if found.labels else "number"
+        print(f"note: {path} has {classes}: labels are compared by {how}", flush=True)
     return found
+
+
+def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[TrackedRun, list[str]]:
+    """The run, and what its figures of each of these data sets are called: the last part of the path, or as
+    many as tell it from others that the run was evaluated on. Tags ``eval.data.<name>`` remember.
+    """
+    found = found_run(store, run_id)
+    tags, names = dict(found.tags), []
+    for path in paths:
+        parts = [key_part(part) for part in path.split("/") if part]
+        tails = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        names.append(next((t for t in tails if tags.get(f"eval.data.{t}", path) == path), tails[-1]))
+        tags[f"eval.data.{names[-1]}"] = path
+    run = writer(store, found)
+    run.tag(**{f"eval.data.{name}": path for name, path in zip(names, paths, strict=True)})
+    return run, names
 
 
 def _few(names: Sequence[str]) -> str:

@@ -11,12 +11,13 @@ The train split of each data set gives the shots, its val split is tested. The s
 import argparse
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from math import log2
 
 from rich.table import Table
 
 from jobs.command import add_places, tracking
-from jobs.evaluation_flags import images_path, models_of
+from jobs.evaluation_flags import images_path, models_of, results_of
 from jobs.show import print_table
 from jobs.usage import command
 from orchestrator.config import UsageError
@@ -24,8 +25,7 @@ from orchestrator.evaluation.fewshot import few_shot, short_of_images
 from orchestrator.evaluation.images import device
 from orchestrator.evaluation.trained import NAMES, Trained
 from orchestrator.recipe import FewShotConfig
-from orchestrator.tracking import Tracking, writer
-from orchestrator.tracking.find import found_run
+from orchestrator.tracking import Tracking
 from orchestrator.tracking.store import shown
 from orchestrator.training.fewshot import FewShotResult, short_names
 
@@ -41,7 +41,7 @@ def main() -> None:
                 if not results and (few := short_of_images(model.run, path, shots)):
                     print(f"{name}: {few}", flush=True)
             result = few_shot(model, config, batch_size=args.batch_size, device=device())
-            log(store, model, result)
+            log(store, model, config.paths, result)
             unknown += [model.name] if model.run_id is None else []
             results[model.name] = result
             print(f"{model.name}: {summary(result)}", flush=True)
@@ -49,7 +49,7 @@ def main() -> None:
         if unknown:
             print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
         if len(unknown) < len(results):
-            where = "fewshot/<data>/step-<step>/acc_<n>shot and fewshot/step-<step>.json in each model's run"
+            where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
             print(f"MLflow   {shown(store.uri)}: {where}")
 
 
@@ -84,25 +84,27 @@ def config_of(args: Namespace, model: Trained, shots: tuple[int, ...]) -> FewSho
         raise UsageError(str(error)) from None
 
 
-def log(store: Tracking, model: Trained, result: FewShotResult) -> None:
+def log(store: Tracking, model: Trained, paths: Sequence[str], result: FewShotResult) -> None:
     """In the model's run; one that MLflow does not know is only printed. The place on the axis is the time of
     day, so that a later evaluation follows an earlier one.
     """
     if model.run_id is None:
         return
-    run = writer(store, found_run(store, model.run_id))
-    step = f"step-{model.step}"
-    run.log_at(
-        int(time.time()),
-        {f"fewshot/{name}/{step}/acc_{n}shot": result.mean(n, name) for name, n in result.accuracy},
-    )
-    rows = [
-        (name, shots, seed, accuracy, result.strength[shots])
-        for (name, shots), by_seed in result.accuracy.items()
-        for seed, accuracy in enumerate(by_seed)
-    ]
-    columns = ("data", "shots", "seed", "accuracy", "l2")
-    run.write_table(f"fewshot/{step}.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
+    sets = short_names(paths)
+    run, names = results_of(store, model.run_id, *sets.values())
+    for data, name in zip(names, sets, strict=True):
+        where = f"fewshot/{data}/step-{model.step}"
+        run.log_at(
+            int(time.time()),
+            {f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength},
+        )
+        rows = [
+            (shots, seed, accuracy, strength)
+            for shots, strength in result.strength.items()
+            for seed, accuracy in enumerate(result.accuracy[name, shots])
+        ]
+        columns = ("shots", "seed", "accuracy", "l2")
+        run.write_table(f"{where}/draws.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
 
 
 def summary(result: FewShotResult) -> str:

@@ -18,7 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
+from jobs.evaluation_flags import (
+    evaluation_parser,
+    images_path,
+    models_of,
+    results_of,
+    tell_other_classes,
+)
 from jobs.usage import command
 from moe.vit import ViT
 from orchestrator import storage
@@ -34,8 +40,7 @@ from orchestrator.evaluation.microscope.survey import Survey, survey
 from orchestrator.evaluation.microscope.tables import Table, layer_table, tables
 from orchestrator.evaluation.trained import Trained
 from orchestrator.frontier.style import detail
-from orchestrator.tracking import Tracking, writer
-from orchestrator.tracking.find import found_run
+from orchestrator.tracking import TrackedRun, Tracking
 
 FOLDER = "routing"  # of the model's MLflow run
 PAGE = "routing.html"
@@ -96,7 +101,9 @@ def look(
             raise UsageError(f"--{flag} {value}: must be at least 1")
     path = images_path(args, trained)
     names = tell_other_classes(trained, path).names
-    rows = open_manifest(path).rows(args.split)
+    rows, outputs = open_manifest(path).rows(args.split), trained.run.model.num_classes
+    if len(names) > outputs:
+        raise UsageError(f"{path} has {len(names)} classes, but the model has {outputs} outputs")
     points, refused = [], []
     if drops(trained.run.model.moe and trained.run.model.moe.router):
         capacities = numbers("--capacities", args.capacities)
@@ -107,7 +114,7 @@ def look(
         print(f"not drawn: {reason}")
     total = min(args.images or rows, rows)
     batches = first_images(
-        images_of(trained.run, path=path, split=args.split, batch_size=args.batch_size, device=device()),
+        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=device()),
         total,
     )
     first = next(batches)
@@ -186,22 +193,21 @@ def report(
         storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
     print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
     if trained.run_id:
-        folder = f"{FOLDER}/step-{trained.step}"
-        log(store, trained.run_id, folder, html, pictures, figures)
+        run, (data,) = results_of(store, trained.run_id, images_path(args, trained))
+        folder = f"{FOLDER}/{data}/step-{trained.step}"
+        log(run, folder, html, pictures, figures)
         print(f"MLflow run {trained.run_id}: artifacts below {folder}")
     else:
         print("MLflow knows no run of this model: nothing is logged there")
 
 
 def log(
-    store: Tracking,
-    run_id: str,
+    run: TrackedRun,
     folder: str,
     html: str,
     pictures: dict[str, bytes],
     figures: dict[str, Table],
 ) -> None:
-    run = writer(store, found_run(store, run_id))
     run.write_text(f"{folder}/{PAGE}", html)
     for name, table in figures.items():
         run.write_table(f"{folder}/{name}.json", table)

@@ -16,7 +16,13 @@ from typing import Any
 from rich.table import Table
 
 from jobs.command import connect, root, tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
+from jobs.evaluation_flags import (
+    evaluation_parser,
+    images_path,
+    models_of,
+    results_of,
+    tell_other_classes,
+)
 from jobs.show import print_table
 from jobs.usage import at_least_one, command
 from orchestrator import storage
@@ -32,7 +38,6 @@ from orchestrator.sweeping.operating import COSTS, QUALITY, TABLE, TAG, table_of
 from orchestrator.sweeping.report import Axes, framed, publish, write_files
 from orchestrator.sweeping.settings import settings
 from orchestrator.tracking import Tracking, find_sweep, writer
-from orchestrator.tracking.find import found_run
 from orchestrator.training.nodes import check_shared
 
 
@@ -61,7 +66,7 @@ def main() -> None:
             connect(show_workers=False)
             check_shared(root(args))
             rows = measured(args, questions)
-            record(store, models, rows)
+            record(store, questions, rows)
             frontier = drawn(args, store, models, rows)
         show(frontier)
 
@@ -102,13 +107,13 @@ def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, l
     return rows
 
 
-def record(store: Tracking, models: list[Trained], rows: dict[str, list[Row]]) -> None:
-    """The table of each model in its own run, which may have several: one for each step."""
-    for model in models:
+def record(store: Tracking, questions: list[Question], rows: dict[str, list[Row]]) -> None:
+    """The table of each model in its own run, which may have several: one for each step and data set."""
+    for model, path in ((question.model, question.path) for question in questions):
         if model.run_id:
             found = [{"run": model.run_id, **row} for row in rows[model.location]]
-            run = writer(store, found_run(store, model.run_id))
-            run.write_table(f"operating_points/step-{model.step}.json", table_of(found))
+            run, (data,) = results_of(store, model.run_id, path)
+            run.write_table(f"operating_points/{data}/step-{model.step}.json", table_of(found))
 
 
 def drawn(

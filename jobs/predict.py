@@ -26,7 +26,6 @@ from orchestrator.prediction.inputs import Files, Rows, open_inputs
 from orchestrator.prediction.plan import Plan, digest_of, part_size, settle, tidy
 from orchestrator.prediction.predictor import Settings
 from orchestrator.prediction.run import pool_size, run
-from orchestrator.training.checkpoint.weights import class_names
 
 log = logging.getLogger("orchestrator.predict")
 
@@ -57,7 +56,7 @@ def main() -> None:
             routing=settings_of(point),
             group=group,
             part=part_size(inputs.count, group),
-            classes=class_names(model.run),
+            classes=model.classes,
         )
         plan, there = settle(out, plan, fresh=args.fresh)
         parts = dict(enumerate(inputs.parts(plan.part)))

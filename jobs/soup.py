@@ -14,7 +14,7 @@ from dataclasses import replace
 from rich.table import Table
 
 from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of
+from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
 from jobs.show import print_table
 from jobs.usage import command
 from orchestrator import storage
@@ -39,6 +39,8 @@ def main() -> None:
     with command(), tracking(args, "soup") as store:
         models, out = models_of(args, store), storage.absolute(args.out)
         check_alike(models)
+        if args.evaluate:
+            tell_other_classes(models[0], images_path(args, models[0]))
         rows = [row(args, model) for model in models] if args.evaluate else []
         write_soup(models, out, force=args.force)
         if args.evaluate:
@@ -52,7 +54,7 @@ def main() -> None:
 def row(args: argparse.Namespace, model: Trained) -> tuple[str, ...]:
     """Of the table. Raises UsageError if the images are not for such a model."""
     path = images_path(args, model)
-    images = images_of(model.run, path=path, split=args.split, batch_size=args.batch_size, device=device())
+    images = images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device())
     (found,) = evaluate_at(model.load(device()), images)
     metrics = found.metrics()
     log.info("%s: acc1 %.4f", model.location, metrics["acc1"])

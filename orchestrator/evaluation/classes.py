@@ -2,26 +2,38 @@
 
 from typing import NamedTuple
 
-from orchestrator.config import RunConfig
+from orchestrator.config import UsageError
 from orchestrator.data.manifest import open_manifest
-from orchestrator.training.checkpoint.weights import class_names
+from orchestrator.evaluation.trained import Trained
 
 
 class Classes(NamedTuple):
     """Attributes:
     names: by label, as the model is judged.
     labels: label in the shards -> that of the model; None: they are taken as they are.
-    learned: what the model learned, by label; None: nobody knows any more.
     """
 
     names: tuple[str, ...]
     labels: tuple[int, ...] | None
-    learned: tuple[str, ...] | None
 
 
-def classes_of(run: RunConfig, path: str) -> Classes:
-    """Matched by name where the model learned all of them: some of its classes, or in another order."""
-    here, learned = open_manifest(path).classes, class_names(run)
-    if not learned or here == learned[: len(here)] or not set(here) <= set(learned):
-        return Classes(names=here, labels=None, learned=learned)
-    return Classes(names=learned, labels=tuple(map(learned.index, here)), learned=learned)
+def classes_of(model: Trained, path: str) -> Classes:
+    """Matched by name where the model learned all of them: some of its classes, or in another order. By
+    number where it learned none, or nobody knows what it learned.
+
+    Raises:
+        UsageError: if it learned some of them under other numbers, and others not.
+    """
+    here, learned = open_manifest(path).classes, model.classes or ()
+    if here == learned[: len(here)]:
+        return Classes(names=here, labels=None)
+    if set(here) <= set(learned):
+        return Classes(names=learned, labels=tuple(map(learned.index, here)))
+    moved = [name for number, name in enumerate(here) if name in learned and learned.index(name) != number]
+    if moved:
+        unknown = next(name for name in here if name not in learned)
+        raise UsageError(
+            f"{path}: {model.name} learned class {moved[0]!r} under another number, and {unknown!r} not at"
+            " all: labels fit neither by name nor by number; pack the images without what it did not learn"
+        )
+    return Classes(names=here, labels=None)

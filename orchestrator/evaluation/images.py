@@ -10,6 +10,7 @@ from orchestrator.data.in_process import in_process
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Batch, Split, Stream, in_order
 from orchestrator.evaluation.classes import classes_of
+from orchestrator.evaluation.trained import Trained
 
 
 def evaluation_run(run: RunConfig, *, path: str, batch_size: int) -> RunConfig:
@@ -32,11 +33,11 @@ def batches(stream: Stream, device: torch.device) -> Iterator[Batch]:
 
 
 def images_of(
-    run: RunConfig, *, path: str, split: Split, batch_size: int, device: torch.device
+    model: Trained, *, path: str, split: Split, batch_size: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Every image of a split once, as the model of `run` sees it in evaluation, with its labels."""
-    found = batches(in_order(evaluation_run(run, path=path, batch_size=batch_size), split), device)
-    labels = classes_of(run, path).labels
+    """Every image of a split once, as the model sees it in evaluation, with its labels."""
+    found = batches(in_order(evaluation_run(model.run, path=path, batch_size=batch_size), split), device)
+    labels = classes_of(model, path).labels
     if labels is None:
         return found
     label_of = torch.tensor(labels, device=device)

@@ -22,6 +22,7 @@ from orchestrator.codec import to_dict
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split
 from orchestrator.data.transforms import normalize
+from orchestrator.evaluation.classes import classes_of
 from orchestrator.evaluation.images import device, images_of
 from orchestrator.evaluation.latency import latencies
 from orchestrator.evaluation.point import point_name
@@ -53,6 +54,7 @@ class Question:
             "model": to_dict(self.model.run.model),
             "points": [asdict(point) for point in self.points],
             "data": open_manifest(self.path).digest(),
+            "labels": classes_of(self.model, self.path).labels,
             "eval_crop": self.model.run.data.eval_crop,
             "split": self.split,
             "batch_size": self.batch_size,
@@ -122,7 +124,7 @@ class _Clock:
 
 def _images(question: Question) -> Any:
     return images_of(
-        question.model.run,
+        question.model,
         path=question.path,
         split=question.split,
         batch_size=question.batch_size,

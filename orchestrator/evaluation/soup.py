@@ -61,6 +61,7 @@ def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> N
         "format": "pt",
         "version": VERSION,
         "config": json.dumps(to_dict(run)),
+        "classes": json.dumps(models[0].classes),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
     write_each(out, first, metadata, average)

@@ -16,6 +16,7 @@ from orchestrator.training.checkpoint.find import located
 from orchestrator.training.checkpoint.manifest import MANIFEST, steps
 from orchestrator.training.checkpoint.single_file import SUFFIX, read_header
 from orchestrator.training.checkpoint.start import start_from
+from orchestrator.training.checkpoint.weights import class_names
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
 NAMES = (
@@ -32,6 +33,7 @@ class Trained:
     location: the folder of its checkpoint, or an exported file.
     run: as it was trained.
     step: of the run; -1 if the file does not say.
+    classes: what it learned, by label; None if nobody knows any more.
     run_id: of the MLflow run that trained it; None if MLflow does not know it.
     """
 
@@ -39,6 +41,7 @@ class Trained:
     location: str
     run: RunConfig
     step: int
+    classes: tuple[str, ...] | None = None
     run_id: str | None = None
 
     def load(self, device: torch.device | None = None) -> ViT:
@@ -82,6 +85,7 @@ def read_trained(location: str) -> Trained:
     Raises:
         UsageError: if there is nothing whole.
     """
+    classes = None
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
@@ -89,6 +93,7 @@ def read_trained(location: str) -> Trained:
         if "config" not in metadata:
             raise UsageError(f"{location} is no export of ours: its metadata has no config")
         folder, config, step = location, json.loads(metadata["config"]), int(metadata.get("step", -1))
+        classes = json.loads(metadata.get("classes", "null"))
     else:
         try:
             folder, manifest = located(location)
@@ -97,7 +102,8 @@ def read_trained(location: str) -> Trained:
         config, step = manifest.config, manifest.step
     run = from_dict(RunConfig, config)
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
-    return Trained(name=name, location=folder, run=run, step=step)
+    classes = tuple(classes) if classes else class_names(run)
+    return Trained(name=name, location=folder, run=run, step=step, classes=classes)
 
 
 def _of_one_run(location: str) -> bool:

@@ -199,6 +199,10 @@ def train_worker(
     else:
         if good_enough(run.train, progress.metrics):
             status, until = "finished", reached
+        elif run.train.stop_at is not None and rank == 0 and reached == until == run.train.steps:
+            log.warning(
+                "%s never reached stop_at=%g: %s", run.name, run.train.stop_at, progress.best_so_far()
+            )
     checkpoints.finish()
     if rank == 0 and reached == until:
         result = Result(status=status, step=progress.reported, metrics=progress.metrics)

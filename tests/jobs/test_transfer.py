@@ -65,9 +65,14 @@ def test_few_shot_figures_of_a_run(call: Call, digits: str, tmp_path: Path) -> N
         assert both[0] == both[1]  # the same images
         assert f"{both[0]:.4f}" == shown
     assert "fewshot/acc_25shot" in run.metrics  # of training itself
-    table = json.loads(run.read_text(f"fewshot/{step}.json"))
-    assert table["columns"] == ["data", "shots", "seed", "accuracy", "l2"]
-    assert len(table["data"]) == 2 * 2 * 2
+    table = json.loads(run.read_text(f"fewshot/other/{step}/draws.json"))
+    assert table["columns"] == ["shots", "seed", "accuracy", "l2"]
+    assert len(table["data"]) == 2 * 2
+
+    again = shutil.copytree(other, tmp_path / "again" / "other")
+    stopped, _ = call(fewshot, "small", "--data", str(again), "--shots", "1", "--seeds", "1")
+    assert not stopped
+    assert f"fewshot/again-other/{step}/acc_1shot" in run_of(tmp_path / "home", "small").metrics
 
 
 def test_mistakes_are_one_line(call: Call, digits: str) -> None:

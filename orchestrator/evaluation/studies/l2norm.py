@@ -42,9 +42,8 @@ def norm_errors(num_experts: int, tokens: int, width: int, *, seeds: int, steps:
     """Mean squared error of a net of each seed on inputs that it has not seen."""
     nets = [NormNet(num_experts, width, seed=seed) for seed in range(seeds)]
     generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
-    weights, _ = stack_module_state(
-        nets
-    )  # all nets in one step: alone, each is too small to keep a core busy
+    # all nets in one step: alone, each is too small to keep a core busy
+    weights, _ = stack_module_state(nets)
     optimizer = torch.optim.Adam(weights.values(), lr=RATE, fused=True)
 
     def squared_error(weights_of_one: dict[str, Tensor], x_BSD: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     """Writes the weights of a checkpoint, as `located` finds it, into the local file `out`, bit for bit.
     Meanwhile it holds one copy of them.
 
-    Beside them lie `config` (of the run, JSON), `step`, `manifest_sha256` (of the checkpoint's manifest) and
-    `version`.
+    Beside them lie `config` (of the run, JSON), `step`, `classes` (JSON, null if nobody knows),
+    `manifest_sha256` (of the checkpoint's manifest) and `version`.
 
     Raises:
         UsageError: if `out` is no name for it, or is there already and not to be replaced (`force`).
@@ -62,6 +62,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
         "version": VERSION,
         "config": json.dumps(manifest.config),
         "step": str(manifest.step),
+        "classes": json.dumps(class_names(from_dict(RunConfig, manifest.config))),
         "manifest_sha256": hashlib.sha256(manifests.encode(manifest)).hexdigest(),
     }
     write(out, tensors, metadata)
@@ -89,7 +90,7 @@ def export_folder(location: str, out: str, *, force: bool = False) -> None:
         "step": int(metadata["step"]),
         "manifest_sha256": metadata["manifest_sha256"],
         "eval_crop": run.data.eval_crop,
-        "classes": class_names(run),
+        "classes": json.loads(metadata["classes"]),
         "model": to_dict(run.model),
     }
     storage.write_bytes(config, json.dumps(content, indent=1).encode())

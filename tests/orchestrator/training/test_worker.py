@@ -103,8 +103,9 @@ def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
     assert result_of(run) == result
 
 
-def test_what_is_not_good_enough_goes_on(run: RunConfig) -> None:
+def test_what_is_not_good_enough_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     trained(override(run, {"train.stop_at": 1.0}))
+    assert f"{run.name} never reached stop_at=1: best val/acc1 0." in caplog.text
     result = result_of(run)
     assert result
     assert (result.status, result.step) == ("finished", 24)
