@@ -2,53 +2,21 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-import torch
 from mlflow import MlflowClient
 
-from jobs import evaluate, inspect_routing, operating_points
+from jobs import evaluate, operating_points
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
-from orchestrator.evaluation import parallel
-from orchestrator.evaluation.parallel import Question
-from orchestrator.evaluation.trained import read_trained
 from orchestrator.sweeping.report import read_frontier
 from orchestrator.tracking import Found, children, find_sweep, open_reader
-from orchestrator.training.checkpoint.weights import export
 
 Call = Callable[..., tuple[str, str]]
-
-
-@pytest.fixture
-def home(trained_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return trained_home
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """``call(main, "tiny/trials/soft")``: what it exits with, and what it prints."""
-
-    def run_here(main: Callable[[], None], *args: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["job", *args])
-        stopped = ""
-        try:
-            main()
-        except SystemExit as stop:
-            stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out
-
-    return run_here
 
 
 def trial(home: Path, arm: str) -> Found:
@@ -160,79 +128,6 @@ def test_two_steps_of_a_run_have_a_key_each(home: Path, call: Call):
     assert "tiny/trials/token@10" in printed
 
 
-def test_other_classes_are_named(home: Path, call: Call, pack_greys: Callable[..., Any]):
-    """The greys' classes are called as the digits are; of the copy, the first is called otherwise."""
-    path, _ = pack_greys(train=20, val=7)
-    run = ("tiny/trials/soft", "--repeats", "1", "--data", path)
-    assert "other classes" not in call(evaluate.main, *run)[1]
-    manifest = Path(path, "manifest.json")
-    manifest.write_text(manifest.read_text().replace('"0"', '"zero"', 1))
-    told = (
-        f"note: {path} has other classes (zero, 1, 2, .. 10) than tiny/trials/soft learned (0, 1, 2, .. 10):"
-        " labels are compared by number"
-    )
-    assert told in call(evaluate.main, *run)[1]
-
-
-def test_names_that_fit_in_part_are_refused(home: Path, call: Call, pack_greys: Callable[..., Any]):
-    """As are labels for which the model has no output, where accuracy would be nonsense."""
-    path, _ = pack_greys(train=20, val=7)
-    manifest = Path(path, "manifest.json")
-    names = json.loads(manifest.read_text())["classes"]
-    for main in (evaluate.main, operating_points.main, inspect_routing.main):
-        relabel(manifest, ["cat", *names[:-1]])
-        stopped, _ = call(main, "tiny/trials/soft", "--data", path)
-        assert "learned class '0' under another number, and 'cat' not at all" in stopped
-    relabel(manifest, [*names, "cat"])
-    stopped, _ = call(inspect_routing.main, "tiny/trials/soft", "--data", path)
-    assert "has 11 classes, but the model has 10 outputs" in stopped
-
-
-def test_nobody_knows_what_a_model_learned(
-    home: Path, call: Call, pack_greys: Callable[..., Any], tmp_path: Path
-):
-    """Its shards are gone: a checkpoint is judged by number, with a line; an export knows by itself."""
-    path, _ = pack_greys(train=20, val=7)
-    exported = tmp_path / "soft.safetensors"
-    export(f"{home}/tiny/trials/soft/checkpoints", str(exported))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orchestrator.evaluation.trained.class_names", lambda run: None)
-        run = ("--repeats", "1", "--data", path)
-        told = "note: nobody knows which classes"
-        assert told in call(evaluate.main, "tiny/trials/soft", *run)[1]
-        assert told not in call(evaluate.main, str(exported), *run)[1]
-
-
-def relabel(manifest: Path, names: list[str]) -> None:
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"classes": names}))
-
-
-def test_labels_go_by_name_where_the_model_learned_them(home: Path, call: Call, digits: str, tmp_path: Path):
-    """Of some classes that stand in another order; each class does as well as among all."""
-    names, source, out = ("7", "3", "9"), open_source("digits"), tmp_path / "figures.json"
-    splits = {
-        split: [one._replace(label=names.index(str(one.label))) for one in samples if str(one.label) in names]
-        for split, samples in source.splits.items()
-    }
-    write_shards(str(tmp_path / "some"), names, splits)
-    run = ("tiny/trials/soft", "--repeats", "1", "--out", str(out), "--data")
-    by_name = []
-    for data in (digits, str(tmp_path / "some")):
-        stopped, printed = call(evaluate.main, *run, data)
-        assert stopped == ""
-        (report,) = json.loads(out.read_text())
-        table = report["classes"]
-        by_name.append(
-            dict(zip(table["class"], zip(table["images"], table["acc1"], strict=True), strict=True))
-        )
-    assert (
-        "other classes (7, 3, 9) than tiny/trials/soft learned (0, 1, 2, .. 10): labels are compared by name"
-        in printed
-    )
-    every, some = by_name
-    assert some == {name: every[name] if name in names else (0, None) for name in every}
-
-
 def test_names_of_data_that_mlflow_would_refuse(home: Path, call: Call, digits: str, tmp_path: Path):
     shutil.copytree(digits, tmp_path / "my 'se:t'! %")
     data = str(tmp_path / "my 'se:t'! %")
@@ -335,22 +230,3 @@ def test_operating_points_of_any_models(
         facts = json.loads(page.split('id="data">')[1].split("</script>")[0])["points"]
         (drawn,) = [fact["texts"] for fact in facts if fact["arm"] == point]
         assert f"{report['metrics']['acc1']:.4f}" in drawn
-
-
-def test_answers_hold_for_the_labels_that_they_were_given_for(home: Path, digits: str):
-    """Not for a model that learned its classes in another order."""
-    model = read_trained(f"{home}/tiny/trials/soft/checkpoints")
-    assert model.classes == tuple("0123456789")
-    question = Question(model=model, points=(), path=digits, split="val", batch_size=8, answers="")
-    turned = replace(model, classes=tuple("9876543210"))
-    keys = {replace(question, model=m).key("w") for m in (model, replace(model, classes=None), turned)}
-    assert len(keys) == 2, "labels are the same by number and by name in the same order"
-
-
-def test_a_digest_sees_every_bit():
-    model = torch.nn.Linear(2, 2)
-    before = parallel.weights_sha256(model)
-    assert parallel.weights_sha256(model) == before
-    with torch.no_grad():
-        model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
-    assert parallel.weights_sha256(model) != before

@@ -1,0 +1,32 @@
+"""A sweep that is trained, and jobs as a user runs them on it."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def home(trained_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return trained_home
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """``call(main, "tiny/trials/soft")``: what it exits with, and what it prints."""
+
+    def run_here(main: Callable[[], None], *args: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["job", *args])
+        stopped = ""
+        try:
+            main()
+        except SystemExit as stop:
+            stopped = str(stop.code or "")
+        return stopped, capsys.readouterr().out
+
+    return run_here
