@@ -5,10 +5,12 @@
 #   cluster/local.sh status            what Ray says of it
 #   cluster/local.sh stop              ends what `start` started, and nothing else
 #
-# It costs nothing per hour. The dashboard, which takes jobs, listens on 127.0.0.1. Ray's other ports listen on
-# all addresses and ask for the token too. Jobs go to it with `ray job submit`; `start` prints how.
+# It costs nothing per hour, and runs beside any other Ray on this machine. The dashboard, which takes jobs, listens
+# on 127.0.0.1. Ray's other ports listen on all addresses and ask for the token too. Jobs go to it with
+# `ray job submit`; `start` prints how.
 #
-# Environment: CPUS_PER_NODE (2), RAY_PORT (6379), DASHBOARD_PORT (8265), OBJECT_STORE_MB of every node (512),
+# Environment: CPUS_PER_NODE (2), OBJECT_STORE_MB of every node (512), RAY_PORT, DASHBOARD_PORT, RAY_CLIENT_PORT (the
+# first free ports from 6379, 8265 and 10001 on), READY_S (180: seconds within which a first job must have succeeded),
 # CLUSTER_DIR (a short path of your own, for logs and sockets), RAY_AUTH_TOKEN_PATH (~/.ray/auth_token, made if
 # absent), MOE_FRONTIER_HOME (./runs).
 set -euo pipefail
@@ -16,8 +18,8 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 bin="$root/.venv/bin"
 folder="$(realpath -m "${CLUSTER_DIR:-/tmp/moe-ray-$(id -u)}")"
-port="${RAY_PORT:-6379}"
-dashboard="http://127.0.0.1:${DASHBOARD_PORT:-8265}"
+# Jobs look up `python` with the PATH of `ray start`, which need not be that of an activated environment.
+export PATH="$bin:$PATH"
 export RAY_AUTH_MODE=token
 export RAY_AUTH_TOKEN_PATH="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
 home="${MOE_FRONTIER_HOME:-$root/runs}" # absolute, if it is no URI: jobs run in folders of their own
@@ -34,32 +36,107 @@ fail() {
 
 [[ -x "$bin/ray" ]] || fail "$bin has no ray: run \`make setup\` first"
 
-# Prints the processes of this cluster. All of them, jobs too, inherit its mark from `ray start`.
+# Prints the processes of this cluster. `processes end` ends them first, and prints those that still run. All of them,
+# jobs too, inherit the mark from `ray start`. A job may start programs with an environment of their own, so the
+# descendants of marked processes count as well.
 processes() {
-    "$bin/python" - "$folder" <<'PYTHON'
+    "$bin/python" - "$folder" "${1:-}" <<'PYTHON'
+import contextlib
 import sys
+import time
 import psutil
 
-for process in psutil.process_iter():
-    try:
-        if process.environ().get("MOE_FRONTIER_LOCAL_CLUSTER") == sys.argv[1]:
-            print(process.pid)
-    except psutil.Error:
-        pass  # gone meanwhile, or another user's
+folder, end = sys.argv[1:]
+
+
+def marked(process, everyone):
+    if process is None:
+        return False
+    mark = (process.info["environ"] or {}).get("MOE_FRONTIER_LOCAL_CLUSTER")
+    return mark == folder or marked(everyone.get(process.info["ppid"]), everyone)
+
+
+def runs(process):
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def find():
+    everyone = {process.pid: process for process in psutil.process_iter(["ppid", "environ"])}
+    return {process for process in everyone.values() if marked(process, everyone)}
+
+
+# A process stays in the set once found: when its parent has ended, nothing shows its descent any more.
+found = find()
+terminated = set()
+begin = time.monotonic()
+while end and found and time.monotonic() < begin + 30:
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            if time.monotonic() > begin + 4:
+                process.kill()  # Ray's control server often outlives SIGTERM
+            elif process not in terminated:
+                process.terminate()
+    terminated |= found
+    time.sleep(0.2)
+    found = {process for process in found | find() if runs(process)}
+print(*sorted(process.pid for process in found))
 PYTHON
 }
 
-# True once so many nodes are alive and the head takes jobs.
-ready() {
-    "$bin/python" - "$dashboard" "$1" 2> "$folder/ready.log" <<'PYTHON'
+# Prints the port that the variable $1 names; if it names none, the first free port from $2 on.
+choose_port() {
+    local asked="${!1:-}" free
+    free="$("$bin/python" - "${asked:-$2}" <<'PYTHON'
+import contextlib
+import socket
 import sys
-from ray.job_submission import JobSubmissionClient
+
+for port in range(int(sys.argv[1]), 65536):
+    with contextlib.suppress(OSError), socket.create_server(("", port)):
+        print(port)
+        break
+PYTHON
+    )"
+    [[ -n "$free" && "$free" == "${asked:-$free}" ]] || fail "$1=$asked: this port is taken"
+    echo "$free"
+}
+
+# Waits until $1 nodes are alive and a first job has succeeded.
+wait_until_ready() {
+    "$bin/python" - "$dashboard" "$1" "${READY_S:-180}" 2> "$folder/ready.log" <<'PYTHON'
+import signal
+import sys
+import time
+from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_nodes
 
-dashboard, count = sys.argv[1:]
-JobSubmissionClient(dashboard).list_jobs()
-alive = [node for node in list_nodes(address=dashboard) if node.state == "ALIVE"]
-sys.exit(f"{len(alive)} of {count} nodes" if len(alive) < int(count) else 0)
+dashboard, count, seconds = sys.argv[1], *map(int, sys.argv[2:])
+missing = "the dashboard does not answer"
+error = None
+signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not ready after {seconds} s: {missing} (last error: {error})"))
+signal.alarm(seconds)
+while True:
+    try:
+        client = JobSubmissionClient(dashboard)
+        alive = sum(node.state == "ALIVE" for node in list_nodes(address=dashboard))
+        missing = f"{alive} of {count} nodes are alive"
+        if alive >= count:
+            missing = "no job can be submitted"
+            job = client.submit_job(entrypoint="true")
+            missing = "a first job does not finish"
+            while not (status := client.get_job_status(job)).is_terminal():
+                time.sleep(0.5)
+            missing = client.get_job_info(job).message
+            while job in [one.submission_id for one in client.list_jobs()]:
+                client.delete_job(job)
+                time.sleep(2)  # Ray's monitor of the job may list it once more, as failed
+            if status == JobStatus.SUCCEEDED:
+                break
+    except Exception as last:
+        error = last
+    time.sleep(1)
 PYTHON
 }
 
@@ -91,8 +168,12 @@ ray job submit --working-dir . -- python jobs/pareto_sweep.py
 HELP
 }
 
+# Without SPT_NOENV, Ray overwrites a process's environment, and so the mark, when it sets the process's title. Port 0
+# is any free one. By default the agents of every Ray on a machine listen on 52365, and no job starts without one; its
+# workers choose from 10002 to 19999.
 start_node() {
-    MOE_FRONTIER_LOCAL_CLUSTER="$folder" "$bin/ray" start "$@" \
+    MOE_FRONTIER_LOCAL_CLUSTER="$folder" SPT_NOENV=1 "$bin/ray" start "$@" \
+        --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0 \
         --object-store-memory=$((${OBJECT_STORE_MB:-512} * 1024 * 1024)) > "$folder/start.log" 2>&1 \
         || {
             cat "$folder/start.log" >&2
@@ -102,7 +183,7 @@ start_node() {
 }
 
 start() {
-    local workers="${1:-2}"
+    local workers="${1:-2}" client_port
     [[ "$workers" =~ ^[1-9][0-9]*$ ]] || fail "workers: a number from 1 on, got '$workers'"
     (umask 077 && mkdir -p "$folder")
     [[ -O "$folder" ]] || fail "$folder is another user's: set CLUSTER_DIR to a short path of your own"
@@ -111,34 +192,36 @@ start() {
         [[ -e "$folder/env" ]] && cat "$folder/env"
         return
     fi
+    port="$(choose_port RAY_PORT 6379)"
+    dashboard="http://127.0.0.1:$(choose_port DASHBOARD_PORT 8265)"
+    client_port="$(choose_port RAY_CLIENT_PORT 10001)"
+    AUTOSCALER_METRIC_PORT="$(choose_port AUTOSCALER_METRIC_PORT 44217)"
+    DASHBOARD_METRIC_PORT="$(choose_port DASHBOARD_METRIC_PORT 44227)"
+    export AUTOSCALER_METRIC_PORT DASHBOARD_METRIC_PORT # Ray reads them
     make_token
     echo "$port" > "$folder/port"
     echo "starting a head and $workers nodes with ${CPUS_PER_NODE:-2} CPUs each"
     start_node --head --num-cpus=0 --port="$port" --temp-dir="$folder/ray" \
-        --dashboard-host=127.0.0.1 --dashboard-port="${dashboard##*:}"
+        --dashboard-host=127.0.0.1 --dashboard-port="${dashboard##*:}" \
+        --include-dashboard=true --ray-client-server-port="$client_port"
     # A folder for each: nodes that share one unpack a job's code in the same place, and remove it under the job
     for ((node = 1; node <= workers; node++)); do
         start_node --address="127.0.0.1:$port" --num-cpus="${CPUS_PER_NODE:-2}" --temp-dir="$folder/$node"
     done
-    for ((attempt = 0; attempt < 20; attempt++)); do
-        ready $((workers + 1)) && break
-        sleep 1
-    done
-    ready $((workers + 1)) || { cat "$folder/ready.log" >&2; stop; fail "the nodes did not come up"; }
+    echo "waiting for the nodes and a first job, up to ${READY_S:-180} s"
+    wait_until_ready $((workers + 1)) || {
+        tail -n 5 "$folder"/ray/session_latest/logs/dashboard{,_agent}.log "$folder/ready.log" >&2 || true
+        stop
+        fail "the cluster did not come up"
+    }
     how_to_use
 }
 
 stop() {
     local left
     [[ -n "$(processes)" ]] || { echo "nothing of $folder runs"; return; }
-    for signal in TERM TERM KILL KILL KILL; do # Ray's control server often outlives SIGTERM
-        left="$(processes)"
-        [[ -z "$left" ]] && break
-        xargs -r kill -s "$signal" <<< "$left" 2> /dev/null || true
-        sleep 2
-    done
-    left="$(processes)"
-    [[ -z "$left" ]] || fail "still running: $(tr '\n' ' ' <<< "$left")"
+    left="$(processes end)"
+    [[ -z "$left" ]] || fail "still running: $left"
     rm -f "$folder/env"
     echo "stopped; logs stay in $folder"
 }

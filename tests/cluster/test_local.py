@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import stat
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import socket
+from socket import create_server
 
 import psutil
 import pytest
@@ -24,6 +23,8 @@ from tests.cluster.test_docker import linter
 
 BIN = Path(sys.executable).parent
 SCRIPT = str(CLUSTER / "local.sh")
+# Control server, dashboard, Ray Client, the dashboard's agent, metrics of the autoscaler and of the dashboard
+PORTS_OF_ANY_RAY = (6379, 8265, 10001, 52365, 44217, 44227)
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in CLUSTER.glob("*.sh")))
@@ -41,16 +42,39 @@ def test_a_wrong_command_is_refused():
         assert said in done.stderr
 
 
+@contextlib.contextmanager
+def listening(*ports: int) -> Iterator[None]:
+    """Holds these ports, as another Ray would. Those that really are another program's are held already."""
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            with contextlib.suppress(OSError):
+                stack.enter_context(create_server(("", port)))
+        yield
+
+
+def test_a_port_that_is_asked_for_and_taken_is_refused(tmp_path):
+    with create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name in ("RAY_PORT", "DASHBOARD_PORT"):
+            env = {
+                "HOME": str(tmp_path),
+                "PATH": "/usr/bin:/bin",
+                "CLUSTER_DIR": str(tmp_path / "c"),
+                name: port,
+            }
+            done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr == f"error: {name}={port}: this port is taken\n"
+
+
 @pytest.fixture(scope="module")
 def env() -> Iterator[dict[str, str]]:
-    """Ports, folder and token of this test alone, beside whatever else runs on the machine."""
+    """A shell in which no virtual environment is activated, with a folder and a token of this test alone."""
     folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    yield kept | {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
+    yield {
+        "HOME": str(Path.home()),
+        "PATH": "/usr/bin:/bin",
         "CLUSTER_DIR": f"{folder}/c",
-        "RAY_PORT": str(free_port()),
-        "DASHBOARD_PORT": str(free_port()),
         "RAY_AUTH_TOKEN_PATH": f"{folder}/secret/token",
         "MOE_FRONTIER_HOME": f"{folder}/home",
         "CPUS_PER_NODE": "1",
@@ -60,26 +84,35 @@ def env() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def started(env: dict[str, str]) -> Iterator[str]:
-    """What `start` printed."""
+    """What `start` printed, beside another Ray."""
     try:
-        done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=False)
+        with listening(*PORTS_OF_ANY_RAY):
+            done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         yield done.stdout
     finally:
         subprocess.run([SCRIPT, "stop"], env=env, check=True, capture_output=True)
 
 
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def dashboard(env: dict[str, str]) -> str:
+    lines = Path(env["CLUSTER_DIR"], "env").read_text().splitlines()
+    return next(line for line in lines if "RAY_ADDRESS=" in line).partition("=")[2]
 
 
 def ray(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    """As in a shell that sourced the file which `start` wrote."""
-    with_token = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"http://127.0.0.1:{env['DASHBOARD_PORT']}"}
+    with_token = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": dashboard(env)}
     return subprocess.run(
         [str(BIN / "ray"), *command], env=with_token | env, capture_output=True, text=True, check=False
+    )
+
+
+def submit(env: dict[str, str], folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Submits a job from a shell that knows nothing but the file which `start` wrote."""
+    bare = {name: env[name] for name in ("HOME", "PATH")}
+    lines = 'source "$1" && shift && ray job submit --working-dir "$@"'
+    args = [f"{env['CLUSTER_DIR']}/env", str(folder), "--", *command]
+    return subprocess.run(
+        ["bash", "-c", lines, "bash", *args], env=bare, capture_output=True, text=True, check=False
     )
 
 
@@ -89,12 +122,29 @@ def nodes(env: dict[str, str]) -> list[dict]:
     return [node for node in json.loads(done.stdout) if node["state"] == "ALIVE"]
 
 
-def processes(env: dict[str, str]) -> list[psutil.Process]:
-    found = []
+def processes(env: dict[str, str]) -> set[psutil.Process]:
+    """The processes that `start` started, and all that those started."""
+    found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("MOE_FRONTIER_LOCAL_CLUSTER") == env["CLUSTER_DIR"]:
-                found.append(process)
+                found |= {process, *process.children(recursive=True)}
+    return found
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def listeners() -> dict[int, psutil.Process]:
+    """Which process listens on which port of this machine."""
+    found = {}
+    for connection in psutil.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.pid:
+            with contextlib.suppress(psutil.Error):
+                found[connection.laddr.port] = psutil.Process(connection.pid)
     return found
 
 
@@ -114,6 +164,19 @@ def test_start_brings_up_three_nodes_behind_a_token(env, started):
     assert ray(env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, "job", "list").returncode != 0
 
 
+@pytest.mark.slow
+def test_it_takes_jobs_beside_another_ray_and_without_an_activated_environment(env, started, tmp_path):
+    assert "waiting for the nodes and a first job" in started
+    assert f"dashboard  {dashboard(env)} " in started
+    ours = processes(env)
+    assert not [port for port, process in listeners().items() if process in ours and port in PORTS_OF_ANY_RAY]
+    job = submit(env, tmp_path, "python", "-c", "import ray, torch")
+    assert job.returncode == 0, job.stdout + job.stderr
+    jobs = ray(env, "job", "list").stdout
+    assert "import ray, torch" in jobs
+    assert "entrypoint='true'" not in jobs  # the job with which `start` tried it is deleted
+
+
 JOB = """
 import os, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -130,9 +193,7 @@ print("still here", os.listdir(os.getcwd()))
 def test_a_job_finds_its_environment_and_its_code_on_every_node(env, started, tmp_path):
     """Nodes that shared a folder would remove the driver's working directory when they unpack it too."""
     (tmp_path / "job.py").write_text(JOB)
-    lines = f"source {env['CLUSTER_DIR']}/env && ray job submit --working-dir {tmp_path} -- python job.py"
-    plain = {name: value for name, value in env.items() if not name.startswith(("RAY_", "MOE_"))}
-    job = subprocess.run(["bash", "-c", lines], env=plain, capture_output=True, text=True, check=False)
+    job = submit(env, tmp_path, "python", "job.py")
     assert job.returncode == 0, job.stdout + job.stderr
     one = f"('{env['MOE_FRONTIER_HOME']}', ['job.py'])"
     assert f"seen {one} {one} {one}\nstill here ['job.py']\n" in job.stdout
@@ -193,8 +254,10 @@ def test_a_node_is_drained_when_its_cloud_takes_it_back(env, started, cloud, sec
     Metadata.ends = None
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    watch = [str(CLUSTER / "drain_on_notice.sh"), cloud, "--address", f"127.0.0.1:{env['RAY_PORT']}"]
+    port = Path(env["CLUSTER_DIR"], "port").read_text().strip()
+    watch = [str(CLUSTER / "drain_on_notice.sh"), cloud, "--address", f"127.0.0.1:{port}"]
     where = {
+        "PATH": f"{BIN}:{env['PATH']}",
         "METADATA_URL": f"http://127.0.0.1:{server.server_port}",
         "POLL_S": "0.2",
         "RAY_AUTH_MODE": "token",
@@ -220,12 +283,18 @@ def test_a_node_is_drained_when_its_cloud_takes_it_back(env, started, cloud, sec
 @pytest.mark.slow
 def test_stop_ends_all_of_it_and_nothing_else(env, started):
     ours = processes(env)
+    bound = {port for port, process in listeners().items() if process in ours}
     assert len(ours) > 3
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", env["CLUSTER_DIR"]])
+    assert len(bound) > 3
+    idle = [sys.executable, "-c", "import time; time.sleep(600)", env["CLUSTER_DIR"]]
+    bystander = subprocess.Popen(idle, cwd=env["CLUSTER_DIR"])
+    begin = time.time()
     try:
         done = subprocess.run([SCRIPT, "stop"], env=env, capture_output=True, text=True, check=True)
+        assert [process for process in ours if runs(process)] == []
+        held = {port: process for port, process in listeners().items() if port in bound}
+        assert [port for port, process in held.items() if process.create_time() < begin] == []
         assert "stopped" in done.stdout
-        assert processes(env) == []
         assert bystander.poll() is None
         again = subprocess.run([SCRIPT, "stop"], env=env, capture_output=True, text=True, check=True)
         assert "nothing of" in again.stdout
