@@ -1,13 +1,14 @@
 """Operating points of many models, evaluated in parallel by Ray: a task for each model.
 
 What a task finds is on disk before it counts: the same question again, after whatever ended it, is answered
-from there. Times are taken afterwards, one model at a time on one node: they would disturb each other.
+from there. Times are taken afterwards, one model at a time on one node: they would disturb each other. The
+models take turns in several rounds, so that a change of the node's speed affects all of them alike.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
@@ -24,12 +25,13 @@ from orchestrator.data.stream import Split
 from orchestrator.data.transforms import normalize
 from orchestrator.evaluation.classes import classes_of
 from orchestrator.evaluation.images import device, images_of
-from orchestrator.evaluation.latency import latencies
+from orchestrator.evaluation.latency import Latency, latencies
 from orchestrator.evaluation.point import point_name
 from orchestrator.evaluation.scores import evaluate_at
 from orchestrator.evaluation.trained import Trained
 
 Row = dict[str, Any]
+ROUNDS = 3  # of timing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +78,40 @@ def qualities(questions: list[Question]) -> Iterator[tuple[Question, list[Row]]]
 
 
 def times(questions: list[Question], *, repeats: int) -> Iterator[tuple[Question, list[Row]]]:
-    """``perf/ms_per_image`` of each question's points, with ``batch`` and ``device``, one model at a time."""
+    """Times of each question's points, as `in_rounds` yields them, by one process that holds one model."""
     clock: Any = _Clock.options(num_gpus=_gpus()).remote()
-    for question in questions:
-        yield question, _answer(clock.time.remote(question, repeats))
+    yield from in_rounds(questions, lambda question: _answer(clock.time.remote(question, repeats)))
+
+
+def in_rounds(
+    questions: Sequence[Question], measure: Callable[[Question], list[Latency]]
+) -> Iterator[tuple[Question, list[Row]]]:
+    """Times every question once in each of `ROUNDS` rounds; yields it each time, with a row per point.
+
+    A row has ``perf/ms_per_image``, the median over all passes of all rounds so far, its quartiles
+    (``.._q25``, ``.._q75``), ``batch``, ``device``, ``rounds`` and ``repeats``, the passes in a round.
+    """
+    taken: list[list[list[Latency]]] = [[] for _ in questions]
+    for rounds in range(1, ROUNDS + 1):
+        for question, found in zip(questions, taken, strict=True):
+            found.append(measure(question))
+            merged = [
+                replace(turns[0], ms=tuple(ms for turn in turns for ms in turn.ms))
+                for turns in zip(*found, strict=True)
+            ]
+            yield question, [_time_row(latency, rounds) for latency in merged]
+
+
+def _time_row(latency: Latency, rounds: int) -> Row:
+    return {
+        "perf/ms_per_image": latency.median,
+        "perf/ms_per_image_q25": latency.low,
+        "perf/ms_per_image_q75": latency.high,
+        "batch": latency.batch,
+        "device": latency.device,
+        "rounds": rounds,
+        "repeats": len(latency.ms) // rounds,
+    }
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -115,11 +147,10 @@ def _quality(question: Question) -> list[Row]:
 
 @ray.remote(num_cpus=1)
 class _Clock:
-    def time(self, question: Question, repeats: int) -> list[Row]:
+    def time(self, question: Question, repeats: int) -> list[Latency]:
         model = question.model.load(device())
         images = normalize(next(iter(_images(question))).image)
-        found = latencies(model, images, question.points, repeats=repeats)
-        return [{"perf/ms_per_image": one.median, "batch": one.batch, "device": one.device} for one in found]
+        return latencies(model, images, question.points, repeats=repeats)
 
 
 def _images(question: Question) -> Any:
@@ -132,7 +163,7 @@ def _images(question: Question) -> Any:
     )
 
 
-def _answer(reference: Any) -> list[Row]:
+def _answer(reference: Any) -> Any:
     try:
         return ray.get(reference)
     except RayTaskError as error:

@@ -1,9 +1,9 @@
 """What the page says of each point, as plain JSON values: its place, numbers, facts and runs."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 
-from orchestrator.frontier.points import Frontier, Point, everything, standings
+from orchestrator.frontier.points import Frontier, Point, everything, quartiles, standings
 from orchestrator.frontier.style import (
     SIZE_TITLE,
     axis_title,
@@ -12,6 +12,7 @@ from orchestrator.frontier.style import (
     family_styles,
     fraction,
     number,
+    number_with_quartiles,
     web_link,
 )
 
@@ -43,12 +44,15 @@ def families(frontier: Frontier) -> dict[str, Json]:
 def point_facts(frontier: Frontier) -> list[Json]:
     """One entry for each of `points.everything`. Unknown numbers are null."""
     points = zip(everything(frontier), standings(frontier), strict=True)
-    return [_facts(point, standing, frontier.panels) for point, standing in points]
+    return [_facts(point, standing, frontier) for point, standing in points]
 
 
-def _facts(point: Point, standing: str, panels: Sequence[str]) -> Json:
-    costs = (point.cost, *(point.costs.get(name, math.nan) for name in panels))
-    numbers = [(cost, number(cost)) for cost in costs]
+def _facts(point: Point, standing: str, frontier: Frontier) -> Json:
+    at_costs = {frontier.cost_name: point}
+    at_costs |= {name: replace(point, cost=point.costs.get(name, math.nan)) for name in frontier.panels}
+    numbers = [
+        (at.cost, number_with_quartiles(at.cost, quartiles(at, name))) for name, at in at_costs.items()
+    ]
     numbers += [(point.quality, fraction(point.quality)), (point.size, number(point.size))]
     facts = {**point.details, **point.settings}
     if len(point.qualities) > 1:

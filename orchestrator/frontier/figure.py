@@ -17,6 +17,7 @@ from orchestrator.frontier.points import (
     front_points,
     is_complete,
     knee_point,
+    quartiles,
     standings,
 )
 from orchestrator.frontier.published import Published, published
@@ -61,7 +62,8 @@ def frontier_panel(frontier: Frontier) -> Json:
                 for i, (point, place) in enumerate(zip(points, places, strict=True))
                 if place.startswith(role) and point.family == family and 0 < point.cost < math.inf
             ]
-            traces.append(_cloud(role, family, style, mine, [points[i] for i in mine]))
+            some = [points[i] for i in mine]
+            traces.append(_cloud(role, family, style, mine, some) | _cost_bars(some, frontier.cost_name))
     note = _knee_note(frontier) if fronts else _NOTHING_NOTE
     return {
         "traces": [trace for trace in traces if trace["x"]],
@@ -116,13 +118,24 @@ def _cloud(
 def _spread(points: Sequence[Point]) -> Json:
     """Thin bars from the worst seed to the best."""
     return {
-        "type": "data",
-        "symmetric": False,
         "array": [max(point.qualities, default=point.quality) - point.quality for point in points],
         "arrayminus": [point.quality - min(point.qualities, default=point.quality) for point in points],
-        "thickness": 1,
-        "width": 0,
+    } | _THIN
+
+
+def _cost_bars(points: Sequence[Point], cost_name: str) -> Json:
+    """Thin bars from quartile to quartile of a measured cost; nothing for an exact one."""
+    ends = [quartiles(point, cost_name) for point in points]
+    if all(low == high for low, high in ends):
+        return {}
+    bars = {
+        "array": [high - point.cost for point, (_, high) in zip(points, ends, strict=True)],
+        "arrayminus": [point.cost - low for point, (low, _) in zip(points, ends, strict=True)],
     }
+    return {"error_x": bars | _THIN}
+
+
+_THIN: Json = {"type": "data", "symmetric": False, "thickness": 1, "width": 0}
 
 
 def _marker(role: str, style: FamilyStyle, points: Sequence[Point]) -> Json:

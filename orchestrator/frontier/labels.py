@@ -37,7 +37,9 @@ def name_front(
     for point in [knee, *(point for point in some if point is not knee)]:
         name = f"Knee: {point.arm}" if point is knee else point.arm
         font = FontProperties(size=9.5, weight="bold" if point is knee else "normal")
-        width, height, _ = renderer.get_text_width_height_descent(name, font, ismath=False)
+        width, _, _ = renderer.get_text_width_height_descent(name, font, ismath=False)
+        # Text stands as high as if it had a descender: `Text._get_layout` measures "lp" too.
+        _, height, _ = renderer.get_text_width_height_descent(f"lp{name}", font, ismath=False)
         marker = _marker_box(axes, dpi, point)
         box = free_box(marker, (width, height), covered, along, axes.bbox)
         if box is None:

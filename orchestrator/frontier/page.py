@@ -20,6 +20,10 @@ from orchestrator.frontier.style import SIZE_TITLE, UNKNOWN, axis_title, key_siz
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SCRIPTS = ("plots.js", "table.js", "page.js")
+_TIMES_RULE = (
+    "<p>Bars and brackets of measured times are their quartiles. A gain in time counts only if some of it is"
+    " left with every model as trained at its lower quartile and every other setting at its upper one.</p>"
+)
 
 
 def frontier_page(frontier: Frontier) -> str:
@@ -111,6 +115,7 @@ def _summary(frontier: Frontier) -> str:
 
 def _operating(frontier: Frontier) -> str:
     models = len({point.run_id for point in frontier.operating})
+    timed = any(point.spreads for point in frontier.operating)
     found = "".join(
         f"<li>over {axis_title(gain.cost_name)}, {gain.models}: <b>{gain}</b></li>"
         for gain in gains(frontier)
@@ -118,7 +123,7 @@ def _operating(frontier: Frontier) -> str:
     return (
         f"<h2>Operating points</h2><p><b>{len(frontier.operating)}</b> settings of {models} trained models:"
         f" other k, capacity, priority or expert subset, no training. Hypervolume without and with them:</p>"
-        f'<ul class="claims">{found}</ul>'
+        f'<ul class="claims">{found}</ul>{_TIMES_RULE if timed else ""}'
         if found
         else ""
     )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from orchestrator.frontier.points import (
     family_fronts,
     front_points,
     is_complete,
+    quartiles,
 )
 from orchestrator.frontier.published import Published, published
 from orchestrator.frontier.style import (
@@ -65,6 +67,8 @@ def frontier_picture(frontier: Frontier, path: Path) -> None:
     marks = _draw_lines(axes, lines, styles)
     marks += _draw_operating(axes, styles, otherwise, operating_front(frontier))
     marks += _draw_others(axes, styles, rest, papers, burnt)
+    bars = _cost_bars([*front, *dominated, *otherwise], frontier.cost_name)
+    marks += _draw_cost_bars(axes, styles, bars)
     _draw_counted(axes, styles, dominated, front)
     _legend(figure, [*families, *marks, *_size_keys(key_sizes([*front, *dominated, *rest]))])
     axes.margins(x=0.09, y=0.1)
@@ -72,7 +76,7 @@ def frontier_picture(frontier: Frontier, path: Path) -> None:
         axes.text(0.5, 0.5, NOTHING_YET, transform=axes.transAxes, ha="center", color=MUTED)
     canvas.draw()
     if front:
-        name_front(canvas, axes, list(lines.values()), [*dominated, *rest], papers)
+        name_front(canvas, axes, [*lines.values(), *bars], [*dominated, *rest], papers)
     figure.savefig(path, dpi=_DPI)
 
 
@@ -85,6 +89,20 @@ def _draw_counted(axes: Axes, styles: Styles, dominated: Sequence[Point], front:
             if len(point.qualities) > 1:
                 ends = min(point.qualities), max(point.qualities)
                 axes.vlines(point.cost, *ends, color=style.colour, linewidth=0.8)
+
+
+def _cost_bars(points: Sequence[Point], cost_name: str) -> list[tuple[Point, Point]]:
+    """The ends of a bar from quartile to quartile, of each point whose cost is measured."""
+    ends = [(point, quartiles(point, cost_name)) for point in points]
+    return [(replace(p, cost=low), replace(p, cost=high)) for p, (low, high) in ends if low < high]
+
+
+def _draw_cost_bars(axes: Axes, styles: Styles, bars: Sequence[tuple[Point, Point]]) -> list[Line2D]:
+    """Returns their entry for the legend."""
+    look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.6}
+    for low, high in bars:
+        axes.hlines(low.quality, low.cost, high.cost, color=styles[low.family].colour, **look)
+    return [Line2D([], [], color=MUTED, **look, label="Quartiles of\nmeasured costs")] if bars else []
 
 
 def _draw_operating(

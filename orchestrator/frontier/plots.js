@@ -27,8 +27,10 @@ function cut(trace, shown) {
   const cloud = { ...trace, x: pick(trace.x), y: pick(trace.y), customdata: pick(trace.customdata) };
   cloud.hovertext = cloud.customdata.map(point => hovers[point]);
   if (Array.isArray(trace.marker.size)) cloud.marker = { ...trace.marker, size: pick(trace.marker.size) };
-  if (trace.error_y) cloud.error_y = { ...trace.error_y, array: pick(trace.error_y.array),
-    arrayminus: pick(trace.error_y.arrayminus) };
+  for (const bars of ["error_x", "error_y"].filter(name => trace[name])) {
+    const { array, arrayminus } = trace[bars];
+    cloud[bars] = { ...trace[bars], array: pick(array), arrayminus: pick(arrayminus) };
+  }
   return cloud;
 }
 

@@ -33,6 +33,8 @@ class Point:
     status: Status
     details: Mapping[str, str | float] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)  # of the further panels, by metric
+    # Quartiles of the costs that are measured, by metric: NaN where unknown. Exact costs have none.
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     qualities: tuple[float, ...] = ()  # one per seed, if several
     runs: tuple[tuple[str, str | None], ...] = ()  # (id, address) of the seeds beyond `run_id`
     settings: Mapping[str, str | float] = field(default_factory=dict)  # what claims and filters go by
@@ -65,6 +67,12 @@ class Frontier:
 def is_complete(point: Point) -> bool:
     """Whether a point can be judged and drawn: finished, with a finite quality and a finite cost above 0."""
     return point.status == "finished" and 0 < point.cost < math.inf and math.isfinite(point.quality)
+
+
+def quartiles(point: Point, cost_name: str) -> tuple[float, float]:
+    """The quartiles of `point.cost`, which is that of `cost_name`; twice the cost itself if it has none."""
+    low, high = point.spreads.get(cost_name, (point.cost, point.cost))
+    return (low, high) if low <= point.cost <= high else (point.cost, point.cost)
 
 
 def on_front(frontier: Frontier) -> tuple[bool, ...]:

@@ -105,6 +105,12 @@ def number(value: float) -> str:
     return f"{mantissa}{TIMES}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
 
 
+def number_with_quartiles(value: float, quartiles: tuple[float, float]) -> str:
+    """As `number`, with the quartiles in brackets if they differ."""
+    low, high = quartiles
+    return f"{number(value)} ({number(low)} - {number(high)})" if low < high else number(value)
+
+
 def fraction(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else UNKNOWN
 

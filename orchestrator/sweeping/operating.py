@@ -12,11 +12,14 @@ from orchestrator.tracking import Found
 
 TABLE = "operating_points.json"  # artifact of the sweep's run; the tag of that name says how many it has
 TAG = "operating_points"
-PICTURE = "operating.png"
 AS_TRAINED = "as trained"
 QUALITY = "val/acc1"
-COSTS = ("cost/forward_gflops_2mac", "perf/ms_per_image")
-COLUMNS = ("run", "point", QUALITY, "val/acc5", "val/loss", *COSTS, "batch", "device")
+TIME = "perf/ms_per_image"
+QUARTILES = (f"{TIME}_q25", f"{TIME}_q75")
+COSTS = ("cost/forward_gflops_2mac", TIME)
+PICTURES = {COSTS[0]: "operating.png", TIME: "operating-ms.png"}
+TIMING = (*QUARTILES, "batch", "device", "rounds", "repeats")
+COLUMNS = ("run", "point", QUALITY, "val/acc5", "val/loss", *COSTS, *TIMING)
 DETAILS = {"val/acc5": "accuracy @5", "val/loss": "loss", "batch": "timed batch", "device": "timed on"}
 
 Row = Mapping[str, Any]
@@ -27,7 +30,7 @@ def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def read_operating(sweep: Found) -> list[Row]:
-    """Those of `jobs/operating_points.py`; none if it did not look at the sweep."""
+    """The rows of `jobs/operating_points.py`; none if it did not look at the sweep."""
     if TAG not in sweep.tags:
         return []
     found = json.loads(sweep.read_text(TABLE))
@@ -38,8 +41,8 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     """The frontier with its operating points. The time of a model as trained is then the one that was taken
     beside theirs; without one it is unknown, for the time of a training's validation compares to none.
 
-    A point is the mean over the seeds of an arm, and is left out where one of them has it not. There are none
-    where quality is another metric.
+    A point is the mean over the seeds of an arm, its quartiles too, and is left out where one of them has it
+    not. There are none where quality is another metric.
     """
     if frontier.quality_name != QUALITY or not rows:
         return frontier
@@ -55,16 +58,27 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
             same = [seed[name] for seed in seeds]
             costs = {cost: _mean(same, cost) for cost in COSTS}
             if name == AS_TRAINED:
-                point = replace(point, costs={**point.costs, **costs})
+                point = replace(point, costs={**point.costs, **costs}, spreads=_spreads(same))
             else:
                 operating.append(_operating(point, name, same, costs, frontier.cost_name))
         points.append(point)
     rest = tuple(map(_untimed, frontier.rest))
-    return replace(frontier, points=tuple(points), rest=rest, operating=tuple(operating))
+    note = f"{frontier.note} {_how_timed(rows)}".strip()
+    return replace(frontier, points=tuple(points), rest=rest, operating=tuple(operating), note=note)
+
+
+def _how_timed(rows: Sequence[Row]) -> str:
+    row = rows[0]
+    if any(row.get(column) is None for column in TIMING):
+        return "Times per image are medians whose quartiles are unknown, so no gain in time is claimed."
+    return (
+        f"Times per image are medians and quartiles over {row['rounds']} rounds of {row['repeats']} forward"
+        f" passes in which all models and settings take turns: batch {row['batch']}, {row['device']}."
+    )
 
 
 def _untimed(point: Point) -> Point:
-    return replace(point, costs={**point.costs, COSTS[1]: math.nan})
+    return replace(point, costs={**point.costs, TIME: math.nan})
 
 
 def _operating(
@@ -76,6 +90,7 @@ def _operating(
         arm=f"{trained.arm}: {name}",
         cost=costs.get(cost_name, math.nan),
         costs=costs,
+        spreads=_spreads(same),
         quality=_mean(same, QUALITY),
         qualities=(),
         details=dict(shown),
@@ -85,6 +100,12 @@ def _operating(
     )
 
 
+def _spreads(same: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    low, high = QUARTILES
+    return {TIME: (_mean(same, low), _mean(same, high))}
+
+
 def _mean(rows: Sequence[Row], column: str) -> float:
-    values = [row[column] for row in rows]
+    """NaN where a row has no such column: tables of earlier versions have no quartiles."""
+    values: list[Any] = [row.get(column) for row in rows]
     return math.nan if None in values else fmean(values)

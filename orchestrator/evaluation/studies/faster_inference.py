@@ -81,14 +81,19 @@ def found(model: ViT, rows: Sequence[Timed]) -> Found:
     panels = []
     for batch in BATCHES:
         ones = [row for row in rows if row.batch == batch]
-        median = Curve(label="median", x=RUN, y=[row.latency.median for row in ones])
-        least = Curve(label="least", x=RUN, y=[row.latency.least for row in ones])
+        median = Curve(
+            label="median, quartiles",
+            x=RUN,
+            y=[row.latency.median for row in ones],
+            low=[row.latency.low for row in ones],
+            high=[row.latency.high for row in ones],
+        )
         ideal = Curve(
             label="in proportion to k", x=RUN, y=[whole[batch] * k / EXPERTS for k in RUN], reference=True
         )
         panels.append(
             Panel(
-                curves=[median, least, ideal],
+                curves=[median, ideal],
                 title=f"batch of {batch}",
                 x_title="Experts of an image that run, k",
                 y_title="Milliseconds per image",
@@ -101,8 +106,8 @@ def found(model: ViT, rows: Sequence[Timed]) -> Found:
             "batch": [row.batch for row in rows],
             "k": [row.k for row in rows],
             "ms per image": [row.latency.median for row in rows],
-            "least": [row.latency.least for row in rows],
-            "most": [row.latency.most for row in rows],
+            "lower quartile": [row.latency.low for row in rows],
+            "upper quartile": [row.latency.high for row in rows],
             "times faster": times,
             "union": [row.union for row in rows],
             "GFLOPs per image": [

@@ -3,11 +3,22 @@
 import math
 from dataclasses import replace
 
+from orchestrator.frontier.operating import gains
 from orchestrator.frontier.points import Frontier
-from orchestrator.sweeping.operating import AS_TRAINED, COSTS, Row, with_operating
+from orchestrator.sweeping.operating import (
+    AS_TRAINED,
+    COLUMNS,
+    COSTS,
+    QUARTILES,
+    TIMING,
+    Row,
+    table_of,
+    with_operating,
+)
 from tests.orchestrator.frontier.samples import FRONTIER, point
 
 GFLOPS, MS = COSTS
+LOW, HIGH = QUARTILES
 
 
 def row(run: str, name: str, quality: float, ms: float) -> Row:
@@ -19,8 +30,12 @@ def row(run: str, name: str, quality: float, ms: float) -> Row:
         "val/loss": 0.5,
         GFLOPS: 3.0,
         MS: ms,
+        LOW: 0.9 * ms,
+        HIGH: 1.5 * ms,
         "batch": 64,
-        "device": "CPU, 1 threads",
+        "device": "CPU, 1 thread",
+        "rounds": 3,
+        "repeats": 5,
     }
 
 
@@ -50,6 +65,38 @@ def test_a_point_is_the_mean_of_its_seeds():
     assert (trained.quality, trained.costs) == (0.9, {MS: 2.0, "a": 1, GFLOPS: 3.0})
     assert math.isnan(untouched.costs[MS])
     assert math.isnan(found.rest[0].costs[MS])
+    assert one.spreads == {MS: (0.9, 1.5)}
+    assert trained.spreads == {MS: (1.8, 3.0)}
+    assert untouched.spreads == {}
+
+
+def test_the_note_says_how_times_were_taken():
+    found = with_operating(replace(two_seeds(), note="Trunks."), [row("first", AS_TRAINED, 0.88, 1.0)])
+    assert found.note == (
+        "Trunks. Times per image are medians and quartiles over 3 rounds of 5 forward passes in which all"
+        " models and settings take turns: batch 64, CPU, 1 thread."
+    )
+
+
+def test_a_table_from_before_quartiles_claims_no_gain_in_time():
+    """Ten times as fast, by the medians: quality and cost are there, the spread is unknown."""
+    rows = [
+        {name: value for name, value in one.items() if name not in {*TIMING} - {"batch", "device"}}
+        for run in ("first", "second")
+        for one in (row(run, AS_TRAINED, 0.9, 1.0), row(run, "experts=2", 0.6, 0.1))
+    ]
+    frontier = replace(two_seeds(), panels=(MS,))
+    found = with_operating(replace(frontier, points=frontier.points[:1]), rows)
+    (one,) = found.operating
+    assert (one.quality, one.costs[MS]) == (0.6, 0.1)
+    (gain,) = gains(found)
+    assert str(gain) == "none: the spread of the times is unknown"
+    assert "no gain in time is claimed" in found.note
+
+
+def test_a_table_has_every_column():
+    assert [*table_of([row("first", AS_TRAINED, 0.9, 1.0)])] == [*COLUMNS]
+    assert {LOW, HIGH, "rounds", "repeats"} < {*COLUMNS}
 
 
 def test_without_rows_or_of_another_quality_nothing_changes():
