@@ -11,6 +11,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
+	@echo "installing into .venv: about 7 GB, some minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,95 +1,33 @@
-"""What commands that train share: the flags of a run, and where things lie."""
+"""Where the files and runs of a command lie, and the run that its flags describe."""
 
 import argparse
 import hashlib
+import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 import ray
 
-from jobs.usage import assignment, stop_as_by_ctrl_c
+from jobs.usage import assignment, run_name, stop_soon_on_signals
 from orchestrator import storage
 from orchestrator.codec import describe, override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.adopt import adopt
 from orchestrator.data.cache import FOLDER
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.trained import model_location
 from orchestrator.tracking import Tracking, open_tracking
-
-RESERVED = ("data", "mlartifacts", "mlflow.db", "outbox")  # what else lies below the storage
-
-
-def run_parser(
-    doc: str | None, *, name: str, base: RunConfig, parents: Sequence[argparse.ArgumentParser] = ()
-) -> argparse.ArgumentParser:
-    """The flags of `train.py` and `pareto_sweep.py`; the help ends with every field that --set knows."""
-    fields = "\n".join(f"  {line}" for line in describe(base))
-    parser = argparse.ArgumentParser(
-        description=doc,
-        epilog=f"fields for --set and their defaults here (of several kinds, one is active):\n{fields}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=list(parents),
-    )
-    parser.add_argument(
-        "--name", default=name, help="of the run, its directory and its MLflow run (%(default)s)"
-    )
-    parser.add_argument(
-        "--data",
-        help="directory or URI of shards, or of WebDataset tars or parquet files that somebody else wrote;"
-        " default: the digits, packed below the storage",
-    )
-    add_places(parser)
-    parser.add_argument(
-        "--init-from", help="start from these weights: checkpoints, or an exported file (train.init_from)"
-    )
-    parser.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
-    parser.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
-    parser.add_argument(
-        "--profile",
-        type=int,
-        metavar="STEPS",
-        help="where the time of a step goes, as an artifact (scale.profile_steps)",
-    )
-    parser.add_argument("--seed", type=int, help="train.seed")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="any field, e.g. train.lr=3e-4 (repeatable)",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="read all shards and check their SHA-256 before training"
-    )
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--resume", dest="mode", action="store_const", const="resume", help="insist on continuing"
-    )
-    mode.add_argument(
-        "--fresh", dest="mode", action="store_const", const="fresh", help="move what is there aside"
-    )
-    parser.set_defaults(mode="auto")
-    return parser
-
-
-def add_places(parser: argparse.ArgumentParser) -> None:
-    """Where files and runs lie: what `root` and `tracking` read."""
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--tracking-uri", help="default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
-    )
+from orchestrator.training.checkpoint import manifest as manifests
 
 
 def root(args: argparse.Namespace) -> str:
-    """Where all files of this user lie: one directory or URI, absolute, the same for every process.
+    """The directory or URI of all files of this user, absolute, the same for every process.
 
     Raises:
         UsageError: for a folder of Ray's copy of the code, which goes with the job.
@@ -99,6 +37,48 @@ def root(args: argparse.Namespace) -> str:
     if "working_dir_files" in found.split("/"):
         raise UsageError(f"--storage {location} of a submitted job goes with the job: name an absolute path")
     return found
+
+
+def check_writable(flag: str, location: str) -> None:
+    """Raises UsageError, naming the flag, if nothing can be written at `location`."""
+    probe = storage.join(location, f".writable-{uuid4().hex}")
+    try:
+        storage.make_folder(location)
+        storage.write_bytes(probe, b"")
+        storage.delete(probe)
+    except OSError as error:
+        raise UsageError(f"{flag} {location} cannot be written to: {error.strerror or error}") from None
+
+
+def check_file(flag: str, location: str) -> None:
+    """Raises UsageError, naming the flag, if no file can be written at `location`."""
+    check_writable(flag, location.rpartition("/")[0])
+
+
+def check_storage(args: argparse.Namespace) -> None:
+    """Raises UsageError if nothing can be written below the root of all files."""
+    check_writable("--storage" if args.storage else "$MOE_FRONTIER_HOME", root(args))
+
+
+def check_out(out: str, *, own: tuple[str, ...], apart: tuple[str, ...] = ()) -> None:
+    """Checks a folder that results go to.
+
+    Args:
+        own: names of files of which one is there if the folder holds earlier results of the same command.
+        apart: folders of sources, which results must neither lie in nor contain.
+
+    Raises:
+        UsageError: if the folder lies in a source or contains one, holds files of others, or cannot be
+            written to.
+    """
+    for source in (place.rstrip("/") for place in apart):
+        if f"{out}/".startswith(f"{source}/") or f"{source}/".startswith(f"{out}/"):
+            raise UsageError(f"--out {out} and the source {source} lie in each other: choose another --out")
+    there = storage.names(out)
+    if there and not set(own) & set(there):
+        listed = ", ".join(sorted(there)[:3]) + (f", .. {len(there)}" if len(there) > 3 else "")
+        raise UsageError(f"--out {out} holds other files ({listed}): choose a new or an empty folder")
+    check_writable("--out", out)
 
 
 def data_path(args: argparse.Namespace) -> str:
@@ -115,14 +95,16 @@ def data_path(args: argparse.Namespace) -> str:
 
 def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     """`base` with what the flags say. The number of classes is the data's, unless it is set."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", args.name) or args.name in RESERVED:
-        raise UsageError(
-            f"--name {args.name!r}: use letters, digits, '.', '_' and '-', and none of {', '.join(RESERVED)}"
-        )
+    name = args.name or base.name
+    try:
+        run_name(name)
+    except argparse.ArgumentTypeError as error:  # of a sweep of the user's own
+        raise UsageError(f"name {error}") from None
     tracking_uri(args)  # before the digits are packed
+    check_storage(args)
     path = data_path(args)
     changes: dict[str, Any] = {
-        "name": args.name,
+        "name": name,
         "storage": root(args),
         "data.path": path,
         "model.num_classes": len(open_manifest(path).classes),
@@ -131,7 +113,7 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     flags["scale.profile_steps"] = args.profile
     changes |= {field: value for field, value in flags.items() if value is not None}
     if args.init_from:
-        changes["train.init_from"] = storage.absolute(args.init_from)
+        changes["train.init_from"] = initial_weights(args, storage.join(root(args), name))
     assigned = dict(map(assignment, args.set))
     used = {"name": "--name", "storage": "--storage", "data.path": "--data", "train.init_from": "--init-from"}
     for field, flag in used.items():
@@ -140,8 +122,31 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     return override(base, changes | assigned)
 
 
+def initial_weights(args: argparse.Namespace, directory: str) -> str:
+    """The location of the weights that --init-from names.
+
+    A run that has begun in `directory` does not need them any more, so they may be gone by then.
+
+    Raises:
+        UsageError: if there is no such model.
+    """
+    try:
+        return model_location(args.init_from, root=root(args), tracking_uri=tracking_uri(args))
+    except UsageError as error:
+        if manifests.steps(storage.join(directory, "checkpoints")):
+            fields = json.loads(storage.read_bytes(storage.join(directory, "fields.json")))
+            return fields["train.init_from"]
+        raise UsageError(f"--init-from {args.init_from}: {error}") from None
+
+
+def print_fields(base: RunConfig) -> None:
+    """Prints every field that --set knows with its default."""
+    print("fields for --set and their defaults here (of several kinds, one is active):")
+    print("\n".join(f"  {line}" for line in describe(base)))
+
+
 def tracking(args: argparse.Namespace, name: str) -> Tracking:
-    """`name`: of the run or sweep whose process this is."""
+    """The MLflow store. `name`: of the run or sweep whose process this is."""
     return open_tracking(
         tracking_uri(args), artifacts=f"{root(args)}/mlartifacts", spool=spool_of(args, name)
     )
@@ -153,6 +158,7 @@ def spool_of(args: argparse.Namespace, name: str) -> str:
     Below the storage, or if that is remote beside this node's cache, which drops what it does not know.
     """
     if storage.is_local(root(args)):
+        check_storage(args)
         return f"{root(args)}/outbox/{name}"
     key = hashlib.sha256(f"{root(args)}/{name}".encode()).hexdigest()[:16]
     cache = os.environ.get(FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"
@@ -168,10 +174,8 @@ def tracking_uri(args: argparse.Namespace) -> str:
     return f"sqlite:///{root(args)}/mlflow.db"
 
 
-def connect(*, show_workers: bool) -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here.
-
-    `show_workers`: what workers print appears here too.
-    """
-    ray.init(logging_level=logging.ERROR, log_to_driver=show_workers)
-    stop_as_by_ctrl_c()  # Ray has set a handler of its own
+def connect() -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here."""
+    print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
+    ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    stop_soon_on_signals()  # Ray has set a handler of its own

@@ -5,33 +5,34 @@ python jobs/cost.py S/16 vmoe-B/32       these models, with the papers' rows whe
 python jobs/cost.py --json > costs.json
 """
 
-import argparse
+from __future__ import annotations
+
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from jobs.usage import command
-from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_3mac, train_flops_6mac
-from moe.presets import PRESETS
-from orchestrator.config import UsageError
+from jobs.usage import command, plain_parser
+from orchestrator.errors import UsageError
 
 JFT_4B, JFT_300M, JFT_3B = 29_593, 18_291, 30_000  # classes; the last as V-MoE section 3.6 rounds it
 STEP = 4096  # images per step, Soft MoE section 3.3
 EPOCHS_14 = 14 * 305_000_000  # V-MoE: JFT-300M's 305M images; fits all rows of table 2 that print no epochs
-TRAIN_FLOPS = {3: train_flops_3mac, 6: train_flops_6mac}  # per MAC, by convention
 TOLERANCE = {"params": 1.0, "gflop": 1.0, "exaflop": 2.5}  # percent: softmax, LayerNorm and GELU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a paper's table. Attributes:
-    classes: of its head; None keeps the preset's.
-    images: seen in training.
-    flops_per_mac: convention of the exaFLOP, forward and backward together.
-    params: as printed, for a figure of few digits says no more than its last one.
-    gflop: forward, per image, two FLOPs per MAC.
+    """A row of a paper's table.
+
+    Attributes:
+        classes: outputs of the head; None keeps the preset's.
+        images: seen in training.
+        flops_per_mac: convention of the exaFLOP, forward and backward together.
+        params: as printed, because the last digit tells how precise the figure is.
+        gflop: forward, per image, two FLOPs per MAC.
     """
 
     model: str
@@ -91,14 +92,18 @@ PRINTED = [
 
 
 def costs(row: Row) -> dict[str, Any]:
-    """Ours, the paper's and the difference in percent; `within` is None where the paper prints nothing."""
+    """Our figures, the paper's, the difference in percent; `within` is None where the paper prints none."""
+    from moe import cost
+    from moe.presets import PRESETS
+
     config = PRESETS[row.model]
     if row.classes:
         config = replace(config, num_classes=row.classes)
-    flops = TRAIN_FLOPS[row.flops_per_mac](config, row.images) if row.images else None
+    train_flops = {3: cost.train_flops_3mac, 6: cost.train_flops_6mac}[row.flops_per_mac]
+    flops = train_flops(config, row.images) if row.images else None
     ours = {
-        "params": num_params(config),
-        "gflop": forward_gflops_2mac(config),
+        "params": cost.num_params(config),
+        "gflop": cost.forward_gflops_2mac(config),
         "exaflop": flops and flops / 1e18,
     }
     paper = {"params": row.params and float(row.params), "gflop": row.gflop, "exaflop": row.exaflop}
@@ -118,7 +123,7 @@ def costs(row: Row) -> dict[str, Any]:
         "note": row.note,
         "num_classes": config.num_classes,
         "params": ours["params"],
-        "active_params": num_active_params(config),
+        "active_params": cost.num_active_params(config),
         "forward_gflops_2mac": ours["gflop"],
         "train_images": row.images,
         "train_flops_per_mac": row.flops_per_mac if row.images else None,
@@ -130,7 +135,7 @@ def costs(row: Row) -> dict[str, Any]:
 
 
 def _half_of_last_digit(printed: str) -> float:
-    """Of ``1.8e9``: 0.05e9."""
+    """Half a unit of the last digit: 0.05e9 for ``1.8e9``."""
     exponent = Decimal(printed).as_tuple().exponent
     assert isinstance(exponent, int)
     return float(Decimal(5).scaleb(exponent - 1))
@@ -173,11 +178,13 @@ def _percent(value: float | None) -> str:
 
 
 def rows(models: Sequence[str]) -> list[Row]:
-    """The papers' rows of these models, a row of its own for one without; all rows for none.
+    """The papers' rows of these models; models without a row get one of their own. Without models all rows.
 
     Raises:
         UsageError: if there is no such model.
     """
+    from moe.presets import PRESETS
+
     if unknown := [name for name in models if name not in PRESETS]:
         raise UsageError(f"unknown model {unknown[0]!r}; known: {', '.join(PRESETS)}")
     printed = {name: [row for row in PRINTED if row.model == name] for name in models}
@@ -185,22 +192,23 @@ def rows(models: Sequence[str]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
+    parser = plain_parser(
+        __doc__,
         epilog=(
-            f"models: {', '.join(PRESETS)}\n\n"
             "ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; parameters also within\n"
             "half of the printed figure's last digit. Exit code 1 if any row is out. Models without a row\n"
             "have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help="by name; default: every row of the papers"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="by name, e.g. soft-S/16-128e; an unknown name lists all. Default: every row of the papers",
     )
     parser.add_argument("--json", action="store_true", help="a list of rows, figures in full")
     args = parser.parse_args()
-    with command():
+    with command("computing costs", to=sys.stderr):
         found = [costs(row) for row in rows(args.models)]
         print(json.dumps(found, indent=1) if args.json else table(found))
         if any(one["within"] is False for one in found):

@@ -8,6 +8,8 @@
 Nothing is trained, packed or left behind. Exit code 1 if a check fails. docs/doctor.md lists the checks.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
@@ -16,17 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jobs.command import connect, root, tracking_uri
-from jobs.sweep_flags import parse, sweep_from
+from jobs.sweep_flags import parse
 from jobs.usage import command
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.data.manifest import has_manifest
-from orchestrator.doctor import cluster, environment, machine, places
-from orchestrator.doctor.bandwidth import check_collectives
-from orchestrator.doctor.facts import Machine, examine
-from orchestrator.doctor.report import (
+from orchestrator.doctor.report import (  # which imports no large library
     NODES_LIMIT_S,
     Examination,
     Finding,
@@ -38,7 +34,11 @@ from orchestrator.doctor.report import (
     ok,
     summary,
 )
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.doctor.facts import Machine
+    from orchestrator.sweeping.sweep import Sweep
 
 PROJECT = Path(__file__).parents[1]
 SWEEP_LIMIT_S = 120.0  # reads others' shards once, to know what they hold
@@ -50,7 +50,7 @@ def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--json", action="store_true", help="findings as one document on stdout")
     args = parse(__doc__, own)
-    with command():
+    with command("examining this machine and its cluster", to=sys.stderr if args.json else None):
         with stdout_kept() if args.json else nullcontext():
             doctor = Examination(lambda finding: print(line(finding), flush=True))
             with tempfile.TemporaryDirectory(prefix="doctor-") as scratch:
@@ -64,8 +64,11 @@ def main() -> None:
 
 
 def examine_all(doctor: Examination, args: argparse.Namespace, scratch: str) -> None:
-    """`scratch`: a folder for what a sweep writes while it is made from its flags."""
-    with suppress(UsageError):  # told by the check of it
+    """Runs all checks. `scratch`: a folder for the files that making a sweep from its flags writes."""
+    from jobs.command import root, tracking_uri
+    from orchestrator.doctor import environment, places
+
+    with suppress(UsageError):  # the check of tracking reports it
         tracked = tracking_uri(args)
         doctor.check("proxies", lambda: environment.check_proxies(os.environ, tracked))
     doctor.check("variables", lambda: environment.check_variables(os.environ))
@@ -86,24 +89,34 @@ def examine_all(doctor: Examination, args: argparse.Namespace, scratch: str) -> 
 
 
 def join(doctor: Examination) -> dict[str, Machine] | None:
-    """The nodes of the cluster that the sweep would run on; one that it would start is started."""
+    """The nodes of the cluster that the sweep would run on; starts the cluster that it would start."""
+    from jobs.command import connect
+    from orchestrator.doctor import cluster
+
+    def connected() -> bool:
+        need(address, "an address")
+        connect()
+        return True
+
+    def examined() -> dict[str, Machine]:
+        need(joined, "a cluster")
+        return cluster.examine_nodes()
+
     address = doctor.obtain("address", lambda: cluster.check_address(os.environ), lambda finding: finding)
-    joined = doctor.obtain(
-        "cluster",
-        lambda: connected(need(address, "an address")),
-        lambda _: cluster.told_nodes(),
-        limit_s=None,
-    )
+    joined = doctor.obtain("cluster", connected, lambda _: cluster.told_nodes(), limit_s=None)
     return doctor.obtain(
         "nodes",
-        lambda: examined(need(joined, "a cluster")),
+        examined,
         lambda nodes: ok(f"all {len(nodes)} answer: {', '.join(list(nodes)[:NAMED_NODES])}"),
         limit_s=NODES_LIMIT_S,
     )
 
 
 def examine_machines(doctor: Examination, nodes: dict[str, Machine] | None, sweep: Sweep | None) -> None:
-    """What needs no more of Ray than the nodes' own word."""
+    """Runs the checks of each machine by what the machine reports."""
+    from orchestrator.doctor import cluster, machine
+    from orchestrator.doctor.facts import examine
+
     here = examine()
     every = nodes or {"this machine": here}
     gpus = bool(sweep and sweep.base.scale.use_gpu)
@@ -128,7 +141,10 @@ def examine_cluster(
     sweep: Sweep | None,
     scratch: str,
 ) -> None:
-    """What only a cluster shows."""
+    """Runs the checks that need a cluster."""
+    from jobs.command import root, tracking_uri
+    from orchestrator.doctor import cluster, places
+    from orchestrator.doctor.bandwidth import check_collectives
 
     def on_nodes(work: Callable[[], Finding]) -> Callable[[], Finding]:
         return lambda: work() if need(nodes, "nodes") else fail("the cluster has no nodes")
@@ -167,9 +183,14 @@ def examine_cluster(
 
 def sweep_of(args: argparse.Namespace, scratch: str) -> Sweep:
     """The sweep of the flags. What it would pack or adopt below the storage goes to `scratch`."""
+    from jobs.command import root
+    from jobs.sweep_flags import sweep_from
+    from orchestrator import storage
+    from orchestrator.data.manifest import has_manifest
+
     data = args.data
     if data is None and storage.is_local(root(args)):
-        with suppress(OSError):  # told by the check of the storage
+        with suppress(OSError):  # the check of the storage reports it
             data = packed if has_manifest(packed := f"{root(args)}/data/digits") else None
     sweep = sweep_from(argparse.Namespace(**vars(args) | {"data": data, "storage": scratch}))
     return replace(sweep, base=replace(sweep.base, storage=root(args)))
@@ -182,24 +203,17 @@ def told_sweep(sweep: Sweep) -> Finding:
 
 
 def check_upload() -> Finding:
+    from orchestrator.doctor import cluster
+
     here = Path.cwd()
     if not (here / "jobs").is_dir():
         raise Skipped("jobs are submitted from the project's folder, and this is another")
     return cluster.check_upload(here)
 
 
-def connected(_: Finding) -> bool:
-    connect(show_workers=False)
-    return True
-
-
-def examined(_: bool) -> dict[str, Machine]:
-    return cluster.examine_nodes()
-
-
 @contextmanager
 def stdout_kept() -> Iterator[None]:
-    """What anybody prints meanwhile, Ray's own processes too, goes to stderr."""
+    """Sends to stderr what is printed meanwhile, by Ray's own processes too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

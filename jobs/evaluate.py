@@ -9,38 +9,23 @@ Weights stay as they are. Figures go to the run that trained the model, as eval/
 and so on, with the table by class as an artifact.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from jobs.usage import POINT, at_least_one, command, evaluation_parser, named
+from orchestrator.errors import UsageError
 
-from jobs.command import tracking
-from jobs.evaluation_flags import (
-    evaluation_parser,
-    images_path,
-    models_of,
-    results_of,
-    tell_other_classes,
-)
-from jobs.show import print_table
-from jobs.usage import at_least_one, command
-from moe.cost import forward_gflops_2mac
-from moe.overrides import RoutingOverrides
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.data.transforms import normalize
-from orchestrator.evaluation.grid import why_impossible
-from orchestrator.evaluation.images import device, images_of
-from orchestrator.evaluation.latency import Latency, latencies
-from orchestrator.evaluation.point import HELP, parse_point, point_key, point_name
-from orchestrator.evaluation.scores import Scores, evaluate_at
-from orchestrator.evaluation.trained import Trained
-from orchestrator.tracking import Tracking
+if TYPE_CHECKING:
+    from moe.overrides import RoutingOverrides
+    from orchestrator.evaluation.scores import Scores
+    from orchestrator.evaluation.trained import Trained
+    from orchestrator.tracking import Tracking
 
 
 def main() -> None:
@@ -51,7 +36,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="FIELD=VALUE",
-        help=f"operating point: {HELP}",
+        help=f"operating point: {POINT}",
     )
     parser.add_argument(
         "--repeats", type=at_least_one, default=10, help="timed forward passes of a full batch (%(default)s)"
@@ -59,22 +44,33 @@ def main() -> None:
     parser.add_argument("--per-class", action="store_true", help="print the table by class")
     parser.add_argument("--out", help="write all figures as JSON to this file or URI")
     args = parser.parse_args()
-    with command():
-        point = parse_point(args.set)
-        with tracking(args, "evaluate") as store:
-            models = possible_at(point, models_of(args, store))
-            reports = [evaluated(args, model, point, store) for model in models]
-        print_reports(reports, point)
-        if args.per_class:
-            for report in reports:
-                print_classes(report)
-        if args.out:
-            storage.write_bytes(storage.absolute(args.out), json.dumps(reports, indent=1).encode())
-            print(f"figures  {args.out}")
+    with command(f"evaluating {named(args.model)}"):
+        evaluate(args)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Evaluates, records and prints every model that can run at the point."""
+    from jobs.command import check_file, tracking
+    from jobs.evaluation_flags import models_of
+    from orchestrator import storage
+    from orchestrator.evaluation.point import parse_point
+
+    point = parse_point(args.set)
+    if args.out:
+        check_file("--out", storage.absolute(args.out))
+    with tracking(args, "evaluate") as store:
+        models = possible_at(point, models_of(args, store))
+        reports = [evaluated(args, model, point, store) for model in models]
+    print_reports(reports, per_class=args.per_class)
+    if args.out:
+        storage.write_bytes(storage.absolute(args.out), json.dumps(reports, indent=1).encode())
+        print(f"figures  {args.out}")
 
 
 def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]:
-    """Those that can run at the point; the others are named. Raises UsageError if none can."""
+    """The models that can run at the point; names the others. Raises UsageError if none can."""
+    from orchestrator.evaluation.grid import why_impossible
+
     reasons = [why_impossible(model.run.model, point) for model in models]
     refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
     if len(refused) == len(models):
@@ -87,7 +83,15 @@ def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]
 def evaluated(
     args: argparse.Namespace, model: Trained, point: RoutingOverrides, store: Tracking
 ) -> dict[str, Any]:
-    """Everything that is known of the model at the point, as JSON has it."""
+    """Quality, cost and speed of the model at the point, as JSON has them."""
+    from jobs.evaluation_flags import images_path, tell_other_classes
+    from moe.cost import forward_gflops_2mac
+    from orchestrator.data.transforms import normalize
+    from orchestrator.evaluation.images import device, images_of
+    from orchestrator.evaluation.latency import latencies
+    from orchestrator.evaluation.point import point_key, point_name
+    from orchestrator.evaluation.scores import evaluate_at
+
     path, where = images_path(args, model), device()
     names = tell_other_classes(model, path).names
     vit = model.load(where)
@@ -113,16 +117,16 @@ def evaluated(
         "images": scores.images(),
         "unread": scores.unread,
         "metrics": metrics,
-        "latency": asdict(latency),
+        "latency": latency.summary(),
         "classes": by_class(scores, names),
     }
     if model.run_id:
-        record(store, model.run_id, report, point_key(point), latency)
+        record(store, model.run_id, report, point_key(point))
     return report
 
 
 def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """Column -> values, a row for every class."""
+    """A table with a row for every class: column -> values."""
     rows = list(zip(names, scores.classes, strict=False))
     return {
         "class": [name for name, _ in rows],
@@ -134,23 +138,33 @@ def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
     }
 
 
-def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str, latency: Latency) -> None:
-    """In the model's run. Its place on the axis is the time of day: a later evaluation follows an earlier."""
+def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str) -> None:
+    """Writes a report to the model's MLflow run. The time of day is its step, so that a later evaluation
+    follows an earlier one.
+    """
+    from jobs.evaluation_flags import results_of
+
     run, (data,) = results_of(store, run_id, report["data"])
     where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
     finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
     run.write_table(f"{where}/classes.json", report["classes"])
-    run.tag(**{"eval.latency": f"batch {latency.batch}, {latency.device}, median of {latency.repeats}"})
+    run.tag(**{"eval.latency": timing(report)})
 
 
-def print_reports(reports: list[dict[str, Any]], point: RoutingOverrides) -> None:
+def timing(report: Mapping[str, Any]) -> str:
+    """How the time of an image was measured."""
+    timed = report["latency"]
+    return f"batch {timed['batch']}, {timed['device']}, median of {timed['repeats']}"
+
+
+def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
+    from rich.table import Table
+
+    from jobs.show import print_table
+
     first = reports[0]
-    timed = first["latency"]
-    table = Table(
-        title=f"{point_name(point)} on {first['data']}, {first['split']}; ms: batch {timed['batch']},"
-        f" {timed['device']}, median of {timed['repeats']}"
-    )
+    table = Table(title=f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}")
     for column in ("model", "images", "acc@1", "acc@5", "prec@1", "loss", "GFLOP/image", "ms/image"):
         table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
     for report in reports:
@@ -162,16 +176,14 @@ def print_reports(reports: list[dict[str, Any]], point: RoutingOverrides) -> Non
     print_table(table)
     unknown = [report["model"] for report in reports if not report["run_id"]]
     if unknown:
-        print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
-
-
-def print_classes(report: dict[str, Any]) -> None:
-    table = Table(title=f"{report['model']} by class")
-    for column in report["classes"]:
-        table.add_column(column, justify="left" if column == "class" else "right")
-    for row in zip(*report["classes"].values(), strict=True):
-        table.add_row(*(_cell(value) for value in row))
-    print_table(table)
+        print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
+    for report in reports if per_class else []:
+        table = Table(title=f"{report['model']} by class")
+        for column in report["classes"]:
+            table.add_column(column, justify="left" if column == "class" else "right")
+        for row in zip(*report["classes"].values(), strict=True):
+            table.add_row(*(_cell(value) for value in row))
+        print_table(table)
 
 
 def _cell(value: Any) -> str:

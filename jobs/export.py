@@ -1,37 +1,24 @@
 """Write a checkpoint's weights as one safetensors file, or as a folder with a config that needs nothing but
-`moe` and torch to be loaded; or list what checkpoints there are.
+`moe` and torch to be loaded; or list the checkpoints of a run.
 
 python jobs/export.py --name soft --out soft.safetensors        the newest whole checkpoint of a run
-python jobs/export.py --name soft --out soft/                   model.safetensors and config.json
+python jobs/export.py --name soft --out soft                    model.safetensors and config.json
 python jobs/export.py --name quickstart/trials/soft1 --step 120 --out soft1.safetensors
 python jobs/export.py --checkpoint s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py --name soft --list                        exit code 1 if any of them is damaged
 """
 
+from __future__ import annotations
+
 import argparse
 import json
-import os
 
-from jobs.command import RESERVED, root
-from jobs.usage import command
-from moe.cost import num_params
-from moe.load import WEIGHTS, load
-from moe.vit import ViTConfig
-from orchestrator import storage
-from orchestrator.codec import from_dict
-from orchestrator.config import UsageError
-from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.find import verified
-from orchestrator.training.checkpoint.manifest import MANIFEST, DamagedError
-from orchestrator.training.checkpoint.retention import BEST_BY, quality_of
-from orchestrator.training.checkpoint.single_file import read_header
-from orchestrator.training.checkpoint.weights import export, export_folder, load_exported
+from jobs.usage import RESERVED, command, plain_parser
+from orchestrator.errors import UsageError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--name", help="of the run; in a sweep SWEEP/trials/ARM or SWEEP/confirm/ARM")
     source.add_argument("--checkpoint", help="directory or URI of checkpoints, or the folder of one")
@@ -42,48 +29,70 @@ def main() -> None:
         "--step", type=int, help="this checkpoint and no other; default: the newest whole one"
     )
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--out", help="local file, ending in .safetensors, or local folder, ending in /")
+    task.add_argument("--out", help="local file, ending in .safetensors; any other name is a local folder")
     task.add_argument("--list", action="store_true", help="step, quality, size and state of each checkpoint")
-    parser.add_argument("--force", action="store_true", help="replace --out if it is there")
+    parser.add_argument("--force", action="store_true", help="replace the export that --out is or holds")
     args = parser.parse_args()
-    with command():
-        location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
-        if args.list:
-            raise SystemExit(0 if print_states(location, steps_of(location, args.step)) else 1)
-        if args.step is not None:
-            (step,) = steps_of(location, args.step)
-            location = manifests.folder_of(location, step)
-        elif not is_checkpoint(location):
-            steps_of(location, None)
-        out = storage.absolute(args.out)
-        if args.out.endswith("/") or (storage.is_local(out) and os.path.isdir(out)):
-            export_folder(location, out, force=args.force)
-            print_exported(
-                storage.join(out, WEIGHTS), f"from {load.__module__} import load", f"load({out!r})"
-            )
-        else:
-            export(location, out, force=args.force)
-            code = f"from {load_exported.__module__} import load_exported"
-            print_exported(out, code, f"load_exported({out!r})")
+    doing = "listing checkpoints of" if args.list else "exporting"
+    with command(f"{doing} {args.name or args.checkpoint}"):
+        export(args)
 
 
-def is_checkpoint(location: str) -> bool:
-    return storage.size(storage.join(location, MANIFEST)) is not None
+def export(args: argparse.Namespace) -> None:
+    """Writes the weights, or lists checkpoints and exits with 1 if any of them is damaged.
+
+    Raises:
+        UsageError: if there is no such checkpoint, or --out is there already or is a folder of other files.
+    """
+    from jobs.command import check_file, check_out, root
+    from moe.load import WEIGHTS, load
+    from orchestrator import storage
+    from orchestrator.training.checkpoint import weights
+    from orchestrator.training.checkpoint.manifest import MANIFEST, folder_of
+    from orchestrator.training.checkpoint.single_file import SUFFIX
+
+    location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
+    if args.list:
+        raise SystemExit(0 if print_states(location, steps_of(location, args.step)) else 1)
+    directory = location
+    if args.step is not None:
+        (step,) = steps_of(location, args.step)
+        location = folder_of(location, step)
+    elif storage.size(storage.join(location, MANIFEST)) is not None:
+        directory = location.rpartition("/")[0]
+    else:
+        steps_of(location, None)
+    out = storage.absolute(args.out)
+    if args.out.endswith(SUFFIX):
+        check_file("--out", out)
+        weights.export(location, out, force=args.force)
+        code = f"from {weights.__name__} import load_exported; model = load_exported({out!r})"
+    else:
+        if storage.is_local(out):
+            check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
+        weights.export_folder(location, out, force=args.force)
+        code = f"from {load.__module__} import load; model = load({out!r})"
+        out = storage.join(out, WEIGHTS)
+    print_exported(out)
+    print(code)
 
 
 def steps_of(directory: str, step: int | None) -> list[int]:
-    """`step` if there is such a checkpoint; without it all that there are.
+    """`step` if there is such a checkpoint; without it the steps of all checkpoints.
 
     Raises:
-        UsageError: if there is none, saying what there is.
+        UsageError: if there is none, with the runs, files or steps that are there.
     """
+    from orchestrator import storage
+    from orchestrator.training.checkpoint import manifest as manifests
+
     steps = manifests.steps(directory)
     if not steps:
         place = directory
         while not (found := storage.names(place)) and "/" in place.rpartition("://")[2].strip("/"):
             place = place.rpartition("/")[0]
-        shown = ", ".join(name for name in found if name not in RESERVED) or "nothing"
-        raise UsageError(f"no checkpoint in {directory}; {place} holds: {shown}")
+        shown = [name for name in found if name not in RESERVED and not name.startswith("mlflow.db")]
+        raise UsageError(f"no checkpoint in {directory}; {place} holds: {', '.join(shown) or 'nothing'}")
     if step is None:
         return steps
     if step not in steps:
@@ -92,7 +101,12 @@ def steps_of(directory: str, step: int | None) -> list[int]:
 
 
 def print_states(directory: str, steps: list[int]) -> bool:
-    """A line per checkpoint, after hashing its files; whether all are whole."""
+    """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
+    from orchestrator.training.checkpoint import manifest as manifests
+    from orchestrator.training.checkpoint.find import verified
+    from orchestrator.training.checkpoint.manifest import DamagedError
+    from orchestrator.training.checkpoint.retention import BEST_BY, quality_of
+
     print(f"{'step':>9} {BEST_BY:>9} {'MB':>9}  state")
     all_whole = True
     for step in steps:
@@ -109,15 +123,19 @@ def print_states(directory: str, steps: list[int]) -> bool:
     return all_whole
 
 
-def print_exported(path: str, imports: str, call: str) -> None:
-    """What was written, and the line of Python that loads it."""
+def print_exported(path: str) -> None:
+    """Prints what the file holds."""
+    from moe.cost import num_params
+    from moe.vit import ViTConfig
+    from orchestrator.codec import from_dict
+    from orchestrator.training.checkpoint.single_file import read_header
+
     header = read_header(path)
     config = from_dict(ViTConfig, json.loads(header.metadata["config"])["model"])
     print(
         f"{path}: step {header.metadata['step']}, {len(header.tensors)} tensors,"
         f" {num_params(config):,} parameters, {header.bytes / 1e6:.1f} MB"
     )
-    print(f"{imports}; model = {call}")
 
 
 if __name__ == "__main__":

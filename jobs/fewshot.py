@@ -8,54 +8,33 @@ The train split of each data set gives the shots, its val split is tested. The s
 `--set train.fewshot={}` of train.py and pareto_sweep.py.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import log2
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from jobs.usage import MODELS, add_places, at_least_one, command, named, plain_parser
+from orchestrator.errors import UsageError
 
-from jobs.command import add_places, tracking
-from jobs.evaluation_flags import images_path, models_of, results_of
-from jobs.show import print_table
-from jobs.usage import command
-from orchestrator.config import UsageError
-from orchestrator.evaluation.fewshot import few_shot, short_of_images
-from orchestrator.evaluation.images import device
-from orchestrator.evaluation.trained import NAMES, Trained
-from orchestrator.recipe import FewShotConfig
-from orchestrator.tracking import Tracking
-from orchestrator.tracking.store import shown
-from orchestrator.training.fewshot import FewShotResult, short_names
+if TYPE_CHECKING:
+    from orchestrator.evaluation.trained import Trained
+    from orchestrator.recipe import FewShotConfig
+    from orchestrator.tracking import Tracking
+    from orchestrator.training.fewshot import FewShotResult
 
 
 def main() -> None:
     args = parser().parse_args()
-    with command(), tracking(args, "fewshot") as store:
-        results, unknown = {}, []
-        shots = shots_of(args.shots)
-        for model in models_of(args, store):
-            config = config_of(args, model, shots)
-            for name, path in short_names(config.paths).items():
-                if not results and (few := short_of_images(model.run, path, shots)):
-                    print(f"{name}: {few}", flush=True)
-            result = few_shot(model, config, batch_size=args.batch_size, device=device())
-            log(store, model, config.paths, result)
-            unknown += [model.name] if model.run_id is None else []
-            results[model.name] = result
-            print(f"{model.name}: {summary(result)}", flush=True)
-        print_results(results, seeds=args.seeds)
-        if unknown:
-            print(f"not recorded, for MLflow here does not know what trained them: {', '.join(unknown)}")
-        if len(unknown) < len(results):
-            where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
-            print(f"MLflow   {shown(store.uri)}: {where}")
+    with command(f"few-shot classification by {named(args.model)}"):
+        classify(args)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", nargs="+", help=NAMES)
+    made = plain_parser(__doc__)
+    made.add_argument("model", nargs="+", help=MODELS)
     made.add_argument(
         "--data",
         action="append",
@@ -64,9 +43,43 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--shots", default="1,5,10,25", help="images per class (%(default)s)")
     made.add_argument("--seeds", type=int, default=3, help="how often they are drawn (%(default)s)")
-    made.add_argument("--batch-size", type=int, default=64, help="images of a forward pass (%(default)s)")
+    made.add_argument(
+        "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
+    )
     add_places(made)
     return made
+
+
+def classify(args: argparse.Namespace) -> None:
+    """Classifies, records and prints, model by model."""
+    from jobs.command import tracking
+    from jobs.evaluation_flags import models_of
+    from orchestrator.evaluation.fewshot import few_shot, short_of_images
+    from orchestrator.evaluation.images import device
+    from orchestrator.tracking.store import shown
+    from orchestrator.training.fewshot import short_names
+
+    shots, results, unknown = shots_of(args.shots), {}, []
+    with tracking(args, "fewshot") as store:
+        for model in models_of(args, store):
+            config = config_of(args, model, shots)
+            sets = short_names(config.paths)
+            for name, path in sets.items():
+                if not results and (few := short_of_images(model.run, path, shots)):
+                    print(f"{name}: {few}", flush=True)
+            result = few_shot(model, config, batch_size=args.batch_size, device=device())
+            if model.run_id is None:
+                unknown.append(model.name)
+            else:
+                log(store, model.run_id, model.step, sets, result)
+            results[model.name] = result
+            print(f"{model.name}: {summary(result)}", flush=True)
+        print_results(results, seeds=args.seeds)
+        if unknown:
+            print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
+        if len(unknown) < len(results):
+            where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
+            print(f"MLflow   {shown(store.uri)}: {where}")
 
 
 def shots_of(text: str) -> tuple[int, ...]:
@@ -76,24 +89,27 @@ def shots_of(text: str) -> tuple[int, ...]:
         raise UsageError(f"--shots {text!r}: write numbers, e.g. 1,5,10,25") from None
 
 
-def config_of(args: Namespace, model: Trained, shots: tuple[int, ...]) -> FewShotConfig:
-    paths = [images_path(Namespace(**{**vars(args), "data": data}), model) for data in args.data or [None]]
+def config_of(args: argparse.Namespace, model: Trained, shots: tuple[int, ...]) -> FewShotConfig:
+    from jobs.evaluation_flags import images_path
+    from orchestrator.recipe import FewShotConfig
+
+    flags = [argparse.Namespace(**{**vars(args), "data": data}) for data in args.data or [None]]
+    paths = tuple(images_path(one, model) for one in flags)
     try:
-        return FewShotConfig(paths=tuple(paths), shots=shots, seeds=args.seeds)
+        return FewShotConfig(paths=paths, shots=shots, seeds=args.seeds)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def log(store: Tracking, model: Trained, paths: Sequence[str], result: FewShotResult) -> None:
-    """In the model's run; one that MLflow does not know is only printed. The place on the axis is the time of
-    day, so that a later evaluation follows an earlier one.
+def log(store: Tracking, run_id: str, step: int, sets: Mapping[str, str], result: FewShotResult) -> None:
+    """Writes the result to the model's MLflow run. The time of day is its step, so that a later evaluation
+    follows an earlier one.
     """
-    if model.run_id is None:
-        return
-    sets = short_names(paths)
-    run, names = results_of(store, model.run_id, *sets.values())
+    from jobs.evaluation_flags import results_of
+
+    run, names = results_of(store, run_id, *sets.values())
     for data, name in zip(names, sets, strict=True):
-        where = f"fewshot/{data}/step-{model.step}"
+        where = f"fewshot/{data}/step-{step}"
         run.log_at(
             int(time.time()),
             {f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength},
@@ -112,6 +128,10 @@ def summary(result: FewShotResult) -> str:
 
 
 def print_results(results: dict[str, FewShotResult], *, seeds: int) -> None:
+    from rich.table import Table
+
+    from jobs.show import print_table
+
     print(f"\naccuracy on frozen features, mean of {seeds} draws of the shots; L2 of the best mean rank")
     table = Table()
     for column in ("model", "data"):

@@ -8,100 +8,61 @@ The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the ex
 train at the same time where the cluster holds them. The same command again continues what was interrupted.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
 import time
 from math import isfinite, log2
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from jobs.usage import MODEL, add_places, at_least_one, command, plain_parser, run_name
 
-from jobs.command import add_places, connect, run_config, tracking
-from jobs.evaluation_flags import images_path, models_of
-from jobs.show import ended_line, print_table
-from jobs.usage import command
-from orchestrator.config import RunConfig
-from orchestrator.evaluation.fewshot import Probe, probe
-from orchestrator.evaluation.finetune import (
-    LR,
-    STEPS,
-    FineTuned,
-    failures,
-    fine_tuned,
-    finetune_run,
-    finetune_sweep,
-)
-from orchestrator.evaluation.images import device
-from orchestrator.evaluation.trained import NAMES, Trained
-from orchestrator.sweeping.agenda import Outcome
-from orchestrator.sweeping.check import check_sweep, claim_sweep
-from orchestrator.sweeping.log import TrialLog
-from orchestrator.sweeping.prices import Budget
-from orchestrator.sweeping.purse import Purse
-from orchestrator.sweeping.run import Options, SweepRun
-from orchestrator.sweeping.sweep import Sweep
-from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, track
-from orchestrator.tracking.store import shown
-from orchestrator.training.checkpoint.start import start_report
-from orchestrator.training.fit import check_data
-from orchestrator.training.nodes import check_shared
-from orchestrator.training.worker import run_directory
+if TYPE_CHECKING:
+    from orchestrator.evaluation.fewshot import Probe
+    from orchestrator.evaluation.finetune import FineTuned
+    from orchestrator.evaluation.trained import Trained
+    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.tracking import TrackedRun, Tracking
 
 
 def main() -> None:
     args = parser().parse_args()
     args.name = args.name or "finetune-" + re.sub(r"[^A-Za-z0-9_.]+", "-", args.model).strip("-")
-    if args.seeds < 1:
-        sys.exit(f"error: --seeds must be at least 1, got {args.seeds}")
-    with command():
-        connect(show_workers=False)
-        with tracking(args, args.name) as store:
-            (model,) = models_of(args, store)
-            sweep = sweep_of(args, model)
-            check_shared(sweep.base.storage)
-            check_sweep(sweep)
-            for run in sweep.runs().values():
-                check_data(run)
-            report = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
-            print(report, flush=True)
-            claim_sweep(sweep, args.mode)
-            tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
-            tags |= {"seeds": str(args.seeds), "finetuned.from": model.location}
-            parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
-            parent.write_text("start.txt", str(report))
-            try:
-                with SystemMetrics(parent):
-                    failed = probe_and_train(args, sweep, model, store, parent)
-            except BaseException as error:
-                parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-                raise
-            parent.finish("FAILED" if failed else "FINISHED")
+    with command(f"fine-tuning {args.model}"):
+        failed = finetune(args)
         if failed:
             listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
             sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("model", help=NAMES)
+    made = plain_parser(__doc__)
+    made.add_argument("model", help=MODEL)
     made.add_argument("--data", action="append", required=True, help="shards, as for training (repeatable)")
     made.add_argument("--image-size", type=int, help="default: that of the model")
-    made.add_argument("--seeds", type=int, default=3, help="runs of each data set (%(default)s)")
-    made.add_argument("--name", help="of the directory and the MLflow run; default: finetune-MODEL")
+    made.add_argument("--seeds", type=at_least_one, default=3, help="runs of each data set (%(default)s)")
+    made.add_argument(
+        "--name", type=run_name, help="of the directory and the MLflow run; default: finetune-MODEL"
+    )
     made.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help=f"any field, as `jobs/train.py --help` lists them (repeatable); here train.steps={STEPS},"
-        f" train.lr={LR}, train.clip_norm=10, data.batch_size=64, model.moe.expert_dropout=0.1,"
+        help="any field, as `jobs/train.py --set help` lists them (repeatable); here train.steps=500,"
+        " train.lr=0.003, train.clip_norm=10, data.batch_size=64, model.moe.expert_dropout=0.1,"
         " model.moe.router.capacity_factor=1.5",
     )
     made.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
     made.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
     made.add_argument(
-        "--batch-size", type=int, default=64, help="images of a forward pass of the probe (%(default)s)"
+        "--batch-size",
+        type=at_least_one,
+        default=64,
+        help="images of a forward pass of the probe (%(default)s)",
     )
     add_places(made)
     made.add_argument(
@@ -116,18 +77,72 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def finetune(args: argparse.Namespace) -> dict[str, str]:
+    """Trains the runs of the flags and records them; returns the runs that failed, with the reason."""
+    from jobs.command import connect, tracking
+    from jobs.evaluation_flags import models_of
+    from orchestrator.sweeping.check import check_fits, check_sweep, claim_sweep
+    from orchestrator.tracking import SystemMetrics, track
+    from orchestrator.training.checkpoint.start import start_report
+    from orchestrator.training.fit import check_data
+    from orchestrator.training.nodes import check_shared
+    from orchestrator.training.worker import run_directory
+
+    with tracking(args, args.name) as store:
+        (model,) = models_of(args, store)
+        sweep = sweep_of(args, model)
+        check_sweep(sweep)
+        for run in sweep.runs().values():
+            check_data(run)
+        report = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
+        print(report, flush=True)
+        connect()
+        check_shared(sweep.base.storage)
+        check_fits(sweep)
+        claim_sweep(sweep, args.mode)
+        tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
+        tags |= {"seeds": str(args.seeds), "finetuned.from": model.location}
+        parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
+        parent.write_text("start.txt", str(report))
+        try:
+            with SystemMetrics(parent):
+                failed = probe_and_train(args, sweep, model, store, parent)
+        except BaseException as error:
+            parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        parent.finish("FAILED" if failed else "FINISHED")
+    return failed
+
+
 def sweep_of(args: argparse.Namespace, model: Trained) -> Sweep:
-    """Raises UsageError for what the flags ask that cannot be."""
+    """The sweep of the flags, with an arm for each data set. Raises UsageError for impossible values."""
+    from jobs.command import run_config
+    from jobs.evaluation_flags import images_path
+    from orchestrator.evaluation.finetune import finetune_run, finetune_sweep
+
     paths = [images_path(argparse.Namespace(**{**vars(args), "data": data}), model) for data in args.data]
-    base: RunConfig = finetune_run(model, image_size=args.image_size)
     flags = argparse.Namespace(**{**vars(args), "data": paths[0]})
-    return finetune_sweep(run_config(flags, base), paths, seeds=args.seeds)
+    base = run_config(flags, finetune_run(model, image_size=args.image_size))
+    return finetune_sweep(base, paths, seeds=args.seeds)
 
 
 def probe_and_train(
     args: argparse.Namespace, sweep: Sweep, model: Trained, store: Tracking, parent: TrackedRun
 ) -> dict[str, str]:
-    """run -> why it failed."""
+    """Prints and records the figures of the probe and of all runs; returns the runs that failed, with the
+    reason.
+    """
+    from jobs.progress import TrialProgress
+    from orchestrator.evaluation.fewshot import probe
+    from orchestrator.evaluation.finetune import failures, fine_tuned
+    from orchestrator.evaluation.images import device
+    from orchestrator.sweeping.log import TrialLog
+    from orchestrator.sweeping.prices import Budget
+    from orchestrator.sweeping.purse import Purse
+    from orchestrator.sweeping.run import Options, SweepRun
+    from orchestrator.tracking.store import shown
+    from orchestrator.training.worker import run_directory
+
     paths = [str(changes["data.path"]) for changes in sweep.arms.values()]
     where = device()
     probed = probe(model.load(where), model.run, paths, batch_size=args.batch_size, device=where)
@@ -137,15 +152,12 @@ def probe_and_train(
     run = SweepRun(sweep, TrialLog(sweep, store, parent), Purse(Budget(), folder), Options())
     run.recover()
 
-    def ended(name: str, outcome: Outcome) -> None:
+    def status() -> str:
         done, runs = len(run.outcomes()), len(run.agenda.standings)
-        print(f"[{done:2}/{runs}] {name:18} {ended_line(sweep, outcome)}", flush=True)
+        return f"{done} of {runs} complete, {run.agenda.running()} running"
 
-    def status() -> None:
-        done, runs = len(run.outcomes()), len(run.agenda.standings)
-        print(f"        {done} of {runs} complete, {run.agenda.running()} running", flush=True)
-
-    run.work(ended, status)
+    with TrialProgress(run, total=lambda: len(run.agenda.standings), status=status) as progress:
+        run.work(progress)
     outcomes = run.outcomes()
     if (tuned := fine_tuned(sweep, outcomes)).accuracy:
         print_results(sweep, model, tuned, probed)
@@ -155,6 +167,10 @@ def probe_and_train(
 
 
 def print_results(sweep: Sweep, model: Trained, tuned: FineTuned, probed: Probe) -> None:
+    from rich.table import Table
+
+    from jobs.show import print_table
+
     base = sweep.base
     size, was = base.model.image_size, model.run.model.image_size
     print(

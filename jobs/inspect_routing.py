@@ -1,4 +1,4 @@
-"""Look into the routers of a trained model: what they follow, what they discard, what they are good for.
+"""Look into the routers of a trained model: what they follow, what they discard, how much they matter.
 
   python jobs/inspect_routing.py soft                               a run below the storage
   python jobs/inspect_routing.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --split train
@@ -8,6 +8,8 @@ Prints a row per MoE layer. Below --out lie routing.html, one page that needs no
 the tables behind them; all of it goes to the model's MLflow run too, below `routing`.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -16,71 +18,95 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
-from jobs.command import tracking
-from jobs.evaluation_flags import (
-    evaluation_parser,
-    images_path,
-    models_of,
-    results_of,
-    tell_other_classes,
-)
-from jobs.usage import command
-from moe.vit import ViT
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.stream import Batch
-from orchestrator.evaluation.images import device, images_of
-from orchestrator.evaluation.microscope.discarded import CAPACITIES, drops, settings
-from orchestrator.evaluation.microscope.examples import Examples, examples
-from orchestrator.evaluation.microscope.page import page, png
-from orchestrator.evaluation.microscope.sections import sections
-from orchestrator.evaluation.microscope.survey import Survey, survey
-from orchestrator.evaluation.microscope.tables import Table, layer_table, tables
-from orchestrator.evaluation.trained import Trained
-from orchestrator.frontier.style import detail
-from orchestrator.tracking import TrackedRun, Tracking
+from jobs.usage import at_least_one, command, evaluation_parser
+from orchestrator.errors import UsageError
 
-FOLDER = "routing"  # of the model's MLflow run
+if TYPE_CHECKING:
+    from moe.overrides import RoutingOverrides
+    from moe.vit import ViT
+    from orchestrator.data.stream import Batch
+    from orchestrator.evaluation.microscope.examples import Examples
+    from orchestrator.evaluation.microscope.survey import Survey
+    from orchestrator.evaluation.microscope.tables import Table
+    from orchestrator.evaluation.trained import Trained
+    from orchestrator.tracking import TrackedRun
+
+FOLDER = "routing"  # of the storage, and of the model's MLflow run
 PAGE = "routing.html"
 PROGRESS_S = 5.0
 
 
+def main() -> None:
+    args = parser().parse_args()
+    with command(f"looking into the routers of {args.model}"):
+        inspect(args)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = evaluation_parser(__doc__, several=False)
-    parser.add_argument("--images", type=int, help="measure this many; default: all of the split")
-    parser.add_argument("--examples", type=int, default=8, help="images to draw on (%(default)s)")
+    parser.add_argument("--images", type=at_least_one, help="measure this many; default: all of the split")
+    parser.add_argument("--examples", type=at_least_one, default=8, help="images to draw on (%(default)s)")
     parser.add_argument("--layers", help="MoE blocks to look at, e.g. 1,3; default: all")
     parser.add_argument(
         "--capacities",
-        default=",".join(f"{c:g}" for c in CAPACITIES),
+        default="0.1,0.2,0.4,0.8",
         help="capacity factors whose discarded patches are drawn (%(default)s)",
     )
-    parser.add_argument("--out", help="directory or URI; default: routing-MODEL here")
+    parser.add_argument("--out", help="directory or URI; default: routing/MODEL below the storage")
     return parser
 
 
-def main() -> None:
-    args = parser().parse_args()
-    with command(), tracking(args, FOLDER) as store:
+def inspect(args: argparse.Namespace) -> None:
+    """Measures, draws, and reports below --out and in the model's MLflow run.
+
+    Raises:
+        UsageError: for flags that do not fit the model, and a --out that holds other files.
+    """
+    from jobs.command import check_out, root, tracking
+    from jobs.evaluation_flags import images_path, models_of, results_of, tell_other_classes
+    from orchestrator import storage
+    from orchestrator.evaluation.images import device
+
+    with tracking(args, FOLDER) as store:
         (trained,) = models_of(args, store)
+        path = images_path(args, trained)
+        out = storage.join(root(args), FOLDER, trained.name.replace("/", "-"))
+        if args.out:
+            out = storage.absolute(args.out).rstrip("/")
+            check_out(out, own=(PAGE,), apart=(path,))
         blocks = blocks_of(trained, args.layers)
+        names = tell_other_classes(trained, path).names
         model = trained.load(device())
-        found, drawn, names = look(args, trained, model, blocks)
+        found, drawn = look(args, trained, model, blocks=blocks, path=path, classes=len(names))
         print_layers(found)
-        report(args, trained, model, found, drawn, names, store)
+        html, pictures, figures = drawings(args, trained, model, found, drawn, names, path)
+        storage.make_folder(out)
+        storage.write_bytes(storage.join(out, PAGE), html.encode())
+        for name, content in pictures.items():
+            storage.write_bytes(storage.join(out, name), content)
+        for name, table in figures.items():
+            storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
+        print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
+        if trained.run_id:
+            run, (data,) = results_of(store, trained.run_id, path)
+            folder = f"{FOLDER}/{data}/step-{trained.step}"
+            log(run, folder, html, pictures, figures)
+            print(f"MLflow run {trained.run_id}: artifacts below {folder}")
+        else:
+            print("MLflow knows no run of this model: nothing is logged there")
 
 
 def blocks_of(trained: Trained, asked: str | None) -> list[int]:
-    """Raises UsageError for a block that is no MoE block, and for a dense model."""
+    """The MoE blocks of --layers. Raises UsageError for other blocks, and for a dense model."""
     blocks = trained.run.model.moe_blocks()
     if not blocks:
         raise UsageError(f"{trained.name} is a dense model: it has no routers to look into")
     chosen = numbers("--layers", asked) if asked else blocks
     if wrong := [f"{block:g}" for block in chosen if block not in blocks]:
         raise UsageError(
-            f"--layers {asked}: {', '.join(wrong)}: no MoE blocks; those of {trained.name} are {blocks}"
+            f"--layers {asked}: {', '.join(wrong)} are not MoE blocks; those of {trained.name} are {blocks}"
         )
     return sorted({int(block) for block in chosen})
 
@@ -93,18 +119,17 @@ def numbers(flag: str, text: str) -> list[float]:
 
 
 def look(
-    args: argparse.Namespace, trained: Trained, model: ViT, blocks: list[int]
-) -> tuple[Survey, Examples, tuple[str, ...]]:
-    """The measurements, the examples, the names of the classes."""
-    for flag in ("images", "examples"):
-        if (value := getattr(args, flag)) is not None and value < 1:
-            raise UsageError(f"--{flag} {value}: must be at least 1")
-    path = images_path(args, trained)
-    names = tell_other_classes(trained, path).names
-    rows, outputs = open_manifest(path).rows(args.split), trained.run.model.num_classes
-    if len(names) > outputs:
-        raise UsageError(f"{path} has {len(names)} classes, but the model has {outputs} outputs")
-    points, refused = [], []
+    args: argparse.Namespace, trained: Trained, model: ViT, *, blocks: list[int], path: str, classes: int
+) -> tuple[Survey, Examples]:
+    """The measurements, and the images that are drawn on."""
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.evaluation.images import device, images_of
+    from orchestrator.evaluation.microscope.discarded import drops, settings
+    from orchestrator.evaluation.microscope.examples import examples
+    from orchestrator.evaluation.microscope.survey import survey
+
+    points: list[RoutingOverrides] = []
+    refused: list[str] = []
     if drops(trained.run.model.moe and trained.run.model.moe.router):
         capacities = numbers("--capacities", args.capacities)
         if not all(0 < capacity < math.inf for capacity in capacities):
@@ -112,25 +137,19 @@ def look(
         points, refused = settings(model, capacities)
     for reason in refused:
         print(f"not drawn: {reason}")
+    rows = open_manifest(path).rows(args.split)
     total = min(args.images or rows, rows)
     batches = first_images(
-        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=device()),
-        total,
+        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=device()), total
     )
     first = next(batches)
     drawn = examples(model, first, count=args.examples, blocks=blocks, points=points)
-    found = survey(
-        model,
-        chain([first], batches),
-        blocks=blocks,
-        classes=len(names),
-        report=Progress(total),
-    )
-    return found, drawn, names
+    every = chain([first], batches)
+    return survey(model, every, blocks=blocks, classes=classes, report=Progress(total)), drawn
 
 
 def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """The first `count` images; what a batch has beyond them counts as padding."""
+    """The first `count` images; the rest of their last batch counts as padding."""
     for batch in batches:
         places = batch.valid.cumsum(0)
         yield batch._replace(valid=batch.valid * (places <= count))
@@ -140,7 +159,7 @@ def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 class Progress:
-    """A line every few seconds."""
+    """Prints how many images are done, every few seconds."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -153,6 +172,9 @@ class Progress:
 
 
 def print_layers(found: Survey) -> None:
+    from orchestrator.evaluation.microscope.tables import layer_table
+    from orchestrator.frontier.style import detail
+
     table = layer_table(found)
     print(f"{found.images} images, accuracy {found.acc:.4f} as trained")
     print("  ".join(table))
@@ -160,17 +182,20 @@ def print_layers(found: Survey) -> None:
         print("  ".join(f"{detail(cell):>{len(name)}}" for name, cell in zip(table, row, strict=True)))
 
 
-def report(
+def drawings(
     args: argparse.Namespace,
     trained: Trained,
     model: ViT,
     found: Survey,
     drawn: Examples,
     names: tuple[str, ...],
-    store: Tracking,
-) -> None:
-    """Page, pictures and tables, below --out and in the model's MLflow run."""
-    out = storage.absolute(args.out or f"routing-{trained.name.replace('/', '-')}")
+    path: str,
+) -> tuple[str, dict[str, bytes], dict[str, Table]]:
+    """The page, its pictures by file name, and the tables behind them by name."""
+    from orchestrator.evaluation.microscope.page import page, png
+    from orchestrator.evaluation.microscope.sections import sections
+    from orchestrator.evaluation.microscope.tables import layer_table, tables
+
     parts, pictures = [], {}
     for section in sections(found, drawn, model.config, names):
         contents = {name: png(figure) for name, figure in section.pictures.items()}
@@ -180,25 +205,10 @@ def report(
     assert moe
     facts = (
         f"{moe.router.kind.replace('_', ' ').capitalize()} router, {moe.num_experts} experts, step"
-        f" {trained.step}. {found.images} images of {images_path(args, trained)} ({args.split}); accuracy"
-        f" {found.acc:.4f}."
+        f" {trained.step}. {found.images} images of {path} ({args.split}); accuracy {found.acc:.4f}."
     )
     html = page(f"Routers of {trained.name}", facts, layer_table(found), parts)
-    figures = tables(found, drawn, names)
-    storage.make_folder(out)
-    storage.write_bytes(storage.join(out, PAGE), html.encode())
-    for name, content in pictures.items():
-        storage.write_bytes(storage.join(out, name), content)
-    for name, table in figures.items():
-        storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
-    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
-    if trained.run_id:
-        run, (data,) = results_of(store, trained.run_id, images_path(args, trained))
-        folder = f"{FOLDER}/{data}/step-{trained.step}"
-        log(run, folder, html, pictures, figures)
-        print(f"MLflow run {trained.run_id}: artifacts below {folder}")
-    else:
-        print("MLflow knows no run of this model: nothing is logged there")
+    return html, pictures, tables(found, drawn, names)
 
 
 def log(

@@ -9,36 +9,21 @@ forward GFLOPs and ms per image. Points of a sweep are drawn on its frontier pag
 they add. Settings that a router does not have are left out. The same command again goes on where it ended.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from jobs.usage import POINT, at_least_one, command, evaluation_parser, named
+from orchestrator.errors import UsageError
 
-from jobs.command import connect, root, tracking
-from jobs.evaluation_flags import (
-    evaluation_parser,
-    images_path,
-    models_of,
-    results_of,
-    tell_other_classes,
-)
-from jobs.show import print_table
-from jobs.usage import at_least_one, command
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.evaluation.grid import default_grid, possible
-from orchestrator.evaluation.parallel import Question, Row, qualities, times
-from orchestrator.evaluation.point import HELP, parse_grid
-from orchestrator.evaluation.trained import Trained
-from orchestrator.frontier.operating import gains, operating_front
-from orchestrator.frontier.points import Frontier, Point, panel
-from orchestrator.sweeping.budget import family
-from orchestrator.sweeping.operating import COSTS, QUALITY, TABLE, TAG, table_of, with_operating
-from orchestrator.sweeping.report import Axes, framed, publish, write_files
-from orchestrator.sweeping.settings import settings
-from orchestrator.tracking import Tracking, find_sweep, writer
-from orchestrator.training.nodes import check_shared
+if TYPE_CHECKING:
+    from moe.overrides import RoutingOverrides
+    from orchestrator.evaluation.parallel import Question, Row
+    from orchestrator.evaluation.trained import Trained
+    from orchestrator.frontier.points import Frontier
+    from orchestrator.tracking import Tracking
 
 
 def main() -> None:
@@ -49,29 +34,65 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="FIELD=VALUE,VALUE",
-        help=f"values whose product is tried; default: a grid by the router's kind. {HELP}",
+        help=f"values whose product is tried; default: a grid by the router's kind. {POINT}",
     )
     parser.add_argument(
-        "--repeats", type=at_least_one, default=10, help="timed forward passes of each point (%(default)s)"
+        "--repeats",
+        type=at_least_one,
+        default=5,
+        help="timed forward passes of each point in each round (%(default)s)",
     )
     parser.add_argument("--out", help="directory or URI for page and pictures; of a sweep beside its own")
     args = parser.parse_args()
-    with command():
-        wanted = parse_grid(args.grid) if args.grid else None
-        with tracking(args, "operating-points") as store:
-            models = models_of(args, store)
-            questions = [question_of(args, model, wanted) for model in models]
-            if wanted and all(len(question.points) == 1 for question in questions):
-                raise UsageError(f"--grid {' '.join(args.grid)}: none of these models has such settings")
-            connect(show_workers=False)
-            check_shared(root(args))
-            rows = measured(args, questions)
-            record(store, questions, rows)
-            frontier = drawn(args, store, models, rows)
-        show(frontier)
+    with command(f"operating points of {named(args.model)}"):
+        find_points(args)
 
 
-def question_of(args: argparse.Namespace, model: Trained, wanted: Any) -> Question:
+def find_points(args: argparse.Namespace) -> None:
+    """Measures, records and draws what the models can do at every point."""
+    from jobs.command import check_writable, connect, root, tracking
+    from jobs.evaluation_flags import models_of
+    from orchestrator import storage
+    from orchestrator.evaluation.point import parse_grid
+    from orchestrator.training.nodes import check_shared
+
+    wanted = parse_grid(args.grid) if args.grid else None
+    if args.out:
+        check_writable("--out", storage.absolute(args.out))
+    with tracking(args, "operating-points") as store:
+        models = models_of(args, store)
+        if wanted:
+            check_possible(args, models, wanted)
+        questions = [question_of(args, model, wanted) for model in models]
+        connect()
+        check_shared(root(args))
+        rows = measured(args, questions)
+        record(store, questions, rows)
+        frontier = drawn(args, store, models, rows)
+    show(frontier)
+
+
+def check_possible(args: argparse.Namespace, models: list[Trained], wanted: list[RoutingOverrides]) -> None:
+    """Raises UsageError, with the reasons, if none of the models can run at any point of the grid."""
+    from orchestrator.evaluation.grid import why_impossible
+
+    reasons: dict[str, str] = {}
+    for model in models:
+        for point in wanted:
+            if (reason := why_impossible(model.run.model, point)) is None:
+                return
+            reasons.setdefault(reason, model.name)
+    listed = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
+    raise UsageError(f"--grid {' '.join(args.grid)}: none of the models can run at these points: {listed}")
+
+
+def question_of(args: argparse.Namespace, model: Trained, wanted: list[RoutingOverrides] | None) -> Question:
+    from jobs.command import root
+    from jobs.evaluation_flags import images_path, tell_other_classes
+    from orchestrator import storage
+    from orchestrator.evaluation.grid import default_grid, possible
+    from orchestrator.evaluation.parallel import Question
+
     config, path = model.run.model, images_path(args, model)
     tell_other_classes(model, path)
     return Question(
@@ -85,7 +106,10 @@ def question_of(args: argparse.Namespace, model: Trained, wanted: Any) -> Questi
 
 
 def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, list[Row]]:
-    """By the model's location: a row for each point, with its quality and its costs."""
+    """Maps each model's location to a row for each point, with its quality and its costs."""
+    from orchestrator.evaluation.parallel import ROUNDS, qualities, times
+    from orchestrator.sweeping.operating import QUALITY, QUARTILES, TIME
+
     rows: dict[str, list[Row]] = {}
     began, count = time.monotonic(), sum(len(question.points) for question in questions)
     print(f"{count} operating points of {len(questions)} models", flush=True)
@@ -98,17 +122,24 @@ def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, l
             f" {found[0]['weights'][:12]} as before, {time.monotonic() - began:.0f} s",
             flush=True,
         )
+    turns = len(questions) * ROUNDS
     for done, (question, timed) in enumerate(times(questions, repeats=args.repeats), start=1):
         location = question.model.location
         rows[location] = [row | time for row, time in zip(rows[location], timed, strict=True)]
-        ms = [row["perf/ms_per_image"] for row in timed]
-        model = f"[{done:2}/{len(questions)}] {question.model.name:24}"
-        print(f"{model} {min(ms):.4g} .. {max(ms):.4g} ms per image", flush=True)
+        ms, (low, high) = [row[TIME] for row in timed], (timed[0][name] for name in QUARTILES)
+        print(
+            f"[{done:2}/{turns}] {question.model.name:24} round {timed[0]['rounds']}, as trained {ms[0]:.4g}"
+            f" ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
+            flush=True,
+        )
     return rows
 
 
 def record(store: Tracking, questions: list[Question], rows: dict[str, list[Row]]) -> None:
-    """The table of each model in its own run, which may have several: one for each step and data set."""
+    """Writes the table of each model to its run, which may hold several: one for each step and data set."""
+    from jobs.evaluation_flags import results_of
+    from orchestrator.sweeping.operating import table_of
+
     for model, path in ((question.model, question.path) for question in questions):
         if model.run_id:
             found = [{"run": model.run_id, **row} for row in rows[model.location]]
@@ -119,7 +150,13 @@ def record(store: Tracking, questions: list[Question], rows: dict[str, list[Row]
 def drawn(
     args: argparse.Namespace, store: Tracking, models: list[Trained], rows: dict[str, list[Row]]
 ) -> Frontier:
-    """The frontier of the sweep, published anew with these points; of other models one of their own."""
+    """Draws the sweep's frontier anew with these points; that of other models on a page of its own."""
+    from jobs.command import root
+    from orchestrator import storage
+    from orchestrator.sweeping.operating import TABLE, TAG, table_of, with_operating
+    from orchestrator.sweeping.report import publish, write_files
+    from orchestrator.tracking import find_sweep, writer
+
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
     if len(names) == len(args.model) == 1:
         found = [{"run": m.run_id, **row} for m in models for row in rows[m.location]]
@@ -142,28 +179,41 @@ def drawn(
 
 
 def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
-    """The models themselves, each by its place, for one run may have several."""
-    points = tuple(_point(model, rows[model.location][0]) for model in models)
+    """The frontier of the models themselves, each named by its place, for a run may have several."""
+    from orchestrator.frontier.points import Point
+    from orchestrator.sweeping.budget import family
+    from orchestrator.sweeping.operating import COSTS, QUALITY
+    from orchestrator.sweeping.report import Axes, framed
+    from orchestrator.sweeping.settings import settings
+
+    points = []
+    for model in models:
+        row, found = rows[model.location][0], settings(model.run)
+        points.append(
+            Point(
+                arm=model.name,
+                family=family(model.run.model),
+                cost=row[COSTS[0]],
+                quality=row[QUALITY],
+                size=float(found["capacity"]),
+                run_id=model.location,
+                status="finished",
+                costs={name: row[name] for name in COSTS},
+                settings=found,
+            )
+        )
     chance = 1 / min(model.run.model.num_classes for model in models)
-    return framed("Operating points", points, Axes(quality=QUALITY, cost=COSTS[0], chance=chance))
-
-
-def _point(model: Trained, row: Row) -> Point:
-    found = settings(model.run)
-    return Point(
-        arm=model.name,
-        family=family(model.run.model),
-        cost=row[COSTS[0]],
-        quality=row[QUALITY],
-        size=float(found["capacity"]),
-        run_id=model.location,
-        status="finished",
-        costs={name: row[name] for name in COSTS},
-        settings=found,
-    )
+    return framed("Operating points", tuple(points), Axes(quality=QUALITY, cost=COSTS[0], chance=chance))
 
 
 def show(frontier: Frontier) -> None:
+    from rich.table import Table
+
+    from jobs.show import print_table
+    from orchestrator.frontier.operating import gains, operating_front
+    from orchestrator.frontier.points import panel, quartiles
+    from orchestrator.frontier.style import number_with_quartiles
+
     found = gains(frontier)
     if not found:
         print("these models have no other operating points: dense ones have no routers")
@@ -175,11 +225,14 @@ def show(frontier: Frontier) -> None:
         trained = {point.arm for point in one.points}
         for point in operating_front(one):
             mark = "" if point.arm in trained else "+"
-            table.add_row(mark, point.arm, f"{point.cost:.4g}", f"{point.quality:.4f}")
+            shown = number_with_quartiles(point.cost, quartiles(point, cost))
+            table.add_row(mark, point.arm, shown, f"{point.quality:.4f}")
         print_table(table)
         for gain in found:
             if gain.cost_name == cost:
                 print(f"hypervolume of {gain.models}, without and with operating points: {gain}")
+    if found:
+        print(frontier.note)
 
 
 if __name__ == "__main__":

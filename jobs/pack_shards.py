@@ -19,30 +19,28 @@ All CPUs of the Ray cluster of $RAY_ADDRESS, or of this machine, pack at the sam
 shards are packed by this process. More: docs/data.md.
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
+import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-import ray.data
+from jobs.usage import command, plain_parser
+from orchestrator.errors import UsageError
 
-from jobs.command import connect
-from jobs.usage import command
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.data.packing import Report, check_free, pack
-from orchestrator.data.sources import open_source
+if TYPE_CHECKING:
+    from orchestrator.data.packing import Report
 
 SHOWN = 20  # lines about skipped files
 WORTH_A_CLUSTER = 8  # tasks: Ray's processes need longer to start than a few shards to be packed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--source", required=True, help="see above")
     parser.add_argument("--out", required=True, help="directory or URI for train/, val/ and manifest.json")
     parser.add_argument(
@@ -52,35 +50,51 @@ def main() -> None:
     parser.add_argument("--root", default="data", help="where torchvision keeps its files (%(default)s)")
     parser.add_argument("--download", action="store_true", help="let torchvision fetch what is missing")
     args = parser.parse_args()
-    with command():
-        if not args.out:
-            raise UsageError("--out is empty: name a directory or URI")
-        out = storage.absolute(args.out).rstrip("/")
-        check_apart(args.source, out)
-        if not args.overwrite:
-            check_free(out)
-        source = open_source(
-            args.source, root=args.root, download=args.download, val_frac=args.val_frac, execute=on_cluster
-        )
-        print_report(out, pack(out, source, overwrite=args.overwrite, execute=on_cluster))
+    with command(f"packing {args.source} into {args.out}"):
+        pack_source(args)
 
 
-def check_apart(source: str, out: str) -> None:
-    """Raises UsageError if shards would be written among the images, or `--overwrite` could delete those."""
-    kind, _, path = source.partition(":")
+def pack_source(args: argparse.Namespace) -> None:
+    """Packs the source and prints what became of it.
+
+    Raises:
+        UsageError: for an --out that lies in the source, holds a data set, or cannot be written to.
+    """
+    from jobs.command import check_writable
+    from orchestrator import storage
+    from orchestrator.data.packing import check_free, pack
+    from orchestrator.data.sources import open_source
+
+    if not args.out:
+        raise UsageError("--out is empty: name a directory or URI")
+    out = storage.absolute(args.out).rstrip("/")
+    kind, _, path = args.source.partition(":")
     place = storage.absolute(path).rstrip("/")
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
-    if kind in ("folder", "webdataset", "parquet") and not apart:
+    if kind in ("folder", "webdataset", "parquet") and not apart:  # --overwrite could delete the images
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
+    if not args.overwrite:
+        check_free(out)
+    check_writable("--out", out)
+    source = open_source(
+        args.source, root=args.root, download=args.download, val_frac=args.val_frac, execute=on_cluster
+    )
+    print_report(out, pack(out, source, overwrite=args.overwrite, execute=on_cluster))
 
 
 def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-    """What `work` makes of each task, as Ray Data's tasks get ready on any CPU; a few are done here."""
+    """The result of `work` for each task, as Ray Data's tasks get ready on any CPU; a few are done here."""
     if len(tasks) < WORTH_A_CLUSTER:
         yield from map(work, tasks)
         return
+
+    import ray
+    import ray.data
+
+    from jobs.command import connect
+
     if not ray.is_initialized():
-        connect(show_workers=False)
+        connect()
 
     def run(row: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -101,11 +115,20 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
 
 
 def print_report(out: str, report: Report) -> None:
+    from orchestrator.data.sources.folder import NOT_AN_IMAGE
+
     manifest = report.manifest
-    for line in report.skipped[:SHOWN]:
+    others = [line.removesuffix(NOT_AN_IMAGE) for line in report.skipped if line.endswith(NOT_AN_IMAGE)]
+    if others:
+        extensions = Counter(os.path.splitext(name)[1].lower() for name in others).most_common()
+        listed = [f"{count:,} {extension}" for extension, count in extensions[:SHOWN]]
+        listed += [".."] if len(extensions) > SHOWN else []
+        print(f"skipped {len(others):,} files that are not images: {', '.join(listed)}")
+    skipped = [line for line in report.skipped if not line.endswith(NOT_AN_IMAGE)]
+    for line in skipped[:SHOWN]:
         print(f"skipped {line}")
-    if len(report.skipped) > SHOWN:
-        print(f".. and {len(report.skipped) - SHOWN} more, see {out}/skipped.txt")
+    if len(skipped) > SHOWN:
+        print(f".. and {len(skipped) - SHOWN} more, see {out}/skipped.txt")
     for split, shards in manifest.splits.items():
         size = sum(shard.bytes for shard in shards)
         missing = [name for number, name in enumerate(manifest.classes) if not report.labels[split][number]]

@@ -9,74 +9,83 @@
 The same command again continues: finished trials stay, interrupted ones go on from their checkpoints.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
+from functools import partial
+from typing import TYPE_CHECKING
 
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
-
-from jobs.command import connect, tracking
-from jobs.show import ended_line, print_compared, print_frontier, print_plan, status_line
-from jobs.sweep_flags import budget, parse, search_of, sweep_from
+from jobs.sweep_flags import budget, named_sweep, parse, search_of, sweep_from
 from jobs.usage import command
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.frontier.points import Frontier
-from orchestrator.sweeping.agenda import Outcome, ToTheEnd
-from orchestrator.sweeping.budget import Plan, plan, predicted_against_actual
-from orchestrator.sweeping.check import check_sweep, claim_sweep, unfit
-from orchestrator.sweeping.confirm import check_confirm, confirm, confirm_config, knees, trial_of
-from orchestrator.sweeping.log import TrialLog
-from orchestrator.sweeping.measure import measured_steps
-from orchestrator.sweeping.models import register_frontier
-from orchestrator.sweeping.progress import snapshot
-from orchestrator.sweeping.purse import Purse
-from orchestrator.sweeping.report import publish
-from orchestrator.sweeping.run import Options, SweepRun, keep_weights_only
-from orchestrator.sweeping.scheduler import Halving
-from orchestrator.sweeping.search import OptunaSearch
-from orchestrator.sweeping.sweep import Sweep
-from orchestrator.sweeping.trial import reason_of
-from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, close_orphans, track
-from orchestrator.tracking.store import shown
-from orchestrator.training.nodes import check_shared
-from orchestrator.training.worker import Result, run_directory
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from jobs.progress import TrialProgress
+    from orchestrator.frontier.points import Frontier
+    from orchestrator.sweeping.budget import Plan
+    from orchestrator.sweeping.run import SweepRun
+    from orchestrator.sweeping.search import OptunaSearch
+    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.tracking import TrackedRun, Tracking
 
 
 def main() -> None:
     args = parse(__doc__)
-    with command():
-        sweep = sweep_from(args)
-        if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
-            connect(show_workers=False)
-        planned = None
-        if args.plan:
-            make_plan(args, sweep)
-            return
-        check_shared(sweep.base.storage)
+    doing = "fields of" if "help" in args.set else "planning" if args.plan else "training"
+    with command(f"{doing} the sweep {args.name or args.sweep} (scale {args.scale})"):
+        run_sweep(args)
+
+
+def run_sweep(args: argparse.Namespace) -> None:
+    from jobs.command import connect, print_fields, tracking
+    from jobs.show import print_sweep
+    from orchestrator.sweeping.check import check_fits, check_sweep, claim_sweep
+    from orchestrator.sweeping.confirm import check_confirm
+    from orchestrator.tracking import SystemMetrics
+    from orchestrator.training.nodes import check_shared
+
+    if "help" in args.set:
+        return print_fields(named_sweep(args).base)
+    sweep = sweep_from(args)
+    if not args.plan:
         check_sweep(sweep, verify=args.verify)
-        if args.confirm:
-            check_confirm(sweep)
-        if args.measure or args.mfu is not None:
-            planned = make_plan(args, sweep)
-        with tracking(args, sweep.base.name) as store:
-            search = search_of(args, sweep, store)
-            claim_sweep(sweep, args.mode)
-            parent = open_parent(sweep, store)
-            try:
-                with SystemMetrics(parent):
-                    failed = train_and_report(args, sweep, store, parent, planned, search)
-            except BaseException as error:
-                parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-                raise
-            parent.finish("FINISHED" if not failed else "FAILED")
-        if failed:
-            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
-            sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
+    print_sweep(sweep)
+    if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
+        connect()
+    planned = None
+    if args.plan:
+        make_plan(args, sweep)
+        return
+    check_shared(sweep.base.storage)
+    check_fits(sweep)
+    if args.confirm:
+        check_confirm(sweep)
+    if args.measure or args.mfu is not None:
+        planned = make_plan(args, sweep)
+    with tracking(args, sweep.base.name) as store:
+        search = search_of(args, sweep, store)
+        claim_sweep(sweep, args.mode)
+        parent = open_parent(sweep, store)
+        try:
+            with SystemMetrics(parent):
+                failed = train_and_report(args, sweep, store, parent, planned, search)
+        except BaseException as error:
+            parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
+        parent.finish("FINISHED" if not failed else "FAILED")
+    if failed:
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
+        sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
 def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
-    """Printed. What the cluster can never hold is not measured."""
+    """Prints and returns the plan. Trials that the cluster can never hold are not measured."""
+    from jobs.show import print_plan
+    from orchestrator.sweeping.budget import plan
+    from orchestrator.sweeping.check import unfit
+    from orchestrator.sweeping.measure import measured_steps
+
     runs = sweep.runs()
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
@@ -93,6 +102,9 @@ def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
 
 def open_parent(sweep: Sweep, store: Tracking) -> TrackedRun:
     """The sweep's MLflow run. What still runs there of an earlier one that was moved aside is closed."""
+    from orchestrator.tracking import close_orphans, track
+    from orchestrator.training.worker import run_directory
+
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     tags |= {"seeds": str(max(1, len(sweep.seeds)))}
     tags |= {"claims": "\n".join(sweep.claims)} if sweep.claims else {}
@@ -111,6 +123,19 @@ def train_and_report(
     search: OptunaSearch | None,
 ) -> dict[str, str]:
     """run -> why it failed."""
+    from jobs.progress import TrialProgress
+    from jobs.show import print_compared, status_line
+    from orchestrator.sweeping.agenda import ToTheEnd
+    from orchestrator.sweeping.budget import predicted_against_actual
+    from orchestrator.sweeping.confirm import knees
+    from orchestrator.sweeping.log import TrialLog
+    from orchestrator.sweeping.progress import snapshot
+    from orchestrator.sweeping.purse import Purse
+    from orchestrator.sweeping.report import publish
+    from orchestrator.sweeping.run import Options, SweepRun, keep_weights_only
+    from orchestrator.sweeping.scheduler import Halving
+    from orchestrator.training.worker import Result, run_directory
+
     folder = run_directory(sweep.base)
     predicted = {e.trial: e.device_s for e in planned.estimates if e.device_s} if planned else {}
     purse = Purse(budget(args), folder, predicted)
@@ -120,27 +145,33 @@ def train_and_report(
     run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, options)
     run.recover()
 
-    def ended(name: str, outcome: Outcome) -> None:
-        total = args.trials if args.search else len(run.agenda.standings)
-        print(f"[{len(run.outcomes()):2}/{total}] {name:18} {ended_line(sweep, outcome)}", flush=True)
+    def total() -> int:
+        return args.trials if args.search else len(run.agenda.standings)
 
-    def status() -> None:
-        print(status_line(snapshot(sweep, list(run.agenda.standings.values()), purse)), flush=True)
+    def status() -> str:
+        return status_line(snapshot(sweep, list(run.agenda.standings.values()), purse))
 
-    run.work(ended, status)
+    progress = TrialProgress(run, total=total, status=status)
+    with progress:
+        run.work(progress)
     outcomes = run.outcomes()
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
     standings = run.agenda.standings.values()
     left = sum(one.outcome is None for one in standings) if run.agenda.out_of_budget else 0
     if left:
         print(
-            f"the budget holds no more, {left} trials are left; the same command with a larger one continues"
+            f"Budget exhausted: {left} trials not finished. Run again with a larger --budget-hours or"
+            " --budget-usd to continue."
         )
         if not any(one.reached or one.outcome for one in standings):
             return {}
+    if args.stop_early:
+        paused = sum(one.outcome is None for one in standings)
+        print(f"early stopping: {paused} of {len(standings)} trials stay paused")
     frontier = publish(store, sweep.base.name, folder)
-    for point in knees(frontier, 0 if left else args.confirm):
-        failed |= confirm_arm(sweep, run, point.arm, store, parent)
+    with progress:
+        for point in knees(frontier, 0 if left else args.confirm):
+            failed |= confirm_arm(sweep, run, point.arm, store, parent, progress)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
     show_end(sweep, frontier, store, folder)
@@ -153,20 +184,38 @@ def train_and_report(
     return failed
 
 
-def confirm_arm(sweep: Sweep, run: SweepRun, arm: str, store: Tracking, parent: TrackedRun) -> dict[str, str]:
+def confirm_arm(
+    sweep: Sweep, run: SweepRun, arm: str, store: Tracking, parent: TrackedRun, progress: TrialProgress
+) -> dict[str, str]:
     """Why it failed, if it did."""
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    from jobs.show import ended_line
+    from orchestrator.sweeping.confirm import confirm, confirm_config, trial_of
+    from orchestrator.sweeping.trial import reason_of
+
     trial = trial_of((one.trial for one in run.agenda.standings.values()), arm)
     config = confirm_config(sweep, trial)
     print(f"confirming {arm}: {config.train.steps} steps on {config.scale.workers} workers", flush=True)
+    name = f"confirm/{arm}"
+    progress.start(name, config.train.steps)
     try:
-        result = confirm(sweep, trial, store, parent)
+        result = confirm(sweep, trial, store, parent, partial(progress.report, name))
     except (UsageError, TrainingFailedError, RayError) as error:
-        return {f"confirm/{arm}": reason_of(error)}
+        return {name: reason_of(error)}
+    finally:
+        progress.stop(name)
     print(f"        {arm:18} {ended_line(sweep, result)}", flush=True)
     return {}
 
 
 def show_end(sweep: Sweep, frontier: Frontier, store: Tracking, folder: str) -> None:
+    from jobs.show import print_frontier
+    from orchestrator import storage
+    from orchestrator.sweeping.models import register_frontier
+    from orchestrator.tracking.store import shown
+
     versions = register_frontier(store, frontier)
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {shown(store.uri)}")

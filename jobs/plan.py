@@ -7,18 +7,19 @@ Computed from the config: nothing is trained and no weights are made. Formulae, 
 measured memory: docs/planning.md.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from jobs.usage import assignment, command
-from moe.cost import num_expert_params, num_params
-from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, choose, layouts
-from moe.presets import PRESETS
-from moe.sharding import Step
-from moe.traffic import Sent
-from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
-from orchestrator.sweeping.budget import step_of
+from jobs.usage import assignment, command, plain_parser
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from moe.plan import Layout
+    from moe.sharding import Step
+    from orchestrator.config import RunConfig
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 CONVENTIONS = """\
@@ -33,6 +34,9 @@ def plan(args: argparse.Namespace) -> None:
     Raises:
         UsageError: after the tables, if no layout fits the memory.
     """
+    from moe.plan import GIB, Cluster, choose, layouts
+    from orchestrator.sweeping.budget import step_of
+
     run, memory = planned_run(args), args.memory * GIB
     step = step_of(run)
     try:
@@ -57,6 +61,10 @@ def plan(args: argparse.Namespace) -> None:
 
 def planned_run(args: argparse.Namespace) -> RunConfig:
     """The run of `train.py` with as many workers as devices."""
+    from moe.presets import PRESETS
+    from orchestrator.codec import override
+    from orchestrator.config import RunConfig
+
     if args.model not in PRESETS:
         raise UsageError(f"unknown model {args.model!r}; known: {', '.join(PRESETS)}")
     assigned = dict(map(assignment, args.set))
@@ -73,6 +81,9 @@ def planned_run(args: argparse.Namespace) -> RunConfig:
 
 
 def summary(run: RunConfig, step: Step) -> str:
+    from moe.cost import num_expert_params, num_params
+    from moe.plan import checkpoint_bytes
+
     size = checkpoint_bytes(run.model, moments=step.moments)
     return (
         f"{num_params(run.model) / 1e6:.1f}M parameters, {num_expert_params(run.model) / 1e6:.1f}M of them in"
@@ -84,6 +95,8 @@ def summary(run: RunConfig, step: Step) -> str:
 
 
 def memory_table(found: Sequence[Layout], memory: float) -> str:
+    from moe.plan import GIB
+
     parts = "".join(f"{part:>12}" for part in found[0].memory)
     lines = [f"{'GiB':<5}{'dp':>5}{'ep':>5}{parts}{'peak':>9}"]
     for layout in found:
@@ -98,22 +111,27 @@ def traffic_table(found: Sequence[Layout]) -> str:
     lines = [f"{'GB':<5}{'dp':>5}{'ep':>5}{names}{'link s':>9}"]
     for layout in found:
         sent = [total(b for name, b in layout.traffic.items() if name.startswith(c)) for c in COLLECTIVES]
-        cells = "".join(f"{f'{s.intra / 1e9:.2f} | {s.inter / 1e9:.2f}':>17}" for s in (*sent, total(sent)))
+        gigabytes = (f"{intra / 1e9:.2f} | {inter / 1e9:.2f}" for intra, inter in (*sent, total(sent)))
+        cells = "".join(f"{cell:>17}" for cell in gigabytes)
         lines.append(f"{layout.dp:10}{layout.ep:5}{cells}{layout.seconds:9.4f}")
     return "\n".join(lines)
 
 
-def total(sent: Iterable[Sent]) -> Sent:
-    return Sent(*map(sum, zip(*sent, strict=True)))
+def total(sent: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Bytes inside the node and to other nodes, of several collectives together."""
+    intra, inter = map(sum, zip(*sent, strict=True))
+    return intra, inter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"models: {', '.join(PRESETS)}\n\n{CONVENTIONS}\nExit code 1 if no layout fits.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = plain_parser(__doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="debug",
+        metavar="MODEL",
+        help="by name, e.g. soft-S/16-128e; an unknown name lists all (%(default)s)",
     )
-    parser.add_argument("model", nargs="?", default="debug", metavar="MODEL", help="by name (%(default)s)")
     parser.add_argument("--devices", type=int, default=8, help="with a worker each (%(default)s)")
     parser.add_argument("--devices-per-node", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of a device (%(default)s)")
@@ -128,7 +146,7 @@ def main() -> None:
         help="any field that train.py knows, e.g. train.microbatch=8 (repeatable)",
     )
     args = parser.parse_args()
-    with command():
+    with command(f"planning {args.model} on {args.devices} devices"):
         plan(args)
 
 

@@ -4,25 +4,27 @@ python jobs/report.py --name quickstart --out /tmp/report
 python jobs/report.py --experiment my-trainer --quality val_accuracy --cost gpu_hours --family optimizer
 """
 
-import argparse
+from __future__ import annotations
 
-from jobs.command import add_places, tracking_uri
-from jobs.show import print_frontier
-from jobs.usage import command
-from orchestrator import storage
-from orchestrator.frontier.claims import parse_claim
-from orchestrator.frontier.points import Frontier, is_complete
-from orchestrator.sweeping.foreign import foreign_frontier
-from orchestrator.sweeping.report import FILES, Axes, read_frontier, write_files
-from orchestrator.tracking import Tracking, find_runs, open_reader
+import argparse
+from typing import TYPE_CHECKING
+
+from jobs.usage import add_places, command, plain_parser
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.frontier.points import Frontier
+    from orchestrator.tracking import Tracking
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     parser.add_argument("--name", default="quickstart", help="of the sweep (%(default)s)")
-    parser.add_argument("--out", default=".", help="directory for frontier.html and pictures (%(default)s)")
+    parser.add_argument(
+        "--out",
+        help="directory or URI for frontier.html and pictures; default: the sweep's own below the storage, or"
+        " reports/EXPERIMENT there",
+    )
     add_places(parser)
     other = parser.add_argument_group("runs of another tool")
     other.add_argument("--experiment", help="MLflow experiment that they lie in")
@@ -37,21 +39,41 @@ def main() -> None:
     args = parser.parse_args()
     if args.experiment and not (args.quality and args.cost):
         parser.error("--experiment needs --quality and --cost: the metrics to judge by")
+    with command(f"drawing the frontier of {args.experiment or args.name}"):
+        report(args)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Reads the runs, writes page and pictures, prints the frontier."""
+    from jobs.command import check_writable, root, tracking_uri
+    from jobs.show import print_frontier
+    from orchestrator import storage
+    from orchestrator.frontier.claims import parse_claim
+    from orchestrator.frontier.points import is_complete
+    from orchestrator.sweeping.report import FILES, write_files
+    from orchestrator.tracking import open_reader
+
     for claim in args.claim:
         try:
             parse_claim(claim)
         except ValueError as error:
-            parser.error(f"--claim {claim!r}: {error}")
-    with command():
-        frontier = found(args, open_reader(tracking_uri(args)))
-        write_files(frontier, storage.absolute(args.out))
-        print_frontier(frontier)
-        if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
-            print(f"{left_out} finished runs are not judged: quality or cost unknown, or a cost not above 0")
-        print(f"{args.out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
+            raise UsageError(f"--claim {claim!r}: {error}") from None
+    frontier = read(args, open_reader(tracking_uri(args)))
+    folder = ("reports", args.experiment) if args.experiment else (args.name,)
+    out = storage.absolute(args.out) if args.out else storage.join(root(args), *folder)
+    check_writable("--out", out)
+    write_files(frontier, out)
+    print_frontier(frontier)
+    if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
+        print(f"{left_out} finished runs are not judged: quality or cost unknown, or a cost not above 0")
+    print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
 
 
-def found(args: argparse.Namespace, store: Tracking) -> Frontier:
+def read(args: argparse.Namespace, store: Tracking) -> Frontier:
+    from orchestrator.sweeping.foreign import foreign_frontier
+    from orchestrator.sweeping.report import Axes, read_frontier
+    from orchestrator.tracking import find_runs
+
     if not args.experiment:
         return read_frontier(store, args.name)
     axes = Axes(quality=args.quality, cost=args.cost, chance=args.chance)

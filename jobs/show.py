@@ -1,17 +1,89 @@
 """What the sweep commands print: progress, frontiers, plans."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
+from moe.vit import ViTConfig
+from orchestrator.config import RunConfig
+from orchestrator.data.decode import BadImage, Picture
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.agenda import Outcome
-from orchestrator.sweeping.budget import Compared, Plan, Totals
+from orchestrator.sweeping.budget import Compared, Plan, Totals, family
 from orchestrator.sweeping.progress import Snapshot
 from orchestrator.sweeping.sweep import Sweep
+from orchestrator.training.worker import Result, run_directory
+
+MOST_EPOCHS = 300  # as the longest common recipes of ImageNet; what repeats its data more often is told
+LOOKED_AT = 16  # images whose headers say how large the data's own are
+
+
+def print_training(run: RunConfig) -> None:
+    """Prints which model is trained on which data, and the accuracy that guessing would reach."""
+    print(f"{run.name}: {model_words(run.model)}, {data_words(run)}", flush=True)
+
+
+def print_sweep(sweep: Sweep) -> None:
+    """Prints the arms of a sweep by family, and the data that all of them are trained on."""
+    runs = sweep.runs()
+    if not runs:
+        arms = "arms drawn by a search"
+    else:
+        families = Counter(family(run.model) for run in runs.values())
+        arms = ", ".join(f"{count} {name}" for name, count in families.items())
+        arms = f"{len(runs)} trials ({arms})"
+    print(f"{sweep.base.name}: {arms}, {data_words(sweep.base)}", flush=True)
+
+
+def model_words(model: ViTConfig) -> str:
+    size = f"width {model.width}, {model.depth} blocks, patches of {model.patch_size} px"
+    if not model.moe:
+        return f"dense ViT without experts ({size})"
+    blocks = ", ".join(map(str, model.moe_blocks()))
+    experts = f"{model.moe.num_experts} {family(model)} experts"
+    return f"ViT with {experts} in MoE blocks {blocks} ({size})"
+
+
+def data_words(run: RunConfig) -> str:
+    manifest, size = open_manifest(run.data.path), run.model.image_size
+    rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
+    own = own_size(run)
+    scaled = "" if own in (None, (size, size)) else f" (the data's own: {own[0]} x {own[1]} px)"
+    floor = manifest.val_majority and manifest.val_majority / manifest.rows("val")
+    floors = f"; always guessing the largest class: val/acc1 {floor:.4f}" if floor else ""
+    repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
+    return (
+        f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
+        f" {seen / rows:.3g} epochs of {rows:,} images{repeats}{floors}"
+    )
+
+
+def own_size(run: RunConfig) -> tuple[int, int] | None:
+    """Median width and height in pixels of some validation images as stored; None if none is whole."""
+    path, cache = run.data.path, int(run.data.cache_gb * 1e9)
+    shard = DataSet(path=path, manifest=open_manifest(path), cache_bytes=cache).open("val", 0)
+    pictures = []
+    for row in range(0, len(shard.keys), -(-len(shard.keys) // LOOKED_AT)):
+        with suppress(BadImage):
+            pictures.append(Picture(shard.image(row)))
+    if not pictures:
+        return None
+    return int(median(p.width for p in pictures)), int(median(p.height for p in pictures))
+
+
+def print_result(run: RunConfig, result: Result) -> None:
+    ended = "is complete: finished" if result.status == "finished" else f"{result.status}:"
+    print(f"{run.name} {ended} after {result.step} steps, files in {run_directory(run)}")
+    for name, value in sorted(result.metrics.items()):
+        print(f"  {name:28} {value:.6g}")
 
 
 def ended_line(sweep: Sweep, outcome: Outcome) -> str:
@@ -30,12 +102,12 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
 
 def status_line(now: Snapshot) -> str:
     rungs = "".join(f", {count} paused at step {step}" for step, count in now.paused.items())
-    best = f", best {now.best:.4f}" if now.best is not None else ""
+    best = f", best trial {now.best:.4f}" if now.best is not None else ""
     left = f", about {duration(now.left_s)} left" if now.left_s else ""
+    points = f"{now.front} point{'s' * (now.front != 1)}"
     return (
-        f"        {now.complete} of {now.trials} complete, {now.running} running{rungs}; frontier"
-        f" {now.front} points{best}, hypervolume {now.hypervolume:.4f}; {duration(now.spent_s)} of devices"
-        f" spent{left}"
+        f"{now.complete} of {now.trials} complete, {now.running} running{rungs}; frontier {points}{best},"
+        f" hypervolume {now.hypervolume:.4f}; {duration(now.spent_s)} of devices spent{left}"
     )
 
 

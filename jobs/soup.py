@@ -7,21 +7,17 @@ python jobs/soup.py a.safetensors b.safetensors --out soup.safetensors --evaluat
 The file is one that all commands take for a model: python jobs/evaluate.py soup.safetensors
 """
 
+from __future__ import annotations
+
 import argparse
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from jobs.usage import command, evaluation_parser, named
 
-from jobs.command import tracking
-from jobs.evaluation_flags import evaluation_parser, images_path, models_of, tell_other_classes
-from jobs.show import print_table
-from jobs.usage import command
-from orchestrator import storage
-from orchestrator.evaluation.images import device, images_of
-from orchestrator.evaluation.scores import evaluate_at
-from orchestrator.evaluation.soup import check_alike, write_soup
-from orchestrator.evaluation.trained import Trained, read_trained
+if TYPE_CHECKING:
+    from orchestrator.evaluation.trained import Trained
 
 log = logging.getLogger("orchestrator.soup")
 
@@ -36,23 +32,43 @@ def main() -> None:
     args = parser.parse_args()
     if args.data and not args.evaluate:
         parser.error("--data is for --evaluate")
-    with command(), tracking(args, "soup") as store:
+    with command(f"averaging {named(args.model)}"):
+        make_soup(args)
+
+
+def make_soup(args: argparse.Namespace) -> None:
+    """Writes the soup; with --evaluate prints the figures of each model and of the soup."""
+    from rich.table import Table
+
+    from jobs.command import check_file, tracking
+    from jobs.evaluation_flags import images_path, models_of, tell_other_classes
+    from jobs.show import print_table
+    from orchestrator import storage
+    from orchestrator.evaluation.soup import check_alike, write_soup
+    from orchestrator.evaluation.trained import read_trained
+
+    check_file("--out", storage.absolute(args.out))
+    with tracking(args, "soup") as store:
         models, out = models_of(args, store), storage.absolute(args.out)
-        check_alike(models)
-        if args.evaluate:
-            tell_other_classes(models[0], images_path(args, models[0]))
-        rows = [row(args, model) for model in models] if args.evaluate else []
-        write_soup(models, out, force=args.force)
-        if args.evaluate:
-            table = Table("model", "step", "images", "acc1", "loss", title=f"{args.split} split")
-            for cells in (*rows, row(args, replace(read_trained(out), name="soup"))):
-                table.add_row(*cells)
-            print_table(table)
-        print(f"soup of {len(models)}  {out}  {(storage.size(out) or 0) / 1e6:.1f} MB")
+    check_alike(models)
+    if args.evaluate:
+        tell_other_classes(models[0], images_path(args, models[0]))
+    rows = [row(args, model) for model in models] if args.evaluate else []
+    write_soup(models, out, force=args.force)
+    if args.evaluate:
+        table = Table("model", "step", "images", "acc1", "loss", title=f"{args.split} split")
+        for cells in (*rows, row(args, replace(read_trained(out), name="soup"))):
+            table.add_row(*cells)
+        print_table(table)
+    print(f"soup of {len(models)}  {out}  {(storage.size(out) or 0) / 1e6:.1f} MB")
 
 
 def row(args: argparse.Namespace, model: Trained) -> tuple[str, ...]:
-    """Of the table. Raises UsageError if the images are not for such a model."""
+    """The model's row of the table. Raises UsageError if the images do not fit the model."""
+    from jobs.evaluation_flags import images_path
+    from orchestrator.evaluation.images import device, images_of
+    from orchestrator.evaluation.scores import evaluate_at
+
     path = images_path(args, model)
     images = images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device())
     (found,) = evaluate_at(model.load(device()), images)

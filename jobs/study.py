@@ -7,55 +7,47 @@ python jobs/study.py faster-inference
 Prints the table; table and picture go to --out and to a run of MLflow. Seeds decide everything but times.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from jobs.usage import add_places, at_least_one, command, plain_parser
+from orchestrator.errors import UsageError
 
-from jobs.command import add_places, root, tracking
-from jobs.usage import command
-from orchestrator import storage
-from orchestrator.config import UsageError
-from orchestrator.evaluation.studies.catalog import STUDIES, Study, specialisation_at
-from orchestrator.evaluation.studies.found import Found
-from orchestrator.evaluation.studies.picture import draw
-from orchestrator.tracking import Tracking, track
+if TYPE_CHECKING:
+    from orchestrator.evaluation.studies.found import Found
+    from orchestrator.tracking import Tracking
+
+STUDIES = {  # name -> what it shows; `orchestrator.evaluation.studies.catalog` has their code
+    "capacity": "batch prioritized routing against vanilla where room is short (V-MoE, figures 5-6)",
+    "k": "another number of experts per token than in training (V-MoE, appendix E.4)",
+    "random-router": "what a random router in one layer costs (V-MoE, appendix E.1)",
+    "specialisation": "subsets of 2 to 16 experts: best, algorithm 1, random (Implicit Bias, figures 1-3, 5)",
+    "l2norm": "one expert cannot learn the length of a vector, five can (Implicit Bias, figure 4)",
+    "faster-inference": "time against the experts that run, batch 1 and 100 (Implicit Bias, table 3)",
+}
 
 
 def main() -> None:
     args = parser().parse_args()
-    with command():
-        study = chosen(args)
-        torch.set_num_threads(1)  # the models are small: more threads take longer
-        name = f"{args.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = storage.join(root(args), "studies", name)
-        with tracking(args, name) as store:
-            found = study.run(args.seeds, lambda line: print(line, flush=True))
-            print_found(found)
-            out = storage.absolute(args.out) if args.out else folder
-            publish(found, args.name, store, folder=folder, out=out, seeds=args.seeds)
-            print(f"{out}/{args.name}.png and .json; MLflow run {name}")
+    with command(f"study {args.name}"):
+        run_study(args)
 
 
 def parser() -> argparse.ArgumentParser:
-    studies = "\n".join(f"  {name:18} {study.about}" for name, study in STUDIES.items())
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog=f"studies:\n{studies}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    studies = "\n".join(f"  {name:18} {about}" for name, about in STUDIES.items())
+    parser = plain_parser(__doc__, epilog=f"studies:\n{studies}")
     parser.add_argument("name", choices=STUDIES, metavar="NAME", help="one of those below")
-    parser.add_argument("--seeds", type=int, default=3, help="models of each kind (%(default)s)")
+    parser.add_argument("--seeds", type=at_least_one, default=3, help="models of each kind (%(default)s)")
     parser.add_argument(
         "--stop-at",
         type=float,
-        help="specialisation: the accuracy of all experts at which nets are compared (0.95)",
+        help="specialisation: accuracy of all experts at which nets are compared (0.95)",
     )
     parser.add_argument(
         "--out", help="directory or URI for picture and table; default: a new one in studies/ below storage"
@@ -64,20 +56,41 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def chosen(args: argparse.Namespace) -> Study:
-    """Raises UsageError for flags that do not fit."""
-    if args.seeds < 1:
-        raise UsageError(f"--seeds {args.seeds} must be at least 1")
-    if args.stop_at is None:
-        return STUDIES[args.name]
-    if args.name != "specialisation":
-        raise UsageError(f"--stop-at is of the study specialisation, not of {args.name}")
-    if not 0 < args.stop_at < 1:
-        raise UsageError(f"--stop-at {args.stop_at} must lie between 0 and 1")
-    return specialisation_at(args.stop_at)
+def run_study(args: argparse.Namespace) -> None:
+    """Trains and measures what the study compares; prints and publishes what it found.
+
+    Raises:
+        UsageError: for a --stop-at that does not fit.
+    """
+    import torch
+
+    from jobs.command import check_writable, root, tracking
+    from orchestrator import storage
+    from orchestrator.evaluation.studies import catalog
+
+    study = catalog.STUDIES[args.name]
+    if args.stop_at is not None:
+        if args.name != "specialisation":
+            raise UsageError(f"--stop-at is a flag of the study specialisation, not of {args.name}")
+        if not 0 < args.stop_at < 1:
+            raise UsageError(f"--stop-at {args.stop_at} must lie between 0 and 1")
+        study = catalog.specialisation_at(args.stop_at)
+    torch.set_num_threads(1)  # the models are small: more threads take longer
+    name = f"{args.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = storage.join(root(args), "studies", name)
+    out = storage.absolute(args.out) if args.out else folder
+    check_writable("--out" if args.out else "--storage", out)
+    with tracking(args, name) as store:
+        found = study(args.seeds, lambda line: print(line, flush=True))
+        print_found(found)
+        publish(found, args.name, store, folder=folder, out=out, seeds=args.seeds)
+        print(f"{out}/{args.name}.png and .json; MLflow run {name}")
 
 
 def print_found(found: Found) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=found.title)
     for heading in found.table:
         table.add_column(heading, justify="right")
@@ -93,7 +106,11 @@ def cell(value: Any) -> str:
 
 
 def publish(found: Found, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:
-    """`folder`: where the run of MLflow is remembered."""
+    """Writes table and picture to `out` and to a run of MLflow, whose id is kept in `folder`."""
+    from orchestrator import storage
+    from orchestrator.evaluation.studies.picture import draw
+    from orchestrator.tracking import track
+
     run = track(store, folder, folder.rsplit("/", 1)[-1], tags={"role": "study", "study": study})
     run.tag(seeds=str(seeds), title=found.title)
     run.log_at(0, {f"study/{name}": value for name, value in found.figures.items()})

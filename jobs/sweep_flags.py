@@ -1,39 +1,47 @@
 """The flags of `pareto_sweep.py`, and the sweep, search and budget that they describe."""
 
+from __future__ import annotations
+
 import argparse
+import ast
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jobs.command import run_config, run_parser
-from orchestrator.codec import override
-from orchestrator.config import UsageError
-from orchestrator.sweeping.branches import Trunk
-from orchestrator.sweeping.catalog import SWEEPS, make_sweep
-from orchestrator.sweeping.catalog.scales import SCALES
-from orchestrator.sweeping.prices import Budget, load_prices
-from orchestrator.sweeping.search import OptunaSearch
-from orchestrator.sweeping.sweep import Sweep
-from orchestrator.tracking import Tracking, children, find_sweep
+from jobs.usage import run_parser
+from orchestrator.errors import UsageError
 
+if TYPE_CHECKING:
+    from orchestrator.sweeping.prices import Budget
+    from orchestrator.sweeping.search import OptunaSearch
+    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.tracking import Tracking
+
+SWEEPS = (  # of orchestrator.sweeping.catalog, which takes long to load
+    "quickstart",
+    "routers",
+    "slots_experts",
+    "ablations",
+    "pareto",
+    "capacity",
+    "expert_count",
+    "softmax_combine",
+)
+SCALES = ("tiny", "cifar", "in1k")
 PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
 
 
 def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace:
-    """Also `made`: the sweep as it is before the flags. `more`: flags of a job beside them."""
+    """The checked flags. `more`: flags of a job beside them."""
     which = argparse.ArgumentParser(add_help=False)
     which.add_argument(
         "--sweep",
         default="quickstart",
+        type=sweep_name,
         help=f"{', '.join(SWEEPS)}, or a function of a file of yours: my_sweep.py:make (%(default)s)",
     )
-    which.add_argument("--scale", default="tiny", choices=sorted(SCALES), help="its size (%(default)s)")
-    chosen, _ = which.parse_known_args()
-    try:
-        sweep = make_sweep(chosen.sweep, chosen.scale)
-    except UsageError as error:
-        which.error(str(error))
-    name = sweep.base.name if chosen.scale == "tiny" else f"{sweep.base.name}-{chosen.scale}"
-    parser = run_parser(doc, name=name, base=sweep.base, parents=[which, *more])
+    which.add_argument("--scale", default="tiny", choices=SCALES, help="its size (%(default)s)")
+    parser = run_parser(doc, name="that of the sweep", parents=[which, *more])
     parser.add_argument(
         "--quality",
         help="metric to maximise, e.g. val/acc1 or fewshot/acc_10shot; default: that of the sweep",
@@ -82,7 +90,6 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
     parser.add_argument("--budget-hours", type=float, help="device-hours; what does not fit is not begun")
     parser.add_argument("--budget-usd", type=float, help="the same in money")
     args = parser.parse_args()
-    args.made = sweep
     if args.confirm is None:
         args.confirm = 0 if args.branch_at else 1
     bounds = {"confirm": 0, "max_concurrent": 1, "seeds": 1, "trials": 1, "cooldown": 1}
@@ -102,9 +109,46 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
     return args
 
 
+def sweep_name(text: str) -> str:
+    """The type of --sweep."""
+    path, colon, _ = text.rpartition(":")
+    if not colon and text.endswith(".py") and Path(text).is_file():
+        body = ast.parse(Path(text).read_text()).body
+        functions = ", ".join(node.name for node in body if isinstance(node, ast.FunctionDef))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no function: write {text}:FUNCTION; it has {functions or 'none'}"
+        )
+    if colon and not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"no file {path}: a sweep of your own is path/to/file.py:function")
+    if not colon and text not in SWEEPS:
+        raise argparse.ArgumentTypeError(
+            f"unknown sweep {text!r}; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
+        )
+    return text
+
+
+def named_sweep(args: argparse.Namespace) -> Sweep:
+    """The sweep before the flags change it, named after its scale too where that is not the smallest.
+
+    Raises:
+        UsageError: for a file or a function of the user's that makes no sweep.
+    """
+    from orchestrator.sweeping.catalog import make_sweep
+
+    sweep = make_sweep(args.sweep, args.scale)
+    name = sweep.base.name if args.scale == "tiny" else f"{sweep.base.name}-{args.scale}"
+    return replace(sweep, base=replace(sweep.base, name=name))
+
+
 def sweep_from(args: argparse.Namespace) -> Sweep:
     """Raises UsageError for what the flags ask of a sweep that cannot do it."""
-    sweep = replace(args.made, base=run_config(args, args.made.base))
+    from jobs.command import run_config
+    from orchestrator.codec import override
+    from orchestrator.sweeping.branches import Trunk
+    from orchestrator.sweeping.prices import load_prices
+
+    made = named_sweep(args)
+    sweep = replace(made, base=run_config(args, made.base))
     if args.quality:
         sweep = replace(sweep, quality=args.quality)
         if args.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:
@@ -132,12 +176,17 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
 
 
 def budget(args: argparse.Namespace) -> Budget:
+    from orchestrator.sweeping.prices import Budget
+
     price = args.devices[args.device].usd_per_hour
     return Budget(hours=args.budget_hours, usd=args.budget_usd, usd_per_hour=price)
 
 
 def search_of(args: argparse.Namespace, sweep: Sweep, store: Tracking) -> OptunaSearch | None:
-    """Warm, if it was asked for: every complete trial of those sweeps that the space has."""
+    """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
+    from orchestrator.sweeping.search import OptunaSearch
+    from orchestrator.tracking import children, find_sweep
+
     if not args.search or sweep.space is None:
         return None
     search = OptunaSearch(

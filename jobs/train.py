@@ -4,49 +4,81 @@
   python jobs/train.py --name soft-ep2 --workers 2 --ep 2 --set model.moe.router.kind=soft
   python jobs/train.py --data s3://bucket/shards --set model.image_size=224 ..
 
-The same command again continues from the last checkpoint, or says that the run is complete.
+The same command again continues from the last checkpoint, or says that the run is complete. Exit code 1 if
+the run failed or diverged: its loss was not finite any more.
 """
 
-import sys
+from __future__ import annotations
 
-from jobs.command import connect, run_config, run_parser, tracking
-from jobs.usage import command
-from orchestrator.config import RunConfig
-from orchestrator.data.manifest import open_manifest
-from orchestrator.sweeping.trial import reason_of
-from orchestrator.tracking import SystemMetrics, TrackedRun, Tracking, track_training
-from orchestrator.training.artifacts import log_left_behind
-from orchestrator.training.claim import claim
-from orchestrator.training.cluster import check_resources
-from orchestrator.training.fit import check_data, fit, identity
-from orchestrator.training.loop import Metrics
-from orchestrator.training.nodes import check_shared
-from orchestrator.training.worker import Result, run_directory
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from jobs.usage import command, run_parser
+
+if TYPE_CHECKING:
+    from orchestrator.config import RunConfig
+    from orchestrator.tracking import Tracking
+    from orchestrator.training.worker import Result
 
 
 def main() -> None:
-    args = run_parser(__doc__, name="train", base=RunConfig()).parse_args()
-    with command():
-        run = run_config(args, RunConfig())
-        check_data(run, verify=args.verify)
-        inline = run.scale.workers == 1 and not run.scale.use_gpu
-        if not inline:
-            connect(show_workers=True)
-            check_shared(run.storage)
-            check_resources(run)
-        with tracking(args, run.name) as store:
-            claim(run_directory(run), identity(run), args.mode)
-            result = train(run, store, inline=inline)
-        print_result(run, result)
+    args = run_parser(__doc__, name="train").parse_args()
+    with command("train: fields" if "help" in args.set else f"training {args.name or 'train'}"):
+        train(args)
 
 
-def train(run: RunConfig, store: Tracking, *, inline: bool) -> Result:
+def train(args: argparse.Namespace) -> None:
+    from jobs.command import connect, print_fields, run_config, tracking
+    from jobs.show import print_result, print_training
+    from orchestrator.config import RunConfig
+    from orchestrator.training.claim import claim
+    from orchestrator.training.cluster import check_resources
+    from orchestrator.training.fit import check_data, check_start, identity, is_inline
+    from orchestrator.training.nodes import check_shared
+    from orchestrator.training.worker import run_directory
+
+    if "help" in args.set:
+        return print_fields(RunConfig())
+    run = run_config(args, RunConfig())
+    check_data(run, verify=args.verify)
+    check_start(run)
+    print_training(run)
+    if not is_inline(run):
+        connect()
+        check_shared(run.storage)
+        check_resources(run)
+    with tracking(args, run.name) as store:
+        claim(run_directory(run), identity(run), args.mode)
+        result = tracked_fit(run, store)
+    print_result(run, result)
+    if result.status == "diverged":
+        loss = result.metrics["train/loss"]
+        sys.exit(f"error: {run.name} diverged: train/loss is {loss} at step {result.step}")
+
+
+def tracked_fit(run: RunConfig, store: Tracking) -> Result:
+    """Trains `run`, with a line for every report, its metrics and its end in MLflow."""
+    from jobs.progress import StepLines
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.sweeping.trial import reason_of
+    from orchestrator.tracking import SystemMetrics, track_training
+    from orchestrator.training.artifacts import log_left_behind
+    from orchestrator.training.fit import fit, is_inline
+    from orchestrator.training.worker import run_directory
+
     directory = run_directory(run)
     data = (run.data.path, open_manifest(run.data.path).digest())
     tracked = track_training(store, run, directory, dataset=data, role="train")
+    lines = StepLines(run)
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        lines.show(step, metrics)
+        tracked.log(step, metrics)
+
     try:
         with SystemMetrics(tracked):
-            result = fit(run, Progress(tracked, run), inline=inline)
+            result = fit(run, report, inline=is_inline(run))
     except BaseException as error:
         log_left_behind(directory, tracked)
         tracked.tag(error=reason_of(error))
@@ -56,28 +88,10 @@ def train(run: RunConfig, store: Tracking, *, inline: bool) -> Result:
         raise
     tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
     log_left_behind(directory, tracked)
-    tracked.finish("FINISHED")
+    if result.status == "diverged":
+        tracked.tag(error=f"diverged at step {result.step}")
+    tracked.finish("FAILED" if result.status == "diverged" else "FINISHED")
     return result
-
-
-class Progress:
-    """Every report: a line here, its metrics in MLflow."""
-
-    def __init__(self, tracked: TrackedRun, run: RunConfig) -> None:
-        self.tracked = tracked
-        self.steps = run.train.steps
-
-    def __call__(self, step: int, metrics: Metrics) -> None:
-        shown = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
-        values = "  ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
-        print(f"step {step}/{self.steps}  {values}", flush=True)
-        self.tracked.log(step, metrics)
-
-
-def print_result(run: RunConfig, result: Result) -> None:
-    print(f"{run.name} is complete: {result.status} after {result.step} steps, files in {run_directory(run)}")
-    for name, value in sorted(result.metrics.items()):
-        print(f"  {name:28} {value:.6g}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 T = TypeVar("T")
 

@@ -19,10 +19,6 @@ from orchestrator.recipe import (
 )
 
 
-class UsageError(ValueError):
-    """What the user can mend: jobs print its message alone, without a traceback."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Attributes:

@@ -42,6 +42,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "moe.plan": {"moe.cost", "moe.sharding", "moe.memory", "moe.traffic", "moe.parallel", "moe.vit"},
     "orchestrator": set(),
     "orchestrator.config": {"moe", "orchestrator.recipe"},
+    "orchestrator.threads": {"moe.vit"},
     "orchestrator.recipe": set(),
     "orchestrator.codec": {"orchestrator.config"},
     "orchestrator.storage": set(),
@@ -52,7 +53,12 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.storage",
         "orchestrator.tracking",
     },
-    "orchestrator.data": {"orchestrator.config", "orchestrator.storage", "orchestrator.data"},
+    "orchestrator.data": {
+        "orchestrator.config",
+        "orchestrator.storage",
+        "orchestrator.data",
+        "orchestrator.threads",
+    },
     "orchestrator.data.plan": set(),
     "orchestrator.data.transforms": {"orchestrator.data.decode", "orchestrator.data.randaugment"},
     "orchestrator.data.decode": set(),
@@ -66,6 +72,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.storage",
         "orchestrator.fewshot",
         "orchestrator.data",
+        "orchestrator.threads",
         "orchestrator.training",
     },
     "orchestrator.frontier": {"orchestrator.frontier"},
@@ -80,11 +87,13 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "jobs.command",
         "jobs.usage",
         "jobs.show",
+        "jobs.progress",
         "jobs.sweep_flags",
         "jobs.evaluation_flags",
     },
     "bench": {"moe", "orchestrator"},
 }
+EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 LIBRARIES = {  # library -> where it may be imported
     "ray": {
         "orchestrator.data.ray_data",
@@ -122,7 +131,7 @@ LIBRARIES = {  # library -> where it may be imported
     "plotly": {"orchestrator.frontier"},
 }
 ONLY_TORCH = {"torch", "numpy"}  # beside the standard library, all that `moe` may need
-MAX_LINES = 250
+MAX_LINES = 400
 
 
 def under(module: str, prefix: str) -> bool:
@@ -152,7 +161,7 @@ EVERY_FILE = pytest.mark.parametrize(("module", "path"), [pytest.param(m, p, id=
 def test_layers(module: str, path: Path) -> None:
     allowed = ALLOWED[max((rule for rule in ALLOWED if under(module, rule)), key=len)]
     for name in imports(path):
-        if name.split(".")[0] in OURS:
+        if name.split(".")[0] in OURS and not under(name, EVERYWHERE):
             assert any(under(name, prefix) for prefix in allowed), f"{module} may not import {name}"
         for library, homes in LIBRARIES.items():
             if under(name, library):
@@ -166,6 +175,15 @@ def test_moe_needs_torch_alone(module: str, path: Path) -> None:
     if under(module, "moe"):
         tops = {name.split(".")[0] for name in imports(path)} - {"moe"}
         assert tops <= ONLY_TORCH | sys.stdlib_module_names
+
+
+@EVERY_FILE
+def test_only_jobs_import_inside_functions(module: str, path: Path) -> None:
+    """Commands answer `--help` before large libraries are loaded; elsewhere our imports stand at the top."""
+    if module.split(".")[0] in ("moe", "orchestrator"):
+        functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
+        inside = [n for f in functions for n in ast.walk(f) if isinstance(n, ast.ImportFrom)]
+        assert not inside, f"{path}:{inside[0].lineno}"
 
 
 @EVERY_FILE

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -11,11 +12,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.formats import class_names, read_samples
 from orchestrator.data.manifest import Format, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.sources.arrange import classes_of, digest
 from orchestrator.data.sources.listing import by_split, shards_at, split_of
+from orchestrator.errors import UsageError
 
 FORMATS: dict[str, Format] = {".parquet": "parquet", ".tar": "webdataset"}
 READERS = 4  # files in memory at the same time
@@ -28,11 +29,13 @@ log = logging.getLogger(__name__)
 class File(NamedTuple):
     """Attributes:
     labels: each with the key of a sample that has it.
+    counts: samples of each label.
     names: of the labels, where the file says them.
     """
 
     shard: Shard
     labels: dict[int | str, str]
+    counts: Counter[int | str]
     names: list[str] | None
 
 
@@ -82,7 +85,8 @@ def _manifest(folder: str, names: Sequence[str]) -> Manifest:
     for split, found in shards.items():
         if not found:
             raise UsageError(f"{folder} has no {split} sample with an image and a label")
-    return Manifest(classes=classes_of(labels, first.names), splits=shards)
+    counts = sum((files[name].counts for name in used if splits[name] == "val"), Counter[int | str]())
+    return Manifest(classes=classes_of(labels, first.names), splits=shards, val_majority=max(counts.values()))
 
 
 def _splits(folder: str, names: Sequence[str]) -> dict[str, str | None]:
@@ -115,5 +119,6 @@ def _read(location: str) -> File:
             format=format,
         ),
         labels=dict(zip(samples["label"].to_pylist(), samples["key"].to_pylist(), strict=True)),
+        counts=Counter(samples["label"].to_pylist()),
         names=class_names(content) if format == "parquet" else None,
     )

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.manifest import Manifest, Shard, locate
+from orchestrator.errors import UsageError
 
 THREADS = 32  # most of a check is waiting for storage
 PIECE_BYTES = 8 << 20

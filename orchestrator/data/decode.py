@@ -26,6 +26,8 @@ FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientati
 
 # what follows is that torchcodec should be used
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision")
+# alpha is dropped as `decode` says
+warnings.filterwarnings("ignore", "Palette images with Transparency expressed in bytes")
 
 
 class BadImage(ValueError):

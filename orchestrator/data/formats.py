@@ -3,10 +3,10 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from orchestrator.config import UsageError
 from orchestrator.data import parquet
 from orchestrator.data.manifest import Format
 from orchestrator.data.webdataset import members
+from orchestrator.errors import UsageError
 
 
 def read_table(content: pa.Buffer, format: Format, name: str) -> pa.Table:

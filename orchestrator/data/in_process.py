@@ -1,12 +1,11 @@
-"""Reading in the process that trains: threads decode ahead, as many as torch may use."""
+"""Reading in the process that trains: threads decode ahead, one for each of its cores."""
 
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from orchestrator.data.stream import Batch, Piece, Stream, to_batch
+from orchestrator.threads import CORES
 
 SLOTS = 16  # of a thread at a time; even, for images are mixed in pairs
 AHEAD_BYTES = 64 << 20  # of decoded images, or two steps
@@ -18,7 +17,7 @@ def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
     parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
     ahead = max(2, min(32, AHEAD_BYTES // (share * 3 * stream.transform.size**2)))
     waiting: deque[list[Future[Piece]]] = deque()
-    pool = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="decode")
+    pool = ThreadPoolExecutor(CORES, thread_name_prefix="decode")
     try:
         for step in steps:
             waiting.append([pool.submit(stream.read, step, part) for part in parts])

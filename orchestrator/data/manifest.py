@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 Format = Literal["parquet", "webdataset"]
 
@@ -26,17 +26,20 @@ class Manifest:
     """Attributes:
     classes: names by label.
     splits: ``train`` and ``val`` -> shards in order.
+    val_majority: validation images of the most frequent class; None in manifests of older versions.
     """
 
     classes: tuple[str, ...]
     splits: Mapping[str, tuple[Shard, ...]]
+    val_majority: int | None = None
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
 
     def digest(self) -> str:
         """SHA-256 over all shards' own: two data sets of equal digest are equal."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        shards = {"classes": self.classes, "splits": asdict(self)["splits"]}
+        return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
 def locate(data_set: str, shard: Shard) -> str:
@@ -68,6 +71,7 @@ def open_manifest(path: str) -> Manifest:
         manifest = Manifest(
             classes=tuple(tree["classes"]),
             splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
+            val_majority=tree.get("val_majority"),
         )
     except ValueError as error:
         raise UsageError(f"{path}/manifest.json is damaged ({error}): copy it again") from None

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage
 from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.sources.source import Execute, Sample, Source
 from orchestrator.data.sources.stored import stored
+from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet JPEGs
 SHARD_BYTES = 64 << 20  # of larger images, fewer
@@ -92,7 +92,9 @@ def pack(out: str, source: Source, *, overwrite: bool = False, execute: Execute 
         labels[split] = sum((packed.labels for packed in mine), Counter[int]())
         if not splits[split]:
             raise UsageError(f"no valid {split} images, see {out}/skipped.txt; the first: {skipped[0]}")
-    manifest = Manifest(classes=source.classes, splits=splits)
+    manifest = Manifest(
+        classes=source.classes, splits=splits, val_majority=max(labels["val"].values(), default=None)
+    )
     save_manifest(out, manifest)
     return Report(manifest=manifest, skipped=skipped, labels=labels)
 
@@ -124,13 +126,17 @@ def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable
     """
     _make_room(out, overwrite=False)
     packed: dict[str, tuple[Shard, ...]] = {}
+    splits = {split: list(samples) for split, samples in splits.items()}
     for split, samples in splits.items():
         packed[split] = tuple(
             write_shard(out, _shard_path(split, number), chunk) for number, chunk in enumerate(_cut(samples))
         )
         if not packed[split]:
             raise UsageError(f"no {split} images: nothing to train and validate on")
-    manifest = Manifest(classes=tuple(classes), splits=packed)
+    counts = Counter(sample.label for sample in splits.get("val", ()))
+    manifest = Manifest(
+        classes=tuple(classes), splits=packed, val_majority=max(counts.values(), default=None)
+    )
     save_manifest(out, manifest)
     return manifest
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes", "content")
 PATHS = (*IMAGES, "path", "file", "filename", "file_name", "image_path")

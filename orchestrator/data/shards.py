@@ -19,11 +19,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.cache import cached
 from orchestrator.data.check import PIECE_BYTES, check_digest
 from orchestrator.data.formats import read_table
 from orchestrator.data.manifest import Manifest, Shard, locate
+from orchestrator.errors import UsageError
 
 NEEDLE_BYTES = 256
 

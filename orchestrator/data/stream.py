@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from orchestrator.config import DataConfig, RunConfig, UsageError
+from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import mixing
 from orchestrator.data.decode import BadImage
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.plan import Ints, Plan
 from orchestrator.data.shards import DataSet
 from orchestrator.data.transforms import Transform
+from orchestrator.errors import UsageError
 
 Split = Literal["train", "val"]
 MOST_BAD_IN_A_ROW = 1000

@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")  # of several, the first is taken
 LABELS = ("cls", "cls.txt", "json")

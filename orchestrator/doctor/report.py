@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 T = TypeVar("T")
 Status = Literal["ok", "warn", "fail", "skip"]

@@ -12,8 +12,9 @@ from statistics import fmean
 
 from moe.routers.capacity import CapacityConfig
 from moe.vit import ViTConfig
-from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig, UsageError
+from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.interval import Interval, interval
 from orchestrator.evaluation.trained import Trained
 from orchestrator.recipe import CosineConfig, SGDConfig

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from orchestrator.config import DataConfig, RunConfig, ScaleConfig, UsageError
+from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Batch, Split, Stream, in_order
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.classes import classes_of
 from orchestrator.evaluation.trained import Trained
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 FIELDS = {  # of RoutingOverrides, by what users call them
     "k": "k",

@@ -11,9 +11,9 @@ from torch import Tensor
 from moe.operating import forward_at
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.vit import ViT
-from orchestrator.config import UsageError
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
+from orchestrator.errors import UsageError
 
 TOP = 5
 

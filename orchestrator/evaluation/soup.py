@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestrator import storage
 from orchestrator.codec import flat, to_dict
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import Trained
 from orchestrator.training.checkpoint.single_file import SUFFIX, write_each
 from orchestrator.training.checkpoint.source import open_source, read, tensors_in

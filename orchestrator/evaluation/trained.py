@@ -9,8 +9,10 @@ from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import from_dict
-from orchestrator.config import RunConfig, UsageError
-from orchestrator.tracking import Found, Tracking, checkpoint_of, children, find_sweep
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.threads import set_threads
+from orchestrator.tracking import Found, Tracking, checkpoint_of, children, find_sweep, open_reader
 from orchestrator.tracking.find import found_run, newest_of
 from orchestrator.training.checkpoint.find import located
 from orchestrator.training.checkpoint.manifest import MANIFEST, steps
@@ -19,11 +21,8 @@ from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.checkpoint.weights import class_names
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
-NAMES = (
-    "a run below the storage (soft, quickstart/trials/soft1), a directory of checkpoints, the folder of one,"
-    " an exported file or folder, models:/NAME@ALIAS or models:/NAME/VERSION, runs:/ID of MLflow, or"
-    " sweep:NAME: its finished trials"
-)
+IMAGES_PER_PASS = 64  # of the commands that look at trained models, unless --batch-size says otherwise
+NAMES = "a run, a folder of checkpoints, an exported file, models:/NAME@ALIAS, runs:/ID or sweep:NAME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Trained:
     location: the folder of its checkpoint, or an exported file.
     run: as it was trained.
     step: of the run; -1 if the file does not say.
-    classes: what it learned, by label; None if nobody knows any more.
+    classes: names of the classes it learned, by label; None if they are unknown.
     run_id: of the MLflow run that trained it; None if MLflow does not know it.
     """
 
@@ -45,7 +44,12 @@ class Trained:
     run_id: str | None = None
 
     def load(self, device: torch.device | None = None) -> ViT:
-        """The model in evaluation mode. Raises UsageError if the weights are damaged or not all there."""
+        """The model in evaluation mode, and torch's threads set for it.
+
+        Raises:
+            UsageError: if the weights are damaged or not all there.
+        """
+        set_threads(self.run.model, IMAGES_PER_PASS)
         with torch.device("meta"):
             model = ViT(self.run.model)
         model.to_empty(device=device or torch.device("cpu"))
@@ -56,7 +60,8 @@ class Trained:
 
 
 def find_trained(reference: str, *, root: str, tracking: Tracking) -> list[Trained]:
-    """The models that `reference` means: one, or the finished trials of a sweep; see `NAMES`.
+    """The models that `reference` means: one, or the finished trials of a sweep; as the help of
+    `jobs/evaluate.py` lists them.
 
     Raises:
         UsageError: if there is none, or none that is whole.
@@ -70,13 +75,26 @@ def find_trained(reference: str, *, root: str, tracking: Tracking) -> list[Train
         return found
     if reference.startswith("runs:/"):
         return [_of_run(found_run(tracking, reference.removeprefix("runs:/")))]
-    if reference.startswith("models:/"):
-        location, _ = checkpoint_of(reference, tracking.uri)
-    else:
-        location = _location(reference, root)
+    location = model_location(reference, root=root, tracking_uri=tracking.uri)
     found = read_trained(location)
     run = newest_of(tracking, run_directory(found.run)) if _of_one_run(location) else None
     return [Trained(**{**vars(found), "run_id": run.run_id if run else None})]
+
+
+def model_location(reference: str, *, root: str, tracking_uri: str) -> str:
+    """The directory of checkpoints, the folder of one, or the file of the one model that `reference` names.
+
+    Raises:
+        UsageError: if there is none, or there may be several.
+    """
+    if reference.startswith("sweep:"):
+        raise UsageError(f"{reference} names several models: name one of its trials")
+    if reference.startswith("runs:/"):
+        run = found_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
+        return checkpoint_directory(run.config())
+    if reference.startswith("models:/"):
+        return checkpoint_of(reference, tracking_uri)[0]
+    return _location(reference, root)
 
 
 def read_trained(location: str) -> Trained:
@@ -124,9 +142,10 @@ def _location(reference: str, root: str) -> str:
         return exported
     if reference.endswith(SUFFIX) or storage.size(storage.join(path, MANIFEST)) is not None or steps(path):
         return path
-    named = storage.join(root, reference, "checkpoints")
-    if steps(named):
-        return named
+    runs = (storage.join(path, "checkpoints"), storage.join(root, reference, "checkpoints"))
+    if found := next((checkpoints for checkpoints in runs if steps(checkpoints)), None):
+        return found
     raise UsageError(
-        f"no trained model {reference!r}: neither {path} nor {named} holds a checkpoint; name {NAMES}"
+        f"no trained model {reference!r}: neither {path} nor {root}/{reference} has a checkpoint;"
+        f" name {NAMES}"
     )

@@ -1,4 +1,4 @@
-"""Images that are to be looked at: files below a folder, or the rows of shards, in a fixed order."""
+"""Images to predict: files below a folder, or the rows of shards, in a fixed order."""
 
 import hashlib
 import json
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.data.sources.files import may_be_image, read_files
 from orchestrator.data.sources.listing import files_below
+from orchestrator.errors import UsageError
 
 FILES_AT_ONCE = 32  # encoded images in memory
 SPLITS = ("train", "val")
@@ -124,7 +124,7 @@ def open_inputs(location: str, split: str | None, *, cache_bytes: int) -> Inputs
             " manifest.json, as jobs/pack_shards.py writes it"
         )
     if others:
-        log.info("%d files are left out, as their names are no image's: %s ..", len(others), others[0])
+        log.info("left out %d files that are not images by their names: %s ..", len(others), others[0])
     digest = hashlib.sha256(json.dumps([*images.items()]).encode()).hexdigest()
     return Inputs(location=location, count=len(images), sha256=digest, names=tuple(images))
 

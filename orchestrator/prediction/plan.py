@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint.manifest import CHUNK, MANIFEST
 from orchestrator.training.checkpoint.single_file import SUFFIX
 
 PLAN = "_plan.json"
+PART = re.compile(r"part-(\d{6,})\.parquet")  # as `file_of` names them
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 SAYS = {
     "model_sha256": "of another model",
@@ -36,7 +37,7 @@ class Plan:
     routing: what differs from the model as trained.
     group: images that are routed together.
     part: images of a part; whole groups.
-    classes: names by index; None if nobody knows them.
+    classes: names by index; None if they are unknown.
     """
 
     model: str
@@ -78,7 +79,7 @@ def settle(out: str, plan: Plan, *, fresh: bool) -> tuple[Plan, set[int]]:
         UsageError: if there are predictions of something else and they are not to go (`fresh`).
     """
     names = storage.names(out)
-    there = {int(match[1]) for name in names if (match := re.fullmatch(r"part-(\d{6,})\.parquet", name))}
+    there = {int(match[1]) for name in names if (match := PART.fullmatch(name))}
     before = _read(storage.join(out, PLAN)) if PLAN in names else None
     if there and not fresh:
         if before is None:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage
 from orchestrator.data.transforms import Transform, normalize
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import Trained
 from orchestrator.prediction.inputs import Files, Rows
 from orchestrator.prediction.plan import file_of

@@ -14,7 +14,7 @@ import ray
 import ray.data
 from ray.exceptions import RayTaskError
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import Files, Rows
 from orchestrator.prediction.predictor import Done, Predictor, Settings
 from orchestrator.training.cluster import most_resources

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.recipe import ConstantConfig, RsqrtConfig
 from orchestrator.training.checkpoint.manifest import folder_of, step_of
 from orchestrator.training.worker import checkpoint_directory

@@ -8,7 +8,8 @@ from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_f
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, layouts
 from moe.sharding import FP32, Step
 from moe.vit import ViTConfig
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.recipe import AdamWConfig
 from orchestrator.sweeping.prices import Device
 from orchestrator.training.checkpoint.manifest import step_of as checkpoint_step

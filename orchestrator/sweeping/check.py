@@ -1,12 +1,12 @@
 """Whether a sweep can be trained at all, said before anything is; and whose directory it is."""
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.frontier.claims import parse_claim
 from orchestrator.sweeping.settings import settings
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.claim import Mode, claim
 from orchestrator.training.cluster import check_resources, most_resources
-from orchestrator.training.fit import check_data, identity
+from orchestrator.training.fit import check_data, check_start, identity
 from orchestrator.training.worker import run_directory
 
 QUALITIES = ("val/acc1", "train/acc1")  # to maximise
@@ -22,14 +22,26 @@ COSTS = (
 
 
 def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
-    """Raises UsageError for an arm that is refused, a claim about what the arms do not have, data that is
-    not whole, or too many workers.
+    """Checks what needs no cluster. With `verify` all shards are read.
+
+    Raises:
+        UsageError: for an arm that is refused, a claim about what the arms do not have, data that is not
+            whole, or weights to start from that do not fit.
     """
     check_metrics(sweep)
     check_claims(sweep)
+    check_data(sweep.base, verify=verify)
+    for name, run in sweep.runs().items():
+        try:
+            check_start(run)
+        except UsageError as error:
+            raise UsageError(f"arm {name}: {error}") from None
+
+
+def check_fits(sweep: Sweep) -> None:
+    """Raises UsageError for an arm that the connected cluster can never hold."""
     for name, problem in unfit(sweep).items():
         raise UsageError(f"arm {name}: {problem}")
-    check_data(sweep.base, verify=verify)
 
 
 def unfit(sweep: Sweep) -> dict[str, str]:

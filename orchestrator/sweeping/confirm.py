@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeping.log import newest_checkpoint
 from orchestrator.sweeping.sweep import Sweep, Trial
@@ -14,7 +15,8 @@ from orchestrator.tracking import TrackedRun, Tracking, log_checkpoint, track_tr
 from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import fit
-from orchestrator.training.worker import Result, result_of, run_directory
+from orchestrator.training.loop import Metrics
+from orchestrator.training.worker import Report, Result, result_of, run_directory
 
 
 def knees(frontier: Frontier, count: int) -> list[Point]:
@@ -50,8 +52,10 @@ def check_confirm(sweep: Sweep) -> None:
                 raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
 
 
-def confirm(sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun) -> Result:
-    """Trains `confirm_config` as a child outside the frontier.
+def confirm(
+    sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun, watch: Report = lambda *_: None
+) -> Result:
+    """Trains `confirm_config` as a child outside the frontier; `watch` is called with every report.
 
     Raises:
         UsageError: if the cluster cannot hold its workers.
@@ -69,8 +73,13 @@ def confirm(sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun) 
         role="confirm",
         arm=trial.arm,
     )
+
+    def report(step: int, metrics: Metrics) -> None:
+        watch(step, metrics)
+        tracked.log(step, metrics)
+
     try:
-        result = fit(run, tracked.log, inline=False)
+        result = fit(run, report, inline=False)
     except Exception as error:
         log_left_behind(directory, tracked)
         tracked.tag(error=reason_of(error))
@@ -80,7 +89,9 @@ def confirm(sweep: Sweep, trial: Trial, tracking: Tracking, parent: TrackedRun) 
     if kept := newest_checkpoint(run):
         log_checkpoint(tracked, f"confirm-{trial.arm}", kept, result.step, result.metrics)
     log_left_behind(directory, tracked)
-    tracked.finish("FINISHED")
+    if result.status == "diverged":
+        tracked.tag(error=f"diverged at step {result.step}")
+    tracked.finish("FAILED" if result.status == "diverged" else "FINISHED")
     return result
 
 

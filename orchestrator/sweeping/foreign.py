@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Frontier, Point
 from orchestrator.sweeping.report import Axes, framed, status_of
 from orchestrator.tracking import Found

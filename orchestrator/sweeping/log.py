@@ -19,6 +19,8 @@ from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
+DIVERGED = ("FAILED", "true")  # status and tag of a run whose loss was not finite any more
+
 
 class TrialLog:
     """The driver alone writes, and a trial continues its run, whichever process goes on with it."""
@@ -35,7 +37,8 @@ class TrialLog:
         """Names of the trials whose end MLflow knows, or was told and will know."""
         self.tracking.flush(timeout_s=60)
         found = children(self.tracking, self.parent.run_id())
-        return {run.tags.get("trial", run.name) for run in found if run.status == "FINISHED"}
+        ended = [r for r in found if r.status == "FINISHED" or (r.status, r.tags.get("diverged")) == DIVERGED]
+        return {run.tags.get("trial", run.name) for run in ended}
 
     def begin(self, trial: Trial) -> None:
         self._run_of(trial)
@@ -44,7 +47,7 @@ class TrialLog:
         self._run_of(trial).log(step, metrics)
 
     def end(self, trial: Trial, outcome: Outcome) -> None:
-        """Also of a pause: then the run stays open."""
+        """Records how the trial ended. After a pause the run stays open; a diverged run has failed."""
         run, directory = self._run_of(trial), run_directory(trial.run)
         if isinstance(outcome, str):
             run.tag(error=outcome)
@@ -59,7 +62,9 @@ class TrialLog:
         log_left_behind(directory, run)
         if kept := newest_checkpoint(trial.run):
             log_checkpoint(run, trial.name, kept, outcome.step, outcome.metrics)
-        self._close(trial, "FINISHED")
+        if outcome.status == "diverged":
+            run.tag(error=f"diverged at step {outcome.step}")
+        self._close(trial, "FAILED" if outcome.status == "diverged" else "FINISHED")
 
     def stop(self, trial: Trial, step: int) -> None:
         """It paused at `step`, and nobody went on with it: no point of the frontier."""

@@ -23,6 +23,7 @@ from orchestrator.data.in_process import in_process
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Batch, open_stream
 from orchestrator.sweeping.budget import family, steps_to_train
+from orchestrator.threads import set_threads
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.loop import train_step
 from orchestrator.training.meter import device_sync
@@ -151,6 +152,7 @@ def _pace_on_ray(run: dict[str, Any], seconds: float) -> Pace:
 def pace(run: RunConfig, seconds: float) -> Pace:
     """Of a run of one worker: trains it in this process for `seconds`, or a few steps if they take longer."""
     keep_freed_memory()
+    set_threads(run.model, run.images_per_pass())
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
     model = build_model(run, device)
     optimizer = build_optimizer(run.train.optimizer, model)

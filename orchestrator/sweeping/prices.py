@@ -8,7 +8,7 @@ import yaml
 
 from orchestrator import storage
 from orchestrator.codec import from_dict
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What a sweep has spent, what is still to come, and whether the budget holds one more job."""
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -8,14 +9,17 @@ from orchestrator import storage
 from orchestrator.sweeping.agenda import Job, Standing
 from orchestrator.sweeping.prices import Budget
 
+LIKE = 3  # ended jobs that the time of another is taken from
+
 
 class Purse:
     """Counts device-seconds that jobs held, from start to end, over all processes that worked at the sweep.
 
     Args:
         directory: of the sweep; ``spent.json`` there survives the process.
-        predicted: trial -> device-seconds of all of it. Of others the rate of the jobs that ended is taken,
-            by the FLOPs of their steps; before the first has ended nothing is known, and nothing refused.
+        predicted: trial -> device-seconds of all of it. Other trials are taken to be as fast as the ended
+            jobs of like size, those nearest in FLOPs; before the first has ended nothing is known, and
+            nothing refused.
     """
 
     def __init__(self, budget: Budget, directory: str, predicted: Mapping[str, float] | None = None) -> None:
@@ -24,7 +28,7 @@ class Purse:
         self._file = storage.join(directory, "spent.json")
         kept = json.loads(storage.read_bytes(self._file)) if storage.size(self._file) else {}
         self.spent_s: float = kept.get("device_s", 0.0)
-        self._flops: float = kept.get("flops", 0.0)
+        self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # FLOPs and device-seconds of each
         self._running: dict[str, tuple[float, float, int]] = {}  # trial -> began, predicted, workers
 
     def admits(self, job: Job, one: Standing) -> bool:
@@ -36,9 +40,12 @@ class Purse:
     def of_job(self, job: Job, one: Standing) -> float:
         """Device-seconds from where the trial stands to the step of the job."""
         whole = self.predicted.get(job.trial.name)
-        if whole is None:
-            whole = one.flops * self.spent_s / self._flops if self._flops else 0.0
-        return whole * one.part(job.until)
+        return (self._like(one.flops) if whole is None else whole) * one.part(job.until)
+
+    def _like(self, flops: float) -> float:
+        """Device-seconds of so many FLOPs at the rate of the ended jobs nearest in size; 0 without one."""
+        nearest = sorted(self._ended, key=lambda job: abs(math.log(job[0] / flops)))[:LIKE]
+        return flops * sum(s for _, s in nearest) / sum(f for f, _ in nearest) if nearest else 0.0
 
     def begin(self, job: Job, one: Standing) -> None:
         workers = job.trial.run.scale.workers
@@ -49,15 +56,18 @@ class Purse:
         began, _, workers = self._running.pop(job.trial.name)
         held_s = (time.monotonic() - began) * workers
         self.spent_s += held_s
-        self._flops += one.flops * one.part(job.until)
-        kept = {"device_s": self.spent_s, "flops": self._flops}
+        if trained := one.flops * one.part(job.until):
+            self._ended.append((trained, held_s))
+        kept = {"device_s": self.spent_s, "jobs": self._ended}
         storage.write_bytes(self._file, json.dumps(kept).encode())
         return held_s
 
     def left_s(self, standings: Iterable[Standing]) -> float:
-        """Device-seconds that everything not complete would take."""
-        left = 0.0
+        """Device-seconds that everything not complete would take, less what running jobs have taken."""
+        left, now = 0.0, time.monotonic()
         for one in standings:
             if one.outcome is None:
-                left += self.of_job(Job(trial=one.trial, until=one.steps), one)
+                began, _, workers = self._running.get(one.trial.name, (now, 0.0, 0))
+                whole = self.of_job(Job(trial=one.trial, until=one.steps), one)
+                left += max(0.0, whole - (now - began) * workers)
         return left

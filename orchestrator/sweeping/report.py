@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.frontier.operating import gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.picture import frontier_picture
@@ -25,7 +26,7 @@ from orchestrator.frontier.points import (
     standings,
 )
 from orchestrator.sweeping.budget import family
-from orchestrator.sweeping.operating import PICTURE, read_operating, with_operating
+from orchestrator.sweeping.operating import PICTURES, read_operating, with_operating
 from orchestrator.sweeping.settings import settings
 from orchestrator.tracking import Found, Tracking, children, find_sweep, writer
 from orchestrator.training.worker import costs
@@ -182,9 +183,9 @@ def _draw(frontier: Frontier, folder: Path) -> list[Path]:
     page.write_text(frontier_page(frontier), encoding="utf-8")
     for picture in pictures:
         frontier_picture(frontier, picture)
-    if drawn := operating_costs(frontier):
-        pictures.append(folder / PICTURE)
-        frontier_picture(panel(frontier, drawn[0]), pictures[-1])
+    for cost in operating_costs(frontier):
+        pictures.append(folder / PICTURES[cost])
+        frontier_picture(panel(frontier, cost), pictures[-1])
     return [page, *pictures]
 
 

@@ -1,11 +1,11 @@
 """A sweep from what its storage has to its end: the agenda, the money, the log and the engine together."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator import storage
 from orchestrator.frontier.points import Frontier, on_front
@@ -18,6 +18,7 @@ from orchestrator.sweeping.search import OptunaSearch
 from orchestrator.sweeping.sweep import Sweep, Trial
 from orchestrator.training.checkpoint.retention import drop_optimizer
 from orchestrator.training.cluster import most_resources, run_resources
+from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import (
     Result,
     checkpoint_directory,
@@ -43,8 +44,13 @@ class Options:
     search: OptunaSearch | None = None
 
 
-# called when a job of that trial ended, with what it ended with
-Ended = Callable[[str, Outcome], None]
+class Watch(Protocol):
+    """Who follows a sweep: a job begins, a trial reports a step, its job ends, half a minute has passed."""
+
+    def began(self, job: Job) -> None: ...
+    def report(self, name: str, step: int, metrics: Metrics) -> None: ...
+    def ended(self, name: str, outcome: Outcome) -> None: ...
+    def status(self) -> None: ...
 
 
 class SweepRun:
@@ -81,12 +87,17 @@ class SweepRun:
             seen = [(arm, changes, *self._values(arm)) for arm, changes in _drawn(self.sweep)]
             self.options.search.restore(seen)
 
-    def work(self, ended: Ended, status: Callable[[], None]) -> None:
-        """Until nothing is left to do, or to pay for. Then those that stay paused are stopped."""
+    def work(self, watch: Watch) -> None:
+        """Works until nothing is left to do, or to pay for. Then trials that stay paused are stopped."""
 
         def began(job: Job) -> None:
             self.purse.begin(job, self.agenda.standings[job.trial.name])
             self.log.begin(job.trial)
+            watch.began(job)
+
+        def report(trial: Trial, step: int, metrics: Metrics) -> None:
+            self.log.report(trial, step, metrics)
+            watch.report(trial.name, step, metrics)
 
         def done(job: Job, outcome: Outcome) -> None:
             one = self.agenda.standings[job.trial.name]
@@ -96,10 +107,10 @@ class SweepRun:
             quality, cost = self._values(job.trial.arm)
             if self.options.search and cost is not None:
                 self.options.search.tell(job.trial.arm, quality, cost)
-            ended(job.trial.name, outcome)
+            watch.ended(job.trial.name, outcome)
 
         try:
-            hooks = Hooks(began=began, report=self.log.report, done=done, status=status)
+            hooks = Hooks(began=began, report=report, done=done, status=watch.status)
             run_jobs(self.sweep.base, self.agenda, hooks)
         except BaseException:
             self.log.abandon()

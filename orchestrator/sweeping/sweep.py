@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.sweeping.branches import Trunk, branch_changes, check_branches, trunk_changes
 from orchestrator.sweeping.search import Space
 

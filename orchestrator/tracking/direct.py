@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking.delivery import Delivery
 
 

@@ -11,7 +11,8 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from orchestrator.codec import from_dict
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.tracking.search import alike, all_runs
 from orchestrator.tracking.store import Tracking, shown
 

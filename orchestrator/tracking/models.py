@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import mlflow
 from mlflow.exceptions import MlflowException
 
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.tracking.checkpoints import CHECKPOINT, find_checkpoint
 from orchestrator.tracking.find import found_run, reading
 from orchestrator.tracking.runs import TrackedRun
@@ -68,8 +69,10 @@ def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunCo
     try:
         if "@" in name:
             version = client.get_model_version_by_alias(*name.split("@", 1))
-        else:
+        elif "/" in name:
             version = client.get_model_version(*name.split("/", 1))
+        else:
+            raise UsageError(f"{uri} names no version: write models:/{name}@ALIAS or models:/{name}/VERSION")
         return version.tags[CHECKPOINT], found_run(tracking, str(version.run_id)).config()
-    except (MlflowException, TypeError, KeyError) as error:
+    except (MlflowException, KeyError) as error:
         raise UsageError(f"no model {uri} of ours at {shown(tracking.uri)}: {error}") from None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking.delivery import Delivery, Pending
 from orchestrator.tracking.journal import Journal
 

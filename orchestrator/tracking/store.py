@@ -27,7 +27,7 @@ import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking.delivery import Delivery
 from orchestrator.tracking.direct import Direct
 from orchestrator.tracking.outbox import Outbox

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.codec import MAY_CHANGE, flat, from_dict
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.optim import learning_rate
 
 _OWN = ("name", "train.trunk", "train.steps", "train.schedule.", "train.report_every", "train.eval_every")

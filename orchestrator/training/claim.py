@@ -8,16 +8,20 @@ from typing import Any, Literal
 
 from orchestrator import storage
 from orchestrator.codec import changed_fields
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 Mode = Literal["auto", "resume", "fresh"]
+
+
+UNTRAINED = ("fields.json", "mlflow_run.json", "error.txt", "refused.txt")  # left by what never trained
+DATA = "data.digest"
 
 
 def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
     """Makes `directory` that of the run or sweep with these flat fields.
 
     ``auto`` continues what is there if its fields are equal, else starts; ``resume`` insists that something
-    is there; ``fresh`` moves it aside.
+    is there; ``fresh`` moves it aside. A run that failed before it trained anything leaves its name free.
 
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
@@ -37,6 +41,15 @@ def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
     except ValueError:
         raise UsageError(f"{file} is damaged; use --fresh to start over") from None
     if changes := changed_fields(old, json.loads(json.dumps(fields))):
+        if mode == "auto" and not _trained(directory):
+            for name in UNTRAINED:
+                storage.delete(storage.join(directory, name))
+            return claim(directory, fields, mode)
+        if DATA in changes and "data.path" not in changes:
+            raise UsageError(
+                f"the data at {fields['data.path']} changed since {directory} was started: use another"
+                " --name, or --fresh to start over"
+            )
         listed = "; ".join(f"{name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
         raise UsageError(
             f"{directory} was started with another config ({listed}); use another --name,"
@@ -51,6 +64,13 @@ def check_claimed(directory: str) -> None:
             f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
             " s3://bucket/prefix, or a directory that every node mounts"
         )
+
+
+def _trained(directory: str) -> bool:
+    """Whether anything lies there but the records of an attempt, and Ray's own."""
+    return any(
+        name not in UNTRAINED and not name.startswith(("ray/", "tune/")) for name in storage.files(directory)
+    )
 
 
 def _free_name(directory: str) -> str:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.plan import Ints
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Place, Stream, in_order
 from orchestrator.data.transforms import normalize
+from orchestrator.errors import UsageError
 from orchestrator.fewshot import STRENGTHS, Features, Floats, best_strength, choose_shots
 from orchestrator.recipe import FewShotConfig
 

@@ -14,16 +14,18 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from orchestrator import storage
 from orchestrator.codec import flat, from_dict, to_dict
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.check import check_shards
 from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import manifest as manifests
+from orchestrator.training.checkpoint.start import start_report
 from orchestrator.training.claim import check_claimed, claim
 from orchestrator.training.cluster import here, placement, worker_resources
 from orchestrator.training.elastic import Missing, are_there, as_placed, smaller
-from orchestrator.training.reports import Reports, Sender, hand_on
+from orchestrator.training.reports import LogLines, Reports, Sender, hand_on
 from orchestrator.training.worker import (
     Report,
     Result,
@@ -53,15 +55,32 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     """Checks sizes and footers of all shards; with `verify` SHA-256 too, which else waits for the first read.
 
     Raises:
-        UsageError: if one is not whole, or holds classes that the model has no output for.
+        UsageError: if one is not whole, or holds classes that the model has no output for; if a batch is
+            larger than the training set.
     """
     manifest = open_manifest(run.data.path)
+    if run.data.batch_size > manifest.rows("train"):
+        raise UsageError(
+            f"data.batch_size={run.data.batch_size} is more than the {manifest.rows('train')} training images"
+            f" of {run.data.path}: use at most {manifest.rows('train')}"
+        )
     if len(manifest.classes) > run.model.num_classes:
         raise UsageError(
             f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
         )
     check_shards(run.data.path, manifest, verify=verify)
+
+
+def check_start(run: RunConfig) -> None:
+    """Raises UsageError if a run that has not begun is to start from weights that do not fit its model."""
+    if run.train.init_from and not manifests.steps(checkpoint_directory(run)):
+        start_report(run.model, run.train.init_from, without=run.train.init_without)
+
+
+def is_inline(run: RunConfig) -> bool:
+    """Whether the process that asks for the run can be its only worker: one worker, without a GPU."""
+    return run.scale.workers == 1 and not run.scale.use_gpu
 
 
 def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = None) -> Result:
@@ -181,8 +200,9 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     """What the user has to mend is left in a file: of several workers' errors, Ray may show another's."""
     run, sender = from_dict(RunConfig, config["run"]), Sender(config["reports"])
     rank = ray.train.get_context().get_world_rank()
-    logging.basicConfig(format=f"{run.name} rank {rank}: %(message)s")
-    logging.getLogger("orchestrator").setLevel(logging.INFO)
+    ours = logging.getLogger("orchestrator")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(LogLines(config["reports"], f"{run.name} rank {rank}"))
     try:
         check_claimed(run_directory(run))
         train_worker(

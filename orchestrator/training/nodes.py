@@ -8,7 +8,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 ANSWER_S = 60.0  # a node that starts its first worker process needs some
 

@@ -6,6 +6,7 @@ the report is queued), and makes every worker wait for the controller's poll.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from moe.parallel import sum_over_ranks
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import Report
+
+log = logging.getLogger(__name__)
 
 
 @ray.remote(num_cpus=0)
@@ -32,15 +35,31 @@ class Reports:
         self._letters.put_nowait(((step, metrics), answer))
         return await answer
 
+    async def say(self, line: str) -> None:
+        """Queues a line of a worker's log."""
+        self._letters.put_nowait((line, asyncio.get_running_loop().create_future()))
+
     async def close(self) -> None:
         self._letters.put_nowait((None, asyncio.get_running_loop().create_future()))
 
     async def take(self, answer: bool) -> Any:
-        """The next one, or None at the end. `answer` is to the one before."""
+        """The next report or line, or None at the end. `answer` is to the one before."""
         if self._answer is not None:
             self._answer.set_result(answer)
         letter, self._answer = await self._letters.get()
         return letter
+
+
+class LogLines(logging.Handler):
+    """What the workers of a run log reaches the process that asked for the run, without Ray's own lines."""
+
+    def __init__(self, reports: Any, prefix: str) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(f"{prefix}: %(message)s"))
+        self._reports = reports
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reports.say.remote(self.format(record))
 
 
 class Sender:
@@ -61,10 +80,16 @@ class Sender:
 
 
 def hand_on(reports: Any, report: Report, leave: Callable[[], bool]) -> None:
-    """Calls `report` with every report, in their order, until they are closed. If it raises, workers fail."""
+    """Calls `report` with every report, in their order, until they are closed, and logs the workers' lines.
+
+    If `report` raises, workers fail.
+    """
     try:
         answer = False
         while (arrived := ray.get(reports.take.remote(answer))) is not None:
+            if isinstance(arrived, str):
+                log.info(arrived)
+                continue
             report(*arrived)
             answer = leave()
     except BaseException:

@@ -11,8 +11,8 @@ from torch import Tensor
 from moe.noise import mix
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.stream import Bad, Batch
+from orchestrator.errors import UsageError
 
 BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
 COUNTED_FROM = 1000  # images: of few, one bad is many

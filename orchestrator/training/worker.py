@@ -19,6 +19,7 @@ from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
+from orchestrator.threads import set_threads
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.branch import check_trunk
 from orchestrator.training.busy import Busy
@@ -111,6 +112,7 @@ def train_worker(
     """
     until = min(until or run.train.steps, run.train.steps)
     keep_freed_memory()
+    set_threads(run.model, run.images_per_pass())
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
     model = build_model(run, device)
     optimizer = build_optimizer(run.train.optimizer, model)

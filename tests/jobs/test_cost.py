@@ -48,7 +48,7 @@ def call(
 def test_every_row_of_the_papers():
     job = run()
     assert job.returncode == 0, job.stderr
-    assert job.stderr == ""
+    assert job.stderr == "computing costs: loading libraries ..\n"
     lines = job.stdout.splitlines()
     assert max(map(len, lines)) <= 110
     rows = [line.split() for line in lines[2:]]
@@ -77,14 +77,14 @@ def test_unknown_model():
     job = run("S/16", "S/17")
     assert job.returncode == 1
     assert job.stdout == ""
-    assert job.stderr.startswith("error: unknown model 'S/17'; known: debug, S/32, ")
-    assert job.stderr.count("\n") == 1
+    _, error = job.stderr.splitlines()
+    assert error.startswith("error: unknown model 'S/17'; known: debug, S/32, ")
 
 
 def test_help(call):
     code, out = call("--help")
     assert code == 0
-    assert "soft-S/14-256e" in out
+    assert "an unknown name lists all" in out
     assert "Exit code 1" in out
 
 
@@ -108,7 +108,7 @@ def test_a_row_that_is_out_fails(call, monkeypatch):
     ],
 )
 def test_parameters_may_round(monkeypatch, printed, params, within):
-    monkeypatch.setattr(cost, "num_params", lambda config: params)
+    monkeypatch.setattr("moe.cost.num_params", lambda config: params)
     assert cost.costs(cost.Row(model="S/16", params=printed))["within"] is within
 
 

@@ -74,7 +74,7 @@ def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Pat
         evaluate.main, str(tmp_path / "soft.safetensors"), "--repeats", "1", "--tracking-uri", uri
     )
     assert stopped == ""
-    assert "not recorded, for MLflow here does not know what trained them: tiny/trials/soft" in printed
+    assert "not recorded, for MLflow does not know the runs that trained them: tiny/trials/soft" in printed
 
 
 @pytest.mark.parametrize("main", [evaluate.main, operating_points.main], ids=["evaluate", "operating_points"])
@@ -102,7 +102,17 @@ def test_bad_input_is_one_line(
         ),
         (evaluate.main, ["tiny/trials/token", "--set", "routing.k=9"], "token: k=9 exceeds num_experts=8"),
         (evaluate.main, ["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k=1"),
-        (operating_points.main, ["tiny/trials/soft", "--grid", "routing.k=1,2"], "none of these models has"),
+        (
+            operating_points.main,
+            ["tiny/trials/soft", "tiny/trials/dense", "--grid", "routing.k=1,2"],
+            "error: --grid routing.k=1,2: none of the models can run at these points: tiny/trials/soft: a"
+            " router of kind 'soft' has no k to override; tiny/trials/dense: a dense model has no routing",
+        ),
+        (
+            operating_points.main,
+            ["tiny/trials/token", "--grid", "routing.k=0"],
+            "tiny/trials/token: k must be at least 1, got 0",
+        ),
     ],
 )
 def test_points_that_a_model_has_not(main, args: list[str], message: str, home: Path, call: Call):
@@ -166,7 +176,7 @@ def test_operating_points_of_a_sweep(
     """Nine settings of the token router, none of the others; the page shows them and what they add. The same
     question again is answered from the disk.
     """
-    monkeypatch.setattr(operating_points, "connect", lambda **_: None)
+    monkeypatch.setattr("jobs.command.connect", lambda: None)
     before = {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
     arguments = ["sweep:tiny", "--repeats", "1", "--grid", "routing.k=1,2,3", "routing.capacity=0.5,1,1.5"]
     stopped, printed = call(operating_points.main, *arguments)
@@ -205,7 +215,7 @@ def test_operating_points_of_any_models(
     """Exported files and steps of one run, which are no sweep: a page of their own, forward GFLOPs as cost,
     and each model's own figures.
     """
-    monkeypatch.setattr(operating_points, "connect", lambda **_: None)
+    monkeypatch.setattr("jobs.command.connect", lambda: None)
     steps = [f"{home}/tiny/trials/soft/checkpoints/step-000000{step}" for step in (10, 20)]
     models = [*steps, f"{home}/dense.safetensors"]
     stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path))

@@ -50,7 +50,7 @@ def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """``call("--name", "soft", "--list")``: what it exits with, and what it prints."""
+    """``call("--name", "soft", "--list")``: what it exits with, and what it prints after the first line."""
 
     def run_here(*args: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["export", *args])
@@ -59,7 +59,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             export.main()
         except SystemExit as stop:
             stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out
+        return stopped, capsys.readouterr().out.partition("\n")[2]
 
     return run_here
 
@@ -83,7 +83,8 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
     )
     assert job.returncode == 0, job.stderr
     assert job.stderr == ""
-    line, code = job.stdout.splitlines()
+    first, line, code = job.stdout.splitlines()
+    assert first == "exporting soft: loading libraries .."
     size = (tmp_path / "soft.safetensors").stat().st_size / 1e6
     expected = ViT(override(RunConfig(), CHANGES).model)
     load_newest(f"{home}/soft/checkpoints", expected)
@@ -100,7 +101,7 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
 
 def test_a_folder_that_needs_torch_alone(home, call, tmp_path):
     """Loaded by `moe.load` (tests/moe/test_load.py has nothing but torch), and what it says about itself."""
-    code, out = call("--name", "soft", "--out", f"{tmp_path}/soft/")
+    code, out = call("--name", "soft", "--out", f"{tmp_path}/soft")
     assert code == ""
     first, line = out.splitlines()
     assert first.startswith(f"{tmp_path}/soft/model.safetensors: step 4, ")
@@ -115,8 +116,9 @@ def test_a_folder_that_needs_torch_alone(home, call, tmp_path):
     assert (config["name"], config["step"], config["eval_crop"]) == ("soft", 4, 0.875)
     assert config["classes"] == list("0123456789")
 
-    code, _ = call("--name", "soft", "--out", f"{tmp_path}/soft")  # a folder now: no / is needed
-    assert code == f"error: {tmp_path}/soft holds an export already; --force replaces it"
+    for out in (f"{tmp_path}/soft", f"{tmp_path}/soft/"):
+        code, _ = call("--name", "soft", "--out", out)
+        assert code == f"error: {tmp_path}/soft holds an export already; --force replaces it"
     assert call("--name", "soft", "--step", "2", "--out", f"{tmp_path}/soft", "--force")[0] == ""
     assert json.loads((tmp_path / "soft/config.json").read_text())["step"] == 2
 
@@ -130,10 +132,23 @@ def test_class_names_of_data_that_is_gone(home, call, tmp_path):
     assert class_names(override(run, {"model.num_classes": 11})) is None
 
 
-@pytest.mark.parametrize("out", ["s3://bucket/soft/", "soft.pt"])
-def test_names_that_are_refused(out, home, call):
-    code, _ = call("--name", "soft", "--out", out)
-    assert "local folder" in code
+def test_a_folder_must_be_local_and_of_its_own(home, call, tmp_path, monkeypatch):
+    """Never predictions, the folder that one stands in, or the run itself, whatever --force says."""
+    assert "local folder" in call("--name", "soft", "--out", "s3://bucket/soft/")[0]
+    place = tmp_path / "work/predictions"
+    place.mkdir(parents=True)
+    (place / "part-000000.parquet").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    for out, where, file in (("predictions", place, "part-000000.parquet"), (".", place.parent, place.name)):
+        code, _ = call("--name", "soft", "--out", out, "--force")
+        assert code == f"error: --out {where} holds other files ({file}): choose a new or an empty folder"
+    step = f"{home}/soft/checkpoints/step-00000004"
+    for source in (["--name", "soft"], ["--name", "soft", "--step", "4"], ["--checkpoint", step]):
+        for out in (step, f"{home}/soft/new", str(home)):
+            code, _ = call(*source, "--out", out, "--force")
+            assert code.startswith(f"error: --out {out} and the source {home}/soft lie in each other")
+    code, _ = call("--name", "soft", "--out", "/proc/nope")
+    assert code == "error: --out /proc/nope cannot be written to: No such file or directory"
 
 
 def test_list(home, call):
@@ -201,10 +216,7 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--name", "sotf"],
-            "no checkpoint in {home}/sotf/checkpoints; {home} holds: soft",
-        ),
+        (["--name", "sotf"], "no checkpoint in {home}/sotf/checkpoints; {home} holds: soft"),
         (
             ["--name", "soft/trials/x"],
             "no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: checkpoints, fields.json,",
@@ -214,16 +226,17 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
             ["--checkpoint", "{home}/soft/checkpoints/step-00000004", "--step", "2"],
             "no checkpoint in {home}/soft/checkpoints/step-00000004; {home}/soft/checkpoints/step-",
         ),
-        (
-            ["--name", "soft", "--step", "3"],
-            "no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4",
-        ),
+        (["--name", "soft", "--step", "3"], "no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4"),
     ],
 )
 @pytest.mark.parametrize("task", [["--list"], ["--out", "{home}/soft.safetensors"]])
 def test_what_is_not_there(flags, message, task, home, call):
+    """Runs alone are listed, not what else lies below the storage."""
+    for other in ("mlflow.db", "mlflow.db-wal", "mlartifacts", "reports"):
+        (home / other).touch()
     code, out = call(*(word.format(home=home) for word in [*flags, *task]))
     assert code.startswith(f"error: {message.format(home=home)}")
+    assert ("sotf" not in message) or code.endswith(" holds: soft")
     assert out == ""
 
 

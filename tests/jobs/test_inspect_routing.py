@@ -10,6 +10,7 @@ import pytest
 from jobs import inspect_routing, train
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.evaluation.trained import Trained
 from orchestrator.training.fit import fit
 
 SMALL = {
@@ -99,14 +100,31 @@ def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:
     assert not (tmp_path / "dispatch_00.png").exists()
 
 
+def test_where_pages_go(
+    home: Path, call: Call, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the storage; to another folder if it is new or holds such a page, and never among the images."""
+    monkeypatch.chdir(tmp_path)
+    few = ("soft", "--images", "9", "--examples", "2")
+    assert not call(*few)[0]
+    assert (home / "routing/soft/routing.html").exists()
+    for _ in range(2):
+        assert not call(*few, "--out", "page")[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+    monkeypatch.setattr(Trained, "load", None)
+    holds = "holds other files (page): choose a new or an empty folder"
+    assert call(*few, "--out", ".")[0] == f"error: --out {tmp_path} {holds}"
+    stopped, _ = call(*few, "--out", f"{digits}/page")
+    assert stopped.startswith(f"error: --out {digits}/page and the source {digits} lie in each other")
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (("dense",), "no routers to look into"),
-        (("soft", "--layers", "0,7,1.5"), "7, 1.5: no MoE blocks; those of soft are (0, 1)"),
+        (("soft", "--layers", "0,7,1.5"), "7, 1.5 are not MoE blocks; those of soft are (0, 1)"),
         (("soft", "--layers", "last"), "--layers last"),
         (("token_choice", "--capacities", "much"), "--capacities much"),
-        (("soft", "--images", "0"), "--images 0: must be at least 1"),
         (("nobody",), "nobody"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",

@@ -24,7 +24,9 @@ Call = Callable[..., tuple[str, list[str]]]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """``call("--source", "digits", ..)``: what it exits with, empty for success, and the lines it prints."""
+    """``call("--source", "digits", ..)``: what it exits with, empty for success, and what it prints after the
+    first line.
+    """
 
     def run_here(*args: str) -> tuple[str, list[str]]:
         monkeypatch.setattr(sys, "argv", ["pack_shards", *args])
@@ -33,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             pack_shards.main()
         except SystemExit as stop:
             error = str(stop.code or "")
-        return error, capsys.readouterr().out.splitlines()
+        return error, capsys.readouterr().out.splitlines()[1:]
 
     return run_here
 
@@ -43,7 +45,7 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_shards, "connect", None)
+    monkeypatch.setattr("jobs.command.connect", None)
     error, lines = call("--source", "digits", "--out", str(tmp_path), "--val-frac", "0.5")
     assert error == ""
     train, val, end = lines
@@ -131,6 +133,29 @@ def test_overwriting_is_asked_for(call: Call, tmp_path: Path) -> None:
     assert call("--source", "digits", "--out", str(tmp_path), "--overwrite")[0] == ""
 
 
+def test_an_out_that_cannot_be_written_to(call: Call, tmp_path: Path) -> None:
+    """It is named before the source is listed."""
+    error, lines = call("--source", f"folder:{tmp_path}/none", "--out", "/proc/nope")
+    assert error == "error: --out /proc/nope cannot be written to: No such file or directory"
+    assert lines == []
+
+
+def test_files_that_are_not_images_are_one_line(call: Call, tmp_path: Path) -> None:
+    """Other reasons have a line each."""
+    write(tmp_path / "images", {f"{c}/{n}.png": PNG for c in "ab" for n in range(4)})
+    write(tmp_path / "images", {f"a/{n}.ogg": b"-" for n in range(1001)})
+    write(tmp_path / "images", {"a/note.txt": b"-", "b/note.TXT": b"-", "top.png": PNG, "b/bad.jpg": b"-"})
+    error, lines = call("--source", f"folder:{tmp_path}/images", "--out", str(tmp_path / "out"))
+    assert error == ""
+    assert lines[0] == "skipped 1,003 files that are not images: 1,001 .ogg, 2 .txt"
+    assert lines[1] == f"skipped {tmp_path}/images/top.png: in no class folder"
+    assert lines[2].startswith("skipped b/bad.jpg: not an")
+    assert lines[3].startswith("train: ")
+    skipped = (tmp_path / "out/skipped.txt").read_text().splitlines()
+    assert len(skipped) == 1005
+    assert f"{tmp_path}/images/a/note.txt: is not an image by its name" in skipped
+
+
 @pytest.mark.slow
 def test_interrupted(tmp_path: Path) -> None:
     """Ctrl-C while it packs: not exit code 0, and nothing that could be taken for a data set."""
@@ -152,7 +177,7 @@ def test_interrupted(tmp_path: Path) -> None:
         _, error = job.communicate(timeout=120)
     finally:
         job.kill()
-    assert job.returncode == 1
-    assert error.splitlines()[-1].startswith("interrupted")
+    assert job.returncode == 130
+    assert error.splitlines()[-1].startswith("Interrupted.")
     assert list((tmp_path / "out").rglob("*.parquet"))
     assert not (tmp_path / "out" / "manifest.json").exists()

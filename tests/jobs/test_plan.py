@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, list[str]]]:
-    """``call("S/16", "--devices", "4")``: what it exits with, empty for success, and the lines it prints."""
+    """``call("S/16", "--devices", "4")``: what it exits with, empty for success, and the lines it prints
+    after the first.
+    """
 
     def run_here(*args: str) -> tuple[str, list[str]]:
         monkeypatch.setattr(sys, "argv", ["plan", *args])
@@ -25,7 +27,7 @@ def call(
             plan.main()
         except SystemExit as stop:
             error = str(stop.code or "")
-        return error, capsys.readouterr().out.splitlines()
+        return error, capsys.readouterr().out.splitlines()[1:]
 
     return run_here
 
@@ -52,7 +54,8 @@ print(time.process_time(), int(peak) / 2**20, file=sys.stderr)
     cpu_s, peak_gib = map(float, job.stderr.split())  # and not a word more
     assert cpu_s < 5
     assert peak_gib < 1
-    lines = job.stdout.splitlines()
+    first, *lines = job.stdout.splitlines()
+    assert first == "planning soft-B/16-128e on 16 devices: loading libraries .."
     assert max(map(len, lines)) <= 110
     assert lines[0].startswith("3685.7M parameters, 3626.8M of them in experts; a checkpoint is 44.23 GB, ")
     assert lines[1] == "a step of a rank: 1 x 16 images, float32, adamw, 16 devices, 8 to a node"
@@ -139,5 +142,5 @@ def test_mistakes(call, args, message):
 
 def test_help(call):
     _, lines = call("--help")
-    assert "soft-S/14-256e" in "".join(lines)
+    assert "an unknown name lists all (debug)" in " ".join(" ".join(lines).split())
     assert lines[-1] == "Exit code 1 if no layout fits."

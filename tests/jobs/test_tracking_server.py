@@ -16,7 +16,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
 from tests.orchestrator.frontier.browser import DRAWN, chromium, needs_browser

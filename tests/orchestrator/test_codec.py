@@ -12,7 +12,8 @@ from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.codec import changed_fields, describe, flat, from_dict, override, to_dict
-from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig, UsageError
+from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
+from orchestrator.errors import UsageError
 from orchestrator.recipe import CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
 
 

@@ -1,6 +1,5 @@
 """Where images come from when they are packed. A kind of source is a function that returns a `Source`."""
 
-from orchestrator.config import UsageError
 from orchestrator.data.sources.arrange import check_val_frac
 from orchestrator.data.sources.digits import digits
 from orchestrator.data.sources.folder import folder
@@ -8,6 +7,7 @@ from orchestrator.data.sources.lists import csv_list, jsonl_list
 from orchestrator.data.sources.source import Execute, Source
 from orchestrator.data.sources.tables import parquet_files, webdataset
 from orchestrator.data.sources.torchvision_sets import torchvision_set
+from orchestrator.errors import UsageError
 
 KINDS = "digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:FILE, jsonl:FILE, torchvision:NAME"
 

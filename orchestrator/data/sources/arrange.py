@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Generic, Literal, NamedTuple
 
-from orchestrator.config import UsageError
 from orchestrator.data.sources.source import Image, Sample
+from orchestrator.errors import UsageError
 
 MOST_CLASSES = 1_000_000
 

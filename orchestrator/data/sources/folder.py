@@ -5,11 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.sources.arrange import Found, arrange
 from orchestrator.data.sources.files import may_be_image, read_files
 from orchestrator.data.sources.listing import VALIDATION, by_split, files_below
 from orchestrator.data.sources.source import Source
+from orchestrator.errors import UsageError
+
+NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ def folder(path: str, val_frac: float) -> Source[str]:
         if has_splits and (not folders or folders[0] not in ("train", *VALIDATION)):
             skipped.append(f"{root}/{name}: neither in train nor in a folder of validation images")
         elif not may_be_image(name):
-            skipped.append(f"{root}/{name}: its name is no image's")
+            skipped.append(f"{root}/{name}{NOT_AN_IMAGE}")
         elif len(folders) <= depth:
             skipped.append(f"{root}/{name}: in no class folder")
         else:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 
 VALIDATION = ("val", "valid", "validation", "test")  # of several, the first that is there is taken
 WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.sources.arrange import Found, arrange
 from orchestrator.data.sources.files import read_files
 from orchestrator.data.sources.listing import by_split
 from orchestrator.data.sources.source import Source
+from orchestrator.errors import UsageError
 
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data import parquet
 from orchestrator.data.decode import BadImage
 from orchestrator.data.sources.arrange import Found, arrange
@@ -19,6 +18,7 @@ from orchestrator.data.sources.listing import by_split, shards_at, split_of
 from orchestrator.data.sources.lists import listed
 from orchestrator.data.sources.source import Execute, Source
 from orchestrator.data.webdataset import members
+from orchestrator.errors import UsageError
 
 BUFFER_BYTES = 4 << 20  # of one request to S3 while a tar is listed
 

@@ -14,11 +14,11 @@ import torchvision
 from PIL import Image
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage
 from orchestrator.data.sources.arrange import Found, arrange
 from orchestrator.data.sources.files import read_files
 from orchestrator.data.sources.source import Source
+from orchestrator.errors import UsageError
 
 TRAIN = ("train", "trainval", "train-standard", "2021_train")
 VAL = ("val", "valid", "test", "2021_valid")  # the first that a set knows: its test images are for later

@@ -16,8 +16,6 @@ from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
 from orchestrator.evaluation.microscope.views import view_of
 
-CAPACITIES = (0.1, 0.2, 0.4, 0.8)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Discarded:

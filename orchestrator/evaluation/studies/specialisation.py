@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from moe.patch_net import PatchNet, PatchNetConfig
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.studies.digits import TESTED, correct, descend, digits
 from orchestrator.evaluation.studies.found import Curve, Found, Panel, Say, band
 from orchestrator.evaluation.studies.subsets import (

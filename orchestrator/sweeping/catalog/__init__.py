@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.sweeping.catalog.ablations import ablations
 from orchestrator.sweeping.catalog.capacity import capacity
 from orchestrator.sweeping.catalog.expert_count import expert_count

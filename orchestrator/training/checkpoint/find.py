@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.manifest import MANIFEST, DamagedError, Manifest
 

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from orchestrator import storage
-from orchestrator.config import CheckpointConfig, UsageError
+from orchestrator.config import CheckpointConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import agreed, newest, verified
 from orchestrator.training.checkpoint.manifest import DamagedError, Manifest

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from moe.load import DTYPES
 from orchestrator import storage
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint.parts import Place
 from orchestrator.training.checkpoint.tensors import Reader
 

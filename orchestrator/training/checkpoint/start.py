@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moe.adapt import plan_transfer, shapes_of
 from moe.vit import ViT, ViTConfig
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint.find import agreed
 from orchestrator.training.checkpoint.single_file import SUFFIX
 from orchestrator.training.checkpoint.source import Source, open_source, read, tensors_in

@@ -12,8 +12,9 @@ from moe.load import CONFIG, WEIGHTS
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.codec import from_dict, to_dict
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import located
 from orchestrator.training.checkpoint.manifest import Manifest
@@ -39,7 +40,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     """Writes the weights of a checkpoint, as `located` finds it, into the local file `out`, bit for bit.
     Meanwhile it holds one copy of them.
 
-    Beside them lie `config` (of the run, JSON), `step`, `classes` (JSON, null if nobody knows),
+    Beside them lie `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
 
     Raises:
@@ -49,7 +50,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
         raise UsageError(
             f"{out}: weights are exported to a local file that ends in {SUFFIX}, or to a local folder (--out"
-            " FOLDER/)"
+            " FOLDER)"
         )
     if storage.size(out) is not None and not force:
         raise UsageError(f"{out} exists already; --force replaces it")

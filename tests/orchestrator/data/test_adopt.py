@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.adopt import adopt
 from orchestrator.data.check import check_shards
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.foreign import parquet, samples, tar
 from tests.orchestrator.data.images import numbered
 

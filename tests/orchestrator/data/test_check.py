@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import UsageError
 from orchestrator.data.check import check_shards
 from orchestrator.data.manifest import Manifest, open_manifest, save_manifest
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
 
 Pack = Callable[..., tuple[str, Manifest]]

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.config import UsageError
 from orchestrator.data.formats import class_names, read_samples, read_table
 from orchestrator.data.manifest import Format
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.foreign import parquet, samples, tar
 
 BYTES = [b"a", b"bb", b"ccc"]

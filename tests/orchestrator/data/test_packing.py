@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data import packing
 from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.packing import Sample, check_free, pack, pack_shard, write_shards
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import CONVERTED, JPEG, KEPT, PNG, numbered, write
 
 Pack = Callable[..., tuple[str, Manifest]]

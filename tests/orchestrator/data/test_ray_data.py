@@ -10,11 +10,12 @@ import pytest
 import ray
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.data.stream import Batch, Split, open_stream
 from orchestrator.data.units import cut
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.test_stream import equal, pack
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data import cache
 from orchestrator.data.manifest import Format, Manifest, Shard, open_manifest
 from orchestrator.data.shards import DataSet, Rows
+from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
 
 Pack = Callable[..., tuple[str, Manifest]]

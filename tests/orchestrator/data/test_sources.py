@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage, decode
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import (
     CONVERTED,
     JPEG,
@@ -199,7 +199,7 @@ def test_every_part_of_the_order_holds_all_classes(tmp_path: Path) -> None:
             ["image.png"],
             "has no class folders with images; 1 files, the first: .*image.png: in no class folder",
         ),
-        (["cat/1.txt"], "has no class folders with images.*its name is no image's"),
+        (["cat/1.txt"], "has no class folders with images.*is not an image by its name"),
         (["cat/1.png"], "only one class .cat."),
         (["train/1.png", "val/1.png"], "has no class folders with images"),
         (["cat/1.png", "dog/1.png"], "none of the 2 images is for (train|val)"),

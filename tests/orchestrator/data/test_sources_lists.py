@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.foreign import parquet
 from tests.orchestrator.data.images import PNG, everything, numbered, write
 

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.foreign import parquet, samples, tar
 from tests.orchestrator.data.images import everything, numbered
 

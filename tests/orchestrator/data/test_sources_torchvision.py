@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.config import UsageError
 from orchestrator.data.sources import open_source
+from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import JPEG, RNG, everything, numbered, pixels, write
 
 

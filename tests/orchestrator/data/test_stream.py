@@ -10,13 +10,14 @@ import torch
 from PIL import Image
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data import in_process as reader
 from orchestrator.data import stream as streams
 from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import Batch, Split, Stream, open_stream, sample_id
+from orchestrator.errors import UsageError
 
 Pack = Callable[..., tuple[str, Manifest]]
 

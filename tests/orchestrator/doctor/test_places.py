@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import UsageError
 from orchestrator.doctor import places
+from orchestrator.errors import UsageError
 from orchestrator.tracking import open_tracking
 from orchestrator.tracking.health import look
 from tests.orchestrator.buckets import Bucket

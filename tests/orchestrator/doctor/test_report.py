@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from orchestrator.config import UsageError
 from orchestrator.doctor.report import Examination, Finding, as_json, line, masked, need, ok, summary, warn
+from orchestrator.errors import UsageError
 
 
 @pytest.fixture

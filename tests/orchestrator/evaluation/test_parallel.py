@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.evaluation import parallel
+from orchestrator.evaluation.latency import Latency
 from orchestrator.evaluation.parallel import Question
 from orchestrator.evaluation.trained import read_trained
 
@@ -27,3 +28,40 @@ def test_a_digest_sees_every_bit():
     with torch.no_grad():
         model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
     assert parallel.weights_sha256(model) != before
+
+
+def test_models_take_turns_in_rounds(trained_home: Path, digits: str):
+    """Each is timed once a round; medians and quartiles are those of the passes of all rounds so far.
+
+    The first model's passes take 1 and 2 ms in round 1, 3 and 4 in round 2, 5 and 6 in round 3: the quartiles
+    of 1 .. 6 are 2.25, 3.5 and 4.75.
+    """
+    model = read_trained(f"{trained_home}/tiny/trials/soft/checkpoints")
+    questions = [
+        Question(
+            model=replace(model, name=name), points=(), path=digits, split="val", batch_size=8, answers=""
+        )
+        for name in ("a", "b")
+    ]
+    order: list[str] = []
+
+    def measured(question: Question) -> list[Latency]:
+        order.append(question.model.name)
+        start = order.count(question.model.name) * 2.0 - 1
+        passes = (start, start + 1) if question.model.name == "a" else (7.0, 7.0)
+        return [Latency(ms=passes, batch=8, device="CPU, 1 thread")]
+
+    found = [(question.model.name, rows) for question, rows in parallel.in_rounds(questions, measured)]
+    assert order == ["a", "b"] * 3 == [name for name, _ in found]
+    (first,), (last,) = found[0][1], found[-2][1]
+    assert (first["perf/ms_per_image"], first["rounds"], first["repeats"]) == (1.5, 1, 2)
+    assert last == {
+        "perf/ms_per_image": 3.5,
+        "perf/ms_per_image_q25": 2.25,
+        "perf/ms_per_image_q75": 4.75,
+        "batch": 8,
+        "device": "CPU, 1 thread",
+        "rounds": 3,
+        "repeats": 2,
+    }
+    assert found[-1][1][0]["perf/ms_per_image_q25"] == 7.0

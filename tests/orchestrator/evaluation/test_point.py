@@ -3,7 +3,7 @@
 import pytest
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.point import parse_grid, parse_point, point_key, point_name
 
 BPR = RoutingOverrides(k=1, capacity_factor=0.3, priority="max")

@@ -8,8 +8,8 @@ import torch
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.vit import ViT
-from orchestrator.config import UsageError
 from orchestrator.data.stream import Bad, Batch
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.scores import Tally, evaluate_at
 
 

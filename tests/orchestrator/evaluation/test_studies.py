@@ -8,9 +8,8 @@ import torch
 from moe.overrides import RoutingOverrides
 from moe.patch_net import PatchNet, PatchNetConfig
 from moe.vit import ViT
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.studies import faster_inference, l2norm, operating, specialisation
-from orchestrator.evaluation.studies.catalog import STUDIES
 from orchestrator.evaluation.studies.digits import TESTED, descend, digits
 from orchestrator.evaluation.studies.found import Found, band
 from orchestrator.evaluation.studies.picture import draw
@@ -192,11 +191,11 @@ def test_hidden_units_stay_the_same_in_all():
 
 @pytest.mark.slow
 def test_time_falls_with_the_experts_that_run():
-    """Implicit Bias, section 4.5. By the least of many turns: what else runs here only adds to a time."""
+    """Implicit Bias, section 4.5. By the lower quartile of many turns: what else runs only adds to a time."""
     model = faster_inference.wide_model()
     rows = faster_inference.measure(model, lambda line: None, repeats={1: 15, 100: 2})
-    least = {(row.batch, row.k): row.latency.least for row in rows}
-    assert least[1, 8] >= 1.5 * least[1, 2]  # 2.6 where nothing else runs: bench/subsets.py
+    low = {(row.batch, row.k): row.latency.low for row in rows}
+    assert low[1, 8] >= 1.5 * low[1, 2]  # 2.6 where nothing else runs: bench/subsets.py
     union = {(row.batch, row.k): row.union for row in rows}
     assert all(union[1, k] == k for k in faster_inference.RUN)
     assert 2 < union[100, 2] <= 8
@@ -209,8 +208,3 @@ def test_pictures_are_drawn(judged, tmp_path):
     draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 20_000
     assert [panel.title for panel in found.panels] == ["2 experts", "4 experts", "8 experts", "16 experts"]
-
-
-def test_every_study_says_what_it_stands_for():
-    assert list(STUDIES) == ["capacity", "k", "random-router", "specialisation", "l2norm", "faster-inference"]
-    assert all("(V-MoE, " in study.about or "(Implicit Bias, " in study.about for study in STUDIES.values())

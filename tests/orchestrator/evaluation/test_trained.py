@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.evaluation.trained import Trained, find_trained, read_trained
 from orchestrator.tracking import Tracking, find_sweep, log_checkpoint, register
@@ -80,7 +80,7 @@ def test_a_registered_model(trained_home: Path, store: Tracking):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("nothing", "no trained model 'nothing': neither .* holds a checkpoint; name a run below"),
+        ("nothing", "no trained model 'nothing': neither .* has a checkpoint; name a run"),
         ("/nowhere/weights.safetensors", "no file /nowhere/weights.safetensors"),
         ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow of ours"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import BadImage
+from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from tests.conftest import png
 
@@ -40,7 +40,7 @@ def test_files_below_a_folder(folder, caplog):
     for size in (1, 3, 7, 100):
         assert keys(inputs, size) == expected
         assert [part.count() for part in inputs.parts(size)][:-1] == [size] * ((7 - 1) // size)
-    assert "1 files are left out, as their names are no image's: notes.txt" in caplog.text
+    assert "left out 1 files that are not images by their names: notes.txt" in caplog.text
     ((_, encoded),) = inputs.parts(1)[1].images()
     assert encoded == (folder / "a.png").read_bytes()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.prediction.plan import Plan, file_of, part_size, settle, tidy
 
 PLAN = Plan(

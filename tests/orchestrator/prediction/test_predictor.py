@@ -10,9 +10,9 @@ import torch
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.config import UsageError
 from orchestrator.data.decode import decode
 from orchestrator.data.transforms import normalize
+from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from orchestrator.prediction.plan import file_of
 from orchestrator.prediction.predictor import SCHEMA, Predictor, Settings

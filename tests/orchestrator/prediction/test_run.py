@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe.overrides import RoutingOverrides
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from orchestrator.prediction.predictor import Settings
 from orchestrator.prediction.run import pool_size, run

@@ -9,8 +9,9 @@ import torch
 from moe.cost import train_flops_6mac
 from moe.vit import ViT
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
+from orchestrator.errors import UsageError
 from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.checkpoint.weights import load_newest

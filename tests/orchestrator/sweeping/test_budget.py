@@ -9,7 +9,8 @@ import pytest
 from moe.cost import num_params, train_flops_6mac
 from moe.plan import GIB
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.sweeping.budget import (
     checkpoints_kept,
     layout_of,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moe.cost import num_expert_params, slots_per_token, train_flops_6mac
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.sweeping.catalog import SWEEPS, make_sweep
 from orchestrator.sweeping.catalog.scales import SCALES
 from orchestrator.sweeping.check import check_claims

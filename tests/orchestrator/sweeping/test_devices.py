@@ -8,7 +8,7 @@ import ray
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.check import check_sweep, claim_sweep
+from orchestrator.sweeping.check import check_fits, claim_sweep
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.prices import Budget
 from orchestrator.sweeping.purse import Purse
@@ -16,6 +16,7 @@ from orchestrator.sweeping.run import Options, SweepRun
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
 from orchestrator.training.worker import Result, run_directory
+from tests.orchestrator.sweeping.watch import Unwatched
 
 pytestmark = pytest.mark.slow  # workers of their own for every large trial
 
@@ -32,14 +33,14 @@ def swept(digits: str, folder: Path, workers: list[int]) -> dict[str, object]:
     base = override(RunConfig(), changes | {"model.moe.num_experts": 4})
     arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
     sweep = Sweep(base=base, arms=arms)
-    check_sweep(sweep)
+    check_fits(sweep)
     claim_sweep(sweep, "auto")
     uri = f"sqlite:///{folder}/mlflow.db"
     with open_tracking(uri, artifacts=str(folder / "files"), spool=str(folder / "spool")) as store:
         parent = track(store, run_directory(base), "mixed", tags={"role": "sweep"})
         purse = Purse(Budget(), run_directory(base))
         run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, Options())
-        run.work(lambda name, outcome: None, lambda: None)
+        run.work(Unwatched())
         return dict(run.outcomes())
 
 

@@ -47,6 +47,30 @@ def test_nothing_is_known_before_the_first_job_has_ended(tmp_path, clock):
     assert purse.left_s([small, large]) == pytest.approx(22.5)
 
 
+def test_time_is_taken_from_jobs_of_like_size(tmp_path, clock):
+    """Small jobs took 10 s for 1e9 FLOPs, large ones 20 s for 1e11: a large one to come takes 20 s, not the
+    800 s of the small ones' rate, nor their mixture.
+    """
+    purse = Purse(Budget(), str(tmp_path))
+    for number, (flops, seconds) in enumerate([(1e9, 10.0), (1e11, 20.0)] * 4):
+        one = standing(f"{number}", flops)
+        purse.begin(job(one), one)
+        clock[0] += seconds
+        purse.paid(job(one), one)
+    small, large = standing("small", 1.1e9), standing("large", 0.9e11)
+    for known in (purse, Purse(Budget(), str(tmp_path))):  # the next process knows it too
+        assert known.of_job(job(small), small) == pytest.approx(11)
+        assert known.of_job(job(large), large) == pytest.approx(18)
+
+
+def test_what_running_jobs_have_done_is_not_left(tmp_path, clock):
+    purse = Purse(Budget(), str(tmp_path), {"a": 20.0, "b": 10.0})
+    a, b = standing("a", 1e9), standing("b", 1e9)
+    purse.begin(job(a), a)
+    clock[0] = 15.0
+    assert purse.left_s([a, b]) == pytest.approx(5 + 10)
+
+
 def test_what_was_spent_survives_the_process(tmp_path, clock):
     one = standing("one", 1e9)
     for _ in range(2):

@@ -10,7 +10,8 @@ from mlflow import MlflowClient
 
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Frontier, front_points, hypervolume
 from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.foreign import foreign_frontier

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from orchestrator.codec import flat, override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d
 from orchestrator.sweeping.search import DRAWS, Kind, OptunaSearch, Space
 

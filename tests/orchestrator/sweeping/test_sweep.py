@@ -10,13 +10,14 @@ from mlflow import MlflowClient
 
 from jobs.show import ended_line
 from orchestrator.codec import flat, override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import on_front
 from orchestrator.sweeping.agenda import Outcome
 from orchestrator.sweeping.branches import Trunk
 from orchestrator.sweeping.catalog.scales import SCALES
 from orchestrator.sweeping.catalog.space import families_space
-from orchestrator.sweeping.check import check_sweep, claim_sweep
+from orchestrator.sweeping.check import check_fits, check_sweep, claim_sweep
 from orchestrator.sweeping.confirm import knees
 from orchestrator.sweeping.log import TrialLog
 from orchestrator.sweeping.models import load_model, register_frontier
@@ -30,6 +31,7 @@ from orchestrator.tracking import Tracking, children, find_sweep, open_tracking,
 from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, checkpoint_directory, run_directory
+from tests.orchestrator.sweeping.watch import Unwatched
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -66,10 +68,26 @@ def swept(
     purse = Purse(Budget(), run_directory(sweep.base))
     run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options())
     run.recover()
-    run.work(ended, lambda: None)
+    run.work(Unwatched(ended))
     parent.finish("FINISHED")
     tracking.flush(timeout_s=None)
     return run.outcomes()
+
+
+def test_a_diverged_trial_has_failed_and_the_sweep_has_not(sweep, tracking, tmp_path):
+    """MLflow knows it as failed; the frontier as diverged; the same command does not train it again."""
+    client = MlflowClient(tracking.uri)
+    hot = replace(sweep, arms={"dense": {}, "hot": {"train.lr": 1e9}})
+    for _ in range(2):
+        outcome = swept(hot, tracking)["hot"]
+        assert isinstance(outcome, Result)
+        assert outcome.status == "diverged"
+        runs = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
+        statuses = {name: run.info.status for name, run in runs.items()}
+        assert statuses == {"tiny": "FINISHED", "dense": "FINISHED", "hot": "FAILED"}
+        assert runs["hot"].data.tags["error"] == f"diverged at step {outcome.step}"
+    frontier = publish(tracking, "tiny", str(tmp_path / "report"))
+    assert {p.arm: p.status for p in frontier.points} == {"dense": "finished", "hot": "diverged"}
 
 
 def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tracking, tmp_path):
@@ -249,4 +267,4 @@ def test_a_changed_sweep_is_refused_and_so_is_a_bad_arm(sweep):
         check_sweep(replace(sweep, claims=("colour=red beats family=dense",)))
     wide = replace(sweep, arms={"wide": {"scale.workers": 4, "model.moe": None}})
     with pytest.raises(UsageError, match=r"arm wide: 4 workers x 0\.5 CPU \+ 1 CPU for data = 3 CPUs"):
-        check_sweep(wide)
+        check_fits(wide)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.tracking import (
     EXPERIMENT,
     Tracking,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.tracking import (
     MODEL,
     TrackedRun,
@@ -73,7 +74,11 @@ def test_models_that_are_not_there(
     with pytest.raises(UsageError, match=r"knows no checkpoint /elsewhere of run [0-9a-f]{32}"):
         register(tracking, run.run_id(), "/elsewhere", "pareto-knee")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", sqlite.uri)
-    for name in ("nothing@best", "nothing/1", f"{MODEL}@nothing", f"{MODEL}/999", "x"):
+    for name in ("nothing@best", "nothing/1", f"{MODEL}@nothing", f"{MODEL}/999"):
         for uri in (sqlite.uri, None):
             with pytest.raises(UsageError, match=f"no model models:/{name} of ours at sqlite:"):
                 checkpoint_of(f"models:/{name}", uri)
+    with pytest.raises(
+        UsageError, match="models:/x names no version: write models:/x@ALIAS or models:/x/VERS"
+    ):
+        checkpoint_of("models:/x", sqlite.uri)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking import TrackedRun, Tracking, open_tracking, track
 from orchestrator.tracking.find import Found, found_run
 from tests.orchestrator.faulty_proxy import FaultyProxy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from orchestrator.config import UsageError
+from orchestrator.errors import UsageError
 from orchestrator.tracking import open_reader, open_tracking, track
 from orchestrator.tracking.store import shown
 from tests.orchestrator.tracking.conftest import Open

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.errors import UsageError
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import run_directory, train_worker
 from tests.conftest import png

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.codec import flat, override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.claim import Mode, claim
 
 RUN = RunConfig()
@@ -43,6 +44,7 @@ def test_continue(mode: Mode, tmp_path: Path) -> None:
 def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     claim(str(directory), fields(), "auto")
+    (directory / "metrics").write_text("trained")
     before = content(directory)
     with pytest.raises(UsageError) as caught:
         claim(str(directory), fields(train__lr=0.5, data__augment="inception", scale__workers=2), mode)
@@ -77,3 +79,24 @@ def test_fresh_moves_aside_as_often_as_it_must(tmp_path: Path) -> None:
     for name, n in (("run.old-1", 0), ("run.old-2", 1), ("run", 2)):
         assert json.loads((tmp_path / name / "fields.json").read_text())["train.seed"] == n
         assert (tmp_path / name / "checkpoints" / "weights").read_text() == f"weights {n}"
+
+
+def test_a_run_that_never_trained_leaves_its_name_free(tmp_path: Path) -> None:
+    """Its MLflow run too: params of a run never change there."""
+    directory = tmp_path / "run"
+    claim(str(directory), fields(), "auto")
+    for name in ("mlflow_run.json", "error.txt", "refused.txt"):
+        (directory / name).write_text("{}")
+    (directory / "ray").mkdir()
+    (directory / "ray" / "snapshot.json").write_text("{}")
+    claim(str(directory), fields(train__lr=0.5), "auto")
+    assert json.loads((directory / "fields.json").read_text())["train.lr"] == 0.5
+    assert sorted(os.listdir(directory)) == ["fields.json", "ray"]
+
+
+def test_changed_data_are_said_to_be_so(tmp_path: Path) -> None:
+    digest = {"data.digest": "71cb"}
+    claim(str(tmp_path), fields(data__path="/shards") | digest, "auto")
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"the data at /shards changed since .* was started"):
+        claim(str(tmp_path), fields(data__path="/shards") | {"data.digest": "3d9c"}, "auto")

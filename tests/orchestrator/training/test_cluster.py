@@ -5,7 +5,8 @@ import json
 import pytest
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.cluster import DECLARED, check_resources, most_resources, placement
 
 pytestmark = pytest.mark.usefixtures("cluster")  # of two CPUs

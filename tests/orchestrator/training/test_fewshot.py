@@ -9,11 +9,12 @@ import torch
 
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order
+from orchestrator.errors import UsageError
 from orchestrator.fewshot import STRENGTHS, choose_shots
 from orchestrator.recipe import FewShotConfig
 from orchestrator.sweeping.check import check_metrics

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, UsageError
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import Report, fit
 
@@ -120,7 +121,7 @@ def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
     fit(run, lambda step, metrics: None, inline=True)
     manifest = copy / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"0"', '"zero"'))
-    with pytest.raises(UsageError, match=r"data\.digest"):
+    with pytest.raises(UsageError, match="changed since"):
         fit(run, lambda step, metrics: None, inline=True)
 
 

@@ -296,3 +296,18 @@ def test_callables_get_what_the_model_computed() -> None:
     )
     assert reports[2]["val/loss"] == pytest.approx(validate()["val/loss"])
     assert "val/loss" not in reports[1]
+
+
+def test_times_are_taken_on_one_thread() -> None:
+    """The median over the first five passes; the rest of the validation uses all threads."""
+    run, seen = small_run(), list[int]()
+    model = live_model(run)
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values = evaluate(model, [random_batch(8, seed) for seed in range(7)], run)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1] * 5 + [2] * 2
+    assert values["perf/ms_per_image"] > 0

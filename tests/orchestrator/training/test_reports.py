@@ -1,5 +1,6 @@
 """Sending returns when what was sent is recorded, and fails when it cannot be."""
 
+import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from orchestrator.training.reports import Reports, hand_on
+from orchestrator.training.reports import LogLines, Reports, hand_on
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -33,6 +34,23 @@ def test_sending_waits_for_the_record():
         reports.close.remote()
         assert recording.result(timeout=10) is None
     assert [step for step, _ in recorded] == [1, 2]
+
+
+def test_lines_of_a_worker_reach_the_log_in_their_place(caplog):
+    """Between the reports, as lines of the process that asked for the run; Ray prints none of them."""
+    caplog.set_level(logging.INFO, logger="orchestrator")
+    reports, order = Reports.remote(), list[str]()
+    worker = logging.Logger("a worker's")
+    worker.addHandler(LogLines(reports, "soft rank 0"))
+    with ThreadPoolExecutor(1) as beside:
+        recording = beside.submit(hand_on, reports, lambda step, metrics: order.append(str(step)), bool)
+        ray.get(reports.send.remote(1, {}))
+        worker.warning("checkpoint %s is damaged", "step-1")
+        ray.get(reports.send.remote(2, {}))
+        reports.close.remote()
+        recording.result(timeout=10)
+    assert order == ["1", "2"]
+    assert [record.getMessage() for record in caplog.records] == ["soft rank 0: checkpoint step-1 is damaged"]
 
 
 def test_what_cannot_be_recorded_fails_its_sender():

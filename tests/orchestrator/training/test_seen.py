@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from orchestrator.config import UsageError
 from orchestrator.data.stream import Bad, Batch
+from orchestrator.errors import UsageError
 from orchestrator.training.artifacts import log_left_behind
 from orchestrator.training.seen import Seen, check_bad, save_bad, shown
 from tests.orchestrator.training.batches import make_batch

@@ -22,8 +22,9 @@ from moe.routers import RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.codec import override, to_dict
-from orchestrator.config import CheckpointConfig, RunConfig, UsageError
+from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.data.stream import Batch
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.checkpoint.weights import export, load_exported

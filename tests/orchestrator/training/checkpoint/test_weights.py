@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from moe.load import DTYPES
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
-from orchestrator.config import CheckpointConfig, RunConfig, UsageError
+from orchestrator.config import CheckpointConfig, RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import single_file
 from orchestrator.training.checkpoint.retention import drop_optimizer
 from orchestrator.training.checkpoint.run import Checkpoints

@@ -1,0 +1,113 @@
+"""What training prints while it lasts: a line for every report, and how far the trials of a sweep are."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from jobs.show import duration, ended_line
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.agenda import Job, Outcome
+from orchestrator.sweeping.run import SweepRun
+from orchestrator.training.loop import Metrics
+
+EVERY_S = 20  # between lines about one trial, where there is no terminal
+SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
+
+
+class Pace:
+    """Steps over time since the first report, and when the last step will be done at that rate."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.step = 0
+        self.images_per_s = 0.0
+        self._first: tuple[int, float] | None = None
+        self._last_s = 0.0
+
+    def report(self, step: int, metrics: Metrics) -> None:
+        self._last_s = time.monotonic()
+        self._first = self._first or (step, self._last_s)
+        self.step, self.images_per_s = step, metrics.get("perf/images_per_s", self.images_per_s)
+
+    def left(self) -> str:
+        """Time to the last step in words; empty before two reports, and at the end."""
+        if self._first is None or not self._first[0] < self.step < self.steps:
+            return ""
+        step, began_s = self._first
+        left_s = (self._last_s - began_s) / (self.step - step) * (self.steps - self.step)
+        return f"about {duration(left_s)} left"
+
+    def __str__(self) -> str:
+        if not self.step:
+            return "starting"
+        parts = (f"step {self.step}/{self.steps}", f"{self.images_per_s:.4g} images/s", self.left())
+        return ", ".join(filter(None, parts))
+
+
+class StepLines:
+    """A line for every report of a run."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._pace = Pace(run.train.steps)
+
+    def show(self, step: int, metrics: Metrics) -> None:
+        self._pace.report(step, metrics)
+        values = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        print("  ".join([f"step {step}/{self._pace.steps}", *values, self._pace.left()]).rstrip(), flush=True)
+
+
+class TrialProgress:
+    """Follows the trials of a sweep: a bar each on a terminal, else a line each now and then.
+
+    Args:
+        total: trials in all, as far as is known when a trial ends.
+        status: a line about the whole sweep.
+    """
+
+    def __init__(self, run: SweepRun, *, total: Callable[[], int], status: Callable[[], str]) -> None:
+        self._run = run
+        self._total = total
+        self._status = status
+        self._running: dict[str, tuple[Pace, TaskID]] = {}
+        self._said: dict[str, float] = {}
+        pace = TextColumn("{task.fields[pace]}")
+        columns = (TextColumn("{task.description:20}"), BarColumn(30), MofNCompleteColumn(), pace)
+        self._bars = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def began(self, job: Job) -> None:
+        self.start(job.trial.name, job.until)
+
+    def start(self, name: str, steps: int) -> None:
+        if name not in self._running:  # else its process died, and this is another
+            self._running[name] = Pace(steps), self._bars.add_task(name, total=steps, pace="starting")
+            self._said[name] = time.monotonic()
+
+    def report(self, name: str, step: int, metrics: Metrics) -> None:
+        pace, bar = self._running[name]
+        pace.report(step, metrics)
+        self._bars.update(bar, completed=step, pace=f"{pace.images_per_s:.4g} images/s  {pace.left()}")
+        if self._bars.disable and time.monotonic() - self._said[name] > EVERY_S:
+            self._said[name] = time.monotonic()
+            print(f"        {name:18} {pace}", flush=True)
+
+    def ended(self, name: str, outcome: Outcome) -> None:
+        self.stop(name)
+        done = f"[{len(self._run.outcomes()):2}/{self._total()}]"
+        print(f"{done} {name:18} {ended_line(self._run.sweep, outcome)}", flush=True)
+
+    def stop(self, name: str) -> None:
+        if name in self._running:  # else it failed before it began
+            self._bars.remove_task(self._running.pop(name)[1])
+
+    def status(self) -> None:
+        print(f"        {self._status()}", flush=True)

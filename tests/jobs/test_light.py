@@ -1,0 +1,91 @@
+"""Commands answer before they load large libraries: help, usage errors, the line that says what begins."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.usage import POINT
+from orchestrator.evaluation import finetune, point
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(
+    path.name for path in ROOT.glob("jobs/*.py") if 'if __name__ == "__main__"' in path.read_text()
+)
+HEAVY = ("torch", "ray", "mlflow")
+ANSWER = f"""
+import contextlib, io, json, runpy, sys
+answers = []
+for name in {COMMANDS!r}:
+    for flag in ("--help", "--no-such-flag"):
+        sys.argv, code, said = [name, flag], None, io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                runpy.run_path("jobs/" + name, run_name="__main__")
+            except SystemExit as stop:
+                code = stop.code
+        loaded = [library for library in {HEAVY!r} if library in sys.modules]
+        answers.append((name, flag, code, loaded, said.getvalue()))
+print(json.dumps(answers))
+"""
+FIRST_LINE = """
+import builtins, runpy, sys
+lines, show = [], print
+def record(*words, **where):
+    lines.append((words[0], "torch" in sys.modules))
+    show(*words, **where)
+builtins.print = record
+sys.argv = ["cost.py", "S/16", "--json"]
+runpy.run_path("jobs/cost.py", run_name="__main__")
+show(*lines[0], "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[str, str, int, list[str], str]]:
+    done = python(ANSWER)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
+    assert len(COMMANDS) == 16
+    assert len(answers) == 32
+    for name, flag, code, loaded, said in answers:
+        assert code == (0 if flag == "--help" else 2), (name, said)
+        assert loaded == [], name
+        assert said.startswith("usage: ")
+
+
+def test_the_first_line_comes_before_torch():
+    done = python(FIRST_LINE)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stderr.splitlines()
+    assert first == "computing costs: loading libraries .."
+    assert last == f"{first} False True"
+    assert json.loads(done.stdout)[0]["model"] == "S/16", "nothing but JSON on stdout"
+
+
+def test_help_states_what_holds(answers: list[Any]):
+    """Numbers and names that stand in libraries too, which help does not load."""
+    assert point.HELP == POINT
+    shown = {name: " ".join(said.split()) for name, flag, _, _, said in answers if flag == "--help"}
+    assert f"train.steps={finetune.STEPS}, train.lr={finetune.LR}," in shown["finetune.py"]
+    assert f"data.batch_size={finetune.BATCH}," in shown["finetune.py"]
+    assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["finetune.py"]
+    assert f"capacity_factor={finetune.CAPACITY}" in shown["finetune.py"]

@@ -1,0 +1,72 @@
+"""What a user sees while trials run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs import progress
+from jobs.progress import Pace, StepLines, TrialProgress
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.sweeping.sweep import Sweep
+from orchestrator.training.worker import Result
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_pace_is_that_since_the_first_report(clock):
+    """Starting took 50 s, which say nothing about steps: 20 steps in 10 s, 60 to go."""
+    pace = Pace(100)
+    assert str(pace) == "starting"
+    clock[0] = 50
+    pace.report(20, {"perf/images_per_s": 80.0})
+    assert str(pace) == "step 20/100, 80 images/s"
+    clock[0] = 60
+    pace.report(40, {"perf/images_per_s": 1234.6})
+    assert str(pace) == "step 40/100, 1235 images/s, about 30 s left"
+    pace.report(100, {})
+    assert pace.left() == ""
+
+
+def test_a_line_for_every_report_of_a_run(clock, capsys):
+    lines = StepLines(override(RunConfig(), {"train.steps": 30}))
+    for step in (10, 20, 30):
+        clock[0] += 5
+        lines.show(step, {"train/loss": 2.5, "cost/params": 1.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 10/30  train/loss 2.5",
+        "step 20/30  train/loss 2.5  about 5 s left",
+        "step 30/30  train/loss 2.5",
+    ]
+
+
+def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
+    """Without a terminal a line each, at most every 20 s; and one when a trial ends."""
+    outcomes: dict[str, Any] = {}
+    run: Any = SimpleNamespace(outcomes=lambda: outcomes, sweep=Sweep(base=RunConfig(), arms={}))
+    with TrialProgress(run, total=lambda: 2, status=lambda: "1 of 2 complete") as shown:
+        shown.start("a", 100)
+        for step in range(10, 60, 10):
+            clock[0] += 9
+            shown.report("a", step, {"perf/images_per_s": 100.0})
+        outcomes["a"] = Result(status="diverged", step=50, metrics={"train/loss": float("nan")})
+        shown.ended("a", outcomes["a"])
+        shown.status()
+    assert capsys.readouterr().out.splitlines() == [
+        "        a                  step 30/100, 100 images/s, about 63 s left",
+        "[ 1/2] a                  diverged: train/loss nan",
+        "        1 of 2 complete",
+    ]
+
+
+def test_a_trial_that_failed_before_it_began(capsys):
+    run: Any = SimpleNamespace(outcomes=lambda: {"a": "no place"}, sweep=Sweep(base=RunConfig(), arms={}))
+    with TrialProgress(run, total=lambda: 1, status=lambda: "") as shown:
+        shown.ended("a", "no place")
+    assert capsys.readouterr().out == "[ 1/1] a                  failed: no place\n"
