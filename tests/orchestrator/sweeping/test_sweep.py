@@ -255,6 +255,7 @@ def test_without_an_autoscaler_the_most_is_what_is_up():
 
 def test_a_changed_sweep_is_refused_and_so_is_a_bad_arm(sweep):
     claim_sweep(sweep, "auto")
+    Path(run_directory(sweep.base), "spent.json").write_text("{}")  # something has been trained
     changed = replace(sweep, base=override(sweep.base, {"train.lr": 1.0}))
     with pytest.raises(UsageError, match=r"train\.lr: 0\.001 -> 1\.0"):
         claim_sweep(changed, "auto")
