@@ -100,8 +100,8 @@ def pretrain(rank: int, ranks: int, folder: str) -> None:
 @pytest.mark.slow
 def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_path: Path) -> None:
     """A checkpoint of two workers (FSDP, experts over both) at 8 x 8, fine-tuned by one at 16 x 16: measured
-    0.96 for every seed of three after 300 steps, the probe 0.85. Here 200 steps of two seeds, then the same
-    command again.
+    0.96 for every seed of three after 300 steps at a rate of 0.03, the probe 0.85. Here 200 steps of two seeds
+    at half that rate (at the full one a seed stayed at 0.62 on another CPU), then the same command again.
     """
     home = tmp_path / "home"
     changes = {
@@ -118,7 +118,7 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
     (tmp_path / "run.json").write_text(json.dumps(to_dict(override(RunConfig(), changes))))
     spawn(2, pretrain, str(tmp_path))
     args = ["pre", "--name", "tuned", "--data", digits, "--image-size", "16", "--seeds", "2"]
-    args += ["--set", "train.steps=200", "--set", "train.lr=0.03", "--set", "data.eval_crop=1"]
+    args += ["--set", "train.steps=200", "--set", "train.lr=0.015", "--set", "data.eval_crop=1"]
     first = finetune(home, *args)
     assert first.returncode == 0, first.stderr
     assert "position_SD: resized from 4 x 4 to 8 x 8 patches" in first.stdout
