@@ -100,8 +100,8 @@ def pretrain(rank: int, ranks: int, folder: str) -> None:
 @pytest.mark.slow
 def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_path: Path) -> None:
     """A checkpoint of two workers (FSDP, experts over both) at 8 x 8, fine-tuned by one at 16 x 16: measured
-    0.96 for every seed of three after 300 steps at a rate of 0.03, the probe 0.85. Here 200 steps of two seeds
-    at half that rate (at the full one a seed stayed at 0.62 on another CPU), then the same command again.
+    0.96 for every seed of three after 300 steps at a rate of 0.03, the probe 0.85. Here 200 steps of two
+    seeds at half that rate (at the full one a seed stayed at 0.62 on another CPU), then the same again.
     """
     home = tmp_path / "home"
     changes = {
