@@ -63,7 +63,7 @@ def tracked_fit(run: RunConfig, store: Tracking) -> Result:
     from orchestrator.data.manifest import open_manifest
     from orchestrator.sweeping.trial import reason_of
     from orchestrator.tracking import SystemMetrics, track_training
-    from orchestrator.training.artifacts import log_left_behind
+    from orchestrator.training.artifacts import finish, log_left_behind
     from orchestrator.training.fit import fit, is_inline
     from orchestrator.training.worker import run_directory
 
@@ -87,10 +87,7 @@ def tracked_fit(run: RunConfig, store: Tracking) -> Result:
             sys.exit(f"error: {run.name} failed: {reason_of(error)}")
         raise
     tracked.log(result.step, result.metrics)  # a crash may have come between the last report and here
-    log_left_behind(directory, tracked)
-    if result.status == "diverged":
-        tracked.tag(error=f"diverged at step {result.step}")
-    tracked.finish("FAILED" if result.status == "diverged" else "FINISHED")
+    finish(directory, tracked, result)
     return result
 
 

@@ -12,7 +12,7 @@ from orchestrator.sweeping.log import newest_checkpoint
 from orchestrator.sweeping.sweep import Sweep, Trial
 from orchestrator.sweeping.trial import reason_of
 from orchestrator.tracking import TrackedRun, Tracking, log_checkpoint, track_training
-from orchestrator.training.artifacts import log_left_behind
+from orchestrator.training.artifacts import finish, log_left_behind
 from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import fit
 from orchestrator.training.loop import Metrics
@@ -88,10 +88,7 @@ def confirm(
     tracked.log(result.step, result.metrics)
     if kept := newest_checkpoint(run):
         log_checkpoint(tracked, f"confirm-{trial.arm}", kept, result.step, result.metrics)
-    log_left_behind(directory, tracked)
-    if result.status == "diverged":
-        tracked.tag(error=f"diverged at step {result.step}")
-    tracked.finish("FAILED" if result.status == "diverged" else "FINISHED")
+    finish(directory, tracked, result)
     return result
 
 

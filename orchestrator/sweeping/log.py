@@ -15,7 +15,7 @@ from orchestrator.tracking import (
     track_training,
 )
 from orchestrator.tracking.runs import Status
-from orchestrator.training.artifacts import log_left_behind
+from orchestrator.training.artifacts import finish, log_left_behind
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
@@ -59,12 +59,9 @@ class TrialLog:
             run.tag(paused=str(outcome.step))
             return
         run.untag("stopped", "paused")
-        log_left_behind(directory, run)
         if kept := newest_checkpoint(trial.run):
             log_checkpoint(run, trial.name, kept, outcome.step, outcome.metrics)
-        if outcome.status == "diverged":
-            run.tag(error=f"diverged at step {outcome.step}")
-        self._close(trial, "FAILED" if outcome.status == "diverged" else "FINISHED")
+        finish(directory, self._tracked.pop(trial.name), outcome)
 
     def stop(self, trial: Trial, step: int) -> None:
         """It paused at `step`, and nobody went on with it: no point of the frontier."""

@@ -1,14 +1,17 @@
-"""What workers leave in a run's directory that belongs among its artifacts."""
+"""What workers leave in a run's directory that belongs among its artifacts, and how its tracked run ends."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrator import storage
 from orchestrator.training.profile import TABLE
 from orchestrator.training.seen import BAD_IMAGES
+from orchestrator.training.worker import Result
 
 
 class Artifacts(Protocol):
     def write_text(self, name: str, text: str) -> None: ...
+    def tag(self, **tags: str) -> None: ...
+    def finish(self, status: Any) -> None: ...
 
 
 def log_left_behind(directory: str, tracked: Artifacts) -> None:
@@ -17,3 +20,11 @@ def log_left_behind(directory: str, tracked: Artifacts) -> None:
         path = storage.join(directory, name)
         if storage.size(path) is not None:
             tracked.write_text(name, storage.read_bytes(path).decode())
+
+
+def finish(directory: str, tracked: Artifacts, result: Result) -> None:
+    """Ends the tracked run of a training that came to its end: one that diverged has failed."""
+    log_left_behind(directory, tracked)
+    if result.status == "diverged":
+        tracked.tag(error=f"diverged at step {result.step}")
+    tracked.finish("FAILED" if result.status == "diverged" else "FINISHED")
