@@ -22,8 +22,15 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import model_location
+from orchestrator.prediction.plan import PLAN
 from orchestrator.tracking import Tracking, open_tracking
 from orchestrator.training.checkpoint import manifest as manifests
+
+OURS = {  # a file -> what the folder is that has it
+    "fields.json": "a run or a sweep",
+    "manifest.json": "a data set",
+    PLAN: "predictions",
+}
 
 
 def root(args: argparse.Namespace) -> str:
@@ -51,8 +58,18 @@ def check_writable(flag: str, location: str) -> None:
 
 
 def check_file(flag: str, location: str) -> None:
-    """Raises UsageError, naming the flag, if no file can be written at `location`."""
-    check_writable(flag, location.rpartition("/")[0])
+    """Raises UsageError, naming the flag, if `location` lies in a run, a sweep, a data set or predictions, or
+    cannot be written.
+    """
+    folder = location.rpartition("/")[0]
+    above = folder
+    while above.rpartition("://")[2].strip("/"):
+        if found := [name for name in OURS if storage.size(storage.join(above, name)) is not None]:
+            raise UsageError(
+                f"{flag} {location} lies in {above}, which holds {OURS[found[0]]}: choose another"
+            )
+        above = above.rpartition("/")[0]
+    check_writable(flag, folder)
 
 
 def check_storage(args: argparse.Namespace) -> None:
@@ -76,7 +93,7 @@ def check_out(out: str, *, own: tuple[str, ...], apart: tuple[str, ...] = ()) ->
             raise UsageError(f"--out {out} and the source {source} lie in each other: choose another --out")
     there = storage.names(out)
     if there and not set(own) & set(there):
-        listed = ", ".join(sorted(there)[:3]) + (f", .. {len(there)}" if len(there) > 3 else "")
+        listed = ", ".join(sorted(there)[:3]) + (f" and {len(there) - 3} others" if len(there) > 3 else "")
         raise UsageError(f"--out {out} holds other files ({listed}): choose a new or an empty folder")
     check_writable("--out", out)
 
@@ -112,7 +129,7 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
     flags = {"scale.workers": args.workers, "scale.ep": args.ep, "train.seed": args.seed}
     flags["scale.profile_steps"] = args.profile
     changes |= {field: value for field, value in flags.items() if value is not None}
-    if args.init_from:
+    if args.init_from is not None:
         changes["train.init_from"] = initial_weights(args, storage.join(root(args), name))
     assigned = dict(map(assignment, args.set))
     used = {"name": "--name", "storage": "--storage", "data.path": "--data", "train.init_from": "--init-from"}
@@ -125,7 +142,7 @@ def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:
 def initial_weights(args: argparse.Namespace, directory: str) -> str:
     """The location of the weights that --init-from names.
 
-    A run that has begun in `directory` does not need them any more, so they may be gone by then.
+    A run that has begun in `directory` does not need them any more: those of a path may be gone by then.
 
     Raises:
         UsageError: if there is no such model.
@@ -134,8 +151,10 @@ def initial_weights(args: argparse.Namespace, directory: str) -> str:
         return model_location(args.init_from, root=root(args), tracking_uri=tracking_uri(args))
     except UsageError as error:
         if manifests.steps(storage.join(directory, "checkpoints")):
-            fields = json.loads(storage.read_bytes(storage.join(directory, "fields.json")))
-            return fields["train.init_from"]
+            began = json.loads(storage.read_bytes(storage.join(directory, "fields.json")))["train.init_from"]
+            places = (storage.absolute(args.init_from), storage.join(root(args), args.init_from))
+            if began in (*places, *(storage.join(place, "checkpoints") for place in places)):
+                return began
         raise UsageError(f"--init-from {args.init_from}: {error}") from None
 
 

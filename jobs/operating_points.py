@@ -50,15 +50,16 @@ def main() -> None:
 
 def find_points(args: argparse.Namespace) -> None:
     """Measures, records and draws what the models can do at every point."""
-    from jobs.command import check_writable, connect, root, tracking
+    from jobs.command import check_out, connect, root, tracking
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
     from orchestrator.evaluation.point import parse_grid
+    from orchestrator.sweeping.report import FILES
     from orchestrator.training.nodes import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
     if args.out:
-        check_writable("--out", storage.absolute(args.out))
+        check_out(storage.absolute(args.out), own=FILES)
     with tracking(args, "operating-points") as store:
         models = models_of(args, store)
         if wanted:
@@ -230,7 +231,7 @@ def show(frontier: Frontier) -> None:
         print_table(table)
         for gain in found:
             if gain.cost_name == cost:
-                print(f"hypervolume of {gain.models}, without and with operating points: {gain}")
+                print(f"gain in hypervolume by operating points, {gain.models}: {gain}")
     if found:
         print(frontier.note)
 

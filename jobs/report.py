@@ -45,7 +45,7 @@ def main() -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Reads the runs, writes page and pictures, prints the frontier."""
-    from jobs.command import check_writable, root, tracking_uri
+    from jobs.command import check_out, root, tracking_uri
     from jobs.show import print_frontier
     from orchestrator import storage
     from orchestrator.frontier.claims import parse_claim
@@ -61,7 +61,8 @@ def report(args: argparse.Namespace) -> None:
     frontier = read(args, open_reader(tracking_uri(args)))
     folder = ("reports", args.experiment) if args.experiment else (args.name,)
     out = storage.absolute(args.out) if args.out else storage.join(root(args), *folder)
-    check_writable("--out", out)
+    if args.out:
+        check_out(out, own=FILES)
     write_files(frontier, out)
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):

@@ -49,20 +49,20 @@ def model_words(model: ViTConfig) -> str:
         return f"dense ViT without experts ({size})"
     blocks = ", ".join(map(str, model.moe_blocks()))
     experts = f"{model.moe.num_experts} {family(model)} experts"
-    return f"ViT with {experts} in MoE blocks {blocks} ({size})"
+    return f"ViT with {experts} in blocks [{blocks}] ({size})"
 
 
 def data_words(run: RunConfig) -> str:
     manifest, size = open_manifest(run.data.path), run.model.image_size
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
-    own = own_size(run)
+    own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
     scaled = "" if own in (None, (size, size)) else f" (the data's own: {own[0]} x {own[1]} px)"
     floor = manifest.val_majority and manifest.val_majority / manifest.rows("val")
     floors = f"; always guessing the largest class: val/acc1 {floor:.4f}" if floor else ""
     repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
     return (
         f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
-        f" {seen / rows:.3g} epochs of {rows:,} images{repeats}{floors}"
+        f" {epochs} epochs of {rows:,} images{repeats}{floors}"
     )
 
 
@@ -80,7 +80,7 @@ def own_size(run: RunConfig) -> tuple[int, int] | None:
 
 
 def print_result(run: RunConfig, result: Result) -> None:
-    ended = "is complete: finished" if result.status == "finished" else f"{result.status}:"
+    ended = "is complete: finished" if result.status == "finished" else result.status
     print(f"{run.name} {ended} after {result.step} steps, files in {run_directory(run)}")
     for name, value in sorted(result.metrics.items()):
         print(f"  {name:28} {value:.6g}")

@@ -48,6 +48,7 @@ def train(args: argparse.Namespace) -> None:
         connect()
         check_shared(run.storage)
         check_resources(run)
+        print(f"starting {run.scale.workers} workers, which load libraries first ..", flush=True)
     with tracking(args, run.name) as store:
         claim(run_directory(run), identity(run), args.mode)
         result = tracked_fit(run, store)

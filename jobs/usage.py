@@ -165,10 +165,12 @@ def evaluation_parser(doc: str | None, *, several: bool) -> argparse.ArgumentPar
 
 def run_name(text: str) -> str:
     """The type of --name."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII) or text in RESERVED:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: use letters, digits, '.', '_' and '-', and none of {', '.join(RESERVED)}"
+            f"{text!r}: begin with a letter or digit, and use letters, digits, '.', '_' and '-'"
         )
+    if text in RESERVED or text.startswith("mlflow.db"):
+        raise argparse.ArgumentTypeError(f"{text!r} is reserved, as are {', '.join(RESERVED)}")
     return text
 
 

@@ -49,8 +49,13 @@ def operating_costs(frontier: Frontier) -> tuple[str, ...]:
 
 
 def operating_front(frontier: Frontier) -> tuple[Point, ...]:
-    """Of MoE models and their operating points together, cheapest first; none without operating points."""
-    return front_points(_together(_moe(frontier))) if any(map(is_complete, frontier.operating)) else ()
+    """The front of MoE models and their operating points, cheapest first, of the models alone if what points
+    add lies within the spread of the costs; nothing without operating points.
+    """
+    if not any(map(is_complete, frontier.operating)):
+        return ()
+    alone = _moe(frontier)
+    return front_points(alone if _gain(alone, "").none_because else _together(alone))
 
 
 def gains(frontier: Frontier) -> tuple[Gain, ...]:

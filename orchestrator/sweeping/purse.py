@@ -5,11 +5,13 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from orchestrator import storage
 from orchestrator.sweeping.agenda import Job, Standing
 from orchestrator.sweeping.prices import Budget
 
-LIKE = 3  # ended jobs that the time of another is taken from
+LIKE = 8  # ended jobs that the time of another is foreseen from
 
 
 class Purse:
@@ -17,9 +19,8 @@ class Purse:
 
     Args:
         directory: of the sweep; ``spent.json`` there survives the process.
-        predicted: trial -> device-seconds of all of it. Other trials are taken to be as fast as the ended
-            jobs of like size, those nearest in FLOPs; before the first has ended nothing is known, and
-            nothing refused.
+        predicted: trial -> device-seconds of all of it. Others are foreseen from the ended jobs of like
+            size; before the first has ended nothing is known, and nothing refused.
     """
 
     def __init__(self, budget: Budget, directory: str, predicted: Mapping[str, float] | None = None) -> None:
@@ -43,9 +44,25 @@ class Purse:
         return (self._like(one.flops) if whole is None else whole) * one.part(job.until)
 
     def _like(self, flops: float) -> float:
-        """Device-seconds of so many FLOPs at the rate of the ended jobs nearest in size; 0 without one."""
+        """Device-seconds of so many FLOPs, from the `LIKE` ended jobs nearest in size; 0 without one.
+
+        A fixed part, of starting a process, and one by FLOPs, fitted to least relative errors; where these
+        jobs do not tell them apart, all of it goes by FLOPs.
+        """
         nearest = sorted(self._ended, key=lambda job: abs(math.log(job[0] / flops)))[:LIKE]
-        return flops * sum(s for _, s in nearest) / sum(f for f, _ in nearest) if nearest else 0.0
+        if not nearest:
+            return 0.0
+        size, seconds = np.array(nearest).T
+        if np.ptp(size) > 0.1 * size.max():
+            columns = np.stack([1 / seconds, size / seconds], 1)
+            (fixed, rate), *_ = np.linalg.lstsq(columns, np.ones(len(size)))
+            if fixed >= 0 and rate >= 0:
+                return float(fixed + rate * flops)
+        return float(flops * seconds.sum() / size.sum())
+
+    def foresees(self) -> bool:
+        """Whether enough jobs have ended, or are predicted, to say how long the rest will take."""
+        return len(self._ended) >= LIKE // 2 or bool(self.predicted)
 
     def begin(self, job: Job, one: Standing) -> None:
         workers = job.trial.run.scale.workers

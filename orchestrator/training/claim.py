@@ -27,6 +27,10 @@ def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
     file = storage.join(directory, "fields.json")
+    if storage.size(file) is not None:
+        was, now = (_kind(one) for one in (_fields(file), fields))
+        if was != now:
+            raise UsageError(f"{directory} belongs to a {was}, and this is a {now}: use another --name")
     if mode == "fresh" and storage.names(directory):
         if not storage.is_local(directory):
             raise UsageError(f"--fresh cannot move {directory} aside: S3 has no rename; use another --name")
@@ -36,11 +40,7 @@ def claim(directory: str, fields: Mapping[str, Any], mode: Mode) -> None:
             raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
         storage.write_bytes(file, json.dumps(fields, indent=1).encode())
         return
-    try:
-        old = json.loads(storage.read_bytes(file))
-    except ValueError:
-        raise UsageError(f"{file} is damaged; use --fresh to start over") from None
-    if changes := changed_fields(old, json.loads(json.dumps(fields))):
+    if changes := changed_fields(_fields(file), json.loads(json.dumps(fields))):
         if mode == "auto" and not _trained(directory):
             for name in UNTRAINED:
                 storage.delete(storage.join(directory, name))
@@ -64,6 +64,18 @@ def check_claimed(directory: str) -> None:
             f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
             " s3://bucket/prefix, or a directory that every node mounts"
         )
+
+
+def _fields(file: str) -> dict[str, Any]:
+    try:
+        return json.loads(storage.read_bytes(file))
+    except ValueError:
+        raise UsageError(f"{file} is damaged: delete it to start over, or use another --name") from None
+
+
+def _kind(fields: Mapping[str, Any]) -> str:
+    """Only a sweep has a metric that it judges by."""
+    return "sweep" if "quality" in fields else "run"
 
 
 def _trained(directory: str) -> bool:

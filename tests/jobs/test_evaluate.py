@@ -182,7 +182,7 @@ def test_operating_points_of_a_sweep(
     stopped, printed = call(operating_points.main, *arguments)
     assert stopped == ""
     assert "12 operating points of 3 models" in printed
-    assert "hypervolume of MoE models alone, without and with operating points" in printed
+    assert "gain in hypervolume by operating points, MoE models alone:" in printed
     assert before == {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
 
     frontier = read_frontier(open_reader(f"sqlite:///{home}/mlflow.db"), "tiny")
@@ -221,7 +221,7 @@ def test_operating_points_of_any_models(
     stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path))
     assert stopped == ""
     assert "11 operating points of 3 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
-    assert "hypervolume of MoE models alone, without and with operating points" in printed
+    assert "gain in hypervolume by operating points, MoE models alone:" in printed
     page = (tmp_path / "frontier.html").read_text()
     assert "Forward GFLOPs per image" in page
     for name, path in (("soft@10", steps[0]), ("soft@20", steps[1])):

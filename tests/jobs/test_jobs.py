@@ -65,7 +65,7 @@ def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
         ),
         (["--set", "train.steps=many"], "train.steps='many'"),
         (["--set", "train.steps"], "write FIELD=VALUE"),
-        (["--name", "../up"], "use letters"),
+        (["--name", "../up"], "'../up': begin with a letter or digit"),
         (["--workers", "3"], "data.batch_size=64 does not divide over workers=3"),
         (
             ["--workers", "2", "--ep", "2", "--set", "model.moe.num_experts=3"],
@@ -85,7 +85,9 @@ def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
         (["--init-from", "nosuch"], "--init-from nosuch: no trained model 'nosuch'"),
         (["--set", "name=elsewhere"], "use --name"),
         (["--set", "data.path=/x"], "use --data"),
-        (["--name", "mlflow.db"], "none of data, evaluation, mlartifacts, mlflow.db"),
+        (["--name", "data"], "'data' is reserved, as are data, evaluation, mlartifacts, mlflow.db"),
+        (["--name", "mlflow.db.lock"], "'mlflow.db.lock' is reserved"),
+        (["--init-from", ""], "--init-from : no trained model ''"),
     ],
 )
 def test_bad_input_is_one_clear_line(main, flags, message, home, monkeypatch, capsys):

@@ -34,7 +34,7 @@ def test_what_is_trained_is_said_first(home, call):
     first, what, *_ = said.splitlines()
     assert first == "training soft: loading libraries .."
     assert what == (
-        "soft: ViT with 8 soft experts in MoE blocks 1 (width 32, 2 blocks, patches of 2 px), images of"
+        "soft: ViT with 8 soft experts in blocks [1] (width 32, 2 blocks, patches of 2 px), images of"
         " 8 x 8 px, batch 64, 4 steps = 0.179 epochs of 1,430 images; always guessing the largest class:"
         " val/acc1 0.1117"
     )
@@ -55,7 +55,7 @@ def test_data_that_repeat_often_are_named(home, call):
 def test_a_run_that_diverged_has_failed(home, call):
     stopped, said = call(train.main, "--name", "hot", *SHORT, "--set", "train.lr=1e9")
     assert re.fullmatch(r"error: hot diverged: train/loss is nan at step \d", stopped)
-    assert "hot diverged: after" in said
+    assert "hot diverged after" in said
     assert statuses(home) == {"hot": "FAILED"}
     assert call(train.main, "--name", "hot", *SHORT, "--set", "train.lr=1e9")[0] == stopped  # and stays so
 
@@ -79,6 +79,8 @@ def test_weights_by_any_name_of_a_model(home, call):
     again = call(train.main, "--name", "next0", *SHORT, "--init-from", "first")
     assert again[0] == ""
     assert "next0 is complete" in again[1]
+    for wrong in ("nosuch", "sweep:first", ""):  # what it did not begin from is no longer let pass
+        assert "--init-from" in call(train.main, "--name", "next0", *SHORT, "--init-from", wrong)[0]
 
 
 def test_a_name_is_not_burnt_by_a_run_that_never_trained(home, call, monkeypatch):

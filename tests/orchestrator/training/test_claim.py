@@ -100,3 +100,12 @@ def test_changed_data_are_said_to_be_so(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{}")
     with pytest.raises(UsageError, match=r"the data at /shards changed since .* was started"):
         claim(str(tmp_path), fields(data__path="/shards") | {"data.digest": "3d9c"}, "auto")
+
+
+@pytest.mark.parametrize("mode", ["auto", "fresh"])
+def test_a_run_never_takes_the_place_of_a_sweep(mode: Mode, tmp_path: Path) -> None:
+    """Models are registered by where they lie; `--fresh` with a mistyped name would move them."""
+    claim(str(tmp_path / "mini"), fields() | {"quality": "val/acc1"}, "auto")
+    with pytest.raises(UsageError, match="mini belongs to a sweep, and this is a run: use another --name"):
+        claim(str(tmp_path / "mini"), fields(), mode)
+    assert os.listdir(tmp_path) == ["mini"]
