@@ -65,9 +65,7 @@ def check_file(flag: str, location: str) -> None:
     above = folder
     while above.rpartition("://")[2].strip("/"):
         if found := [name for name in OURS if storage.size(storage.join(above, name)) is not None]:
-            raise UsageError(
-                f"{flag} {location} lies in {above}, which holds {OURS[found[0]]}: choose another"
-            )
+            raise UsageError(f"{flag} {location}: {above} holds {OURS[found[0]]}, choose another place")
         above = above.rpartition("/")[0]
     check_writable(flag, folder)
 
