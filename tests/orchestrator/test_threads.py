@@ -48,7 +48,7 @@ def test_no_process_shares_more_than_it_was_given(monkeypatch):
 def test_threads_that_wait_give_up_their_core_soon():
     """Set before torch is loaded, whatever is imported first; what the user set stays."""
     code = "import orchestrator.config, os, ctypes; print(os.environ['GOMP_SPINCOUNT'])"
-    for mine, told in ((None, "4000"), ("7", "7")):
+    for mine, told in ((None, "2000"), ("7", "7")):
         env = {"PATH": "/usr/bin:/bin"} | ({"GOMP_SPINCOUNT": mine} if mine else {})
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
