@@ -8,7 +8,7 @@ import torch
 from moe.vit import ViTConfig
 
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
-FLOPS_PER_THREAD = 30e6  # of a matmul, about half a millisecond; measured: bench/results/threads.json
+FLOPS_PER_THREAD = 100e6  # of a matmul, about two milliseconds; below, waiting threads lose all beside others
 
 
 def threads_for(config: ViTConfig, images: int) -> int:

@@ -24,16 +24,16 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_as_many_as_the_largest_matmul_keeps_busy():
-    """64 images of 16 tokens, 48 x 192: 19 MFLOP. Twice and three times as wide: 75, 170 MFLOP."""
+    """64 images of 16 tokens, 48 x 192: 19 MFLOP; twice as wide: 75. 49 tokens, 384 x 1536: 58 per image."""
     assert threads_for(SMALL, 64) == 1
-    assert threads_for(replace(SMALL, width=96, mlp_dim=384), 64) == 2
-    assert threads_for(replace(SMALL, width=144, mlp_dim=576), 64) == 5
+    assert threads_for(replace(SMALL, width=96, mlp_dim=384), 64) == 1
+    assert threads_for(LARGE, 4) == 2
     assert threads_for(LARGE, 16) == 8
     assert threads_for(LARGE, 1) == 1
 
 
 def test_torch_is_told():
-    set_threads(replace(SMALL, width=96, mlp_dim=384), 64)
+    set_threads(LARGE, 4)
     assert torch.get_num_threads() == 2
     with one_thread():
         assert torch.get_num_threads() == 1
