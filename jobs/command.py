@@ -26,12 +26,6 @@ from orchestrator.prediction.plan import PLAN
 from orchestrator.tracking import Tracking, open_tracking
 from orchestrator.training.checkpoint import manifest as manifests
 
-OURS = {  # a file -> what the folder is that has it
-    "fields.json": "a run or a sweep",
-    "manifest.json": "a data set",
-    PLAN: "predictions",
-}
-
 
 def root(args: argparse.Namespace) -> str:
     """The directory or URI of all files of this user, absolute, the same for every process.
@@ -64,10 +58,23 @@ def check_file(flag: str, location: str) -> None:
     folder = location.rpartition("/")[0]
     above = folder
     while above.rpartition("://")[2].strip("/"):
-        if found := [name for name in OURS if storage.size(storage.join(above, name)) is not None]:
-            raise UsageError(f"{flag} {location}: {above} holds {OURS[found[0]]}, choose another place")
+        if results := results_in(above):
+            raise UsageError(f"{flag} {location}: {above} holds {results}, choose another place")
         above = above.rpartition("/")[0]
     check_writable(flag, folder)
+
+
+def results_in(folder: str) -> str:
+    """What a folder that one of our commands wrote holds; empty for any other folder."""
+    if storage.size(storage.join(folder, "fields.json")) is not None:
+        return "a run or a sweep"
+    if storage.size(storage.join(folder, PLAN)) is not None:
+        return "predictions"
+    try:
+        open_manifest(folder)  # other projects have a manifest.json too
+    except UsageError:
+        return ""
+    return "a data set"
 
 
 def check_storage(args: argparse.Namespace) -> None:
@@ -164,6 +171,8 @@ def print_fields(base: RunConfig) -> None:
 
 def tracking(args: argparse.Namespace, name: str) -> Tracking:
     """The MLflow store. `name`: of the run or sweep whose process this is."""
+    if storage.is_local(root(args)):
+        check_storage(args)
     return open_tracking(
         tracking_uri(args), artifacts=f"{root(args)}/mlartifacts", spool=spool_of(args, name)
     )
@@ -175,7 +184,6 @@ def spool_of(args: argparse.Namespace, name: str) -> str:
     Below the storage, or if that is remote beside this node's cache, which drops what it does not know.
     """
     if storage.is_local(root(args)):
-        check_storage(args)
         return f"{root(args)}/outbox/{name}"
     key = hashlib.sha256(f"{root(args)}/{name}".encode()).hexdigest()[:16]
     cache = os.environ.get(FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"

@@ -50,7 +50,7 @@ def run_sweep(args: argparse.Namespace) -> None:
     sweep = sweep_from(args)
     if not args.plan:
         check_sweep(sweep, verify=args.verify)
-    print_sweep(sweep)
+        print_sweep(sweep)
     if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
         connect()
     planned = None

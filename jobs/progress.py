@@ -1,4 +1,4 @@
-"""What training prints while it lasts: a line for every report, and how far the trials of a sweep are."""
+"""Printed progress: a line for every report of a run; a bar or an occasional line for a running trial."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ EVERY_S = 20  # between lines about one trial, where there is no terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
 
 
-class Pace:
+class RunProgress:
     """Steps over time since the first report, and when the last step will be done at that rate."""
 
     def __init__(self, steps: int) -> None:
@@ -51,7 +51,7 @@ class StepLines:
     """A line for every report of a run."""
 
     def __init__(self, run: RunConfig) -> None:
-        self._pace = Pace(run.train.steps)
+        self._pace = RunProgress(run.train.steps)
 
     def show(self, step: int, metrics: Metrics) -> None:
         self._pace.report(step, metrics)
@@ -71,8 +71,8 @@ class TrialProgress:
         self._run = run
         self._total = total
         self._status = status
-        self._running: dict[str, tuple[Pace, TaskID]] = {}
-        self._said: dict[str, float] = {}
+        self._running: dict[str, tuple[RunProgress, TaskID]] = {}
+        self._printed_s: dict[str, float] = {}
         pace = TextColumn("{task.fields[pace]}")
         columns = (TextColumn("{task.description:20}"), BarColumn(30), MofNCompleteColumn(), pace)
         self._bars = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
@@ -89,15 +89,15 @@ class TrialProgress:
 
     def start(self, name: str, steps: int) -> None:
         if name not in self._running:  # else its process died, and this is another
-            self._running[name] = Pace(steps), self._bars.add_task(name, total=steps, pace="starting")
-            self._said[name] = time.monotonic()
+            self._running[name] = RunProgress(steps), self._bars.add_task(name, total=steps, pace="starting")
+            self._printed_s[name] = time.monotonic()
 
     def report(self, name: str, step: int, metrics: Metrics) -> None:
         pace, bar = self._running[name]
         pace.report(step, metrics)
         self._bars.update(bar, completed=step, pace=f"{pace.images_per_s:.4g} images/s  {pace.left()}")
-        if self._bars.disable and time.monotonic() - self._said[name] > EVERY_S:
-            self._said[name] = time.monotonic()
+        if self._bars.disable and time.monotonic() - self._printed_s[name] > EVERY_S:
+            self._printed_s[name] = time.monotonic()
             print(f"        {name:18} {pace}", flush=True)
 
     def ended(self, name: str, outcome: Outcome) -> None:

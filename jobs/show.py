@@ -22,13 +22,13 @@ from orchestrator.sweeping.progress import Snapshot
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.worker import Result, run_directory
 
-MOST_EPOCHS = 300  # as the longest common recipes of ImageNet; what repeats its data more often is told
+MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out
 LOOKED_AT = 16  # images whose headers say how large the data's own are
 
 
 def print_training(run: RunConfig) -> None:
     """Prints which model is trained on which data, and the accuracy that guessing would reach."""
-    print(f"{run.name}: {model_words(run.model)}, {data_words(run)}", flush=True)
+    print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
 
 
 def print_sweep(sweep: Sweep) -> None:
@@ -40,10 +40,10 @@ def print_sweep(sweep: Sweep) -> None:
         families = Counter(family(run.model) for run in runs.values())
         arms = ", ".join(f"{count} {name}" for name, count in families.items())
         arms = f"{len(runs)} trials ({arms})"
-    print(f"{sweep.base.name}: {arms}, {data_words(sweep.base)}", flush=True)
+    print(f"{sweep.base.name}: {arms}, {describe_data(sweep.base)}", flush=True)
 
 
-def model_words(model: ViTConfig) -> str:
+def describe_model(model: ViTConfig) -> str:
     size = f"width {model.width}, {model.depth} blocks, patches of {model.patch_size} px"
     if not model.moe:
         return f"dense ViT without experts ({size})"
@@ -52,7 +52,7 @@ def model_words(model: ViTConfig) -> str:
     return f"ViT with {experts} in blocks [{blocks}] ({size})"
 
 
-def data_words(run: RunConfig) -> str:
+def describe_data(run: RunConfig) -> str:
     manifest, size = open_manifest(run.data.path), run.model.image_size
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
     own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"

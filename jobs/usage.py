@@ -1,4 +1,4 @@
-"""What every command shares before it loads torch, Ray or MLflow: flags, the first line, how it fails.
+"""Flags, the first line and the handling of errors and signals that all commands share.
 
 `--help` and usage errors must answer at once, so nothing here imports a large library.
 """

@@ -19,8 +19,6 @@ from orchestrator.training.artifacts import finish, log_left_behind
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
-DIVERGED = ("FAILED", "true")  # status and tag of a run whose loss was not finite any more
-
 
 class TrialLog:
     """The driver alone writes, and a trial continues its run, whichever process goes on with it."""
@@ -37,8 +35,11 @@ class TrialLog:
         """Names of the trials whose end MLflow knows, or was told and will know."""
         self.tracking.flush(timeout_s=60)
         found = children(self.tracking, self.parent.run_id())
-        ended = [r for r in found if r.status == "FINISHED" or (r.status, r.tags.get("diverged")) == DIVERGED]
-        return {run.tags.get("trial", run.name) for run in ended}
+        return {
+            run.tags.get("trial", run.name)
+            for run in found
+            if run.status == "FINISHED" or (run.status == "FAILED" and run.tags.get("diverged") == "true")
+        }
 
     def begin(self, trial: Trial) -> None:
         self._run_of(trial)

@@ -58,5 +58,5 @@ def snapshot(sweep: Sweep, standings: Sequence[Standing], purse: Purse) -> Snaps
         front=int(pareto_front(points).sum()),
         hypervolume=hypervolume_2d(points, np.array([math.log10(1.1 * highest), 1 - chance])),
         spent_s=purse.spent_s,
-        left_s=purse.left_s(standings) / devices if devices and purse.foresees() else 0.0,
+        left_s=purse.left_s(standings) / devices if devices and purse.can_estimate() else 0.0,
     )

@@ -11,7 +11,7 @@ from orchestrator import storage
 from orchestrator.sweeping.agenda import Job, Standing
 from orchestrator.sweeping.prices import Budget
 
-LIKE = 8  # ended jobs that the time of another is foreseen from
+LIKE = 8  # ended jobs nearest in size, which an estimate is fitted to
 
 
 class Purse:
@@ -19,7 +19,7 @@ class Purse:
 
     Args:
         directory: of the sweep; ``spent.json`` there survives the process.
-        predicted: trial -> device-seconds of all of it. Others are foreseen from the ended jobs of like
+        predicted: trial -> device-seconds of all of it. Others are estimated from the ended jobs of like
             size; before the first has ended nothing is known, and nothing refused.
     """
 
@@ -60,8 +60,8 @@ class Purse:
                 return float(fixed + rate * flops)
         return float(flops * seconds.sum() / size.sum())
 
-    def foresees(self) -> bool:
-        """Whether enough jobs have ended, or are predicted, to say how long the rest will take."""
+    def can_estimate(self) -> bool:
+        """Whether enough jobs have ended, or are predicted, to estimate the time of the rest."""
         return len(self._ended) >= LIKE // 2 or bool(self.predicted)
 
     def begin(self, job: Job, one: Standing) -> None:

@@ -45,7 +45,7 @@ class Options:
 
 
 class Watch(Protocol):
-    """Who follows a sweep: a job begins, a trial reports a step, its job ends, half a minute has passed."""
+    """Callbacks of a sweep: a job begins, a trial reports a step, its job ends, half a minute has passed."""
 
     def began(self, job: Job) -> None: ...
     def report(self, name: str, step: int, metrics: Metrics) -> None: ...

@@ -1,4 +1,4 @@
-"""What workers leave in a run's directory that belongs among its artifacts, and how its tracked run ends."""
+"""The end of a tracked run: artifacts that workers left in the run's directory, and its status."""
 
 from typing import Any, Protocol
 

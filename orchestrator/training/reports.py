@@ -51,7 +51,7 @@ class Reports:
 
 
 class LogLines(logging.Handler):
-    """What the workers of a run log reaches the process that asked for the run, without Ray's own lines."""
+    """Forwards the log of a worker to the process that started the run; Ray's own lines are not forwarded."""
 
     def __init__(self, reports: Any, prefix: str) -> None:
         super().__init__()

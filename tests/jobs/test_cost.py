@@ -11,20 +11,13 @@ import pytest
 
 from jobs import cost
 from moe.presets import PRESETS
+from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "jobs/cost.py", *args],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_bare("jobs/cost.py", *args)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Commands answer before they load large libraries: help, usage errors, the line that says what begins."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ print(json.dumps(answers))
 """
 FIRST_LINE = """
 import builtins, runpy, sys
+from tests.jobs.bare import run_bare
 lines, show = [], print
 def record(*words, **where):
     lines.append((words[0], "torch" in sys.modules))
@@ -44,21 +43,9 @@ show(*lines[0], "torch" in sys.modules, file=sys.stderr)
 """
 
 
-def python(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[str, str, int, list[str], str]]:
-    done = python(ANSWER)
+    done = run_bare("-c", ANSWER)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -73,7 +60,7 @@ def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
 
 
 def test_the_first_line_comes_before_torch():
-    done = python(FIRST_LINE)
+    done = run_bare("-c", FIRST_LINE)
     assert done.returncode == 0, done.stderr
     first, *_, last = done.stderr.splitlines()
     assert first == "computing costs: loading libraries .."

@@ -12,10 +12,10 @@ from orchestrator.errors import UsageError
     ("file", "holds"),
     [("fields.json", "a run or a sweep"), ("manifest.json", "a data set"), ("_plan.json", "predictions")],
 )
-def test_a_file_never_lies_among_what_others_left(file: str, holds: str, tmp_path: Path):
+def test_a_file_never_lies_among_results(file: str, holds: str, digits: str, tmp_path: Path):
     folder = tmp_path / "taken"
     folder.mkdir()
-    (folder / file).write_text("{}")
+    (folder / file).write_bytes(Path(digits, "manifest.json").read_bytes())
     with pytest.raises(UsageError, match=f"/soup.safetensors: {folder} holds {holds}, choose another place"):
         check_file("--out", f"{folder}/below/soup.safetensors")
     check_file("--out", f"{tmp_path}/new/soup.safetensors")
@@ -34,3 +34,8 @@ def test_a_folder_of_results_holds_nothing_else(tmp_path: Path):
             check_out(str(place), own=(), apart=(str(images),))
     with pytest.raises(UsageError, match="--out /proc/x cannot be written to: "):
         check_out("/proc/x", own=())
+
+
+def test_a_manifest_of_another_project_is_not_a_data_set(tmp_path: Path):
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    check_file("--out", f"{tmp_path}/soup.safetensors")

@@ -1,6 +1,5 @@
 """`jobs/plan.py` as a user runs it."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,20 +35,13 @@ def test_a_model_of_3_7_billion():
     """In under 5 s of CPU and 1 GiB, importing torch included."""
     script = f"""
 import re, runpy, sys, time
+from tests.jobs.bare import run_bare
 sys.argv = {["jobs/plan.py", "soft-B/16-128e", "--devices", "16", "--set", "data.batch_size=256"]}
 runpy.run_path(sys.argv[0], run_name="__main__")
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
 print(time.process_time(), int(peak) / 2**20, file=sys.stderr)
 """
-    job = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    job = run_bare("-c", script)
     assert job.returncode == 0, job.stderr
     cpu_s, peak_gib = map(float, job.stderr.split())  # and not a word more
     assert cpu_s < 5

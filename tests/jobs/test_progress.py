@@ -1,4 +1,4 @@
-"""What a user sees while trials run."""
+"""Progress of runs and trials as it is printed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jobs import progress
-from jobs.progress import Pace, StepLines, TrialProgress
+from jobs.progress import RunProgress, StepLines, TrialProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeping.sweep import Sweep
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_pace_is_that_since_the_first_report(clock):
     """Starting took 50 s, which say nothing about steps: 20 steps in 10 s, 60 to go."""
-    pace = Pace(100)
+    pace = RunProgress(100)
     assert str(pace) == "starting"
     clock[0] = 50
     pace.report(20, {"perf/images_per_s": 80.0})

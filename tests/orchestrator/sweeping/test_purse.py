@@ -57,7 +57,7 @@ def test_time_is_taken_from_jobs_of_like_size(tmp_path, clock):
         purse.begin(job(one), one)
         clock[0] += seconds
         purse.paid(job(one), one)
-        assert purse.foresees() == (number >= 3)  # one or two say little
+        assert purse.can_estimate() == (number >= 3)  # one or two say little
     small, large = standing("small", 1.1e9), standing("large", 0.9e11)
     for known in (purse, Purse(Budget(), str(tmp_path))):  # the next process knows it too
         assert known.of_job(job(small), small) == pytest.approx(10, rel=0.01)
