@@ -8,6 +8,7 @@ import pytest
 
 from jobs.usage import POINT
 from orchestrator.evaluation import finetune, point
+from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(
@@ -31,7 +32,6 @@ print(json.dumps(answers))
 """
 FIRST_LINE = """
 import builtins, runpy, sys
-from tests.jobs.bare import run_bare
 lines, show = [], print
 def record(*words, **where):
     lines.append((words[0], "torch" in sys.modules))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs import plan
+from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,6 @@ def test_a_model_of_3_7_billion():
     """In under 5 s of CPU and 1 GiB, importing torch included."""
     script = f"""
 import re, runpy, sys, time
-from tests.jobs.bare import run_bare
 sys.argv = {["jobs/plan.py", "soft-B/16-128e", "--devices", "16", "--set", "data.batch_size=256"]}
 runpy.run_path(sys.argv[0], run_name="__main__")
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
