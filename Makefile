@@ -2,11 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
-TWO_AT_ONCE := --numprocesses 2 --dist loadfile  # a file's fixtures are made once
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup sweep test test-all check bench ui cluster-local cluster-local-stop clean
+.PHONY: setup sweep test test-smoke test-all check bench ui cluster-local cluster-local-stop clean
 
 setup: .venv/.installed
 
@@ -19,11 +19,14 @@ setup: .venv/.installed
 sweep: setup  ## train the arms of the sweep `quickstart`, write its frontier
 	$(BIN)/python jobs/pareto_sweep.py
 
-test: setup
-	$(BIN)/python -m pytest $(TWO_AT_ONCE)
+test: setup  ## the logic, on real parts; docs/testing.md describes the three lanes
+	$(PYTEST)
 
-test-all: setup  ## slow tests too, and those for a GPU where there is one
-	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m 'slow or not slow'
+test-smoke: setup  ## one of each kind that takes long: kills, a lost node, a submitted job; wants Chromium
+	MOE_FRONTIER_ALL_PARTS=1 $(PYTEST) -m smoke
+
+test-all: setup  ## everything, and GPU tests where there is one; wants Chromium and Postgres
+	MOE_FRONTIER_ALL_PARTS=1 $(PYTEST) -m ''
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -200,7 +200,9 @@ def tracking_uri(args: argparse.Namespace) -> str:
 
 
 def connect() -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here."""
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here; once in a process."""
+    if ray.is_initialized():
+        return
     print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
     ray.init(logging_level=logging.ERROR, log_to_driver=False)
     stop_soon_on_signals()  # Ray has set a handler of its own

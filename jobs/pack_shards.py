@@ -88,13 +88,11 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
         yield from map(work, tasks)
         return
 
-    import ray
     import ray.data
 
     from jobs.command import connect
 
-    if not ray.is_initialized():
-        connect()
+    connect()
 
     def run(row: dict[str, Any]) -> dict[str, Any]:
         try:

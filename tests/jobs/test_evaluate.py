@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from mlflow import MlflowClient
 
 from jobs import evaluate, operating_points
@@ -161,22 +160,11 @@ def test_data_of_the_same_folder_name_has_a_key_of_its_own(
     assert run.tags["eval.data.others-shards"] == f"{tmp_path}/others/shards"
 
 
-@pytest.fixture(scope="module")
-def one_ray() -> Any:
-    """For all jobs here: each would start its own."""
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.slow
-def test_operating_points_of_a_sweep(
-    one_ray: None, home: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_operating_points_of_a_sweep(cluster: None, home: Path, call: Call, tmp_path: Path):
     """Nine settings of the token router, none of the others; the page shows them and what they add. The same
     question again is answered from the disk.
     """
-    monkeypatch.setattr("jobs.command.connect", lambda: None)
     before = {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
     arguments = ["sweep:tiny", "--repeats", "1", "--grid", "routing.k=1,2,3", "routing.capacity=0.5,1,1.5"]
     stopped, printed = call(operating_points.main, *arguments)
@@ -209,13 +197,10 @@ def test_operating_points_of_a_sweep(
 
 
 @pytest.mark.slow
-def test_operating_points_of_any_models(
-    one_ray: None, home: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_operating_points_of_any_models(cluster: None, home: Path, call: Call, tmp_path: Path):
     """Exported files and steps of one run, which are no sweep: a page of their own, forward GFLOPs as cost,
     and each model's own figures.
     """
-    monkeypatch.setattr("jobs.command.connect", lambda: None)
     steps = [f"{home}/tiny/trials/soft/checkpoints/step-000000{step}" for step in (10, 20)]
     models = [*steps, f"{home}/dense.safetensors"]
     stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path))

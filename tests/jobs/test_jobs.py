@@ -169,6 +169,7 @@ def test_a_sweep_may_judge_frozen_features(home, monkeypatch):
             check_metrics(sweep)
 
 
+@pytest.mark.smoke  # 15 trials, and a confirmation on two workers
 def test_the_quickstart_from_shards_to_a_registered_model(home):
     """`make sweep` with fewer steps: frontier, confirmation on two workers, registry; again adds nothing."""
     command = ["jobs/pareto_sweep.py", "--set", "train.steps=12", "--set", "train.report_every=6"]

@@ -12,45 +12,22 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-ROOT = Path(__file__).parents[2]
-ARMS = 16
-SWEEP = """
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from tests.jobs.small_sweep import ARMS
+from tests.parts import free_port
 
-def make():
-    kinds = ("soft", "expert_choice", "token_choice")
-    arms = {"dense": {}} | {
-        f"arm{i:02}": {
-            "model.moe.router.kind": kinds[i % 3], "model.moe.num_experts": 2, "model.mlp_dim": 32 + 16 * i
-        }
-        for i in range(1, 16)
-    }
-    fields = {"name": "sixteen", "train.steps": 60, "train.report_every": 5, "checkpoint.every": 10}
-    return Sweep(base=override(RunConfig(), fields), arms=arms)
-"""
+ROOT = Path(__file__).parents[2]
 State = dict[str, tuple[str, float, float, str]]
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
-def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("sweep") / "sixteen.py"
-    file.write_text(SWEEP)
-    return f"{file}:make"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, sweep_file: str) -> State:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     home = tmp_path_factory.mktemp("undisturbed")
-    assert start(home, sweep_file).wait(timeout=900) == 0
+    assert start(home).wait(timeout=900) == 0
     return state(f"sqlite:///{home}/mlflow.db")
 
 
-def start(home: Path, sweep_file: str, **env: str) -> subprocess.Popen[bytes]:
-    command = ["jobs/pareto_sweep.py", "--sweep", sweep_file, "--confirm", "0"]
+def start(home: Path, **env: str) -> subprocess.Popen[bytes]:
+    command = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
     home.mkdir(exist_ok=True)
     with (home / "log.txt").open("ab") as log:
         return subprocess.Popen(
@@ -66,7 +43,7 @@ def start(home: Path, sweep_file: str, **env: str) -> subprocess.Popen[bytes]:
 
 
 def complete(home: Path) -> int:
-    return len(list(home.glob("sixteen/trials/*/result.json")))
+    return len(list(home.glob("small/trials/*/result.json")))
 
 
 def until(condition: Callable[[], bool], driver: subprocess.Popen[bytes], home: Path) -> None:
@@ -116,19 +93,25 @@ def state(uri: str) -> State:
     return found
 
 
-def test_the_driver_killed_three_times_and_a_worker_twice(tmp_path, sweep_file, undisturbed):
+@pytest.mark.parametrize(
+    ("milestones", "workers"),
+    [pytest.param((2,), 1, marks=pytest.mark.smoke), pytest.param((1, 3, 5), 2, marks=pytest.mark.slow)],
+    ids=["once", "often"],
+)
+def test_the_driver_and_workers_are_killed(milestones, workers, tmp_path, undisturbed):
+    """The driver when so many trials are complete, then so many workers."""
     home = tmp_path / "home"
-    for milestone in (2, 6, 10):
-        driver = start(home, sweep_file)
+    for milestone in milestones:
+        driver = start(home)
         until(lambda milestone=milestone: complete(home) >= milestone, driver, home)
         kill_driver(driver)
-    driver = start(home, sweep_file)
-    before = complete(home)
-    until(lambda: complete(home) > before, driver, home)
-    for _ in range(2):
-        until(lambda: bool(trainers(driver)), driver, home)
-        trainers(driver)[0].kill()
-        time.sleep(1)
+    driver = start(home)
+    killed: set[int] = set()
+    while len(killed) < workers:
+        until(lambda: any(one.pid not in killed for one in trainers(driver)), driver, home)
+        victim = next(one for one in trainers(driver) if one.pid not in killed)
+        victim.kill()
+        killed.add(victim.pid)
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
     found = state(f"sqlite:///{home}/mlflow.db")
     assert len(found) == ARMS
@@ -152,11 +135,7 @@ def command_of(process: psutil.Process) -> list[str]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Starts `mlflow server` on the same port and store, as often as it is called."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     started: list[subprocess.Popen[bytes]] = []
 
     def serve() -> subprocess.Popen[bytes]:
@@ -181,10 +160,11 @@ def server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
             os.killpg(one.pid, signal.SIGKILL)
 
 
-def test_the_tracking_server_is_away_for_a_minute(tmp_path, sweep_file, undisturbed, server):
+@pytest.mark.slow
+def test_the_tracking_server_is_away_for_a_minute(tmp_path, undisturbed, server):
     home, first = tmp_path / "home", server()
     uri = str(first.args)
-    driver = start(home, sweep_file, MLFLOW_TRACKING_URI=uri)
+    driver = start(home, MLFLOW_TRACKING_URI=uri)
     until(lambda: complete(home) >= 3, driver, home)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()

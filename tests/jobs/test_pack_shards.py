@@ -73,6 +73,7 @@ def test_on_a_cluster(cluster, call: Call, tmp_path: Path, monkeypatch: pytest.M
     assert len(files(tmp_path / "here")) > 8
 
 
+@pytest.mark.smoke
 def test_a_failure_on_the_cluster_is_one_line(
     cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow import MlflowClient
+
+from tests.parts import free_port
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -38,29 +39,23 @@ def env(tmp_path: Path) -> dict[str, str]:
 def head(env: dict[str, str]) -> Iterator[str]:
     """The dashboard's address. Only this head's processes are ended; they all name its directory."""
     folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
-    dashboard = _free_port()
+    dashboard = free_port()
     command = [
         RAY,
         "start",
         "--head",
-        f"--port={_free_port()}",
+        f"--port={free_port()}",
         f"--dashboard-port={dashboard}",
         "--num-cpus=2",
     ]
     command += ["--dashboard-host=127.0.0.1", f"--temp-dir={folder}"]
-    command += [f"--dashboard-agent-listen-port={_free_port()}"]  # the default may be another Ray's
+    command += [f"--dashboard-agent-listen-port={free_port()}"]  # the default may be another Ray's
     subprocess.run(command, env=env, check=True, capture_output=True, timeout=120)
     yield f"http://127.0.0.1:{dashboard}"
     for process in psutil.process_iter(["cmdline"]):
         if folder in " ".join(process.info["cmdline"] or []):
             process.kill()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]  # from the kernel's own range, above the one that Ray gives to workers
 
 
 def submit(

@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from orchestrator.errors import UsageError
 from orchestrator.tracking import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
-from tests.orchestrator.frontier.browser import DRAWN, chromium, needs_browser
+from tests.orchestrator.frontier.browser import DRAWN, chromium
 from tests.orchestrator.tracking.stores import Postgres
 
 pytestmark = pytest.mark.slow  # two minutes: the quickstart's 15 trials, and a server that starts twice
@@ -138,7 +138,6 @@ def test_who_may_only_read_learns_it_at_the_start(server: TeamServer, sweep: str
     assert (tmp_path / "frontier.html").exists()
 
 
-@needs_browser
 def test_a_browser_shows_it(
     server: TeamServer, sweep: str, client: MlflowClient, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -161,15 +162,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def spawn(ranks: int, worker: Callable[..., None], folder: str) -> None:
+def spawn(ranks: int, worker: Callable[..., None], folder: str, timeout_s: float = 300) -> None:
     """Runs ``worker(rank, ranks, folder)`` in as many processes of one gloo group."""
-    mp.spawn(_start, args=(ranks, worker, folder), nprocs=ranks)
+    mp.spawn(_start, args=(ranks, worker, folder, timeout_s), nprocs=ranks)
 
 
-def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str) -> None:
+def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/{worker.__name__}-{ranks}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    store, timeout = f"file://{folder}/{worker.__name__}-{ranks}", timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     worker(rank, ranks, folder)
     dist.destroy_process_group()
 

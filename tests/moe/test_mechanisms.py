@@ -32,6 +32,8 @@ SEEDS = (0, 1, 2)
 TOKENS = 16 * GROUP  # of a group
 CAPACITIES = (1.5, 0.5, 0.3, 0.15, 0.05)
 
+pytestmark = pytest.mark.slow  # it trains a dozen models
+
 
 @pytest.fixture(scope="module")
 def chooser() -> ViT:

@@ -163,6 +163,7 @@ def _rank_of_two(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_peak_of_two_ranks(tmp_path: Path):
     """Over gloo, with real traffic: nothing else is held than in the tests above."""
     mp.spawn(_rank_of_two, args=(str(tmp_path),), nprocs=2)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import ot
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,6 @@ def column_error(plan_GSE: Tensor, valid_GS: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("S", "E", "scale"), [(16, 4, 1.0), (9, 5, 3.0), (4, 7, 2.0), (60, 6, 5.0)])
 def test_pot(S, E, scale):
-    ot = pytest.importorskip("ot")
     logits = logits_of(1, S, E, scale=scale)
     plan, residual = sinkhorn_plan(logits, torch.ones(1, S), 2000)
     reference = ot.bregman.sinkhorn_log(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 from torch import Tensor
 
 from moe.routers.assignment import assign
@@ -39,7 +40,6 @@ def objective(plan_GSE: Tensor, scores_GSE: Tensor) -> Tensor:
 
 def best_total(scores_SE: Tensor, capacity: int) -> float:
     """Of all tokens' scores, with `capacity` seats per expert, by scipy."""
-    optimize = pytest.importorskip("scipy.optimize")
     seats = np.repeat(scores_SE.numpy(), capacity, axis=1)
     return seats[optimize.linear_sum_assignment(seats, maximize=True)].sum()
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from orchestrator import storage
 from orchestrator.codec import override
@@ -17,6 +16,7 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import Batch, Reader, open_stream
+from tests.conftest import start_ray
 from tests.orchestrator.buckets import Bucket, connect_anew
 from tests.orchestrator.data.test_stream import equal
 from tests.orchestrator.faulty_proxy import Kind
@@ -84,11 +84,8 @@ def test_in_process(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> No
 
 
 @pytest.mark.slow  # a Ray of its own
-def test_by_ray_data(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> None:
+def test_by_ray_data(no_cluster: None, expected: list[Batch], stormy: tuple[str, list[Kind]]) -> None:
     """Its processes inherit where S3 is."""
     path, failed = stormy
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
-    try:
-        assert_same(batches(path, by_ray_data(Feed.remote())), expected, failed)
-    finally:
-        ray.shutdown()
+    start_ray()
+    assert_same(batches(path, by_ray_data(Feed.remote())), expected, failed)

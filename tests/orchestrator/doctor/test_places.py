@@ -16,7 +16,8 @@ from orchestrator.errors import UsageError
 from orchestrator.tracking import open_tracking
 from orchestrator.tracking.health import look
 from tests.orchestrator.buckets import Bucket
-from tests.orchestrator.tracking.stores import Postgres, free_port
+from tests.orchestrator.tracking.stores import Postgres
+from tests.parts import free_port
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,7 @@ def test_a_server_that_is_down_or_called_with_a_password(server: str) -> None:
     assert "s3cret" not in json.dumps(places.check_tracking(named, nodes=1).found)
 
 
+@pytest.mark.slow
 def test_postgres_is_empty_refuses_lacks_a_database_and_is_down() -> None:
     postgres = Postgres()
     try:

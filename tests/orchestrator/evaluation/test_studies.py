@@ -70,6 +70,7 @@ def judged() -> list[specialisation.Judged]:
     return list(specialisation.nets(1, specialisation.STOP_AT, lambda line: None))
 
 
+@pytest.mark.smoke
 def test_experts_specialise(judged):
     """Implicit Bias, sections 4.2-4.4: at the same accuracy, half of many small experts suffices for nearly
     every image, and the router tells which."""
@@ -161,6 +162,7 @@ def test_training_stops_where_it_is_told():
     assert steps == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "width", "several"), [(5, 2, 5), (2, 5, 10)])
 def test_one_expert_cannot_learn_the_norm(tokens, width, several):
     """Implicit Bias, theorem 1 and appendix B, figure 4: several as large together can, after fewer steps
@@ -203,6 +205,7 @@ def test_time_falls_with_the_experts_that_run():
     assert column(found, "times faster")[0] == 1
 
 
+@pytest.mark.smoke
 def test_pictures_are_drawn(judged, tmp_path):
     found = specialisation.found(judged, specialisation.STOP_AT)
     draw(found, tmp_path / "picture.png")

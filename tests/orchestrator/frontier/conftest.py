@@ -8,5 +8,4 @@ from tests.orchestrator.frontier.browser import chromium
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    """Only for tests marked `needs_browser`."""
     yield from chromium(tmp_path_factory.mktemp("chromium"))

@@ -3,6 +3,7 @@
 import sys
 from itertools import product
 
+import moocore
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,7 +41,6 @@ def test_a_surface_is_its_definition(runs: list[NDArray[np.float64]], share: flo
 @settings(deadline=None)  # the first example imports the library
 @given(st.lists(run, min_size=2, max_size=5))
 def test_surfaces_agree_with_moocore(runs: list[NDArray[np.float64]]) -> None:
-    moocore = pytest.importorskip("moocore")
     sets = np.repeat(np.arange(len(runs)), [len(points) for points in runs])
     found = moocore.eaf(np.concatenate(runs), sets=sets, percentiles=[25, 50, 75])
     for percentile in (25, 50, 75):
@@ -51,7 +51,6 @@ def test_surfaces_agree_with_moocore(runs: list[NDArray[np.float64]]) -> None:
 @settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=8))
 def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, ...]]) -> None:
-    pytest.importorskip("moocore")
     cells = sum(
         any(all(a <= b for a, b in zip(corner, cell, strict=True)) for corner in corners)
         for cell in product(range(4), repeat=3)
@@ -61,7 +60,6 @@ def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, ...]]) -> N
 
 
 def test_not_finite_points_add_nothing() -> None:
-    pytest.importorskip("moocore")
     costs = np.array([(0, 0, 0), (np.nan, 0, 0), (-np.inf, 0, 0), (0, 2, 0)], dtype=np.float64)
     assert hypervolume(costs, np.array([1.0, 2.0, 3.0])) == 6
     assert hypervolume(costs[1:], np.array([1.0, 2.0, 3.0])) == 0
@@ -70,7 +68,6 @@ def test_not_finite_points_add_nothing() -> None:
 @settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.floats(0, 9)] * 2), min_size=1, max_size=20).map(np.array))
 def test_two_objectives_agree_with_ours(costs: NDArray[np.float64]) -> None:
-    pytest.importorskip("moocore")
     reference = np.array([8.0, 9.0])
     assert hypervolume(costs, reference) == pytest.approx(hypervolume_2d(costs, reference))
 

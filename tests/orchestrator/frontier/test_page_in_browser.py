@@ -15,10 +15,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.style import UNKNOWN
-from tests.orchestrator.frontier.browser import DRAWN, needs_browser, open_page
+from tests.orchestrator.frontier.browser import DRAWN, open_page
 from tests.orchestrator.frontier.samples import EVIL, FRONTIER, LINK, many, point
 
-pytestmark = needs_browser
+pytestmark = pytest.mark.smoke
 
 MARKERS = "#plot0 .scatterlayer .points path"
 

@@ -2,11 +2,13 @@
 
 from itertools import product
 
+import moocore
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from optuna._hypervolume import compute_hypervolume
 
 from orchestrator.frontier.pareto import epsilon_front, hypervolume_2d, knee, pareto_front, ranks
 
@@ -130,15 +132,13 @@ def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, int]]) -> N
 @settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=12))
 def test_hypervolume_agrees_with_optuna(corners: list[tuple[int, int]]) -> None:
-    theirs = pytest.importorskip("optuna._hypervolume").compute_hypervolume
     costs, reference = np.array(corners, dtype=np.float64), np.array([9.0, 9.0])
-    assert hypervolume_2d(costs, reference) == pytest.approx(theirs(costs, reference))
+    assert hypervolume_2d(costs, reference) == pytest.approx(compute_hypervolume(costs, reference))
 
 
 @settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=12))
 def test_fronts_and_ranks_agree_with_moocore(rows: list[tuple[int, ...]]) -> None:
-    moocore = pytest.importorskip("moocore")
     costs = np.array(rows, dtype=np.float64)
     assert pareto_front(costs).tolist() == moocore.is_nondominated(costs, keep_weakly=True).tolist()
     distinct = np.unique(costs, axis=0)  # theirs puts equal points on different ranks

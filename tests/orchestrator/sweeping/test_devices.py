@@ -1,10 +1,8 @@
 """Trials of 1, 2 and 4 workers share four CPUs: none waits for ever, none is started into nothing."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -16,16 +14,15 @@ from orchestrator.sweeping.run import Options, SweepRun
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
 from orchestrator.training.worker import Result, run_directory
+from tests.conftest import start_ray
 from tests.orchestrator.sweeping.watch import Unwatched
 
 pytestmark = pytest.mark.slow  # workers of their own for every large trial
 
 
 @pytest.fixture
-def four_cpus() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, logging_level="error", log_to_driver=False)
-    yield
-    ray.shutdown()
+def four_cpus(no_cluster: None) -> None:
+    start_ray(num_cpus=4)
 
 
 def swept(digits: str, folder: Path, workers: list[int]) -> dict[str, object]:

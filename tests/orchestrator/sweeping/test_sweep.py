@@ -31,6 +31,7 @@ from orchestrator.tracking import Tracking, children, find_sweep, open_tracking,
 from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.cluster import most_resources
 from orchestrator.training.worker import Result, checkpoint_directory, run_directory
+from tests.conftest import start_ray
 from tests.orchestrator.sweeping.watch import Unwatched
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -225,7 +226,7 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(swee
     found = children(tracking, find_sweep(tracking, "tiny").run_id)
     assert "RUNNING" not in {run.status for run in found}
     ray.shutdown()  # as it goes with its driver, and the trials with it
-    ray.init(address="local", num_cpus=2, logging_level="error", log_to_driver=False)
+    start_ray()
     assert len(swept(sweep, tracking)) == 3
     again = children(tracking, find_sweep(tracking, "tiny").run_id)
     assert {run.status for run in again} == {"FINISHED"}

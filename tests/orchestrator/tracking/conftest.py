@@ -34,7 +34,11 @@ def postgres() -> Iterator[Postgres]:
     postgres.remove()
 
 
-@pytest.fixture(params=["sqlite", "server", "postgres"])
+SERVER = pytest.param("server", marks=pytest.mark.smoke)
+POSTGRES = pytest.param("postgres", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["sqlite", SERVER, POSTGRES])
 def store(request: pytest.FixtureRequest) -> Store:
     """Each kind in turn."""
     return request.getfixturevalue(request.param)

@@ -1,10 +1,8 @@
 """Real MLflow stores that can be stopped and started: a SQLite file, a server over HTTP, and Postgres."""
 
-import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
+from tests.parts import free_port, system_program
 
 
 class Sqlite:
@@ -63,14 +61,7 @@ class Server:
 
 class Postgres:
     def __init__(self) -> None:
-        """Skips the test where there is no Postgres, or no driver."""
-        found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
-        initdb = str(found[-1]) if found else shutil.which("initdb")
-        if not initdb:
-            pytest.skip("no initdb: install the package postgresql")
-        if not importlib.util.find_spec("psycopg"):
-            pytest.skip("no driver: pip install 'psycopg[binary]'")
-        self._bin = Path(initdb).parent
+        self._bin = Path(system_program("initdb", "postgresql", beside="/usr/lib/postgresql/*/bin")).parent
         self.port = free_port()
         self.uri = f"postgresql://tester:secret@127.0.0.1:{self.port}/postgres"
         self.folder = Path(tempfile.mkdtemp(prefix="postgres"))  # pytest's own is not for other users
@@ -108,11 +99,6 @@ class Postgres:
 
 
 Store = Sqlite | Server | Postgres
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_until(done, seconds: float) -> None:

@@ -20,7 +20,7 @@ KILLS = 20
 @pytest.mark.parametrize(
     "store",
     [
-        "sqlite",
+        pytest.param("sqlite", marks=pytest.mark.smoke),
         pytest.param("server", marks=pytest.mark.slow),
         pytest.param("postgres", marks=pytest.mark.slow),
     ],

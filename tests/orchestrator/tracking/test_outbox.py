@@ -12,7 +12,7 @@ from orchestrator.errors import UsageError
 from orchestrator.tracking import TrackedRun, Tracking, open_tracking, track
 from orchestrator.tracking.find import Found, found_run
 from tests.orchestrator.faulty_proxy import FaultyProxy
-from tests.orchestrator.tracking.conftest import Open
+from tests.orchestrator.tracking.conftest import POSTGRES, SERVER, Open
 from tests.orchestrator.tracking.stores import Server, Sqlite, Store
 
 
@@ -25,7 +25,7 @@ def runs_named(tracking: Tracking, name: str) -> int:
     return len(tracking.client.search_runs([tracking.experiment_id], f"attributes.run_name = '{name}'"))
 
 
-@pytest.fixture(params=["server", "postgres"])
+@pytest.fixture(params=[SERVER, POSTGRES])
 def stopping(request: pytest.FixtureRequest) -> Store:
     return request.getfixturevalue(request.param)
 
@@ -68,6 +68,7 @@ def test_a_server_that_goes_away_and_comes_back(
     assert runs_named(tracking, "second") == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fault", ["cut download", "busy", "cut upload"])
 def test_requests_that_fail_one_by_one(
     fault: str, server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -95,6 +96,7 @@ def test_requests_that_fail_one_by_one(
     assert "refuses" not in caplog.text
 
 
+@pytest.mark.smoke
 def test_one_line_when_it_goes_and_one_when_it_is_back(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,8 @@ from orchestrator.errors import UsageError
 from orchestrator.tracking import open_reader, open_tracking, track
 from orchestrator.tracking.store import shown
 from tests.orchestrator.tracking.conftest import Open
-from tests.orchestrator.tracking.stores import Postgres, Sqlite, free_port
+from tests.orchestrator.tracking.stores import Postgres, Sqlite
+from tests.parts import free_port
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def test_refused_uris(uri: str, port_of_no_web_server: int, tmp_path: Path) -> N
     assert time.perf_counter() - began < 20
 
 
+@pytest.mark.slow
 def test_a_database_that_does_not_answer(postgres: Postgres, tmp_path: Path) -> None:
     """Nobody is there, or the password is wrong; it is never repeated."""
     uris = (

@@ -49,6 +49,7 @@ def as_worker(rank: int, ranks: int, folder: str) -> None:
     train_worker(run, report=lambda step, metrics: None, read=in_process)
 
 
+@pytest.mark.smoke
 def test_two_workers_report_what_one_does(run: RunConfig, tmp_path: Path) -> None:
     """FSDP and expert parallelism; the figures are of 364 validation images, so equal to 1/364 is equal."""
     as_worker_of_one = override(run, {"name": "one"})

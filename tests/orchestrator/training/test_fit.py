@@ -73,8 +73,19 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
-def test_two_workers_equal_one_and_survive_a_kill(run, tmp_path):
-    """FSDP + EP on two workers, one of them killed half-way: the losses of one undisturbed process."""
+def test_two_workers_equal_one(run, tmp_path):
+    """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
+    run = override(run, {"train.steps": 10})
+    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    two = trained(
+        run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2}
+    )
+    assert_same(alone, two)
+
+
+@pytest.mark.smoke  # workers are started twice
+def test_a_worker_is_killed(run, tmp_path):
+    """Half-way: the losses of one undisturbed process."""
     run = override(run, {"train.steps": 120, "checkpoint.every": 10})
     alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
 

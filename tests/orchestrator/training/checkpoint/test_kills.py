@@ -1,7 +1,6 @@
 """SIGKILL at any moment: a run goes on from its last saved step, with exactly that step's numbers."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -31,31 +30,25 @@ AT_RANDOM = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lives")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Life]]:
+    folder = tmp_path_factory.mktemp("lives")
+    return live({name: Plan(f"{folder}/{name}", **fields) for name, fields in AT_RANDOM.items()})
 
 
-@pytest.fixture(scope="module")
-def lived(folder: Path) -> dict[str, list[Life]]:
-    plans = {name: Plan(f"{folder}/{name}", **fields) for name, fields in AT_RANDOM.items()}
-    template = saved(folder / "template", 1, 2)
-    (template / "step-00000003.0123abcd.tmp").mkdir()
-    for name in (
-        "step-00000003.0123abcd.tmp/weights-00000.0123abcd.bin",
-        "step-00000001/weights.0123abcd.json",
-    ):
-        (template / name).write_text("left over")
-    plans["every operation"] = Plan(
-        f"{folder}/every operation", template=str(template), asynchronous=False, keep_last=1, rows=40
-    )
-    return live(plans)
+@pytest.mark.smoke
+def test_a_few_kills(tmp_path):
+    plans = {"one": Plan(f"{tmp_path}/one", lives=6), "two": Plan(f"{tmp_path}/two", lives=2, ranks=2)}
+    for lives in live(plans).values():
+        check(lives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", AT_RANDOM)
 def test_goes_on_from_what_was_saved(plan, lived):
     check(lived[plan])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["beside training", "in step"])
 def test_kills_were_inside_saves(plan, lived):
     lives = lived[plan]
@@ -64,15 +57,24 @@ def test_kills_were_inside_saves(plan, lived):
     assert len(phases(lives)) >= 3
 
 
-def test_around_every_operation(folder, lived):
+def test_around_every_operation(tmp_path):
     """Before and after each, and after each piece of a file; the removal of old checkpoints, and of what the
     life before left, are among them."""
-    lives = lived["every operation"]
+    template = saved(tmp_path / "template", 1, 2)
+    (template / "step-00000003.0123abcd.tmp").mkdir()
+    for name in (
+        "step-00000003.0123abcd.tmp/weights-00000.0123abcd.bin",
+        "step-00000001/weights.0123abcd.json",
+    ):
+        (template / name).write_text("left over")
+    folder = tmp_path / "lives"
+    plan = Plan(str(folder), template=str(template), asynchronous=False, keep_last=1, rows=40)
+    (lives,) = live({"every operation": plan}).values()
     assert lives[-1].said == ["restored 2", "saving 3", "saved 3", THE_END]
     for i, life in enumerate(lives):
         assert life.said == lives[-1].said[: len(life.said)]
         possible = {0: (2,), 1: (2,), 2: (2, 3)}.get(len(life.said), (3,))
-        assert step_restored(folder / "every operation" / str(i)) in possible, i
+        assert step_restored(folder / str(i)) in possible, i
     print(len(lives), phases(lives))
     assert phases(lives).keys() == {
         "no file",
@@ -84,6 +86,7 @@ def test_around_every_operation(folder, lived):
     }
 
 
+@pytest.mark.slow
 def test_the_rank_that_lives_on_ends_soon(lived):
     """It does not wait for the other one for ever."""
     print([round(life.alone_s, 2) for life in lived["two ranks"]])

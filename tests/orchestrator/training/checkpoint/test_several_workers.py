@@ -1,4 +1,4 @@
-"""What four workers save, any layout loads; what one of them meets, all of them know.
+"""What two or four workers save, any layout loads; what one of them meets, all of them know.
 
 One launch runs all scenes, for importing torch takes longer than a scene. In what follows a run is saved at
 step 3 and trained for two more.
@@ -7,20 +7,19 @@ step 3 and trained for two more.
 import logging
 import shutil
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from orchestrator import storage
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.run import Checkpoints, log
 from orchestrator.training.checkpoint.state import load
+from tests.moe.parity import spawn
 from tests.orchestrator.training.checkpoint.small_runs import (
     DTYPES,
     RUNS,
@@ -31,25 +30,16 @@ from tests.orchestrator.training.checkpoint.small_runs import (
     whole_state,
 )
 
-RANKS = 4
-LAYOUTS = {  # dp x ep; copies: two of 1 x 2
-    "2x2": {"ep": 2},
-    "4x1": {"ep": 1},
-    "1x4": {"ep": 4},
-    "copies": {"ep": 2, "dp_replicate": 2},
-    "one rank": {"ep": 1},
-    "plain": {},
-}
 SOFT, MIXTURE, TOKEN_CHOICE = RUNS
 RESHARDED = [  # run, saved, loaded; a layout costs seconds: torch plans every operation on it
-    (SOFT, "2x2", "2x2"),
-    (SOFT, "2x2", "4x1"),
-    (SOFT, "2x2", "1x4"),
-    (SOFT, "plain", "2x2"),
-    (MIXTURE, "2x2", "1x4"),
-    (TOKEN_CHOICE, "2x2", "4x1"),
+    (SOFT, "pairs", "pairs"),
+    (SOFT, "pairs", "dp"),
+    (SOFT, "pairs", "ep"),
+    (SOFT, "plain", "pairs"),
+    (MIXTURE, "pairs", "ep"),
+    (TOKEN_CHOICE, "pairs", "dp"),
 ]
-SAVED = [*((name, "2x2") for name in RUNS), (MIXTURE, "copies"), *((name, "plain") for name in RUNS)]
+SAVED = [*((name, "pairs") for name in RUNS), (MIXTURE, "copies"), *((name, "plain") for name in RUNS)]
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-6,
@@ -58,10 +48,23 @@ IN_STEP = CheckpointConfig(asynchronous=False)
 REPORT = {"images": 24, "progress": {"device_s": 1.5}, "config": {}}
 
 
+def layout(name: str) -> dict[str, int]:
+    """How a model is split over the ranks that there are; not at all if it is `plain`."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "pairs": {"ep": 2},
+        "dp": {"ep": 1},
+        "ep": {"ep": ranks},
+        "copies": {"ep": ranks // 2, "dp_replicate": 2},
+        "one rank": {"ep": 1},
+        "plain": {},
+    }[name]
+
+
 def save_at_3(name: str, folder: Path, saved: str) -> None:
     """A checkpoint, and beside it what is to be expected of those who load it."""
-    model, optimizer = built(name, seed=0, **LAYOUTS[saved])
-    config = CheckpointConfig(asynchronous=saved == "2x2")
+    model, optimizer = built(name, seed=0, **layout(saved))
+    config = CheckpointConfig(asynchronous=saved == "pairs")
     checkpoints = Checkpoints(str(folder / saved / name), config)
     assert checkpoints.restore(model, optimizer) is None
     train(model, optimizer, range(3))
@@ -75,7 +78,7 @@ def save_at_3(name: str, folder: Path, saved: str) -> None:
 
 
 def load_and_go_on(name: str, folder: Path, saved: str, loaded: str) -> None:
-    model, optimizer = built(name, seed=9, **LAYOUTS[loaded])
+    model, optimizer = built(name, seed=9, **layout(loaded))
     manifest = Checkpoints(str(folder / saved / name), CheckpointConfig()).restore(model, optimizer)
     assert manifest
     assert (manifest.step, manifest.images, manifest.progress) == (3, 24, {"device_s": 1.5})
@@ -149,8 +152,9 @@ def falling_back(folder: Path) -> None:
         train(model, optimizer, range(step, step + 1))
         checkpoints.save(step, model, optimizer, **REPORT)
         states[step] = whole_state(model, optimizer)
+    damaged = f"optimizer-{dist.get_world_size() - 1:05}."
     if dist.get_rank() == 1:
-        (file,) = (folder / "fallback" / "step-00000002").glob("optimizer-00003.*.bin")
+        (file,) = (folder / "fallback" / "step-00000002").glob(f"{damaged}*.bin")
         content = bytearray(file.read_bytes())
         content[len(content) // 3] ^= 16
         file.write_bytes(content)
@@ -158,7 +162,7 @@ def falling_back(folder: Path) -> None:
     heard = Heard()
     logging.getLogger().addHandler(heard)
     try:
-        model, optimizer = built(name, seed=9, ep=4)
+        model, optimizer = built(name, seed=9, **layout("ep"))
         checkpoints = Checkpoints(directory, IN_STEP)
         manifest = checkpoints.restore(model, optimizer)
     finally:
@@ -168,7 +172,7 @@ def falling_back(folder: Path) -> None:
     assert_same(whole_state(model, optimizer), states[1])
     if dist.get_rank() == 0:
         (line,) = heard.lines
-        assert "step-00000002 is damaged (optimizer-00003." in line
+        assert f"step-00000002 is damaged ({damaged}" in line
     else:
         assert heard.lines == []
     train(model, optimizer, range(2, 3))
@@ -184,10 +188,11 @@ def falling_back(folder: Path) -> None:
 def one_that_cannot_write(folder: Path, *, asynchronous: bool) -> None:
     """All count the failure; nothing of it is left; the next save is fine."""
     directory, write = folder / f"cannot write {asynchronous}", storage.open_to_write
+    last = dist.get_world_size() - 1
 
     def refuse(location: str):
-        if "weights-00002." in location:
-            raise OSError("no space left for rank 2")
+        if f"weights-{last:05}." in location:
+            raise OSError("no space left for it")
         return write(location)
 
     model, optimizer = built(SOFT, seed=0, ep=2)
@@ -205,7 +210,7 @@ def one_that_cannot_write(folder: Path, *, asynchronous: bool) -> None:
         storage.open_to_write = write
         log.removeHandler(heard)
     assert checkpoints.failures == 1
-    said = ["saving step 2", "failed: worker 2: OSError('no space left for rank 2')"]
+    said = ["saving step 2", f"failed: worker {last}: OSError('no space left for it')"]
     assert len(heard.lines) == (dist.get_rank() == 0)
     assert all(part in line for line in heard.lines for part in said), heard.lines
     dist.barrier()
@@ -223,7 +228,7 @@ def one_that_cannot_read(folder: Path, *, where: str) -> None:
     before = sorted(folder.rglob("*"))
 
     def refuse(location: str):
-        if dist.get_rank() == 3 and where in location:
+        if dist.get_rank() == dist.get_world_size() - 1 and where in location:
             raise OSError("storage is away")
         return read(location)
 
@@ -259,24 +264,23 @@ SCENES: list[Callable[[Path], None]] = [
 ]
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
-    )
+def worker(rank: int, ranks: int, folder: str) -> None:
     for scene in SCENES:
         scene(Path(folder))
         dist.barrier()
-    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} workers".format)
+def ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def launched(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workers")
     for name in RUNS:
         save_at_3(name, folder, "plain")
-    mp.spawn(worker, args=(str(folder),), nprocs=RANKS)
+    spawn(ranks, worker, str(folder), timeout_s=60)
     return folder
 
 
@@ -291,23 +295,23 @@ def test_one_process_goes_on_where_others_stopped(launched, name, saved, loaded)
 
 
 def test_weights_alone(launched):
-    folder = str(launched / "2x2" / MIXTURE / "step-00000003")
+    folder = str(launched / "pairs" / MIXTURE / "step-00000003")
     model, optimizer = built(MIXTURE, seed=9)
     load(folder, manifests.read(folder), model)
-    expected, _ = torch.load(launched / "2x2" / f"{MIXTURE}.expected")
+    expected, _ = torch.load(launched / "pairs" / f"{MIXTURE}.expected")
     weights = {name: tensor for name, tensor in expected.items() if name.startswith("weights.")}
     assert_same({n: t for n, t in whole_state(model, optimizer).items() if n in weights}, weights)
 
 
-def test_every_rank_wrote_its_share(launched):
-    folder = launched / "2x2" / SOFT / "step-00000003"
+def test_every_rank_wrote_its_share(launched, ranks):
+    folder = launched / "pairs" / SOFT / "step-00000003"
     for kind in ("weights", "optimizer"):
         sizes = [file.stat().st_size for file in folder.glob(f"{kind}-*.bin")]
-        assert len(sizes) == RANKS
-        assert max(sizes) < 1.5 * sum(sizes) / RANKS
+        assert len(sizes) == ranks
+        assert max(sizes) < 1.5 * sum(sizes) / ranks
 
 
 def test_launch_again(launched, tmp_path):
     """A folder that was moved is the same checkpoint."""
-    shutil.copytree(launched / "2x2", tmp_path / "2x2")
-    load_and_go_on(MIXTURE, tmp_path, "2x2", "plain")
+    shutil.copytree(launched / "pairs", tmp_path / "pairs")
+    load_and_go_on(MIXTURE, tmp_path, "pairs", "plain")
