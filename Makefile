@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 
@@ -23,7 +23,7 @@ test: setup  ## the logic, on real parts; docs/testing.md describes the three la
 	$(PYTEST)
 
 test-smoke: setup  ## one of each kind that takes long: kills, a lost node, a submitted job; wants Chromium
-	MOE_FRONTIER_ALL_PARTS=1 $(PYTEST) -m smoke
+	MOE_FRONTIER_ALL_PARTS=1 $(PYTEST) -m 'smoke and not slow'
 
 test-all: setup  ## everything, and GPU tests where there is one; wants Chromium and Postgres
 	MOE_FRONTIER_ALL_PARTS=1 $(PYTEST) -m ''

@@ -5,12 +5,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import io
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from mlflow import MlflowClient
 from PIL import Image
 
 from orchestrator.data import packing
@@ -18,6 +20,14 @@ from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 from tests.trained_sweep import train_sweep
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For ``--dist loadgroup``: files stay whole, and what needs the cluster comes first, in one process."""
+    for item in items:
+        needs_ray = "cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,9 +52,28 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def trained_home(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
+    """``empty_store(folder)``: puts an MLflow database without runs there, and returns its URI.
+
+    A copy: making the tables takes more than a second.
+    """
+    made = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{made}").search_experiments()
+
+    def put(folder: Path) -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{shutil.copy(made, folder / 'mlflow.db')}"
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def trained_home(
+    digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A storage with what `train_sweep` leaves; not to be trained in."""
     home = tmp_path_factory.mktemp("trained")
+    empty_store(home)
     train_sweep(home, digits)
     return home
 

@@ -25,8 +25,6 @@ from tests.parts import free_port
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 
-pytestmark = pytest.mark.slow  # heads and nodes of its own
-
 
 @dataclass(frozen=True)
 class Told:
@@ -107,6 +105,7 @@ def test_a_healthy_laptop_passes(env: dict[str, str], tmp_path: Path) -> None:
     assert "collectives" in told.progress
 
 
+@pytest.mark.slow
 def test_faults_of_the_place_are_all_found_at_once(head: dict[str, str], digits: str, tmp_path: Path) -> None:
     """Six are planted: no check keeps another from being run."""
     shards = tmp_path / "shards"
@@ -135,6 +134,7 @@ def test_faults_of_the_place_are_all_found_at_once(head: dict[str, str], digits:
     assert "s3cret" not in str(told)
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_refused_and_does_not_hang(head: dict[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "token"
     wrong.write_text(secrets.token_hex(32))
@@ -155,6 +155,7 @@ def test_a_wrong_token_is_refused_and_does_not_hang(head: dict[str, str], tmp_pa
     assert "mlflow db upgrade" in told.found("tracking")
 
 
+@pytest.mark.slow
 def test_nobody_answers_and_there_is_no_token(env: dict[str, str], tmp_path: Path) -> None:
     away = {"RAY_ADDRESS": f"127.0.0.1:{free_port()}", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
     told = doctor(env | away)
@@ -163,6 +164,7 @@ def test_nobody_answers_and_there_is_no_token(env: dict[str, str], tmp_path: Pat
     assert "nobody answers" in told.found("address")
 
 
+@pytest.mark.slow
 def test_two_rays_and_a_dashboard_in_public(cluster_of_two: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """192.0.2.0/24 is nobody's (RFC 5737)."""
     assert cluster.check_dashboard({}).status == "ok"
@@ -180,6 +182,7 @@ def cluster_of_two(head: dict[str, str], no_cluster: None) -> None:
     assert cluster.check_instances().status == "warn"
 
 
+@pytest.mark.slow
 def test_a_node_with_a_disk_of_its_own_and_a_job(head: dict[str, str], folder: Path) -> None:
     """The node is a raylet with mounts of its own: another storage, and 16 MiB of /dev/shm."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:

@@ -70,6 +70,7 @@ def damage(folder: Path) -> str:
     return file.name
 
 
+@pytest.mark.smoke
 def test_from_the_command_line_to_a_model(home, tmp_path):
     """A process as a user starts it; then the line that it printed."""
     job = subprocess.run(

@@ -35,9 +35,10 @@ Call = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
-def home(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A storage with a run of each router; MLflow knows `token_choice` alone."""
     home = tmp_path_factory.mktemp("home")
+    empty_store(home)
     for name, changes in {**OTHERS, "dense": {"model.moe": None}}.items():
         small = {field: value for field, value in SMALL.items() if name != "dense" or "moe" not in field}
         place = {"name": name, "data.path": digits, "storage": str(home)}
@@ -100,6 +101,7 @@ def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:
     assert not (tmp_path / "dispatch_00.png").exists()
 
 
+@pytest.mark.smoke
 def test_where_pages_go(
     home: Path, call: Call, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

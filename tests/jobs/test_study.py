@@ -34,6 +34,7 @@ def call(
     return run_here
 
 
+@pytest.mark.smoke
 def test_a_study_prints_its_table_and_leaves_it_in_mlflow(call, tmp_path):
     error, out = call("l2norm", "--seeds", "1", "--out", str(tmp_path / "out"))
     assert error == ""

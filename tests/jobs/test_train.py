@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ SHORT = ["--set", "train.steps=4", "--set", "train.report_every=2"]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A storage of its own, with nothing in it."""
+def home(empty_store: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A storage of its own, with no runs in it."""
+    empty_store(tmp_path)
     monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return tmp_path

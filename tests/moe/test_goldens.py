@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.lanes import mostly_slow
 from tests.moe.golden import check
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -35,7 +36,11 @@ def test_nothing_falls_out():
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+# 20,000 iterations each
+LONG = {path for path in FILES if "sparsity" in path.stem and "tiny_t6_e2" not in path.stem}
+
+
+@pytest.mark.parametrize("path", mostly_slow(FILES, fast={*FILES} - LONG), ids=lambda path: path.stem)
 def test_golden(path):
     report = check(path)
     assert not report.failed(), str(report)
@@ -58,6 +63,7 @@ def altered(source: str, target: Path, **changes) -> None:
     np.savez(target, **arrays | {name: change(arrays[name]) for name, change in changes.items()})
 
 
+@pytest.mark.smoke
 def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     case = "softmax_token_choice__k1_cf1"
     shutil.copy(GOLDENS / f"{case}.npz", tmp_path)
@@ -81,6 +87,7 @@ def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     assert "unknown family" in failed["family"]
 
 
+@pytest.mark.smoke
 def test_an_empty_folder_is_an_error(tmp_path):
     result = run(tmp_path)
     assert result.returncode == 1

@@ -148,22 +148,37 @@ def test_router_gets_keys_of_block_image_and_token(router):
 @pytest.mark.parametrize(
     ("router", "others"),
     [
-        (
+        pytest.param(
             TokenChoiceConfig(k=2, capacity_factor=0.8, balance_weight=0.1, z_weight=0.1),
             [
                 RoutingOverrides(k=1, priority="sum"),
                 RoutingOverrides(capacity_factor=0.4, priority="max"),
                 RoutingOverrides(experts=2),
             ],
+            marks=pytest.mark.smoke,
         ),
-        (TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity", priority="max"), []),
-        (ExpertChoiceConfig(noise_std=1.0), [RoutingOverrides(capacity_factor=2.0, experts=(0, 2))]),
-        (ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=30)), []),
+        pytest.param(
+            TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity", priority="max"),
+            [],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ExpertChoiceConfig(noise_std=1.0),
+            [RoutingOverrides(capacity_factor=2.0, experts=(0, 2))],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=30)), [], marks=pytest.mark.slow
+        ),
         (
             SoftConfig(slots_per_expert=2, noise_std=1.0),
             [RoutingOverrides(experts=2), RoutingOverrides(random_blocks=(0,))],
         ),
-        (MixtureConfig(level="hierarchical"), [RoutingOverrides(experts=(0, 2))]),
+        pytest.param(
+            MixtureConfig(level="hierarchical"),
+            [RoutingOverrides(experts=(0, 2))],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["token_choice", "sinkhorn", "expert_choice", "sparse_transport", "soft", "mixture"],
 )

@@ -21,6 +21,7 @@ from moe.parallel import ParallelConfig, accumulate, build_sharded, clip_grad_no
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.sharding import Step
 from moe.vit import ViT, ViTConfig
+from tests.lanes import mostly_slow
 from tests.moe.fake_ranks import fake_ranks
 
 
@@ -114,19 +115,22 @@ COPIES = ParallelConfig(dp_replicate=2)
 BF16 = torch.bfloat16
 
 
-@pytest.mark.parametrize("images", [2, 16])
+@pytest.mark.smoke
+@pytest.mark.parametrize("images", mostly_slow([2, 16], fast=[16]))
 @pytest.mark.parametrize("router", [None, SOFT, TOKENS, ExpertChoiceConfig(), MixtureConfig()], ids=kind)
 def test_peak_of_one_process(router, images):
     Case(router=router, images=images).check()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fields", [{"options": CHECKPOINT}, {"dtype": BF16}], ids=["checkpoint", "bf16"])
-@pytest.mark.parametrize("router", [None, SOFT, TOKENS], ids=kind)
+@pytest.mark.parametrize("router", mostly_slow([None, SOFT, TOKENS], fast=[TOKENS]), ids=kind)
 def test_peak_of_one_sharded_process(router, fields):
     with fake_ranks(1):
         Case(router=router, **fields).check()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("dp", "ep", "fields"),
     [
@@ -138,7 +142,7 @@ def test_peak_of_one_sharded_process(router, fields):
     ],
     ids=["plain", "2 passes", "3 passes, kept", "copies", "bf16 checkpoint"],
 )
-@pytest.mark.parametrize("router", [SOFT, TOKENS], ids=kind)
+@pytest.mark.parametrize("router", mostly_slow([SOFT, TOKENS], fast=[SOFT]), ids=kind)
 def test_peak_of_a_rank_of_four(router, dp, ep, fields):
     """Without the other three: what is gathered has its size, if not its numbers."""
     with fake_ranks(4):

@@ -201,6 +201,7 @@ def test_options_change_no_result(reference, ranks):
     spawn(ranks, worker, str(reference))
 
 
+@pytest.mark.smoke
 def test_one_rank(reference):
     expected = read(reference)
     with one_rank("cpu") as mesh:

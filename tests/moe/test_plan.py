@@ -151,6 +151,7 @@ def test_checkpoints_hold_what_the_optimizer_keeps():
     }
 
 
+@pytest.mark.slow
 def test_planning_a_model_of_3_7_billion():
     """Soft MoE B/16 with 128 experts, in a process of its own: under 5 s of CPU and 1 GiB with its imports;
     building the model on the meta device, counting and planning are a fraction of that.

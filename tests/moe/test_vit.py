@@ -12,6 +12,7 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
+from tests.lanes import mostly_slow
 
 routers = [None, *(kind() for kind in ROUTERS)]
 each_router = pytest.mark.parametrize("router", routers[1:], ids=lambda r: r.kind)
@@ -274,7 +275,7 @@ def test_a_dense_model_refuses_overrides(build_vit):
 
 
 @each_model
-@pytest.mark.parametrize("how", ["plain", "keys", "overrides"])
+@pytest.mark.parametrize("how", mostly_slow(["plain", "keys", "overrides"], fast=["overrides"]))
 def test_compiles_as_one_graph(build_vit, router, how):
     model = build_vit(router, expert_dropout=0.1)
     torch.compiler.reset()  # other models' graphs count against the limit of recompilations

@@ -45,6 +45,7 @@ def test_no_process_shares_more_than_it_was_given(monkeypatch):
     assert threads_for(LARGE, 64) == 1
 
 
+@pytest.mark.smoke
 def test_threads_that_wait_give_up_their_core_soon():
     """Set before torch is loaded, whatever is imported first; what the user set stays."""
     code = "import orchestrator.config, os, ctypes; print(os.environ['GOMP_SPINCOUNT'])"

@@ -238,6 +238,7 @@ def test_threads_see_what_one_thread_sees() -> None:
     assert all(torch.equal(one, decode(content)) for one, content in zip(found, images, strict=True))
 
 
+@pytest.mark.smoke
 def test_decoding_warns_of_nothing() -> None:
     """In a process of its own, which no test runner has told what to ignore."""
     code = "import sys; from orchestrator.data.decode import decode; decode(sys.stdin.buffer.read())"

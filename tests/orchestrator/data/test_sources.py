@@ -97,20 +97,21 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
     assert skipped == ["0/2.png"]
 
 
-def test_what_is_packed_can_be_decoded(tmp_path: Path) -> None:
-    """300 damaged files, none of which may stop a training run."""
+@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
+def test_what_is_packed_can_be_decoded(count: int, tmp_path: Path) -> None:
+    """Damaged files, none of which may stop a training run."""
     rng = np.random.default_rng(1)
     files = {}
-    for i in range(300):
+    for i in range(count):
         name, content = list((KEPT | CONVERTED).items())[i % len(KEPT | CONVERTED)]
         damaged = bytearray(content)
         for _ in range(rng.choice([1, 2, 8])):
             damaged[rng.integers(min(len(damaged), 60))] = rng.integers(256)
         files[f"{i % 2}/{i}-{name}"] = bytes(damaged)
     found, skipped = everything(open_source(f"folder:{write(tmp_path, files)}"))
-    assert len(found) + len(skipped) == 300
-    assert len(found) > 50
-    assert len(skipped) > 50
+    assert len(found) + len(skipped) == count
+    assert len(found) > count / 6
+    assert len(skipped) > count / 6
     for taken in found.values():
         assert decode(taken.image).shape[0] == 3
 

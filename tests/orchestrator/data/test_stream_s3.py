@@ -78,6 +78,7 @@ def assert_same(found: list[Batch], expected: list[Batch], failed: list[Kind]) -
     assert kinds["busy"] >= 1
 
 
+@pytest.mark.smoke
 def test_in_process(expected: list[Batch], stormy: tuple[str, list[Kind]]) -> None:
     path, failed = stormy
     assert_same(batches(path, in_process), expected, failed)

@@ -78,6 +78,7 @@ def test_between_them_seconds_are_a_power_of_flops() -> None:
     assert interpolate(alone(run("expert_choice")), known) is None
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("cluster")
 def test_real_steps_of_real_runs(digits: str, caplog: pytest.LogCaptureFixture) -> None:
     runs = {

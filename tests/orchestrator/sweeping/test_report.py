@@ -1,7 +1,7 @@
 """From MLflow to a frontier: seeds, stopped and diverged trials, branches, runs of other tools."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +23,10 @@ ENDS = {"seed0": 0.8, "seed1": 0.9}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Tracking]:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    with open_tracking(uri, artifacts=f"{tmp_path}/files", spool=f"{tmp_path}/spool") as tracking:
+def store(empty_store: Callable[[Path], str], tmp_path: Path) -> Iterator[Tracking]:
+    with open_tracking(
+        empty_store(tmp_path), artifacts=f"{tmp_path}/files", spool=f"{tmp_path}/spool"
+    ) as tracking:
         yield tracking
 
 

@@ -93,6 +93,7 @@ def test_the_same_seed_proposes_the_same(sampler: Kind) -> None:
     assert finish(search(sampler, count=12)) != finish(search(sampler, count=12, seed=1))
 
 
+@pytest.mark.slow
 def test_tpe_and_nsga2_beat_random() -> None:
     """Mean over seeds; a random search reaches 1.69 here, TPE 1.83, NSGA-II 1.75 (60 trials, 8 seeds)."""
     volume = {
@@ -201,6 +202,7 @@ def test_a_warm_start_takes_what_the_space_has() -> None:
     assert searching.warm_start([(inside[0], math.nan, 1e6)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
 def test_a_warm_start_helps(sampler: Kind) -> None:
     """After 60 earlier trials, 14 more find more than 14 that begin with nothing."""

@@ -51,9 +51,9 @@ def sweep(digits: str, tmp_path: Path) -> Sweep:
 
 
 @pytest.fixture
-def tracking(tmp_path: Path) -> Iterator[Tracking]:
-    uri, folder = f"sqlite:///{tmp_path}/mlflow.db", str(tmp_path / "artifacts")
-    with open_tracking(uri, artifacts=folder, spool=str(tmp_path / "spool")) as store:
+def tracking(empty_store: Callable[[Path], str], tmp_path: Path) -> Iterator[Tracking]:
+    folder = str(tmp_path / "artifacts")
+    with open_tracking(empty_store(tmp_path), artifacts=folder, spool=str(tmp_path / "spool")) as store:
         yield store
 
 
@@ -67,7 +67,7 @@ def swept(
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     parent = track(tracking, run_directory(sweep.base), sweep.base.name, tags=tags)
     purse = Purse(Budget(), run_directory(sweep.base))
-    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options())
+    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options(at_once=1))
     run.recover()
     run.work(Unwatched(ended))
     parent.finish("FINISHED")
@@ -173,8 +173,9 @@ class PauseAll:
                 yield Job(trial=one.trial, until=one.steps)
 
 
+@pytest.mark.smoke
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
-    outcomes = swept(sweep, tracking, Options(policy=PauseAll("soft")))
+    outcomes = swept(sweep, tracking, Options(policy=PauseAll("soft"), at_once=1))
     assert list(outcomes) == ["soft"]
     runs = {run.name: run for run in children(tracking, find_sweep(tracking, "tiny").run_id)}
     assert {name: run.status for name, run in runs.items()} == {
@@ -198,6 +199,7 @@ def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
     assert after["dense"].metrics["resumed/step"] == 5
 
 
+@pytest.mark.smoke
 def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     sweep = replace(
         sweep,

@@ -25,6 +25,7 @@ print(fresh, faults(4), hasattr(ctypes.CDLL(None), "mallopt"))
 """
 
 
+@pytest.mark.smoke
 def test_pages_fault_in_once():
     """Some hundred thousand faults in four steps without, next to none with; the rest is the kernel's."""
     out = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout

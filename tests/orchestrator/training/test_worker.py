@@ -22,6 +22,7 @@ from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import checkpoint_directory, result_of, run_directory, train_worker
+from tests.lanes import mostly_slow
 
 SMALL = {
     "model.width": 16,
@@ -75,7 +76,7 @@ def numbers(reports: Reports) -> dict[int, tuple[float, ...]]:
     return {step: tuple(metrics[name] for name in names if name in metrics) for step, metrics in reports}
 
 
-@pytest.mark.parametrize("router", ["soft", "token_choice", "expert_choice"])
+@pytest.mark.parametrize("router", mostly_slow(["soft", "token_choice", "expert_choice"], fast=["soft"]))
 def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunConfig) -> None:
     run = override(run, {"model.moe.router.kind": router, "checkpoint.asynchronous": True})
     whole = numbers(trained(override(run, {"name": "whole"})))
@@ -163,7 +164,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     monkeypatch.setattr(storage, "open_to_write", maybe)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", mostly_slow([True, False], fast=[True]))
 def test_a_save_that_fails_does_not_stop_training(
     asynchronous: bool, run: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

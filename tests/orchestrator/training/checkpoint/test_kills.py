@@ -57,6 +57,7 @@ def test_kills_were_inside_saves(plan, lived):
     assert len(phases(lives)) >= 3
 
 
+@pytest.mark.smoke
 def test_around_every_operation(tmp_path):
     """Before and after each, and after each piece of a file; the removal of old checkpoints, and of what the
     life before left, are among them."""

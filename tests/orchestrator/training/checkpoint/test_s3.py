@@ -9,6 +9,7 @@ from orchestrator import storage
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.run import Checkpoints
+from tests.lanes import mostly_slow
 from tests.orchestrator.buckets import connect_anew
 from tests.orchestrator.training.checkpoint.counted import (
     IN_STEP,
@@ -42,7 +43,7 @@ def test_saved_and_resumed(asynchronous, bucket):
     assert len(bucket.all_keys()) == 10
 
 
-@pytest.mark.parametrize("name", ["a b", "100%", "a%20b", "x#y", "x?y=z", "a+b", "ü", "a&b;c=d"])
+@pytest.mark.parametrize("name", ["a%20b", "x#y?z=a+b", "ü &;"])
 def test_names_are_taken_as_they_are(name, bucket):
     saved(bucket.uri(name, "checkpoints"), 1)
     assert step_restored(bucket.uri(name, "checkpoints")) == 1
@@ -85,7 +86,7 @@ def test_a_storm_that_lasts(bucket, caplog):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", ["busy", "cut upload", "short"])
+@pytest.mark.parametrize("fault", mostly_slow(["busy", "cut upload", "short"], fast=["cut upload"]))
 def test_one_file_that_cannot_be_written(fault, kind, bucket, caplog):
     directory = bucket.uri("checkpoints")
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
@@ -103,6 +104,7 @@ def test_one_file_that_cannot_be_written(fault, kind, bucket, caplog):
     assert step_restored(directory) == 3
 
 
+@pytest.mark.smoke
 def test_a_connection_that_is_cut_once(bucket):
     """In the middle of each file, up and down: it is sent again."""
     directory = bucket.uri("checkpoints")
@@ -138,6 +140,7 @@ def test_parts_that_cannot_be_written(bucket):
     assert manifest.step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
@@ -171,7 +174,9 @@ def test_a_server_that_is_gone(bucket, monkeypatch):
         Checkpoints(bucket.uri("checkpoints"), IN_STEP).restore(*odd())
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [pytest.param(8, marks=pytest.mark.smoke), pytest.param(50, marks=pytest.mark.slow)]
+)
 def test_killed_at_random_moments(count, bucket):
     plan = Plan(bucket.uri("checkpoints"), lives=count, environment=bucket.environment)
     lives = live({"s3": plan})["s3"]

@@ -355,6 +355,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.smoke
 def test_two_workers(trained, tmp_path):
     """What each started from is what one process gets; what they saved is exported bit for bit."""
     (tmp_path / "expected").mkdir()

@@ -11,6 +11,7 @@ from orchestrator import storage
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
 from orchestrator.training.checkpoint.run import Checkpoints
+from tests.lanes import mostly_slow
 from tests.orchestrator.training.checkpoint.counted import IN_STEP, odd, said, save, step_restored
 from tests.orchestrator.training.checkpoint.operations import counting
 
@@ -103,7 +104,7 @@ def test_one_after_the_other(place, caplog):
     assert left_over(place) == []
 
 
-@pytest.mark.parametrize("number", range(1, 24, 2))
+@pytest.mark.parametrize("number", mostly_slow(range(1, 24, 2), fast=[3, 13, 19]))
 def test_one_that_took_over(number, place, monkeypatch):
     """The old run stalls in the middle of a save, at any of its operations; the new one restores, which
     collects what lies about, and saves that step and the next; then the old one goes on.

@@ -1,0 +1,16 @@
+"""Cases of a parametrised test in different lanes."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def mostly_slow(cases: Iterable[Any], fast: Collection[Any]) -> list[Any]:
+    """Marks every case as slow but the `fast` ones. A case of several arguments is a tuple."""
+
+    def marked(case: Any) -> Any:
+        values = case if isinstance(case, tuple) else (case,)
+        return case if case in fast else pytest.param(*values, marks=pytest.mark.slow)
+
+    return [marked(case) for case in cases]
