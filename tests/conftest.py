@@ -110,7 +110,7 @@ def start_ray(num_cpus: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> None:
-    """A Ray of two CPUs. It is kept: one start takes five seconds, and forty files need one."""
+    """A Ray of two CPUs. It is kept for the files that follow, for a start takes five seconds."""
     if not ray.is_initialized():
         start_ray()
 

@@ -14,18 +14,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def system_program(name: str, package: str, *, beside: str = "") -> str:
-    """Its path.
+def system_program(name: str, package: str) -> str:
+    """The path of a program that the Debian package has.
 
     Without it a test skips, and fails where all tests are to run (`MOE_FRONTIER_ALL_PARTS`, set by
     `make test-smoke` and `make test-all`).
-
-    Args:
-        package: the Debian package that has it.
-        beside: a pattern of further places, the last match wins: ``/usr/lib/postgresql/*/bin``.
     """
-    places = [str(path) for path in sorted(Path("/").glob(beside.lstrip("/")))] if beside else []
-    found = shutil.which(name, path=os.pathsep.join([*reversed(places), os.environ["PATH"]]))
+    postgres = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)  # not on anybody's PATH
+    found = shutil.which(name, path=os.pathsep.join([*map(str, postgres), os.environ["PATH"]]))
     if not found:
         missing = f"no {name}: install the package {package}"
         (pytest.fail if os.environ.get("MOE_FRONTIER_ALL_PARTS") else pytest.skip)(missing)

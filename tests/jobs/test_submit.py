@@ -14,19 +14,19 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from tests.jobs.small_sweep import ARMS
 from tests.parts import free_port
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
-
-pytestmark = pytest.mark.slow  # a head, and jobs with workers of their own
 
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     token = tmp_path / "token"
     token.write_text(secrets.token_hex(32))
-    return os.environ | {
+    shell = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return shell | {
         "PATH": f"{Path(RAY).parent}:{os.environ['PATH']}",  # as in an activated .venv
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
@@ -73,6 +73,7 @@ def submit(
     raise TimeoutError("the head never took a job")
 
 
+@pytest.mark.slow
 def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
     soft = ["--workers", "2", "--ep", "2", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
     done = submit(env, head, "jobs/train.py", "--name", "submitted", *soft)
@@ -88,7 +89,7 @@ def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
     assert stranger.returncode != 0
 
 
-SWEEP = ["jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0"]
+SWEEP = ["jobs/pareto_sweep.py", "--sweep", f"{ROOT}/tests/jobs/small_sweep.py:make", "--confirm", "0"]
 
 
 def frontier(home: Path) -> dict[str, tuple[str, float, float, str]]:
@@ -110,6 +111,7 @@ def frontier(home: Path) -> dict[str, tuple[str, float, float, str]]:
     return found
 
 
+@pytest.mark.smoke
 def test_stopped_and_submitted_again_it_finds_what_a_laptop_finds(env, head, tmp_path):
     laptop = env | {"MOE_FRONTIER_HOME": str(tmp_path / "laptop"), "RAY_ADDRESS": "local"}
     subprocess.run(
@@ -120,13 +122,13 @@ def test_stopped_and_submitted_again_it_finds_what_a_laptop_finds(env, head, tmp
     detached = submit(env, head, *SWEEP, flags=["--no-wait", "--submission-id", "first"])
     assert detached.returncode == 0, detached.stdout + detached.stderr
     give_up = time.monotonic() + 200
-    while len(list(home.glob("quickstart/trials/*/result.json"))) < 3:
+    while len(list(home.glob("small/trials/*/result.json"))) < 2:
         assert time.monotonic() < give_up, ray_job(env, head, "logs", "first")
         time.sleep(0.2)
     ray_job(env, head, "stop", "first")
     statuses = {run[0] for run in frontier(home).values()}
     assert statuses <= {"FINISHED", "KILLED"}, "MLflow knows that it was stopped"
-    assert len(list(home.glob("quickstart/trials/*/result.json"))) < 15
+    assert len(list(home.glob("small/trials/*/result.json"))) < ARMS
 
     done = submit(env, head, *SWEEP)
     assert done.returncode == 0, done.stdout[-3000:]
@@ -141,6 +143,7 @@ def ray_job(env: dict[str, str], head: str, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_failing_trial_is_a_failed_job(env, head, tmp_path):
     """A learning rate that no number survives is an outcome; a shard that is damaged is a failure."""
     made = submit(env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--confirm", "0")

@@ -61,7 +61,7 @@ class Server:
 
 class Postgres:
     def __init__(self) -> None:
-        self._bin = Path(system_program("initdb", "postgresql", beside="/usr/lib/postgresql/*/bin")).parent
+        self._bin = Path(system_program("initdb", "postgresql")).parent
         self.port = free_port()
         self.uri = f"postgresql://tester:secret@127.0.0.1:{self.port}/postgres"
         self.folder = Path(tempfile.mkdtemp(prefix="postgres"))  # pytest's own is not for other users

@@ -1,8 +1,8 @@
 """What happens to a run when nodes come and go.
 
-``python -m tests.orchestrator.training.three_nodes DIGITS HOME``: three raylets on this machine, a head
-without CPUs and two nodes of two. Nodes can only be added from the main thread, so runs train beside it. What
-happened is written to ``HOME/<run>.json``.
+``python -m tests.orchestrator.training.three_nodes DIGITS HOME SCENARIO..``: three raylets on this machine, a
+head without CPUs and two nodes of two. Nodes can only be added from the main thread, so runs train beside it.
+What happened is written to ``HOME/<run>.json``.
 """
 
 import json
@@ -134,8 +134,11 @@ def drained(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
     return training.finish()
 
 
+SCENARIOS = {one.__name__: one for one in (lost_and_replaced, lost_for_good, drained)}
+
+
 def main() -> None:
-    data, home = sys.argv[1:3]
+    data, home, *scenarios = sys.argv[1:]
     logging.basicConfig(format="%(asctime)s %(message)s")
     run = override(
         RunConfig(),
@@ -147,11 +150,11 @@ def main() -> None:
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     check_shared(home)
-    for scenario in (lost_and_replaced, lost_for_good, drained):
-        began = time.monotonic()
-        found = scenario(override(run, {"name": scenario.__name__}), cluster)
-        Path(home, f"{scenario.__name__}.json").write_text(json.dumps(found))
-        print(scenario.__name__, f"{time.monotonic() - began:.0f} s", flush=True)
+    for name in scenarios:
+        scenario, began = SCENARIOS[name], time.monotonic()
+        found = scenario(override(run, {"name": name}), cluster)
+        Path(home, f"{name}.json").write_text(json.dumps(found))
+        print(name, f"{time.monotonic() - began:.0f} s", flush=True)
     ray.shutdown()
     cluster.shutdown()
 
