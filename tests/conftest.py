@@ -103,9 +103,15 @@ def png(pixels: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def start_ray(num_cpus: int = 2) -> None:
-    """On this machine, whatever else runs here."""
-    ray.init(address="local", num_cpus=num_cpus, logging_level="error", log_to_driver=False)
+def start_ray(num_cpus: int = 2, *, dashboard: bool = False) -> None:
+    """On this machine, whatever else runs here. A dashboard is four more processes."""
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=dashboard,
+        logging_level="error",
+        log_to_driver=False,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 import ray
 import yaml
 
+from tests.conftest import start_ray
+
 CLUSTER = Path(__file__).parents[2] / "cluster"
 SOURCE = Path(ray.__file__).parent
 
@@ -42,9 +44,10 @@ def names(expression: str) -> set[str]:
     return set(re.findall(r"\b(?:ray|autoscaler)_[a-z0-9_]+", re.sub(r"by \([^)]*\)", "", expression)))
 
 
-@pytest.fixture(scope="module")
-def scraped(cluster: None) -> set[str]:
+@pytest.fixture
+def scraped(no_cluster: None) -> set[str]:
     """What the nodes of a live Ray export while a task and an actor run."""
+    start_ray(dashboard=True)
 
     @ray.remote(num_cpus=0)
     class Busy:

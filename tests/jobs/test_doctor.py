@@ -178,7 +178,7 @@ def test_two_rays_and_a_dashboard_in_public(cluster_of_two: None, monkeypatch: p
 @pytest.fixture
 def cluster_of_two(head: dict[str, str], no_cluster: None) -> None:
     """A second Ray on this machine, beside the head."""
-    start_ray(num_cpus=1)
+    start_ray(num_cpus=1, dashboard=True)
     assert cluster.check_instances().status == "warn"
 
 
