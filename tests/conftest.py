@@ -22,6 +22,7 @@ from orchestrator.data.sources import open_source
 from tests.trained_sweep import train_sweep
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For ``--dist loadgroup``: files stay whole, and what needs the cluster comes first, in one process."""
     for item in items:
