@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 

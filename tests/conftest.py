@@ -5,8 +5,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import io
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ import pytest
 import ray
 from mlflow import MlflowClient
 from PIL import Image
+from xdist.remote import Producer
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from orchestrator.data import packing
 from orchestrator.data.manifest import Manifest
@@ -21,14 +25,29 @@ from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 from tests.trained_sweep import train_sweep
 
+ROOT = Path(__file__).parents[1]
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook
+
+class OneRay(LoadFileScheduling):
+    """Several processes: a file's tests stay in one, and all files that use the cluster in the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "cluster" if uses_cluster(file) else file
+
+
+@cache
+def uses_cluster(file: str) -> bool:
+    return re.search(r'\bcluster: None|usefixtures\("cluster"\)', (ROOT / file).read_text()) is not None
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
+    return OneRay(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For ``--dist loadgroup``: files stay whole, and what needs the cluster comes first, in one process."""
-    for item in items:
-        needs_ray = "cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: "cluster" not in getattr(item, "fixturenames", ()))
+    """Begins with what uses the cluster, which takes longest."""
+    items.sort(key=lambda item: not uses_cluster(item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,18 +7,24 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from mlflow import MlflowClient
 
 from jobs import pack_shards, pareto_sweep, sweep_flags, train
-from orchestrator.codec import flat
+from jobs.usage import assignment
+from orchestrator.codec import flat, override
+from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.sweeping.check import check_metrics
 from orchestrator.sweeping.models import load_model
+from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
+from tests.orchestrator.frontier.samples import FRONTIER
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,6 +153,11 @@ def test_train_completes_resumes_and_refuses_another_config(home, monkeypatch, c
     assert rebuilt.train.lr == 0.5
 
 
+def test_set_takes_json_for_null_lists_and_groups():
+    values = {"null": None, "[1, 2]": [1, 2], '{"k": 1}': {"k": 1}, "1": "1", "nullable": "nullable"}
+    assert {text: assignment(f"model.moe={text}")[1] for text in values} == values
+
+
 @pytest.mark.parametrize("main", [train.main, pareto_sweep.main], ids=["train", "pareto_sweep"])
 def test_set_help_shows_every_field(main, home, monkeypatch, capsys):
     assert call(main, monkeypatch, "--set", "help") == ""
@@ -167,6 +178,29 @@ def test_a_sweep_may_judge_frozen_features(home, monkeypatch):
         assert all(run.train.fewshot for run in sweep.runs().values())
         with nullcontext() if known else pytest.raises(UsageError, match="acc_7shot' of a sweep is none of"):
             check_metrics(sweep)
+
+
+@pytest.mark.parametrize("out_of_budget", [True, False])
+def test_only_a_whole_sweep_is_confirmed(out_of_budget, tmp_path, monkeypatch):
+    sweep = Sweep(base=override(RunConfig(), {"storage": str(tmp_path)}), arms={})
+    waits = SimpleNamespace(outcome=None, reached={5: 0.5}, trial=None)
+    agenda = SimpleNamespace(standings={"waits": waits}, out_of_budget=out_of_budget)
+    run = SimpleNamespace(agenda=agenda, recover=bool, work=bool, outcomes=dict)
+    confirmed = []
+    for name, stub in {
+        "orchestrator.sweeping.log.TrialLog": lambda *_: None,
+        "orchestrator.sweeping.run.SweepRun": lambda *_: run,
+        "orchestrator.sweeping.run.keep_weights_only": lambda *_: 0,
+        "orchestrator.sweeping.report.publish": lambda *_: FRONTIER,
+        "jobs.pareto_sweep.budget": lambda _: None,
+        "jobs.pareto_sweep.show_end": lambda *_: None,
+        "jobs.pareto_sweep.confirm_arm": lambda *args: confirmed.append(args[2]) or {},
+    }.items():
+        monkeypatch.setattr(name, stub)
+    args: Any = SimpleNamespace(stop_early=False, max_concurrent=1, search=None, confirm=2)
+    nothing: Any = None
+    assert pareto_sweep.train_and_report(args, sweep, nothing, nothing, None, None) == {}
+    assert len(confirmed) == (0 if out_of_budget else 2)
 
 
 @pytest.mark.smoke  # 15 trials, and a confirmation on two workers

@@ -57,7 +57,7 @@ def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow  # a Ray of its own
-def test_on_a_cluster(cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cluster(cluster: None, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as in one process; what is skipped is counted, shown in part, and kept."""
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 10)
     good = {f"{c}/{n}.png": numbered(60 * c + n) for c in range(2) for n in range(60)}
@@ -75,7 +75,7 @@ def test_on_a_cluster(cluster, call: Call, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.smoke
 def test_a_failure_on_the_cluster_is_one_line(
-    cluster, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: None, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(9):
         tar(tmp_path / "in" / f"{n}.tar", samples(10 * n, 10))

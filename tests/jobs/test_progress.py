@@ -65,6 +65,20 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
     ]
 
 
+def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
+    run: Any = SimpleNamespace(outcomes=dict, sweep=Sweep(base=RunConfig(), arms={}))
+    with TrialProgress(run, total=lambda: 1, status=lambda: "") as shown:
+        for until in (50, 100):
+            shown.start("a", until)
+            clock[0] += 21
+            shown.report("a", until - 20, {"perf/images_per_s": 100.0})
+            shown.stop("a")
+    assert capsys.readouterr().out.splitlines() == [
+        "        a                  step 30/50, 100 images/s",
+        "        a                  step 80/100, 100 images/s",
+    ]
+
+
 def test_a_trial_that_failed_before_it_began(capsys):
     run: Any = SimpleNamespace(outcomes=lambda: {"a": "no place"}, sweep=Sweep(base=RunConfig(), arms={}))
     with TrialProgress(run, total=lambda: 1, status=lambda: "") as shown:

@@ -79,6 +79,16 @@ def test_every_parameter_and_buffer_is_set(router):
         assert torch.equal(tensor, fresh[name]), name
 
 
+def test_a_rank_draws_the_rows_it_holds():
+    """The rank holds the second half of every tensor."""
+    whole, model = build(TokenChoiceConfig()), build(TokenChoiceConfig(), seed=1)
+    init_weights(model, 0, local=lambda p: (p[len(p) // 2 :], (slice(len(p) // 2, len(p)),)))
+    for name, p in random_ones(whole).items():
+        mine = model.get_parameter(name)
+        assert torch.equal(mine[len(p) // 2 :], p[len(p) // 2 :]), name
+        assert not torch.equal(mine[: len(p) // 2], p[: len(p) // 2]), name
+
+
 @each_router
 def test_global_generator_is_not_touched(router):
     before = torch.random.get_rng_state()

@@ -156,6 +156,13 @@ def test_settled_groups_are_frozen():
         assert torch.equal(ours, longer)
 
 
+def test_an_assignment_that_is_not_settled_is_still_complete():
+    """It keeps the seats of the last phase that seated every token."""
+    plan, _, residual = sparse_plan(scores_of(2, 64, 8), torch.ones(2, 64), 8, 5)
+    assert (residual > 0).all()
+    assert (plan.sum(1) == 8).all()
+
+
 def test_equal_bids_lower_token_first():
     """Three equal tokens, one seat and one token it does not suit."""
     scores = torch.tensor([[[0.1], [0.9], [0.9], [0.9]]])

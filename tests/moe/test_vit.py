@@ -226,6 +226,13 @@ def test_padding_images_change_nothing(build_vit, router):
 
 
 @each_router
+def test_an_incomplete_group_is_filled_with_padding(build_vit, router):
+    model, valid = build_vit(router, images_per_group=2), torch.tensor([1.0, 1, 1, 0])
+    padded = images(4) * valid[:, None, None, None]
+    torch.testing.assert_close(model(padded[:3]).logits, model(padded, valid).logits[:3])
+
+
+@each_router
 def test_images_per_group_matters(build_vit, router):
     one, two = (build_vit(router, images_per_group=n)(images(4)).logits for n in (1, 2))
     assert torch.allclose(one, two) == (router.kind == "mixture")  # tokens of a mixture do not compete

@@ -174,6 +174,16 @@ def test_renaming_folders(tmp_path):
     assert storage.names(str(tmp_path)) == ["file", "new", "taken"]
 
 
+def test_a_renamed_folder_survives_a_power_cut(tmp_path, monkeypatch):
+    """The folder is flushed before it gets its new name, and its parent afterwards."""
+    flushed = []
+    monkeypatch.setattr(storage, "flush", lambda location: flushed.append((location, os.path.exists(new))))
+    old, new = f"{tmp_path}/old", f"{tmp_path}/new"
+    os.mkdir(old)
+    storage.rename_folder(old, new)
+    assert flushed == [(old, False), (str(tmp_path), True)]
+
+
 def test_unfinished_uploads(bucket):
     for key in ("a/one", "a/two", "ab/one"):
         storage._s3().create_multipart_upload(Bucket=bucket.name, Key=key)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.data.check import check_shards
-from orchestrator.data.manifest import Manifest, open_manifest, save_manifest
+from orchestrator.data.manifest import Manifest, locate, open_manifest, save_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
@@ -58,6 +58,8 @@ def test_shards_that_lie_elsewhere(pack_greys: Pack, tmp_path: Path) -> None:
         for split in manifest.splits
     }
     check_shards(str(tmp_path / "other"), replace(manifest, splits=moved), verify=True)
+    on_s3 = replace(manifest.splits["train"][0], path="s3://theirs/0.parquet")
+    assert locate("s3://ours/data", on_s3) == "s3://theirs/0.parquet"
 
 
 def test_damaged_footer(pack_greys: Pack) -> None:
@@ -119,4 +121,5 @@ def test_manifest_that_is_none(content: str, message: str, tmp_path: Path) -> No
 
 
 def test_digest_tells_data_sets_apart(pack_greys: Pack) -> None:
-    assert pack_greys(train=8)[1].digest() != pack_greys(train=9)[1].digest()
+    sizes = [{"train": 8}, {"train": 9}, {"train": 8, "val": 4}]
+    assert len({pack_greys(**size)[1].digest() for size in sizes}) == 3

@@ -12,7 +12,7 @@ import ray
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
-from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.data.ray_data import Feed, Flow, by_ray_data
 from orchestrator.data.stream import Batch, Split, open_stream
 from orchestrator.data.units import cut
 from orchestrator.errors import UsageError
@@ -84,6 +84,14 @@ def test_workers_that_come_back_read_from_where_they_say(digits: str, feed: Any)
     for rank, batches in enumerate(read_all(feed, run, 2, range(20, 25))):
         expected = in_process(open_stream(run, "train", rank, 2), range(20, 25))
         assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_a_flow_that_is_joined_again_begins_anew(digits: str, feed: Any) -> None:
+    """The second attempt gets a number of its own, the same for both workers."""
+    flow = Flow(digits_run(digits), "train", 0, 1, 2)
+    first, again = (set(ray.get([feed.join.remote(flow, rank) for rank in range(2)])) for _ in range(2))
+    assert len(first) == len(again) == 1
+    assert first != again
 
 
 def test_bad_images_are_named(tmp_path: Path, feed: Any) -> None:

@@ -89,6 +89,14 @@ def test_images_come_in_the_order_of_the_plan_with_their_labels(pack_greys: Pack
     assert len({n for batch in batches[:4] for n in numbers(batch)}) == 24
 
 
+@pytest.mark.parametrize(("tail", "size"), [("wrap", 25), ("drop", 24)])
+def test_the_tail_of_an_epoch_is_the_configs(tail: str, size: int, pack_greys: Pack) -> None:
+    path, _ = pack_greys(train=25)
+    (stream,) = workers_of(greys_run(path, **{"data.tail": tail}), 1)
+    assert stream.plan
+    assert stream.plan.epoch_size() == size
+
+
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("change", [{}, {"data.augment": "inception", "data.randaugment": 2}])
 def test_workers_together_read_what_one_reads(workers: int, change: dict, digits: str) -> None:

@@ -11,7 +11,7 @@ from orchestrator.evaluation.parallel import Question
 from orchestrator.evaluation.trained import read_trained
 
 
-def test_answers_hold_for_the_labels_that_they_were_given_for(trained_home: Path, digits: str):
+def test_answers_hold_for_the_labels_and_weights_that_they_were_given_for(trained_home: Path, digits: str):
     """Not for a model that learned its classes in another order."""
     model = read_trained(f"{trained_home}/tiny/trials/soft/checkpoints")
     assert model.classes == tuple("0123456789")
@@ -19,6 +19,7 @@ def test_answers_hold_for_the_labels_that_they_were_given_for(trained_home: Path
     turned = replace(model, classes=tuple("9876543210"))
     keys = {replace(question, model=m).key("w") for m in (model, replace(model, classes=None), turned)}
     assert len(keys) == 2, "labels are the same by number and by name in the same order"
+    assert question.key("other weights") not in keys
 
 
 def test_a_digest_sees_every_bit():

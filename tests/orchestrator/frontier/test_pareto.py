@@ -158,9 +158,10 @@ def test_knee_by_hand() -> None:
         ([(1, 2), (2, 1)], 1),
         ([(1, 1), (1, 1), (NAN, 0)], 0),
         ([(0, 1), (0.1, 0.9), (0.3, 0.7), (1, 0)], 3),
+        ([(0, 0.4), (0.1, 0.3), (0.4, 0)], 2),
         ([(0, 10), (9, 9), (10, 0)], 2),
     ],
-    ids=["one", "two", "twice the same", "straight", "inward"],
+    ids=["one", "two", "twice the same", "straight", "straight but for rounding", "inward"],
 )
 def test_knee_without_a_bulge_is_the_best_second_objective(
     costs: list[tuple[float, float]], expected: int

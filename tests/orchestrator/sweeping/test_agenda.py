@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -78,18 +79,22 @@ def test_a_branch_waits_for_its_trunk_and_falls_with_it():
     assert second is not None
     assert second.trial.name == "branch"
 
-    fallen = agenda(standing("trunk"), standing("branch", after="trunk"), cpus=4)
-    fallen.next()
-    fallen.done("trunk", "out of memory")
-    assert fallen.next() is None
-    assert fallen.standings["branch"].outcome == "its trunk trunk did not finish"
+    for outcome in ("out of memory", replace(DONE, status="diverged")):
+        fallen = agenda(standing("trunk"), standing("branch", after="trunk"), cpus=4)
+        fallen.next()
+        fallen.done("trunk", outcome)
+        assert fallen.next() is None
+        assert fallen.standings["branch"].outcome == "its trunk trunk did not finish"
 
 
 def test_the_budget_leaves_out_what_it_does_not_hold():
+    """And while the budget refuses a trial, no further arm is drawn."""
+
     def admits(job: Job, one: Standing) -> bool:
         return one.cost < 2
 
-    work = agenda(standing("dear", cost=3), standing("cheap", cost=1), cpus=4, admits=admits)
+    dear, cheap, drawn = standing("dear", cost=3), standing("cheap"), standing("drawn")
+    work = agenda(dear, cheap, cpus=4, admits=admits, more=lambda: [drawn])
     job = work.next()
     assert job is not None
     assert job.trial.name == "cheap"

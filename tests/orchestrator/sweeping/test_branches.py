@@ -12,13 +12,17 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.errors import UsageError
+from orchestrator.frontier.points import Frontier
+from orchestrator.sweeping import run as sweep_run
 from orchestrator.sweeping.branches import Trunk
+from orchestrator.sweeping.run import keep_weights_only
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.checkpoint.weights import load_newest
 from orchestrator.training.loop import Metrics
 from orchestrator.training.optim import learning_rate
 from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
 from tests.lanes import mostly_slow
+from tests.orchestrator.frontier.samples import point
 
 ARMS = {"soft": {"model.moe.router.kind": "soft", "model.moe.num_experts": 2}}
 
@@ -83,6 +87,18 @@ def test_rates_of_the_trunk_and_its_branches_agree_until_they_part(sweep):
     assert [rate("soft-at6", s) for s in range(6)] == [rate("soft-trunk", s) for s in range(6)]
     assert rate("soft-at6", 7) < rate("soft-trunk", 7)
     assert rate("soft-at6", 9) == 0
+
+
+def test_trunks_keep_their_optimizer(sweep, monkeypatch):
+    """More branches may start from a trunk, although it is not a point of the frontier."""
+    dropped: list[str] = []
+    monkeypatch.setattr(sweep_run, "result_of", bool)
+    monkeypatch.setattr(sweep_run, "drop_optimizer", lambda directory: dropped.append(directory) or 1)
+    points = (point("soft-at6", "soft", 1.0, 0.9), point("soft-at9", "soft", 2.0, 0.8))
+    frontier = Frontier(name="", cost_name="", quality_name="", points=points, reference=(3.0, 0.1))
+    trials = sweep.trials()
+    assert keep_weights_only(trials.values(), frontier) == 1
+    assert dropped == [checkpoint_directory(trials["soft-at9"].run)]
 
 
 def test_a_branch_of_another_run_is_refused(sweep):

@@ -10,8 +10,8 @@ from orchestrator.sweeping.purse import Purse
 from orchestrator.sweeping.sweep import Trial
 
 
-def standing(name: str, flops: float, trunk: int = 0) -> Standing:
-    fields = {"train.steps": 100, "model.moe": None}
+def standing(name: str, flops: float, trunk: int = 0, workers: int = 1) -> Standing:
+    fields = {"train.steps": 100, "model.moe": None, "scale.workers": workers}
     if trunk:
         fields["train.trunk"] = f"/runs/trunk/checkpoints/step-{trunk:08d}"
     trial = Trial(name=name, arm=name, changes={}, run=override(RunConfig(), fields))
@@ -82,13 +82,14 @@ def test_what_was_spent_survives_the_process(tmp_path, clock):
     assert Purse(Budget(), str(tmp_path)).spent_s == 20.0
 
 
-def test_running_jobs_count_what_they_will_take_or_have_taken(tmp_path, clock):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_jobs_count_what_they_will_take_or_have_taken(workers, tmp_path, clock):
     purse = Purse(Budget(hours=25 / 3600), str(tmp_path), {"a": 20.0, "b": 10.0, "c": 4.0})
-    a, b, c = (standing(name, 1e9) for name in "abc")
+    a, b, c = (standing(name, 1e9, workers=workers) for name in "abc")
     purse.begin(job(a), a)
     assert not purse.admits(job(b), b)  # 20 + 10
     assert purse.admits(job(c), c)  # 20 + 4
-    clock[0] = 23.0  # it takes longer than foretold
+    clock[0] = 23.0 / workers  # it takes longer than foretold
     assert not purse.admits(job(c), c)
 
 

@@ -71,6 +71,14 @@ def test_a_crowded_place_gains_less():
     assert [name for name, _ in asked(*done, running, small, large)] == ["large", "small"]
 
 
+def test_what_is_paid_already_does_not_count():
+    """Two arms of like cost and quality: the one with a quarter of its steps trained goes first."""
+    rises = {10: 0.3, 40: 0.5, 160: 0.6}
+    done = [standing(f"done{i}", cost, rises) for i, cost in enumerate([1, 1, 1, 1, 3000])]
+    begun, fresh = standing("begun", 33.0, {10: 0.5, 40: 0.7}), standing("fresh", 30.0, {10: 0.5})
+    assert [name for name, _ in asked(*done, fresh, begun)] == ["begun", "fresh"]
+
+
 def test_a_pause_must_be_able_to_save_something():
     """The small arm costs less than a twentieth of what was spent: it goes to its end at once."""
     big = standing("big", 100.0, {10: 0.3, 40: 0.5, 160: 0.6})

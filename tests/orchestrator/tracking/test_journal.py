@@ -47,6 +47,16 @@ def test_a_line_that_is_not_whole_was_never_said(tmp_path: Path) -> None:
     assert (other.waiting, other.read(9)) == (3, entries(1, 2, 4))
 
 
+def test_a_long_file_keeps_what_is_not_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "KEPT", 100)
+    one = Journal(tmp_path)
+    for n in range(50):
+        one.append({"n": n})
+    one.read(20)
+    one.advance(20)
+    assert (one.waiting, one.read(99)) == (30, entries(*range(20, 50)))
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_file_starts_anew(killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays small, however long the process runs; also if it dies before the position is 0 again."""

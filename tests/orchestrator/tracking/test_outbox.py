@@ -5,12 +5,14 @@ import logging
 import random
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.tracking import TrackedRun, Tracking, open_tracking, track
 from orchestrator.tracking.find import Found, found_run
+from orchestrator.tracking.outbox import Outbox
 from tests.orchestrator.faulty_proxy import FaultyProxy
 from tests.orchestrator.tracking.conftest import POSTGRES, SERVER, Open
 from tests.orchestrator.tracking.stores import Server, Sqlite, Store
@@ -183,3 +185,14 @@ def test_files_go_when_they_are_delivered(reopen: Open, sqlite: Sqlite, tmp_path
     (folder / "of a process that was killed").mkdir()
     reopen(sqlite)
     assert not list(folder.iterdir())
+
+
+def test_closing_waits_while_something_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It flushes again as long as fewer entries are left than before."""
+    outbox, left, nobody = Outbox(tmp_path), iter([2, 1, 1]), cast(Any, None)
+    for step in range(3):
+        outbox.put("log", "run", step=step)
+    monkeypatch.setattr(outbox, "flush", lambda _: next(left))
+    outbox.start(nobody, "a server")
+    assert outbox.close(0.1) == 1
+    assert not list(left)

@@ -15,6 +15,7 @@ from orchestrator.codec import flat
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.tracking import EXPERIMENT, Found, TrackedRun, Tracking, track, track_training, writer
 from orchestrator.tracking.find import found_run
+from orchestrator.tracking.known import KEY, find_known
 from tests.orchestrator.tracking.conftest import Open
 from tests.orchestrator.tracking.stores import Sqlite, Store
 
@@ -109,6 +110,20 @@ def test_another_store_or_a_deleted_run_means_a_new_one(reopen: Open, sqlite: Sq
     second = track(reopen(sqlite), str(tmp_path), "moved", tags={}).run_id()
     assert second != first
     assert runs_of(tracking, tmp_path) == [second]
+
+
+def test_an_empty_twin_is_deleted(reopen: Open, sqlite: Sqlite) -> None:
+    """A repeated request made the twin, after the run that was written to."""
+    tracking = reopen(sqlite)
+    client, experiment = tracking.client, tracking.experiment_id
+    written, empty = (
+        client.create_run(experiment, start_time=start, tags={KEY: "twins"}).info.run_id for start in (1, 2)
+    )
+    client.log_param(written, "a", 1)
+    known = find_known(client, experiment, "twins")
+    assert known
+    assert known.run_id == written
+    assert client.get_run(empty).info.lifecycle_stage == "deleted"
 
 
 def test_a_replayed_step_is_not_written_twice(reopen: Open, store: Store, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.training.elastic import at_size
+from orchestrator.training import elastic
+from orchestrator.training.elastic import at_size, smaller
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 8, "data.batch_size": 64}
 
@@ -57,6 +58,14 @@ def test_the_planner_chooses_again():
     run = run_of(**{"scale.ep": "auto"})
     assert at_size(run, 2).scale.ep == "auto"
     assert at_size(run, 2).ep() in (1, 2)
+
+
+@pytest.mark.parametrize(("there", "chosen"), [(7, 4), (2, 2), (1, None)])
+def test_as_many_workers_as_are_there_and_allowed(there, chosen, monkeypatch):
+    """8, 4, 2 and 1 workers divide the batch; `min_workers=2` forbids the last."""
+    monkeypatch.setattr(elastic, "are_there", lambda one, within_s: one.scale.workers <= there)
+    found = smaller(run_of(**{"scale.min_workers": 2}))
+    assert (found and found.scale.workers) == chosen
 
 
 def test_bounds():

@@ -11,7 +11,6 @@ from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
-from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
@@ -19,7 +18,7 @@ from orchestrator.fewshot import STRENGTHS, choose_shots
 from orchestrator.recipe import FewShotConfig
 from orchestrator.sweeping.check import check_metrics
 from orchestrator.sweeping.sweep import Sweep
-from orchestrator.training.fewshot import FewShot, features_of, frozen_features, short_names
+from orchestrator.training.fewshot import FewShot, FewShotResult, features_of, frozen_features, short_names
 from orchestrator.training.worker import result_of, train_worker
 from tests.conftest import png
 from tests.moe.parity import spawn
@@ -114,23 +113,29 @@ def test_one_strength_for_several_data_sets(run: RunConfig, digits: str, tmp_pat
 
 
 def test_images_that_cannot_be_decoded_are_left_out(run: RunConfig, tmp_path: Path) -> None:
-    """Ten classes of four training images, one of them broken in each: with four shots, three are left."""
-    path = str(tmp_path / "broken")
+    """Ten classes of four training images, one of them broken in each: with four shots, three are left.
+
+    The figures are those of data sets that hold only the decoded images among the shots.
+    """
     good = [Sample(png(np.full((8, 8), 20 * n + i)), n, f"{n}-{i}") for n in range(10) for i in range(3)]
     bad = [Sample(b"no image", n, f"bad-{n}") for n in range(10)]
-    manifest: Manifest = write_shards(path, map(str, range(10)), {"train": bad + good, "val": good + bad})
-    assert manifest.rows("train") == 40
     run = override(run, {"model.moe.images_per_group": 1})  # else features depend on the neighbours
     model = ViT(run.model)
-    broken = FewShot(override(run, {"data.path": path}), FewShotConfig(shots=(4,), seeds=1)).measure(
-        model, CPU
-    )
-    whole = str(tmp_path / "whole")
-    write_shards(whole, map(str, range(10)), {"train": good, "val": good})
-    clean = FewShot(override(run, {"data.path": whole}), FewShotConfig(shots=(4,), seeds=1)).measure(
-        model, CPU
-    )
-    assert list(broken.accuracy.values()) == [pytest.approx(one, abs=1e-9) for one in clean.accuracy.values()]
+
+    def measured(name: str, train: list[Sample], test: list[Sample], *shots: int) -> FewShotResult:
+        path = str(tmp_path / name)
+        manifest = write_shards(path, map(str, range(10)), {"train": train, "val": test})
+        assert manifest.rows("train") == len(train)
+        few = FewShot(override(run, {"data.path": path}), FewShotConfig(shots=shots, seeds=1))
+        return few.measure(model, CPU)
+
+    everything = bad + good
+    broken = measured("broken", everything, good + bad, 2, 4)
+    for shots in (2, 4):
+        drawn = choose_shots(np.array([sample.label for sample in everything]), shots=shots, seed=0)
+        decoded = [everything[i] for i in drawn if everything[i] in good]
+        clean = measured(f"clean{shots}", decoded, good, 4)
+        assert broken.mean(shots) == pytest.approx(clean.mean(4), abs=1e-9)
 
 
 def test_a_model_that_diverged_has_no_figure(run: RunConfig) -> None:

@@ -5,16 +5,22 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
+from ray.exceptions import RayError
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.training import fit as fit_file
 from orchestrator.training.cluster import check_resources
-from orchestrator.training.fit import Report, fit
+from orchestrator.training.elastic import Missing
+from orchestrator.training.fit import ATTEMPTS, Report, check_data, fit, fit_on_workers
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -148,6 +154,31 @@ def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
     run = override(run, {"data.path": str(copy), "train.steps": 5, "scale.workers": 2})
     with pytest.raises(UsageError, match=r"^shard .*parquet changed since it was packed"):
         fit(run, lambda step, metrics: None, inline=False)
+
+
+def test_a_batch_holds_at_most_all_images(run, digits):
+    images = open_manifest(digits).rows("train")
+    check_data(override(run, {"data.batch_size": images, "data.lanes": 1}))
+    with pytest.raises(UsageError, match=f"more than the {images} training images .*: use at most {images}"):
+        check_data(override(run, {"data.batch_size": images + 1, "data.lanes": 1}))
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
+    """Workers die in every attempt: it goes on where each attempt saved a checkpoint, else ATTEMPTS times."""
+    tried = []
+
+    def die(*_) -> None:
+        tried.append(len(tried))
+        raise RayError("a worker died")
+
+    monkeypatch.setattr(fit_file, "are_there", lambda *_, **__: True)
+    monkeypatch.setattr(fit_file, "_train_on", die)
+    monkeypatch.setattr(fit_file, "result_of", lambda _: len(tried) == 2 * ATTEMPTS)
+    monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
+    with nullcontext() if saves else pytest.raises(RayError):
+        fit_on_workers(run, None, Future(), Missing(), None)
+    assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 
 def test_too_many_workers_are_refused_with_the_arithmetic(run):

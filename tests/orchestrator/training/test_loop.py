@@ -55,11 +55,14 @@ def live_model(run: RunConfig, dtype: torch.dtype = torch.float32) -> ViT:
 Log = list[tuple[str, int]]
 
 
-def run_loop(run: RunConfig, *, start: int = 0, model: ViT | None = None) -> tuple[Log, list[Metrics]]:
+def run_loop(
+    run: RunConfig, *, start: int = 0, until: int | None = None, model: ViT | None = None
+) -> tuple[Log, list[Metrics]]:
     """What the loop called, in order, and every report."""
     calls: Log = []
     reports: list[Metrics] = []
     model = model or ViT(run.model)
+    until = until or run.train.steps
 
     def report(step: int, metrics: Metrics) -> None:
         calls.append(("report", step))
@@ -72,11 +75,11 @@ def run_loop(run: RunConfig, *, start: int = 0, model: ViT | None = None) -> tup
     train(
         model,
         build_optimizer(run.train.optimizer, model),
-        (random_batch(run.data.batch_size, seed) for seed in range(start, run.train.steps)),
+        (random_batch(run.data.batch_size, seed) for seed in range(start, until)),
         run,
         Meter(),
         start=start,
-        until=run.train.steps,
+        until=until,
         report=report,
         validate=validate,
         save=lambda step: calls.append(("save", step)),
@@ -133,6 +136,11 @@ def test_goes_on_from_where_it_was() -> None:
     )  # of update 8, where cooldown starts
 
 
+def test_a_pause_reports_validates_and_saves() -> None:
+    run = small_run(**{"train.steps": 10, "train.report_every": 4, "checkpoint.every": 4})
+    assert run_loop(run, until=3)[0] == [("validate", -1), ("report", 3), ("save", 3)]
+
+
 def test_what_it_reports() -> None:
     run = small_run("token_choice", **{"train.steps": 2})
     _, (metrics,) = run_loop(run)
@@ -178,6 +186,16 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None
         torch.testing.assert_close(ours.detach(), theirs.detach() - 0.1 * 0.5 / norm * theirs.grad)
+
+
+def test_router_noise_depends_on_the_seed() -> None:
+    def loss(seed: int) -> float:
+        run = small_run("token_choice", **{"train.seed": seed})
+        model = live_model(run)
+        optimizer = build_optimizer(run.train.optimizer, model)
+        return train_step(model, optimizer, random_batch(8), run, step=0)["train/loss"].item()
+
+    assert loss(0) == loss(0) != loss(1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

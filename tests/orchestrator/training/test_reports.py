@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
+import ray.train
 from ray.exceptions import RayActorError
 
-from orchestrator.training.reports import LogLines, Reports, hand_on
+from orchestrator.training import reports as reports_file
+from orchestrator.training.reports import LogLines, Reports, Sender, hand_on
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -84,3 +86,10 @@ def test_reports_come_one_by_one():
         reports.close.remote()
         recording.result(timeout=10)
     assert most == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_worker_leaves_when_any_was_asked_to(asked, monkeypatch):
+    monkeypatch.setattr(reports_file, "sum_over_ranks", lambda mine: mine + asked)
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
+    assert Sender(None).leave() == asked

@@ -123,10 +123,11 @@ def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCapture
 
 
 def test_a_checkpoint_says_what_it_is(run: RunConfig) -> None:
-    trained(run)
+    _, metrics = trained(run)[-1]
     folder, manifest = newest(checkpoint_directory(run))
     assert folder.endswith("step-00000024")
     assert (manifest.step, manifest.images, manifest.progress["reported"]) == (24, 24 * 16, 24)
+    assert manifest.progress["device_s"] == metrics["cost/device_s"] > 0
     assert manifest.config["train"]["steps"] == 24
     assert manifest.random.startswith("keyed")
 
@@ -204,16 +205,20 @@ def test_another_number_of_workers_or_checkpoints_is_the_same_run(run: RunConfig
 
 
 @pytest.mark.parametrize(
-    ("changes", "tolerance"),
-    [({"scale.activation_checkpointing": True}, 1e-5), ({"train.compute_dtype": "bfloat16"}, 0.02)],
+    ("changes", "least", "most"),
+    [({"scale.activation_checkpointing": True}, 0, 1e-5), ({"train.compute_dtype": "bfloat16"}, 1e-5, 0.02)],
 )
-def test_one_worker_computes_as_many_do(changes: dict[str, Any], tolerance: float, run: RunConfig) -> None:
+def test_one_worker_computes_as_many_do(
+    changes: dict[str, Any], least: float, most: float, run: RunConfig
+) -> None:
     """A mesh of one rank; its checkpoints are those of any other."""
     run = override(run, {"train.steps": 6, "train.eval_every": 6, "model.moe.router.kind": "soft"})
     plain = trained(override(run, {"name": "plain"}))
     spread = trained(override(run, {"name": "spread", **changes}))
-    for (step, a), (_, b) in zip(plain, spread, strict=True):
-        assert b["train/loss"] == pytest.approx(a["train/loss"], rel=tolerance), step
+    pairs = zip(plain, spread, strict=True)
+    errors = [abs(b["train/loss"] / a["train/loss"] - 1) for (_, a), (_, b) in pairs]
+    assert least <= max(errors)
+    assert all(error <= most for error in errors)
     _, manifest = newest(checkpoint_directory(override(run, {"name": "spread"})))
     index = next(name for name in manifest.files if name.startswith("weights.") and name.endswith(".json"))
     folder = manifests.folder_of(checkpoint_directory(override(run, {"name": "spread"})), 6)

@@ -127,10 +127,12 @@ def test_tensors_that_were_replaced(tmp_path):
     saved_as(5)
 
 
-def test_saves_wait_for_each_other(tmp_path):
+def test_saves_wait_for_each_other(blocked, tmp_path):
     checkpoints = Checkpoints(str(tmp_path), BESIDE)
+    threading.Timer(0.1, blocked.set).start()
     for step in range(1, 6):
         save(checkpoints, step)
+        assert manifests.steps(str(tmp_path))[: step - 1] == list(range(1, step))
     checkpoints.finish()
     assert manifests.steps(str(tmp_path)) == [1, 2, 3, 4, 5]
     for step in (5, 4, 3, 2, 1):

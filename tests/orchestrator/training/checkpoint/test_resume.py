@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from orchestrator import storage
 from orchestrator.codec import to_dict
 from orchestrator.config import CheckpointConfig
 from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.parts import bytes_of
+from orchestrator.training.checkpoint.parts import Window, bytes_of
 from orchestrator.training.checkpoint.run import Checkpoints
 from orchestrator.training.checkpoint.state import load, state_of
 from tests.orchestrator.training.checkpoint.counted import (
@@ -312,6 +313,16 @@ def test_small_tensors_are_read_together(tmp_path, monkeypatch):
     load(path, manifest, again)
     assert len(requests) == 1
     assert_same(dict(again), {name: param.detach() for name, param in model.items()})
+
+
+def test_parts_that_are_far_from_each_other_are_read_again(monkeypatch):
+    """Beyond what one request read, across its end, and before its first byte."""
+    monkeypatch.setattr(Window, "AHEAD", 8)
+    window = Window(pa.BufferReader(bytes(range(100))))
+    for begin in (10, 14, 16, 90, 2):
+        target = bytearray(4)
+        window.fill(memoryview(target), begin)
+        assert list(target) == list(range(begin, begin + 4))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe.load import DTYPES
+from moe.load import CONFIG, DTYPES, WEIGHTS
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
@@ -18,7 +18,7 @@ from orchestrator.errors import UsageError
 from orchestrator.training.checkpoint import single_file
 from orchestrator.training.checkpoint.retention import drop_optimizer
 from orchestrator.training.checkpoint.run import Checkpoints
-from orchestrator.training.checkpoint.weights import export, load_exported, load_newest
+from orchestrator.training.checkpoint.weights import export, export_folder, load_exported, load_newest
 from orchestrator.training.optim import build_optimizer
 
 RUNS = {
@@ -134,6 +134,22 @@ def test_a_write_that_fails_leaves_what_was_there(saved, tmp_path, monkeypatch):
         export(directory, str(path), force=True)
     assert path.read_bytes() == b"precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+
+
+def test_a_folder_never_describes_other_weights(saved, tmp_path, monkeypatch):
+    """The second export fails while it writes weights: the description of the first is gone."""
+    directory, _ = saved("soft", 3)
+    folder = tmp_path / "folder"
+    export_folder(directory, str(folder))
+    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
+
+    def disk_full(_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(single_file.storage, "flush", disk_full)
+    with pytest.raises(OSError, match="no space left"):
+        export_folder(directory, str(folder), force=True)
+    assert not (folder / CONFIG).exists()
 
 
 @pytest.mark.parametrize("out", ["s3://bucket/model.safetensors", "model.pt"])
