@@ -12,6 +12,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.trained import Trained
 from orchestrator.training.fit import fit
+from tests.lanes import mostly_slow
 
 SMALL = {
     "model.width": 16,
@@ -67,7 +68,7 @@ def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return run_here
 
 
-@pytest.mark.parametrize("router", ["token_choice", *OTHERS])
+@pytest.mark.parametrize("router", mostly_slow(["token_choice", *OTHERS], fast=["token_choice", "soft"]))
 def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> None:
     """A row per block, a page with all pictures, tables that are whole; in MLflow, too, where it is known."""
     args = ("--images", "70", "--examples", "2", "--capacities", "0.5,0.001", "--out", str(tmp_path))

@@ -1,6 +1,5 @@
 """Ray Data gives the batches that one process reads, whatever they are cut into and whoever comes back."""
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +13,10 @@ from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.ray_data import Feed, Flow, by_ray_data
 from orchestrator.data.stream import Batch, Split, open_stream
-from orchestrator.data.units import cut
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.test_stream import equal, pack
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]  # some ten processes
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +110,6 @@ def test_a_shard_that_changed_is_the_users_to_mend(tmp_path: Path, feed: Any) ->
     run = override(RunConfig(), {"data.path": path, "data.batch_size": 4, "data.lanes": 2})
     with pytest.raises(UsageError, match=r"000000.parquet changed since it was packed"):
         read_all(feed, run, 1, range(3))
-
-
-@pytest.mark.parametrize(("batch_size", "image_size"), [(48, 16), (48, 512), (6, 3000), (2048, 8), (30, 224)])
-def test_units_cover_every_slot_in_order(batch_size: int, image_size: int) -> None:
-    run = override(RunConfig(), {"data.batch_size": batch_size, "model.image_size": image_size})
-    for workers, steps in itertools.product((1, 2, 3), (range(0), range(5, 6), range(3, 50))):
-        units = cut(run, steps, workers=workers)
-        slots = [(step, slot) for i in range(len(units)) for step, part in units[i] for slot in part]
-        assert slots == [(step, slot) for step in steps for slot in range(batch_size // workers)]
-        assert all(part.start % 2 == 0 for i in range(len(units)) for _, part in units[i])
 
 
 def _png(number: int) -> bytes:

@@ -273,7 +273,10 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         dist.barrier()
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} workers".format)
+RANKS = [pytest.param(2, marks=pytest.mark.smoke), pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{} workers".format)
 def ranks(request: pytest.FixtureRequest) -> int:
     return request.param
 
