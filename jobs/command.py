@@ -65,7 +65,7 @@ def check_file(flag: str, location: str) -> None:
 
 
 def results_in(folder: str) -> str:
-    """What a folder that one of our commands wrote holds; empty for any other folder."""
+    """What one of our commands wrote into a folder; empty if none did."""
     if storage.size(storage.join(folder, "fields.json")) is not None:
         return "a run or a sweep"
     if storage.size(storage.join(folder, PLAN)) is not None:

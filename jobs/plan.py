@@ -118,7 +118,7 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 
 def total(sent: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes inside the node and to other nodes, of several collectives together."""
+    """Adds up what several collectives send, in bytes: inside the node, and to other nodes."""
     intra, inter = map(sum, zip(*sent, strict=True))
     return intra, inter
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+import torch
 from mlflow import MlflowClient
 from PIL import Image
 from xdist.remote import Producer
@@ -46,7 +47,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with what uses the cluster, which takes longest."""
+    """Begins with what uses the cluster, which takes longest. Tests for a GPU skip where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
     items.sort(key=lambda item: not uses_cluster(item.nodeid.partition("::")[0]))
 
 

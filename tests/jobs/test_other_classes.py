@@ -22,11 +22,11 @@ def test_other_classes_are_named(home: Path, call: Call, pack_greys: Callable[..
     assert "other classes" not in call(evaluate.main, *run)[1]
     manifest = Path(path, "manifest.json")
     manifest.write_text(manifest.read_text().replace('"0"', '"zero"', 1))
-    told = (
+    warning = (
         f"note: {path} has other classes (zero, 1, 2, .. 10) than tiny/trials/soft learned (0, 1, 2, .. 10):"
         " labels are compared by number"
     )
-    assert told in call(evaluate.main, *run)[1]
+    assert warning in call(evaluate.main, *run)[1]
 
 
 def test_names_that_fit_in_part_are_refused(home: Path, call: Call, pack_greys: Callable[..., Any]):
@@ -58,9 +58,9 @@ def test_classes_of_a_model_are_unknown(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("orchestrator.evaluation.trained.class_names", lambda run: None)
         run = ("--repeats", "1", "--data", path)
-        told = "note: the classes of tiny/trials/soft are unknown: "
-        assert told in call(evaluate.main, "tiny/trials/soft", *run)[1]
-        assert told not in call(evaluate.main, str(exported), *run)[1]
+        warning = "note: the classes of tiny/trials/soft are unknown: "
+        assert warning in call(evaluate.main, "tiny/trials/soft", *run)[1]
+        assert warning not in call(evaluate.main, str(exported), *run)[1]
 
 
 def relabel(manifest: Path, names: list[str]) -> None:

@@ -12,7 +12,7 @@ OTHERS = ("--experiment", EXPERIMENT, "--quality", "val/acc1", "--cost", "cost/t
 
 
 def test_pages_lie_below_the_storage(home: Path, call: Call, tmp_path: Path, monkeypatch) -> None:
-    """Of a sweep beside its trials, of another tool's runs in a folder of their own; never here."""
+    """A sweep's page lies beside its trials, that of another tool's runs in its own folder."""
     monkeypatch.chdir(tmp_path)
     for flags, folder in ((("--name", "tiny"), home / "tiny"), (OTHERS, home / "reports" / EXPERIMENT)):
         for name in FILES:

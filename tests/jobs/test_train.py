@@ -47,7 +47,7 @@ def test_what_is_trained_is_said_first(home, call):
 
 
 def test_data_that_repeat_often_are_named(home, call):
-    """300 epochs of 1,430 images are 6,703 steps of 64: one more is told, before a config is refused."""
+    """300 epochs of 1,430 images are 6,703 steps of 64. With one more step the first lines say so."""
     for steps, named in ((6703, False), (6704, True)):
         run = ["--name", f"run{steps}", "--set", f"train.steps={steps}", "--tracking-uri", "bogus://x"]
         _, said = call(train.main, *run)
@@ -63,7 +63,7 @@ def test_a_run_that_diverged_has_failed(home, call):
 
 
 def test_weights_by_any_name_of_a_model(home, call):
-    """By the name of a run, its folder, its checkpoints; before a run is made if they do not fit."""
+    """A run's name, folder or checkpoints. Weights that do not fit are refused before a run is made."""
     assert call(train.main, "--name", "first", *SHORT)[0] == ""
     assert statuses(home) == {"first": "FINISHED"}
     stopped, _ = call(train.main, "--name", "wide", *SHORT, "--init-from", "first", "--set", "model.width=64")
@@ -95,8 +95,8 @@ def test_a_name_is_not_burnt_by_a_run_that_never_trained(home, call, monkeypatch
     assert call(train.main, "--name", "run", *SHORT, "--set", "train.lr=0.5")[0] == ""
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    told = {run.info.status: run.data.params["train.lr"] for run in runs}
-    assert told == {"FAILED": "0.001", "FINISHED": "0.5"}
+    rates = {run.info.status: run.data.params["train.lr"] for run in runs}
+    assert rates == {"FAILED": "0.001", "FINISHED": "0.5"}
 
 
 def test_signals_are_given_back(home, call, monkeypatch):

@@ -78,8 +78,10 @@ def worker(rank: int, ranks: int, folder: str) -> None:
     for dp, ep in LAYOUTS[ranks]:
         mesh = make_mesh("cpu", ep=ep)
         assert mesh.shape == (dp, ep)
-        for name in CASES_OF[ranks] if (dp, ep) == MIXED[ranks] else EVERYWHERE:
-            case, what = CASES_OF[ranks][name], f"{name}, dp={dp}, ep={ep}"
+        for name, case in CASES_OF[ranks].items():
+            if name in ONCE and (dp, ep) != MIXED[ranks]:
+                continue
+            what = f"{name}, dp={dp}, ep={ep}"
             with default_dtype(case.dtype):
                 model = build_sharded(case.config, mesh, seed=SEED)
                 check_shares(model, mesh, what)

@@ -14,10 +14,7 @@ from moe.routers.affinity import SinkhornConfig
 from moe.vit import ViT
 from tests.moe.parity import SEED, Case, batches, forward_backward, one_rank, vit, wake
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = pytest.mark.gpu
 ROUTERS: dict[str, RouterConfig | None] = {
     "dense": None,
     "soft": SoftConfig(slots_per_expert=2, noise_std=0.5),

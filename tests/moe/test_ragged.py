@@ -173,7 +173,6 @@ def test_models_run_subsets_so():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @each_router
 def test_grouped_matmuls_of_a_gpu(config):
     """bfloat16: to its rounding; nothing is told to the host on the way."""

@@ -66,7 +66,6 @@ def test_its_thread_ends_with_who_asked() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_gpu() -> None:
     cuda = torch.device("cuda")
     for number, batch in enumerate(prefetched(numbered(50, []), cuda)):

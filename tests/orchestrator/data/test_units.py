@@ -1,4 +1,4 @@
-"""What one task decodes covers every slot, once and in order."""
+"""Units of reading cover every slot of a worker's share once, in order."""
 
 import itertools
 
