@@ -1,32 +1,35 @@
-"""One thread: sums do not depend on how they are split, and processes do not fight for two cores."""
+"""One thread: sums do not depend on how they are split, and processes do not fight for two cores.
+
+Large libraries are imported where they are used: the process that hands out the tests needs none of them.
+"""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import io
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+import hypothesis
 import pytest
-import ray
-import torch
-from mlflow import MlflowClient
-from PIL import Image
 from xdist.remote import Producer
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from orchestrator.data import packing
-from orchestrator.data.manifest import Manifest
-from orchestrator.data.packing import Sample, write_shards
-from orchestrator.data.sources import open_source
-from tests.trained_sweep import train_sweep
+from tests.parts import png, start_ray
+
+if TYPE_CHECKING:
+    from orchestrator.data.manifest import Manifest
 
 ROOT = Path(__file__).parents[1]
+
+# without a deadline, for the first example imports libraries; with many examples where time is no matter
+hypothesis.settings.register_profile("few", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
+hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PARTS") else "few")
 
 
 class OneRay(LoadFileScheduling):
@@ -42,12 +45,15 @@ def uses_cluster(file: str) -> bool:
     return re.search(r'\bcluster: None|usefixtures\("cluster"\)', (ROOT / file).read_text()) is not None
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
     return OneRay(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with what uses the cluster, which takes longest. Tests for a GPU skip where there is none."""
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -70,6 +76,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled digits as shards; not to be written to."""
+    from orchestrator.data.packing import write_shards
+    from orchestrator.data.sources import open_source
+
     path = str(tmp_path_factory.mktemp("digits") / "shards")
     source = open_source("digits")
     write_shards(path, source.classes, source.splits)
@@ -82,6 +91,8 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], st
 
     A copy: making the tables takes more than a second.
     """
+    from mlflow import MlflowClient
+
     made = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     MlflowClient(f"sqlite:///{made}").search_experiments()
 
@@ -97,6 +108,8 @@ def trained_home(
     digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A storage with what `train_sweep` leaves; not to be trained in."""
+    from tests.trained_sweep import train_sweep
+
     home = tmp_path_factory.mktemp("trained")
     empty_store(home)
     train_sweep(home, digits)
@@ -104,44 +117,32 @@ def trained_home(
 
 
 @pytest.fixture
-def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, Manifest]]:
+def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[..., tuple[str, Manifest]]":
     """``pack_greys(train=20, val=7)``: 8x8 images whose grey is their number, with its last digit as label.
 
     Shards are small, so that there are many. Validation images go on counting where training ends.
     """
+    import numpy as np
 
-    def pack(*, train: int, val: int = 3, rows_per_shard: int = 4) -> tuple[str, Manifest]:
-        def samples(numbers: Sequence[int]) -> list[Sample]:
-            return [Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in numbers]
+    from orchestrator.data import packing
+
+    def pack(*, train: int, val: int = 3, rows_per_shard: int = 4) -> "tuple[str, Manifest]":
+        def samples(numbers: Sequence[int]) -> list[packing.Sample]:
+            return [packing.Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in numbers]
 
         monkeypatch.setattr(packing, "ROWS_PER_SHARD", rows_per_shard)
         path = str(tmp_path / f"greys-{train}-{val}-{rows_per_shard}")
         splits = {"train": samples(range(train)), "val": samples(range(train, train + val))}
-        return path, write_shards(path, map(str, range(10)), splits)
+        return path, packing.write_shards(path, map(str, range(10)), splits)
 
     return pack
-
-
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.astype("uint8")).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def start_ray(num_cpus: int = 2, *, dashboard: bool = False) -> None:
-    """On this machine, whatever else runs here. A dashboard is four more processes."""
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=dashboard,
-        logging_level="error",
-        log_to_driver=False,
-    )
 
 
 @pytest.fixture(scope="module")
 def cluster() -> None:
     """A Ray of two CPUs. It is kept for the files that follow, for a start takes five seconds."""
+    import ray
+
     if not ray.is_initialized():
         start_ray()
 
@@ -149,6 +150,8 @@ def cluster() -> None:
 @pytest.fixture
 def no_cluster() -> Iterator[None]:
     """For tests that start Rays of their own in this process."""
+    import ray
+
     ray.shutdown()
     yield
     ray.shutdown()

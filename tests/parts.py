@@ -1,11 +1,16 @@
-"""What tests take from the machine: free ports, and programs of system packages."""
+"""Parts that tests are made of: free ports, programs of system packages, a Ray of their own, images."""
 
+import io
 import os
 import shutil
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def free_port() -> int:
@@ -26,3 +31,24 @@ def system_program(name: str, package: str) -> str:
         missing = f"no {name}: install the package {package}"
         (pytest.fail if os.environ.get("MOE_FRONTIER_ALL_PARTS") else pytest.skip)(missing)
     return found
+
+
+def png(pixels: "np.ndarray") -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype("uint8")).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def start_ray(num_cpus: int = 2, *, dashboard: bool = False) -> None:
+    """On this machine, whatever else runs here. A dashboard is four more processes."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=dashboard,
+        logging_level="error",
+        log_to_driver=False,
+    )

@@ -10,7 +10,7 @@ import pytest
 import ray
 import yaml
 
-from tests.conftest import start_ray
+from tests.parts import start_ray
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 SOURCE = Path(ray.__file__).parent

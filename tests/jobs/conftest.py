@@ -10,8 +10,16 @@ import pytest
 @pytest.fixture
 def home(trained_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return trained_home
+
+
+@pytest.fixture
+def empty_home(tmp_path: Path, empty_store: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The storage of jobs, with an MLflow database and nothing else."""
+    home = tmp_path / "home"
+    empty_store(home)
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(home))
+    return home
 
 
 @pytest.fixture

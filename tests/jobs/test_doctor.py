@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from orchestrator.doctor import cluster
-from tests.conftest import start_ray
-from tests.parts import free_port
+from tests.parts import free_port, start_ray
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))

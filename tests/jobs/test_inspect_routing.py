@@ -68,7 +68,7 @@ def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     return run_here
 
 
-@pytest.mark.parametrize("router", mostly_slow(["token_choice", *OTHERS], fast=["token_choice", "soft"]))
+@pytest.mark.parametrize("router", mostly_slow(["token_choice", *OTHERS], fast=["token_choice"]))
 def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> None:
     """A row per block, a page with all pictures, tables that are whole; in MLflow, too, where it is known."""
     args = ("--images", "70", "--examples", "2", "--capacities", "0.5,0.001", "--out", str(tmp_path))

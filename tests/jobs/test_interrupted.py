@@ -19,10 +19,14 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-pytestmark = pytest.mark.slow  # workers of its own, each time
 
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.smoke),
+    ],
+)
 def test_a_run_of_two_workers_is_told_to_stop(sent, tmp_path):
     command = ["jobs/train.py", "--name", "run", "--workers", "2", "--set", "train.steps=5000"]
     process = subprocess.Popen(

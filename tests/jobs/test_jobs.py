@@ -29,13 +29,6 @@ from tests.orchestrator.frontier.samples import FRONTIER
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    return tmp_path / "home"
-
-
 def call(main: Callable[[], None], monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
     """What `main` exits with: the message of its error, empty if there is none."""
     monkeypatch.setattr(sys, "argv", ["job", *args])
@@ -96,7 +89,7 @@ def run_job(home: Path, *command: str) -> subprocess.CompletedProcess[str]:
         (["--init-from", ""], "--init-from : no trained model ''"),
     ],
 )
-def test_bad_input_is_one_clear_line(main, flags, message, home, monkeypatch, capsys):
+def test_bad_input_is_one_clear_line(main, flags, message, empty_home, monkeypatch, capsys):
     said = call(main, monkeypatch, *flags)
     assert re.search(message, said if said != "2" else capsys.readouterr().err)  # 2: argparse's own
 
@@ -109,11 +102,11 @@ def test_bad_input_is_one_clear_line(main, flags, message, home, monkeypatch, ca
         ("http://127.0.0.1:9", "no MLflow server answers at http://127.0.0.1:9"),
     ],
 )
-def test_refused_tracking_uri(uri, message, home, monkeypatch):
+def test_refused_tracking_uri(uri, message, empty_home, monkeypatch):
     assert message in call(train.main, monkeypatch, "--tracking-uri", uri)
 
 
-def test_truncated_shard_is_named(home, monkeypatch, tmp_path, capsys):
+def test_truncated_shard_is_named(empty_home, monkeypatch, tmp_path, capsys):
     assert call(pack_shards.main, monkeypatch, "--source", "digits", "--out", str(tmp_path / "cut")) == ""
     assert "1430 training and 367 validation images, 10 classes, 0 skipped" in capsys.readouterr().out
     shard = tmp_path / "cut/train/000001.parquet"
@@ -122,7 +115,7 @@ def test_truncated_shard_is_named(home, monkeypatch, tmp_path, capsys):
     assert "train/000001.parquet has 1000 bytes, the manifest says" in message
 
 
-def test_train_completes_resumes_and_refuses_another_config(home, monkeypatch, capsys):
+def test_train_completes_resumes_and_refuses_another_config(empty_home, monkeypatch, capsys):
     """Once through everything that --resume and --fresh promise."""
     soft = ["--name", "soft", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
     assert "nothing to resume" in call(train.main, monkeypatch, *soft, "--resume")
@@ -139,15 +132,15 @@ def test_train_completes_resumes_and_refuses_another_config(home, monkeypatch, c
     assert "another config (train.lr: 0.001 -> 0.5)" in call(train.main, monkeypatch, *changed)
     assert call(train.main, monkeypatch, *soft, "--set", "train.microbatch=16") == ""
     assert call(train.main, monkeypatch, *changed, "--fresh") == ""
-    assert {path.name for path in home.iterdir()} >= {"soft", "soft.old-1"}
+    assert {path.name for path in empty_home.iterdir()} >= {"soft", "soft.old-1"}
 
-    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{empty_home}/mlflow.db")
     runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
     for run in runs:
         losses = client.get_metric_history(run.info.run_id, "train/loss")
         assert [loss.step for loss in losses] == [640]
-    found = find_runs(open_reader(f"sqlite:///{home}/mlflow.db"), EXPERIMENT, "")
+    found = find_runs(open_reader(f"sqlite:///{empty_home}/mlflow.db"), EXPERIMENT, "")
     rebuilt = next(run for run in found if run.run_id == runs[0].info.run_id).config()
     assert runs[0].data.params == {name: str(value) for name, value in flat(rebuilt).items()}
     assert rebuilt.train.lr == 0.5
@@ -159,7 +152,7 @@ def test_set_takes_json_for_null_lists_and_groups():
 
 
 @pytest.mark.parametrize("main", [train.main, pareto_sweep.main], ids=["train", "pareto_sweep"])
-def test_set_help_shows_every_field(main, home, monkeypatch, capsys):
+def test_set_help_shows_every_field(main, empty_home, monkeypatch, capsys):
     assert call(main, monkeypatch, "--set", "help") == ""
     shown = capsys.readouterr().out
     for field in (
@@ -170,7 +163,7 @@ def test_set_help_shows_every_field(main, home, monkeypatch, capsys):
         assert field in shown
 
 
-def test_a_sweep_may_judge_frozen_features(home, monkeypatch):
+def test_a_sweep_may_judge_frozen_features(empty_home, monkeypatch):
     """Every trial then measures them; other shots are no metric of its."""
     for shots, known in ((10, True), (7, False)):
         monkeypatch.setattr(sys, "argv", ["job", "--quality", f"fewshot/acc_{shots}shot"])
@@ -204,16 +197,16 @@ def test_only_a_whole_sweep_is_confirmed(out_of_budget, tmp_path, monkeypatch):
 
 
 @pytest.mark.smoke  # 15 trials, and a confirmation on two workers
-def test_the_quickstart_from_shards_to_a_registered_model(home):
+def test_the_quickstart_from_shards_to_a_registered_model(empty_home):
     """`make sweep` with fewer steps: frontier, confirmation on two workers, registry; again adds nothing."""
     command = ["jobs/pareto_sweep.py", "--set", "train.steps=12", "--set", "train.report_every=6"]
-    done = run_job(home, *command)
+    done = run_job(empty_home, *command)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[15/15]" in done.stdout
     assert "confirming" in done.stdout
     assert "hypervolume" in done.stdout
 
-    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    client = MlflowClient(f"sqlite:///{empty_home}/mlflow.db")
     experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
     runs = client.search_runs([experiment])
     roles = [run.data.tags["role"] for run in runs]
@@ -226,7 +219,7 @@ def test_the_quickstart_from_shards_to_a_registered_model(home):
     assert "pareto" not in confirmed.data.tags
     assert confirmed.data.params["scale.ep"] == "2"
 
-    uri = f"sqlite:///{home}/mlflow.db"
+    uri = f"sqlite:///{empty_home}/mlflow.db"
     model = load_model("models:/moe-frontier@pareto-knee", uri)
     assert model.config.moe is not None
     version = client.get_model_version_by_alias("moe-frontier", "pareto-knee")
@@ -237,13 +230,17 @@ def test_the_quickstart_from_shards_to_a_registered_model(home):
     assert model(images).logits.abs().sum() > 0
 
     versions = len(client.search_model_versions("name = 'moe-frontier'"))
-    report = run_job(home, "jobs/report.py", "--name", "quickstart", "--out", str(home / "report"))
+    report = run_job(
+        empty_home, "jobs/report.py", "--name", "quickstart", "--out", str(empty_home / "report")
+    )
     assert report.returncode == 0, report.stderr[-3000:]
-    assert (home / "report/frontier.html").read_text() == (home / "quickstart/frontier.html").read_text()
+    assert (empty_home / "report/frontier.html").read_text() == (
+        empty_home / "quickstart/frontier.html"
+    ).read_text()
 
-    again = run_job(home, *command)
+    again = run_job(empty_home, *command)
     assert again.returncode == 0, again.stderr[-3000:]
     assert len(client.search_runs([experiment])) == len(runs)
     assert len(client.search_model_versions("name = 'moe-frontier'")) == versions
-    manifest = open_manifest(f"{home}/data/digits")
+    manifest = open_manifest(f"{empty_home}/data/digits")
     assert manifest.rows("train") + manifest.rows("val") == 1797

@@ -20,9 +20,9 @@ from orchestrator import storage
 from orchestrator.prediction.inputs import open_inputs
 from orchestrator.prediction.plan import Plan, digest_of, settle
 from orchestrator.prediction.predictor import Predictor, Settings
-from tests.conftest import png
 from tests.orchestrator.buckets import connect_anew
 from tests.orchestrator.prediction.models import exported
+from tests.parts import png
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,23 +50,6 @@ def kill_with_its_ray(driver: subprocess.Popen[str]) -> None:
     for process in family:
         process.send_signal(signal.SIGKILL)
     psutil.wait_procs(family, timeout=30)
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """``call("model", "--images", ..)`` in this process: what it exits with, and what it prints."""
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
-
-    def run_here(*args: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["predict", *args])
-        stopped = ""
-        try:
-            predict.main()
-        except SystemExit as stop:
-            stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out
-
-    return run_here
 
 
 @pytest.fixture
@@ -152,7 +135,7 @@ def test_model_shards_and_results_on_s3(server, tmp_path, pack_greys, monkeypatc
     assert keys == [f"grey-{n}" for n in range(180)]
 
 
-def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, call):
+def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, empty_home, call):
     path, _ = pack_greys(train=6)
     model = exported(tmp_path / "model.safetensors")
     flags = (model.location, "--images", path, "--split", "val", "--out", f"{tmp_path}/out")
@@ -180,19 +163,19 @@ def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, call):
     )
     (part,) = inputs.parts(64)
     Predictor(settings).do(0, part)
-    stopped, out = call(*flags)
+    stopped, out = call(predict.main, *flags)
     assert (stopped, out.splitlines()[1]) == ("", f"3 images in 1 files: {tmp_path}/out")
     assert pq.read_table(tmp_path / "out")["key"].to_pylist() == ["grey-6", "grey-7", "grey-8"]
 
     other = exported(tmp_path / "other.safetensors", seed=1)
-    stopped, _ = call(other.location, *flags[1:])
+    stopped, _ = call(predict.main, other.location, *flags[1:])
     assert stopped == (
         f"error: {tmp_path}/out holds 1 files of predictions of another model ({model.location}; now"
         f" {other.location}): choose another --out, or use --fresh to begin again"
     )
 
 
-def test_what_is_refused(tmp_path, pack_greys, call):
+def test_what_is_refused(tmp_path, pack_greys, empty_home, call):
     path, _ = pack_greys(train=6)
     changes = {"model.moe.router.kind": "soft", "model.moe.images_per_group": 4}
     model = exported(tmp_path / "model.safetensors", changes).location
@@ -204,20 +187,20 @@ def test_what_is_refused(tmp_path, pack_greys, call):
         ((model, *flags, "--set", "routing.magic=1"), "error: --set 'routing.magic=1': an operating point"),
         ((model, *flags, "--workers", "0"), "2"),
     ]:
-        stopped, out = call(*args)
+        stopped, out = call(predict.main, *args)
         assert stopped.startswith(message)
         assert len(out.splitlines()) <= 1
     assert not (tmp_path / "out").exists()
 
 
-def test_never_among_images_or_other_results(tmp_path, call):
+def test_never_among_images_or_other_results(tmp_path, empty_home, call):
     """Said before images are listed."""
     model = exported(tmp_path / "model.safetensors").location
     images, photos = tmp_path / "images", tmp_path / "images/photos"
     photos.mkdir(parents=True)
     (photos / "a.png").write_bytes(png(np.zeros((8, 8))))
     for source, out in ((images, images), (images, photos), (photos, images), (photos, f"{photos}/new")):
-        stopped, _ = call(model, "--images", str(source), "--out", str(out))
+        stopped, _ = call(predict.main, model, "--images", str(source), "--out", str(out))
         assert stopped == (
             f"error: --out {out} and the source {source} lie in each other: choose another --out"
         )
@@ -225,21 +208,21 @@ def test_never_among_images_or_other_results(tmp_path, call):
     taken.mkdir()
     (taken / "frontier.html").touch()
     nowhere = f"{tmp_path}/nowhere"
-    stopped, _ = call(model, "--images", nowhere, "--out", str(taken))
+    stopped, _ = call(predict.main, model, "--images", nowhere, "--out", str(taken))
     holds = f"error: --out {taken} holds other files (frontier.html): choose a new or an empty folder"
     assert stopped == holds
-    stopped, _ = call(model, "--images", nowhere, "--out", "/proc/nope")
+    stopped, _ = call(predict.main, model, "--images", nowhere, "--out", "/proc/nope")
     assert stopped == "error: --out /proc/nope cannot be written to: No such file or directory"
     assert [file.name for file in photos.iterdir()] == ["a.png"]
 
 
-def test_predictions_without_a_plan(tmp_path, call):
+def test_predictions_without_a_plan(tmp_path, empty_home, call):
     model = exported(tmp_path / "model.safetensors").location
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").write_bytes(png(np.zeros((8, 8))))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/part-000003.parquet").touch()
-    stopped, _ = call(model, "--images", f"{tmp_path}/images", "--out", f"{tmp_path}/out")
+    stopped, _ = call(predict.main, model, "--images", f"{tmp_path}/images", "--out", f"{tmp_path}/out")
     assert stopped == (
         f"error: {tmp_path}/out holds parquet files and no _plan.json: choose another --out, or use --fresh"
     )

@@ -1,29 +1,8 @@
 """`jobs/soup.py` as a user runs it."""
 
-import sys
-
-import pytest
-
 from jobs import soup
 from orchestrator.evaluation.trained import read_trained
 from tests.orchestrator.prediction.models import SOFT, exported
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """``call("a", "b", "--out", ..)``: what it exits with, and what it prints."""
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
-
-    def run_here(*args: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["soup", *args])
-        stopped = ""
-        try:
-            soup.main()
-        except SystemExit as stop:
-            stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out
-
-    return run_here
 
 
 def table(said: str) -> list[list[str]]:
@@ -32,26 +11,26 @@ def table(said: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_a_soup_and_how_good_it_is(digits, call, tmp_path):
+def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
     """A soup of one model twice named is that model, and as good as it."""
     one, two = (exported(tmp_path / f"{n}.safetensors", seed=n).location for n in (1, 2))
     out = f"{tmp_path}/soup.safetensors"
     flags = ("--out", out, "--evaluate", "--data", digits)
-    code, said = call(one, two, *flags)
+    code, said = call(soup.main, one, two, *flags)
     assert code == ""
     assert [row[0].partition("@")[0] for row in table(said)] == ["1", "2", "soup"]
     assert said.splitlines()[-1].startswith(f"soup of 2  {out}  ")
     assert read_trained(out).run.name == "soup"
 
-    code, said = call(one, one, *flags)
+    code, said = call(soup.main, one, one, *flags)
     assert code == f"error: {out} exists already; --force replaces it"
-    code, said = call(one, one, *flags, "--force")
+    code, said = call(soup.main, one, one, *flags, "--force")
     assert code == ""
     first, second = table(said)
     assert first[2:] == second[2:]
 
 
-def test_what_is_refused(call, tmp_path):
+def test_what_is_refused(empty_home, call, tmp_path):
     one = exported(tmp_path / "1.safetensors").location
     wide = exported(tmp_path / "2.safetensors", {**SOFT, "model.width": 32}).location
     out = f"{tmp_path}/soup.safetensors"
@@ -61,6 +40,6 @@ def test_what_is_refused(call, tmp_path):
         ((one, f"{tmp_path}/3.safetensors", "--out", out), "error: no file "),
         ((one, "--out", out, "--data", "x"), "2"),
     ]:
-        stopped, said = call(*args)
+        stopped, said = call(soup.main, *args)
         assert stopped.startswith(message)
         assert len(said.splitlines()) <= 1

@@ -1,5 +1,6 @@
 """The life of a sweep as a user runs it, in this process: trained, published, the same again."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -19,14 +20,13 @@ from orchestrator.sweeping.sweep import Sweep
 def make():
     base = override(RunConfig(), {"name": "small", "train.steps": 6, "train.report_every": 3})
     soft = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}
-    return Sweep(base=base, arms={"dense": {}, "soft": soft, "hot": soft | {"train.lr": 1e9}})
+    return Sweep(base=base, arms={"soft": soft, "hot": soft | {"train.lr": 1e9}})
 """
 Call = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def command(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+def command(cluster: None, empty_home: Path, tmp_path: Path) -> list[str]:
     (tmp_path / "small.py").write_text(SWEEP)
     return ["--sweep", f"{tmp_path}/small.py:make", "--confirm", "0", "--max-concurrent", "1"]
 
@@ -36,15 +36,19 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == ""
-    assert "3/3]" in said
+    assert "2/2]" in said
     assert "hypervolume" in said
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert Counter(run.data.tags["role"] for run in runs.values()) == {"sweep": 1, "trial": 3}
+    assert Counter(run.data.tags["role"] for run in runs.values()) == {"sweep": 1, "trial": 2}
     assert {name: run.info.status for name, run in runs.items() if run.info.status != "FINISHED"} == {
         "hot": "FAILED"  # it diverged, which is an outcome: the sweep is fine
     }
+    assert re.fullmatch(r"diverged at step \d", runs["hot"].data.tags["error"])
+    table = json.loads(next(home.rglob("frontier.json")).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["arm"] for row in rows if row["standing"] == "diverged"] == ["hot"]
     parent = runs["small"].info.run_id
     assert all(run.data.tags["mlflow.parentRunId"] == parent for name, run in runs.items() if name != "small")
     version = client.get_model_version_by_alias("moe-frontier", "pareto-best")
@@ -56,7 +60,7 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
 
     versions = len(client.search_model_versions("name = 'moe-frontier'"))
     trained = {path: path.stat().st_mtime_ns for path in home.glob("small/*/*/result.json")}
-    assert len(trained) == 3
+    assert len(trained) == 2
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == ""
     assert not re.search(r"step \d", said)

@@ -25,40 +25,22 @@ SMALL = ("model.width=16", "model.mlp_dim=32", "model.moe.num_experts=4", "train
 Call = Callable[..., tuple[str, str]]
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
-    """``call(fewshot, "soft")``: what it exits with, and what it prints; the storage is ``tmp_path/home``."""
-    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-
-    def run_here(job, *args: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["job", *args])
-        stopped = ""
-        try:
-            job.main()
-        except SystemExit as stop:
-            stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out
-
-    return run_here
-
-
-def test_few_shot_figures_of_a_run(call: Call, digits: str, tmp_path: Path) -> None:
+def test_few_shot_figures_of_a_run(empty_home: Path, call: Call, digits: str, tmp_path: Path) -> None:
     """Printed, and in the MLflow run that trained the model: of each data set, and a table of every draw."""
     other = str(tmp_path / "other")
     shutil.copytree(digits, other)
     sets = [part for field in SMALL for part in ("--set", field)]
-    stopped, _ = call(train, "--name", "small", "--data", digits, *sets, "--set", "train.fewshot={}")
+    stopped, _ = call(train.main, "--name", "small", "--data", digits, *sets, "--set", "train.fewshot={}")
     assert not stopped
     stopped, out = call(
-        fewshot, "small", "--data", digits, "--data", other, "--shots", "1,200", "--seeds", "2"
+        fewshot.main, "small", "--data", digits, "--data", other, "--shots", "1,200", "--seeds", "2"
     )
     assert not stopped
     assert "other: 10 of 10 classes have fewer than 200 training images" in out
     assert "not recorded" not in out
     figures = re.search(r"small │ mean +│ (0\.\d+) │ +(0\.\d+) │", out)
     assert figures
-    run = run_of(tmp_path / "home", "small")
+    run = run_of(empty_home, "small")
     step = f"step-{run.config().train.steps}"
     for shots, shown in zip((1, 200), figures.groups(), strict=True):
         both = [run.metrics[f"fewshot/{name}/{step}/acc_{shots}shot"] for name in ("shards", "other")]
@@ -70,14 +52,14 @@ def test_few_shot_figures_of_a_run(call: Call, digits: str, tmp_path: Path) -> N
     assert len(table["data"]) == 2 * 2
 
     again = shutil.copytree(other, tmp_path / "again" / "other")
-    stopped, _ = call(fewshot, "small", "--data", str(again), "--shots", "1", "--seeds", "1")
+    stopped, _ = call(fewshot.main, "small", "--data", str(again), "--shots", "1", "--seeds", "1")
     assert not stopped
-    assert f"fewshot/again-other/{step}/acc_1shot" in run_of(tmp_path / "home", "small").metrics
+    assert f"fewshot/again-other/{step}/acc_1shot" in run_of(empty_home, "small").metrics
 
 
-def test_mistakes_are_one_line(call: Call, digits: str) -> None:
+def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> None:
     sets = [part for field in SMALL for part in ("--set", field)]
-    call(train, "--name", "small", "--data", digits, *sets)
+    call(train.main, "--name", "small", "--data", digits, *sets)
     mistakes = {
         ("nothing",): "no trained model 'nothing'",
         ("small", "--shots", "1,x"): "--shots '1,x': write numbers, e.g. 1,5,10,25",
@@ -86,7 +68,7 @@ def test_mistakes_are_one_line(call: Call, digits: str) -> None:
         ("small", "--data", "/nowhere"): "no data set at /nowhere",
     }
     for args, message in mistakes.items():
-        stopped, _ = call(fewshot, *args)
+        stopped, _ = call(fewshot.main, *args)
         assert stopped.startswith("error: ")
         assert message in stopped
         assert "\n" not in stopped

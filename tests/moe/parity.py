@@ -36,7 +36,7 @@ def vit(router: RouterConfig | None, **fields) -> ViTConfig:
 class Case:
     config: ViTConfig
     dtype: torch.dtype = torch.float64
-    steps: int = 5
+    steps: int = 3
     batch: int = BATCH
     overrides: RoutingOverrides = AS_TRAINED  # in training
     after: RoutingOverrides = RoutingOverrides(experts=2, random_blocks=(1,))  # and once after it

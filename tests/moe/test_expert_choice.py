@@ -76,7 +76,7 @@ def algorithm_2(affinity_SE: list[list[float]], valid_S: list[float], capacity: 
     return token_EC
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     G=st.integers(1, 3),
     S=st.integers(1, 9),

@@ -90,7 +90,7 @@ def algorithm(
     return token_EC
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     G=st.integers(1, 3),
     S=st.integers(1, 9),

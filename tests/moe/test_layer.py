@@ -170,9 +170,10 @@ def test_router_gets_keys_of_block_image_and_token(router):
         pytest.param(
             ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=30)), [], marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             SoftConfig(slots_per_expert=2, noise_std=1.0),
             [RoutingOverrides(experts=2), RoutingOverrides(random_blocks=(0,))],
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             MixtureConfig(level="hierarchical"),

@@ -15,6 +15,7 @@ from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.sharding import Step, units
 from moe.vit import ViT, ViTConfig
+from tests.lanes import mostly_slow
 from tests.moe.fake_ranks import fake_ranks
 
 ROUTER_CONFIGS: list[RouterConfig | None] = [
@@ -77,7 +78,10 @@ def test_saved_activations(router, head):
 
 
 @pytest.mark.parametrize("router", [None, SoftConfig(), TokenChoiceConfig()], ids=["dense", "soft", "tokens"])
-@pytest.mark.parametrize(("dp", "ep", "copies"), [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2), (8, 1, 2)])
+@pytest.mark.parametrize(
+    ("dp", "ep", "copies"),
+    mostly_slow([(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2), (8, 1, 2)], fast=[(2, 4, 1), (4, 2, 2)]),
+)
 def test_shares_are_those_of_a_sharded_model(router, dp, ep, copies):
     """Of 8 ranks the first; the head's 10 classes do not divide, so it holds more than an eighth."""
     config = debug(router)

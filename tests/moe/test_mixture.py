@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -56,7 +56,6 @@ def test_layer_is_its_definition(level):
     assert routing.stats["dropped_frac"] == 0
 
 
-@settings(deadline=None)
 @given(clusters=st.sampled_from([1, 2, 3, 6]), seed=st.integers(0, 2**31))
 def test_hierarchical_is_the_flat_softmax_if_clusters_are_the_logsumexp_of_theirs(clusters, seed):
     logits = 3 * torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(seed))
@@ -96,7 +95,6 @@ def test_temperature_by_hand():
     assert MixtureConfig(temperature=0.7).temperature_at(10**6) == 0.7  # no decay
 
 
-@settings(deadline=None)
 @given(
     start=st.floats(0.2, 10), decay=st.floats(0.5, 1), lowest=st.floats(0.01, 0.2), step=st.integers(0, 500)
 )

@@ -166,7 +166,7 @@ def groups(draw: st.DrawFn, config: RouterConfig) -> tuple[RouterConfig, Tensor,
 
 
 @each_router
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_slots_hold_at_most_one_token(config, data):
     """C slots, each with at most one token's weight: an expert never works on more than C tokens. No expert

@@ -136,7 +136,7 @@ def test_frozen_from_the_tolerance_on():
     assert all(torch.equal(runs[first][0], plan) for plan, _ in runs[first + 1 :])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     S=st.integers(1, 9),
     padding=st.integers(0, 4),

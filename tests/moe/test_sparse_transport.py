@@ -83,7 +83,7 @@ def test_assignment_is_scipys(S, E, C, scale):
     assert (bound <= best - 0.5 * E * C + S * 1e-9).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     S=st.integers(1, 12),
     E=st.integers(1, 5),

@@ -281,7 +281,11 @@ def test_a_dense_model_refuses_overrides(build_vit):
         build_vit(None)(images(2), routing_overrides=RoutingOverrides(experts=2))
 
 
-@each_model
+@pytest.mark.parametrize(
+    "router",
+    mostly_slow(routers, fast=[SoftConfig(), TokenChoiceConfig()]),
+    ids=lambda r: r.kind if r else "dense",
+)
 @pytest.mark.parametrize("how", mostly_slow(["plain", "keys", "overrides"], fast=["overrides"]))
 def test_compiles_as_one_graph(build_vit, router, how):
     model = build_vit(router, expert_dropout=0.1)

@@ -10,8 +10,8 @@ from orchestrator.data import packing
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import pack
 from orchestrator.data.sources import open_source
-from tests.conftest import start_ray
 from tests.orchestrator.data.foreign import samples, tar
+from tests.parts import start_ray
 
 
 @pytest.mark.smoke

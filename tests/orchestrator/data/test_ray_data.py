@@ -115,6 +115,6 @@ def test_a_shard_that_changed_is_the_users_to_mend(tmp_path: Path, feed: Any) ->
 def _png(number: int) -> bytes:
     import numpy as np
 
-    from tests.conftest import png
+    from tests.parts import png
 
     return png(np.full((8, 8), number))

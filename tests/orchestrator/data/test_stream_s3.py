@@ -16,10 +16,10 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import Batch, Reader, open_stream
-from tests.conftest import start_ray
 from tests.orchestrator.buckets import Bucket, connect_anew
 from tests.orchestrator.data.test_stream import equal
 from tests.orchestrator.faulty_proxy import Kind
+from tests.parts import start_ray
 
 STEPS = range(5, 65)  # of 48 images: two ends of epochs
 

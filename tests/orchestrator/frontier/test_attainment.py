@@ -6,7 +6,7 @@ from itertools import product
 import moocore
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -38,7 +38,6 @@ def test_a_surface_is_its_definition(runs: list[NDArray[np.float64]], share: flo
         assert bool((corners <= place).all(axis=1).any()) == (reached >= share * len(runs))
 
 
-@settings(deadline=None)  # the first example imports the library
 @given(st.lists(run, min_size=2, max_size=5))
 def test_surfaces_agree_with_moocore(runs: list[NDArray[np.float64]]) -> None:
     sets = np.repeat(np.arange(len(runs)), [len(points) for points in runs])
@@ -48,7 +47,6 @@ def test_surfaces_agree_with_moocore(runs: list[NDArray[np.float64]]) -> None:
         assert attainment_2d(runs, percentile / 100).tolist() == theirs[theirs[:, 0].argsort()].tolist()
 
 
-@settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * 3), max_size=8))
 def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, ...]]) -> None:
     cells = sum(
@@ -65,7 +63,6 @@ def test_not_finite_points_add_nothing() -> None:
     assert hypervolume(costs[1:], np.array([1.0, 2.0, 3.0])) == 0
 
 
-@settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.floats(0, 9)] * 2), min_size=1, max_size=20).map(np.array))
 def test_two_objectives_agree_with_ours(costs: NDArray[np.float64]) -> None:
     reference = np.array([8.0, 9.0])

@@ -5,7 +5,7 @@ from itertools import product
 import moocore
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from optuna._hypervolume import compute_hypervolume
@@ -129,14 +129,12 @@ def test_hypervolume_counts_dominated_cells(corners: list[tuple[int, int]]) -> N
     assert hypervolume_2d(costs, np.array([7.0, 7.0])) == cells
 
 
-@settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=12))
 def test_hypervolume_agrees_with_optuna(corners: list[tuple[int, int]]) -> None:
     costs, reference = np.array(corners, dtype=np.float64), np.array([9.0, 9.0])
     assert hypervolume_2d(costs, reference) == pytest.approx(compute_hypervolume(costs, reference))
 
 
-@settings(deadline=None)  # the first example imports the library
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), min_size=1, max_size=12))
 def test_fronts_and_ranks_agree_with_moocore(rows: list[tuple[int, ...]]) -> None:
     costs = np.array(rows, dtype=np.float64)

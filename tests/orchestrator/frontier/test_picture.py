@@ -26,7 +26,7 @@ def frontier(*points: Point) -> Frontier:
 
 def colours(path: Path) -> set[tuple[int, ...]]:
     pixels = (imread(path)[..., :3] * 255).round().astype(int)
-    return set(map(tuple, pixels.reshape(-1, 3).tolist()))
+    return set(map(tuple, pixels[::3].reshape(-1, 3).tolist()))  # every third row has all of them
 
 
 def test_picture_shows_each_family_in_its_colour(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from orchestrator import storage
 from orchestrator.data.decode import BadImage
 from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
-from tests.conftest import png
+from tests.parts import png
 
 CACHE = 10**9
 

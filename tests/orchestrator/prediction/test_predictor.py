@@ -16,8 +16,8 @@ from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from orchestrator.prediction.plan import file_of
 from orchestrator.prediction.predictor import SCHEMA, Predictor, Settings
-from tests.conftest import png
 from tests.orchestrator.prediction.models import exported
+from tests.parts import png
 
 GROUPS = {
     "model.moe.router.kind": "token_choice",

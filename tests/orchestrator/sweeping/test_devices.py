@@ -14,8 +14,8 @@ from orchestrator.sweeping.run import Options, SweepRun
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
 from orchestrator.training.worker import Result, run_directory
-from tests.conftest import start_ray
 from tests.orchestrator.sweeping.watch import Unwatched
+from tests.parts import start_ray
 
 pytestmark = pytest.mark.slow  # workers of their own for every large trial
 

@@ -13,7 +13,7 @@ from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import run_directory, train_worker
-from tests.conftest import png
+from tests.parts import png
 
 BAD = (7, 20, 33)
 

@@ -20,8 +20,8 @@ from orchestrator.sweeping.check import check_metrics
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.fewshot import FewShot, FewShotResult, features_of, frozen_features, short_names
 from orchestrator.training.worker import result_of, train_worker
-from tests.conftest import png
 from tests.moe.parity import spawn
+from tests.parts import png
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, ExpertChoiceConfig
+from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.evaluation.microscope.discarded import drops, settings
 from orchestrator.evaluation.microscope.draw_images import mosaic, squared
 from orchestrator.evaluation.microscope.drawing import borders, expert_colours
@@ -16,6 +16,7 @@ from orchestrator.evaluation.microscope.page import page, png
 from orchestrator.evaluation.microscope.sections import multiplicity_at_random, sections
 from orchestrator.evaluation.microscope.survey import survey
 from orchestrator.evaluation.microscope.tables import layer_table, tables
+from tests.lanes import mostly_slow
 
 NAMES = ("cat", "<b>dog</b>", "$x$")
 
@@ -58,7 +59,12 @@ def test_multiplicity_at_random(build_vit):
     assert PRESETS["debug"].grid() == 4
 
 
-@pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
+KINDS = [kind() for kind in ROUTERS]
+
+
+@pytest.mark.parametrize(
+    "router", mostly_slow(KINDS, fast=[SoftConfig(), TokenChoiceConfig()]), ids=lambda r: r.kind
+)
 def test_every_section_of_every_router(build_vit, noise_batch, router):
     """The page asks for nothing from outside, names of classes end no markup, and pictures are pictures."""
     model, batch = build_vit(router), noise_batch(6, valid=5)

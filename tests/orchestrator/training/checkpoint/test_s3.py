@@ -24,6 +24,7 @@ from tests.orchestrator.training.checkpoint.lives import Plan, check, died_savin
 
 LARGE = 100_000  # rows: files of several parts
 KINDS = ["weights-", "optimizer-", "weights.", "optimizer.", "manifest.json"]
+each_kind = pytest.mark.parametrize("kind", mostly_slow(KINDS, fast=["weights-", "manifest.json"]))
 
 
 def one(bucket, step: int, kind: str) -> str:
@@ -85,7 +86,7 @@ def test_a_storm_that_lasts(bucket, caplog):
     assert step_restored(directory) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("fault", mostly_slow(["busy", "cut upload", "short"], fast=["cut upload"]))
 def test_one_file_that_cannot_be_written(fault, kind, bucket, caplog):
     directory = bucket.uri("checkpoints")
@@ -185,7 +186,7 @@ def test_killed_at_random_moments(count, bucket):
     assert sum(map(died_saving, lives)) >= count / 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_one_flipped_bit(kind, bucket, caplog):
     directory = bucket.uri("checkpoints")
     saved(directory, 1, 2)
