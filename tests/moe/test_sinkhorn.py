@@ -176,6 +176,7 @@ def test_extreme_logits_are_finite(dtype):
     torch.testing.assert_close(plan.sum(-1), torch.ones(3, 12, dtype=dtype))
 
 
+@pytest.mark.smoke
 def test_compile_whole_graph():
     """Forward and backward, in a graph that the number of iterations does not lengthen."""
     sizes = []
