@@ -182,7 +182,6 @@ def drawn(
 def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
     """The frontier of the models themselves, each named by its place, for a run may have several."""
     from orchestrator.frontier.points import Point
-    from orchestrator.sweeping.budget import family
     from orchestrator.sweeping.operating import COSTS, QUALITY
     from orchestrator.sweeping.report import Axes, framed
     from orchestrator.sweeping.settings import settings
@@ -193,7 +192,7 @@ def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
         points.append(
             Point(
                 arm=model.name,
-                family=family(model.run.model),
+                family=model.run.model.family(),
                 cost=row[COSTS[0]],
                 quality=row[QUALITY],
                 size=float(found["capacity"]),

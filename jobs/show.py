@@ -17,7 +17,7 @@ from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeping.agenda import Outcome
-from orchestrator.sweeping.budget import Compared, Plan, Totals, family
+from orchestrator.sweeping.budget import Compared, Plan, Totals
 from orchestrator.sweeping.progress import Snapshot
 from orchestrator.sweeping.sweep import Sweep
 from orchestrator.training.worker import Result, run_directory
@@ -37,7 +37,7 @@ def print_sweep(sweep: Sweep) -> None:
     if not runs:
         arms = "arms drawn by a search"
     else:
-        families = Counter(family(run.model) for run in runs.values())
+        families = Counter(run.model.family() for run in runs.values())
         arms = ", ".join(f"{count} {name}" for name, count in families.items())
         arms = f"{len(runs)} trials ({arms})"
     print(f"{sweep.base.name}: {arms}, {describe_data(sweep.base)}", flush=True)
@@ -48,7 +48,7 @@ def describe_model(model: ViTConfig) -> str:
     if not model.moe:
         return f"dense ViT without experts ({size})"
     blocks = ", ".join(map(str, model.moe_blocks()))
-    experts = f"{model.moe.num_experts} {family(model)} experts"
+    experts = f"{model.moe.num_experts} {model.family()} experts"
     return f"ViT with {experts} in blocks [{blocks}] ({size})"
 
 

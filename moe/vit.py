@@ -79,6 +79,20 @@ class ViTConfig:
     def moe_blocks(self) -> tuple[int, ...]:
         return self.moe.blocks(self.depth) if self.moe else ()
 
+    def family(self) -> str:
+        """The routing algorithm: ``dense``, or the router's kind, prefixed by the kind of its affinity unless
+        that is softmax, e.g. ``sinkhorn_token_choice``.
+        """
+        if not self.moe:
+            return "dense"
+        router = self.moe.router
+        affinity = getattr(router, "affinity", None)
+        return (
+            router.kind
+            if affinity is None or affinity.kind == "softmax"
+            else f"{affinity.kind}_{router.kind}"
+        )
+
     def expert_dim(self) -> int:
         """Hidden units of an expert."""
         return (self.moe and self.moe.expert_dim) or self.mlp_dim

@@ -1,6 +1,6 @@
 """Claims about a sweep as statements that can be checked: who has the higher quality, all else being equal.
 
-    family=expert_choice beats family=token_choice at equal size, capacity, affinity
+    router=expert_choice beats router=token_choice at equal size, capacity, affinity
     family=soft beats best family!=soft, family!=dense at equal size, capacity
 
 A side is conditions on settings; `best` before it takes the best of its points in each cell. A cell is what

@@ -54,7 +54,7 @@ _FAMILIES = {
     "sinkhorn_token_choice": FamilyStyle(colour="#7A78D8", symbol="triangle-down", marker="v", glyph="▼"),
     "expert_choice": FamilyStyle(colour="#009E73", symbol="diamond", marker="D", glyph="◆"),
     "sinkhorn_expert_choice": FamilyStyle(colour="#7A8F00", symbol="diamond-tall", marker="d", glyph="♦"),
-    "sparse_expert_choice": FamilyStyle(colour="#A0643C", symbol="pentagon", marker="p", glyph="⬟"),
+    "sparse_transport_expert_choice": FamilyStyle(colour="#A0643C", symbol="pentagon", marker="p", glyph="⬟"),
 }
 _SPARE_LOOKS = (
     ("#9A7D0A", "triangle-left", "<", "◀"),

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, layouts
 from moe.sharding import FP32, Step
-from moe.vit import ViTConfig
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.recipe import AdamWConfig
@@ -138,7 +137,7 @@ def _estimate(
     kept = checkpoints_kept(run)
     return Estimate(
         trial=trial,
-        family=family(run.model),
+        family=run.model.family(),
         workers=workers,
         params=num_params(run.model),
         active_params=num_active_params(run.model),
@@ -194,15 +193,6 @@ def checkpoints_kept(run: RunConfig) -> int:
     saved = {*range(every, steps + 1, every), steps}
     found = {step: -float(step) if step % evaluated == 0 or step == steps else None for step in saved}
     return len(staying(found, run.checkpoint))
-
-
-def family(model: ViTConfig) -> str:
-    """The kind of router, after the plan it goes by if that is not the softmax; or ``dense``."""
-    if not model.moe:
-        return "dense"
-    router = model.moe.router
-    plan = getattr(router, "affinity", None)
-    return router.kind if plan is None or plan.kind == "softmax" else f"{plan.kind}_{router.kind}"
 
 
 def predicted_against_actual(plan: Plan, actual: Mapping[str, float]) -> list[Compared]:

@@ -22,7 +22,7 @@ from orchestrator.config import CheckpointConfig, RunConfig, TrainConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Batch, open_stream
-from orchestrator.sweeping.budget import family, steps_to_train
+from orchestrator.sweeping.budget import steps_to_train
 from orchestrator.threads import set_threads
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.loop import train_step
@@ -82,7 +82,9 @@ def measured_steps(
         try:
             found.setdefault(run, []).append(ray.get(one))
         except RayError as error:
-            log.warning("a step of %s cannot be measured: %s", family(run.model), str(error).splitlines()[-1])
+            log.warning(
+                "a step of %s cannot be measured: %s", run.model.family(), str(error).splitlines()[-1]
+            )
     known = {run: _median(paces) for run, paces in found.items() if paces}
     known |= {run: pace for run in set(distinct) - set(chosen) if (pace := interpolate(run, known))}
     return {
@@ -137,7 +139,7 @@ def _median(paces: Sequence[Pace]) -> Pace:
 
 
 def _group(run: RunConfig) -> tuple[str, str, bool]:
-    return family(run.model), run.train.compute_dtype, run.scale.use_gpu
+    return run.model.family(), run.train.compute_dtype, run.scale.use_gpu
 
 
 def _flops(run: RunConfig) -> float:

@@ -25,7 +25,6 @@ from orchestrator.frontier.points import (
     panel,
     standings,
 )
-from orchestrator.sweeping.budget import family
 from orchestrator.sweeping.operating import PICTURES, read_operating, with_operating
 from orchestrator.sweeping.settings import settings
 from orchestrator.tracking import Found, Tracking, children, find_sweep, writer
@@ -208,7 +207,7 @@ def _point(arm: str, seeds: Sequence[Found], axes: Axes, configs: Mapping[str, R
     qualities = tuple(run.metrics.get(axes.quality, math.nan) for run in seeds)
     point = Point(
         arm=arm,
-        family=family(config.model),
+        family=config.model.family(),
         # of one that did not finish the whole cost too: stopping makes nobody cheap
         cost=_mean(seeds, axes.cost) if whole else known.get(axes.cost, math.nan),
         quality=fmean(qualities) if whole else math.nan,

@@ -1,20 +1,21 @@
-"""What an arm is, in few words: what claims, filters and hovers go by."""
+"""Settings of an arm by short names, for claims, filters and hover texts."""
 
 from moe.cost import slots_per_token
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 
-# what `family` and `capacity` say
+# `router` and `capacity` say these
 _LEFT_OUT = ("kind", "capacity_factor", "slots_per_expert", "total_slots")
 
 
 def settings(run: RunConfig) -> dict[str, str | float]:
-    """``family`` (the router's kind), ``size``, ``capacity`` (expert slots per token: k * C, c, or slots /
-    tokens) and every field of the router, of its affinity the kind alone.
+    """``family`` (`ViTConfig.family`), ``router`` (its kind), ``size``, ``capacity`` (expert slots per token:
+    k * C, c, or slots / tokens) and every field of the router; of its affinity, the kind alone.
     """
     model = run.model
     found: dict[str, str | float] = {
-        "family": model.moe.router.kind if model.moe else "dense",
+        "family": model.family(),
+        "router": model.moe.router.kind if model.moe else "dense",
         "size": f"w{model.width}d{model.depth}p{model.patch_size}",
         "capacity": round(slots_per_token(model), 3),
         "experts": float(model.moe.num_experts if model.moe else 1),

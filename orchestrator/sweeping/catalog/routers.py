@@ -13,9 +13,9 @@ from orchestrator.sweeping.catalog.scales import Scale, base
 from orchestrator.sweeping.sweep import Sweep
 
 CLAIMS = (  # of the abstract and section 3
-    "family=expert_choice beats family=token_choice at equal size, capacity, affinity",
+    "router=expert_choice beats router=token_choice at equal size, capacity, affinity",
     "family=soft beats best family!=soft, family!=dense at equal size, capacity",
-    "family=token_choice, affinity=sinkhorn beats family=token_choice, affinity=softmax at equal size, k",
+    "family=sinkhorn_token_choice beats family=token_choice at equal size, k",
 )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from orchestrator.frontier.points import Point
+from orchestrator.frontier.published import published
 from orchestrator.frontier.style import (
     TIMES,
     UNKNOWN,
@@ -13,6 +14,8 @@ from orchestrator.frontier.style import (
     number,
     web_link,
 )
+from orchestrator.sweeping.catalog import make_sweep
+from orchestrator.sweeping.settings import settings
 
 
 def point(size: float) -> Point:
@@ -29,6 +32,28 @@ def test_key_has_at_most_four_sizes() -> None:
     assert key_sizes([point(size) for size in (1, 1)]) == ()
     assert key_sizes([point(size) for size in (4, 0.5, 1)]) == (0.5, 1, 4)
     assert key_sizes([point(size) for size in range(1, 11)]) == (1, 4, 7, 10)
+
+
+def test_families_of_the_routers_and_of_the_papers_have_the_same_looks() -> None:
+    """No family gets a spare style, so that our arms look like the paper's points of the same router."""
+    ours = {run.model.family() for run in make_sweep("routers", "tiny").runs().values()}
+    theirs = {row.family for row in published("jft300m/prec1", "cost/tpuv3_days")}
+    assert len(ours) == 7
+    assert ours <= theirs
+    styles = family_styles(ours | theirs | {"spare"})
+    assert list(styles)[-1] == "spare"
+    assert {style.colour for style in family_styles({"spare"}).values()} == {styles["spare"].colour}
+
+
+def test_settings_tell_the_family_from_its_router() -> None:
+    runs = make_sweep("routers", "tiny").runs()
+    arm = next(name for name in runs if name.endswith("sinkhorn-ec-c1"))
+    found = settings(runs[arm])
+    assert (found["family"], found["router"], found["affinity"]) == (
+        "sinkhorn_expert_choice",
+        "expert_choice",
+        "sinkhorn",
+    )
 
 
 def test_later_families_get_their_own_look() -> None:
