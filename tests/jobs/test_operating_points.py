@@ -1,0 +1,82 @@
+"""`jobs/operating_points.py` as a user runs it, on a sweep of its own: pages show its points ever after."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from jobs import evaluate, operating_points
+from orchestrator.sweeping.report import read_frontier
+from orchestrator.tracking import children, find_sweep, open_reader
+from tests.trained_sweep import train_sweep
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, digits: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    train_sweep(tmp_path / "home", digits)
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
+    """Nine settings of the token router, none of the others; the page shows them and what they add. The same
+    question again is answered from the disk.
+    """
+    before = {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
+    arguments = ["sweep:tiny", "--repeats", "1", "--grid", "routing.k=1,2,3", "routing.capacity=0.5,1,1.5"]
+    stopped, printed = call(operating_points.main, *arguments)
+    assert stopped == ""
+    assert "12 operating points of 3 models" in printed
+    assert "gain in hypervolume by operating points, MoE models alone:" in printed
+    assert before == {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
+
+    frontier = read_frontier(open_reader(f"sqlite:///{home}/mlflow.db"), "tiny")
+    assert len(frontier.operating) == 9
+    assert all(point.arm.startswith("token: k=") for point in frontier.operating)
+    known = {point.arm: point for point in frontier.operating}
+    cheap, dear = known["token: k=1 capacity=0.5"], known["token: k=3 capacity=1.5"]
+    assert cheap.costs["cost/forward_gflops_2mac"] < dear.costs["cost/forward_gflops_2mac"]
+    token = next(point for point in frontier.points if point.arm == "token")
+    reader = open_reader(f"sqlite:///{home}/mlflow.db")
+    sweep = find_sweep(reader, "tiny")
+    (arm,) = [run for run in children(reader, sweep.run_id) if run.tags["arm"] == "token"]
+    assert token.quality == arm.metrics["val/acc1"]
+    page = (home / "tiny/frontier.html").read_text()
+    assert "<h2>Operating points</h2>" in page
+    assert (home / "tiny/operating.png").stat().st_size > 10_000
+    assert sweep.tags["operating_points"] == "12"
+    names = {item.path for item in MlflowClient(f"sqlite:///{home}/mlflow.db").list_artifacts(sweep.run_id)}
+    assert {"operating_points.json", "operating.png"} <= names
+
+    answers = {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
+    assert len(answers) == 3
+    assert call(operating_points.main, *arguments, "--out", str(tmp_path / "again"))[0] == ""
+    assert answers == {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
+    assert (tmp_path / "again/frontier.html").exists()
+
+
+def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
+    """Exported files and steps of one run, which are no sweep: a page of their own, forward GFLOPs as cost,
+    and each model's own figures.
+    """
+    steps = [f"{home}/tiny/trials/soft/checkpoints/step-000000{step}" for step in (10, 20)]
+    models = [*steps, f"{home}/dense.safetensors"]
+    stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path / "page"))
+    assert stopped == ""
+    assert "11 operating points of 3 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
+    assert "gain in hypervolume by operating points, MoE models alone:" in printed
+    page = (tmp_path / "page/frontier.html").read_text()
+    assert "Forward GFLOPs per image" in page
+    for name, path in (("soft@10", steps[0]), ("soft@20", steps[1])):
+        point = f"tiny/trials/{name}: experts=2"
+        one = ("--repeats", "1", "--set", "routing.experts=2", "--out", str(tmp_path / "one"))
+        call(evaluate.main, path, *one)
+        (report,) = json.loads((tmp_path / "one").read_text())
+        facts = json.loads(page.split('id="data">')[1].split("</script>")[0])["points"]
+        (drawn,) = [fact["texts"] for fact in facts if fact["arm"] == point]
+        assert f"{report['metrics']['acc1']:.4f}" in drawn
