@@ -65,7 +65,7 @@ def check_file(flag: str, location: str) -> None:
 
 
 def results_in(folder: str) -> str:
-    """What one of our commands wrote into a folder; empty if none did."""
+    """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files that are not ours."""
     if storage.size(storage.join(folder, "fields.json")) is not None:
         return "a run or a sweep"
     if storage.size(storage.join(folder, PLAN)) is not None:

@@ -87,11 +87,9 @@ class ViTConfig:
             return "dense"
         router = self.moe.router
         affinity = getattr(router, "affinity", None)
-        return (
-            router.kind
-            if affinity is None or affinity.kind == "softmax"
-            else f"{affinity.kind}_{router.kind}"
-        )
+        if affinity is None or affinity.kind == "softmax":
+            return router.kind
+        return f"{affinity.kind}_{router.kind}"
 
     def expert_dim(self) -> int:
         """Hidden units of an expert."""
