@@ -32,8 +32,8 @@ from torch import nn  # noqa: E402
 from moe.layer import MoEConfig  # noqa: E402
 from moe.routers import SoftConfig  # noqa: E402
 from moe.vit import ViT, ViTConfig  # noqa: E402
+from orchestrator.checkpoint.run import Checkpoints  # noqa: E402
 from orchestrator.config import CheckpointConfig  # noqa: E402
-from orchestrator.training.checkpoint.run import Checkpoints  # noqa: E402
 
 S = ViTConfig(image_size=224, patch_size=32, width=384, depth=12, heads=6, mlp_dim=1536)
 MODELS = {

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 SWEEP = """
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 
 def make():
     fields = {{"name": "many", "train.steps": 1, "model.width": 16, "model.mlp_dim": 32, "model.depth": 1,

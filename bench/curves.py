@@ -22,8 +22,8 @@ from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
-from orchestrator.sweeping.catalog.routers import routers
-from orchestrator.sweeping.catalog.scales import SCALES
+from orchestrator.sweeps.catalog.routers import routers
+from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import train_worker
 

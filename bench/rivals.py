@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from orchestrator.frontier.pareto import ranks
-from orchestrator.sweeping.agenda import Job, Standing, ToTheEnd
+from orchestrator.sweeps.agenda import Job, Standing, ToTheEnd
 
 Arrival = ToTheEnd  # every arm to its end as it arrives: a random subset, for arrivals are shuffled
 

@@ -26,10 +26,10 @@ import numpy as np
 
 from bench.rivals import Arrival, CheapestFirst, Promotion, SyneTune, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeping.agenda import Policy, Standing
-from orchestrator.sweeping.catalog import make_sweep
-from orchestrator.sweeping.scheduler import Halving
-from orchestrator.sweeping.sweep import Trial
+from orchestrator.sweeps.agenda import Policy, Standing
+from orchestrator.sweeps.catalog import make_sweep
+from orchestrator.sweeps.scheduler import Halving
+from orchestrator.sweeps.sweep import Trial
 
 CURVES = Path(__file__).parent / "results" / "curves-routers-tiny.json"
 PARTS = (0.05, 0.1, 0.2, 0.4)

@@ -13,6 +13,7 @@ import ray
 
 from jobs.usage import assignment, run_name, stop_soon_on_signals
 from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
 from orchestrator.data.adopt import adopt
@@ -24,7 +25,6 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import model_location
 from orchestrator.prediction.plan import PLAN
 from orchestrator.tracking import Tracking, open_tracking
-from orchestrator.training.checkpoint import manifest as manifests
 
 
 def root(args: argparse.Namespace) -> str:

@@ -38,7 +38,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.doctor.facts import Machine
-    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.sweeps.sweep import Sweep
 
 PROJECT = Path(__file__).parents[1]
 SWEEP_LIMIT_S = 120.0  # reads others' shards once, to know what they hold

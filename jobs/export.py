@@ -47,9 +47,9 @@ def export(args: argparse.Namespace) -> None:
     from jobs.command import check_file, check_out, root
     from moe.load import WEIGHTS, load
     from orchestrator import storage
-    from orchestrator.training.checkpoint import weights
-    from orchestrator.training.checkpoint.manifest import MANIFEST, folder_of
-    from orchestrator.training.checkpoint.single_file import SUFFIX
+    from orchestrator.checkpoint import weights
+    from orchestrator.checkpoint.manifest import MANIFEST, folder_of
+    from orchestrator.checkpoint.single_file import SUFFIX
 
     location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
     if args.list:
@@ -84,7 +84,7 @@ def steps_of(directory: str, step: int | None) -> list[int]:
         UsageError: if there is none, with the runs, files or steps that are there.
     """
     from orchestrator import storage
-    from orchestrator.training.checkpoint import manifest as manifests
+    from orchestrator.checkpoint import manifest as manifests
 
     steps = manifests.steps(directory)
     if not steps:
@@ -102,10 +102,10 @@ def steps_of(directory: str, step: int | None) -> list[int]:
 
 def print_states(directory: str, steps: list[int]) -> bool:
     """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
-    from orchestrator.training.checkpoint import manifest as manifests
-    from orchestrator.training.checkpoint.find import verified
-    from orchestrator.training.checkpoint.manifest import DamagedError
-    from orchestrator.training.checkpoint.retention import BEST_BY, quality_of
+    from orchestrator.checkpoint import manifest as manifests
+    from orchestrator.checkpoint.find import verified
+    from orchestrator.checkpoint.manifest import DamagedError
+    from orchestrator.checkpoint.retention import BEST_BY, quality_of
 
     print(f"{'step':>9} {BEST_BY:>9} {'MB':>9}  state")
     all_whole = True
@@ -127,8 +127,8 @@ def print_exported(path: str) -> None:
     """Prints what the file holds."""
     from moe.cost import num_params
     from moe.vit import ViTConfig
+    from orchestrator.checkpoint.single_file import read_header
     from orchestrator.codec import from_dict
-    from orchestrator.training.checkpoint.single_file import read_header
 
     header = read_header(path)
     config = from_dict(ViTConfig, json.loads(header.metadata["config"])["model"])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.fewshot import Probe
     from orchestrator.evaluation.finetune import FineTuned
     from orchestrator.evaluation.trained import Trained
-    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking import TrackedRun, Tracking
 
 
@@ -81,9 +81,9 @@ def finetune(args: argparse.Namespace) -> dict[str, str]:
     """Trains the runs of the flags and records them; returns the runs that failed, with the reason."""
     from jobs.command import connect, tracking
     from jobs.evaluation_flags import models_of
-    from orchestrator.sweeping.check import check_fits, check_sweep, claim_sweep
+    from orchestrator.checkpoint.start import start_report
+    from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
     from orchestrator.tracking import SystemMetrics, track
-    from orchestrator.training.checkpoint.start import start_report
     from orchestrator.training.fit import check_data
     from orchestrator.training.nodes import check_shared
     from orchestrator.training.worker import run_directory
@@ -136,10 +136,10 @@ def probe_and_train(
     from orchestrator.evaluation.fewshot import probe
     from orchestrator.evaluation.finetune import failures, fine_tuned
     from orchestrator.evaluation.images import device
-    from orchestrator.sweeping.log import TrialLog
-    from orchestrator.sweeping.prices import Budget
-    from orchestrator.sweeping.purse import Purse
-    from orchestrator.sweeping.run import Options, SweepRun
+    from orchestrator.sweeps.log import TrialLog
+    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.purse import Purse
+    from orchestrator.sweeps.run import Options, SweepRun
     from orchestrator.tracking.store import shown
     from orchestrator.training.worker import run_directory
 

@@ -54,7 +54,7 @@ def find_points(args: argparse.Namespace) -> None:
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
     from orchestrator.evaluation.point import parse_grid
-    from orchestrator.sweeping.report import FILES
+    from orchestrator.sweeps.report import FILES
     from orchestrator.training.nodes import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
@@ -109,7 +109,7 @@ def question_of(args: argparse.Namespace, model: Trained, wanted: list[RoutingOv
 def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, list[Row]]:
     """Maps each model's location to a row for each point, with its quality and its costs."""
     from orchestrator.evaluation.parallel import ROUNDS, qualities, times
-    from orchestrator.sweeping.operating import QUALITY, QUARTILES, TIME
+    from orchestrator.sweeps.operating import QUALITY, QUARTILES, TIME
 
     rows: dict[str, list[Row]] = {}
     began, count = time.monotonic(), sum(len(question.points) for question in questions)
@@ -139,7 +139,7 @@ def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, l
 def record(store: Tracking, questions: list[Question], rows: dict[str, list[Row]]) -> None:
     """Writes the table of each model to its run, which may hold several: one for each step and data set."""
     from jobs.evaluation_flags import results_of
-    from orchestrator.sweeping.operating import table_of
+    from orchestrator.sweeps.operating import table_of
 
     for model, path in ((question.model, question.path) for question in questions):
         if model.run_id:
@@ -154,8 +154,8 @@ def drawn(
     """Draws the sweep's frontier anew with these points; that of other models on a page of its own."""
     from jobs.command import root
     from orchestrator import storage
-    from orchestrator.sweeping.operating import TABLE, TAG, table_of, with_operating
-    from orchestrator.sweeping.report import publish, write_files
+    from orchestrator.sweeps.operating import TABLE, TAG, table_of, with_operating
+    from orchestrator.sweeps.report import publish, write_files
     from orchestrator.tracking import find_sweep, writer
 
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
@@ -182,9 +182,9 @@ def drawn(
 def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
     """The frontier of the models themselves, each named by its place, for a run may have several."""
     from orchestrator.frontier.points import Point
-    from orchestrator.sweeping.operating import COSTS, QUALITY
-    from orchestrator.sweeping.report import Axes, framed
-    from orchestrator.sweeping.settings import settings
+    from orchestrator.sweeps.operating import COSTS, QUALITY
+    from orchestrator.sweeps.report import Axes, framed
+    from orchestrator.sweeps.settings import settings
 
     points = []
     for model in models:

@@ -23,10 +23,10 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from jobs.progress import TrialProgress
     from orchestrator.frontier.points import Frontier
-    from orchestrator.sweeping.budget import Plan
-    from orchestrator.sweeping.run import SweepRun
-    from orchestrator.sweeping.search import OptunaSearch
-    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.sweeps.budget import Plan
+    from orchestrator.sweeps.run import SweepRun
+    from orchestrator.sweeps.search import OptunaSearch
+    from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking import TrackedRun, Tracking
 
 
@@ -40,8 +40,8 @@ def main() -> None:
 def run_sweep(args: argparse.Namespace) -> None:
     from jobs.command import connect, print_fields, tracking
     from jobs.show import print_sweep
-    from orchestrator.sweeping.check import check_fits, check_sweep, claim_sweep
-    from orchestrator.sweeping.confirm import check_confirm
+    from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
+    from orchestrator.sweeps.confirm import check_confirm
     from orchestrator.tracking import SystemMetrics
     from orchestrator.training.nodes import check_shared
 
@@ -82,9 +82,9 @@ def run_sweep(args: argparse.Namespace) -> None:
 def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
     """Prints and returns the plan. Trials that the cluster can never hold are not measured."""
     from jobs.show import print_plan
-    from orchestrator.sweeping.budget import plan
-    from orchestrator.sweeping.check import unfit
-    from orchestrator.sweeping.measure import measured_steps
+    from orchestrator.sweeps.budget import plan
+    from orchestrator.sweeps.check import unfit
+    from orchestrator.sweeps.measure import measured_steps
 
     runs = sweep.runs()
     if not runs:
@@ -125,15 +125,15 @@ def train_and_report(
     """run -> why it failed."""
     from jobs.progress import TrialProgress
     from jobs.show import print_compared, status_line
-    from orchestrator.sweeping.agenda import ToTheEnd
-    from orchestrator.sweeping.budget import predicted_against_actual
-    from orchestrator.sweeping.confirm import knees
-    from orchestrator.sweeping.log import TrialLog
-    from orchestrator.sweeping.progress import snapshot
-    from orchestrator.sweeping.purse import Purse
-    from orchestrator.sweeping.report import publish
-    from orchestrator.sweeping.run import Options, SweepRun, keep_weights_only
-    from orchestrator.sweeping.scheduler import Halving
+    from orchestrator.sweeps.agenda import ToTheEnd
+    from orchestrator.sweeps.budget import predicted_against_actual
+    from orchestrator.sweeps.confirm import knees
+    from orchestrator.sweeps.log import TrialLog
+    from orchestrator.sweeps.progress import snapshot
+    from orchestrator.sweeps.purse import Purse
+    from orchestrator.sweeps.report import publish
+    from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
+    from orchestrator.sweeps.scheduler import Halving
     from orchestrator.training.worker import Result, run_directory
 
     folder = run_directory(sweep.base)
@@ -192,8 +192,8 @@ def confirm_arm(
     from ray.train import TrainingFailedError
 
     from jobs.show import ended_line
-    from orchestrator.sweeping.confirm import confirm, confirm_config, trial_of
-    from orchestrator.sweeping.trial import reason_of
+    from orchestrator.sweeps.confirm import confirm, confirm_config, trial_of
+    from orchestrator.sweeps.trial import reason_of
 
     trial = trial_of((one.trial for one in run.agenda.standings.values()), arm)
     config = confirm_config(sweep, trial)
@@ -213,7 +213,7 @@ def confirm_arm(
 def show_end(sweep: Sweep, frontier: Frontier, store: Tracking, folder: str) -> None:
     from jobs.show import print_frontier
     from orchestrator import storage
-    from orchestrator.sweeping.models import register_frontier
+    from orchestrator.sweeps.models import register_frontier
     from orchestrator.tracking.store import shown
 
     versions = register_frontier(store, frontier)

@@ -35,7 +35,7 @@ def plan(args: argparse.Namespace) -> None:
         UsageError: after the tables, if no layout fits the memory.
     """
     from moe.plan import GIB, Cluster, choose, layouts
-    from orchestrator.sweeping.budget import step_of
+    from orchestrator.sweeps.budget import step_of
 
     run, memory = planned_run(args), args.memory * GIB
     step = step_of(run)

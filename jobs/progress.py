@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from jobs.show import duration, ended_line
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.agenda import Job, Outcome
-from orchestrator.sweeping.run import SweepRun
+from orchestrator.sweeps.agenda import Job, Outcome
+from orchestrator.sweeps.run import SweepRun
 from orchestrator.training.loop import Metrics
 
 EVERY_S = 20  # between lines about one trial, where there is no terminal

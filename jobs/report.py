@@ -50,7 +50,7 @@ def report(args: argparse.Namespace) -> None:
     from orchestrator import storage
     from orchestrator.frontier.claims import parse_claim
     from orchestrator.frontier.points import is_complete
-    from orchestrator.sweeping.report import FILES, write_files
+    from orchestrator.sweeps.report import FILES, write_files
     from orchestrator.tracking import open_reader
 
     for claim in args.claim:
@@ -71,8 +71,8 @@ def report(args: argparse.Namespace) -> None:
 
 
 def read(args: argparse.Namespace, store: Tracking) -> Frontier:
-    from orchestrator.sweeping.foreign import foreign_frontier
-    from orchestrator.sweeping.report import Axes, read_frontier
+    from orchestrator.sweeps.foreign import foreign_frontier
+    from orchestrator.sweeps.report import Axes, read_frontier
     from orchestrator.tracking import find_runs
 
     if not args.experiment:

@@ -16,10 +16,10 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
-from orchestrator.sweeping.agenda import Outcome
-from orchestrator.sweeping.budget import Compared, Plan, Totals
-from orchestrator.sweeping.progress import Snapshot
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.agenda import Outcome
+from orchestrator.sweeps.budget import Compared, Plan, Totals
+from orchestrator.sweeps.progress import Snapshot
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.worker import Result, run_directory
 
 MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out

@@ -12,12 +12,12 @@ from jobs.usage import run_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.sweeping.prices import Budget
-    from orchestrator.sweeping.search import OptunaSearch
-    from orchestrator.sweeping.sweep import Sweep
+    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.search import OptunaSearch
+    from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking import Tracking
 
-SWEEPS = (  # of orchestrator.sweeping.catalog, which takes long to load
+SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "quickstart",
     "routers",
     "slots_experts",
@@ -133,7 +133,7 @@ def named_sweep(args: argparse.Namespace) -> Sweep:
     Raises:
         UsageError: for a file or a function of the user's that makes no sweep.
     """
-    from orchestrator.sweeping.catalog import make_sweep
+    from orchestrator.sweeps.catalog import make_sweep
 
     sweep = make_sweep(args.sweep, args.scale)
     name = sweep.base.name if args.scale == "tiny" else f"{sweep.base.name}-{args.scale}"
@@ -144,8 +144,8 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     """Raises UsageError for what the flags ask of a sweep that cannot do it."""
     from jobs.command import run_config
     from orchestrator.codec import override
-    from orchestrator.sweeping.branches import Trunk
-    from orchestrator.sweeping.prices import load_prices
+    from orchestrator.sweeps.branches import Trunk
+    from orchestrator.sweeps.prices import load_prices
 
     made = named_sweep(args)
     sweep = replace(made, base=run_config(args, made.base))
@@ -176,7 +176,7 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
 
 
 def budget(args: argparse.Namespace) -> Budget:
-    from orchestrator.sweeping.prices import Budget
+    from orchestrator.sweeps.prices import Budget
 
     price = args.devices[args.device].usd_per_hour
     return Budget(hours=args.budget_hours, usd=args.budget_usd, usd_per_hour=price)
@@ -184,7 +184,7 @@ def budget(args: argparse.Namespace) -> Budget:
 
 def search_of(args: argparse.Namespace, sweep: Sweep, store: Tracking) -> OptunaSearch | None:
     """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
-    from orchestrator.sweeping.search import OptunaSearch
+    from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.tracking import children, find_sweep
 
     if not args.search or sweep.space is None:

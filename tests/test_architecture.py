@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-OURS = {"moe", "orchestrator", "jobs", "tests"}
+OURS = {"moe", "orchestrator", "experiments", "jobs", "tests"}
 
 ALLOWED = {  # package or module -> what of ours it may import; the longest match decides
     "moe": {"moe"},
@@ -64,6 +64,14 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.data.decode": set(),
     "orchestrator.data.randaugment": set(),
     "orchestrator.data.mixing": set(),
+    "orchestrator.checkpoint": {
+        "moe",
+        "orchestrator.config",
+        "orchestrator.codec",
+        "orchestrator.storage",
+        "orchestrator.data",
+        "orchestrator.checkpoint",
+    },
     "orchestrator.training": {
         "moe",
         "orchestrator.config",
@@ -72,18 +80,21 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.storage",
         "orchestrator.fewshot",
         "orchestrator.data",
+        "orchestrator.checkpoint",
         "orchestrator.threads",
         "orchestrator.training",
     },
     "orchestrator.frontier": {"orchestrator.frontier"},
     "orchestrator.frontier.pareto": set(),
-    "orchestrator.sweeping": {"moe", "orchestrator"},
+    "orchestrator.sweeps": {"moe", "orchestrator"},
     "orchestrator.evaluation": {"moe", "orchestrator"},
     "orchestrator.prediction": {"moe", "orchestrator"},
     "orchestrator.doctor": {"orchestrator"},
+    "experiments": {"moe", "orchestrator", "experiments"},
     "jobs": {
         "moe",
         "orchestrator",
+        "experiments",
         "jobs.command",
         "jobs.usage",
         "jobs.show",
@@ -102,9 +113,9 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.training.elastic",
         "orchestrator.training.nodes",
         "orchestrator.training.reports",
-        "orchestrator.sweeping.engine",
-        "orchestrator.sweeping.trial",
-        "orchestrator.sweeping.measure",
+        "orchestrator.sweeps.engine",
+        "orchestrator.sweeps.trial",
+        "orchestrator.sweeps.measure",
         "orchestrator.doctor.cluster",
         "orchestrator.doctor.bandwidth",
         "orchestrator.evaluation.parallel",
@@ -118,7 +129,7 @@ LIBRARIES = {  # library -> where it may be imported
         "moe.expert_parallel",
         "moe.parallel",
         "orchestrator.training.seen",
-        "orchestrator.training.checkpoint",
+        "orchestrator.checkpoint",
         "orchestrator.training.worker",
         "orchestrator.training.elastic",
         "orchestrator.training.reports",
@@ -126,8 +137,8 @@ LIBRARIES = {  # library -> where it may be imported
     },
     "argparse": {"jobs", "bench"},
     "moocore": {"orchestrator.frontier.attainment"},
-    "optuna": {"orchestrator.sweeping.search"},
-    "matplotlib": {"orchestrator.frontier", "orchestrator.evaluation"},
+    "optuna": {"orchestrator.sweeps.search"},
+    "matplotlib": {"orchestrator.frontier", "orchestrator.evaluation", "experiments"},
     "plotly": {"orchestrator.frontier"},
 }
 ONLY_TORCH = {"torch", "numpy"}  # beside the standard library, all that `moe` may need
@@ -139,7 +150,7 @@ def under(module: str, prefix: str) -> bool:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    for package in ("moe", "orchestrator", "jobs", "bench"):
+    for package in ("moe", "orchestrator", "experiments", "jobs", "bench"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             yield ".".join(p for p in parts if p != "__init__"), path

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.tracking import Tracking, open_tracking, track, track_training
-from orchestrator.training.checkpoint.weights import export
 from orchestrator.training.fit import fit
 from orchestrator.training.worker import checkpoint_directory, run_directory
 

@@ -7,7 +7,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.doctor.facts import network_disk, try_storage
 from orchestrator.doctor.report import Finding, Skipped, by_node, fail, first_line, ok, warn
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.health import Health, answers, has_user, look
 from orchestrator.tracking.store import shown
 from orchestrator.training.fit import check_data

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from orchestrator import storage
+from orchestrator.checkpoint.single_file import SUFFIX, write_each
+from orchestrator.checkpoint.source import open_source, read, tensors_in
+from orchestrator.checkpoint.weights import VERSION
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import Trained
-from orchestrator.training.checkpoint.single_file import SUFFIX, write_each
-from orchestrator.training.checkpoint.source import open_source, read, tensors_in
-from orchestrator.training.checkpoint.weights import VERSION
 
 
 def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> None:

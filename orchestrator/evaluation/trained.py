@@ -8,17 +8,17 @@ import torch
 from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
+from orchestrator.checkpoint.find import located
+from orchestrator.checkpoint.manifest import MANIFEST, steps
+from orchestrator.checkpoint.single_file import SUFFIX, read_header
+from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.weights import class_names
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
 from orchestrator.tracking import Found, Tracking, checkpoint_of, children, find_sweep, open_reader
 from orchestrator.tracking.find import found_run, newest_of
-from orchestrator.training.checkpoint.find import located
-from orchestrator.training.checkpoint.manifest import MANIFEST, steps
-from orchestrator.training.checkpoint.single_file import SUFFIX, read_header
-from orchestrator.training.checkpoint.start import start_from
-from orchestrator.training.checkpoint.weights import class_names
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
 IMAGES_PER_PASS = 64  # of the commands that look at trained models, unless --batch-size says otherwise

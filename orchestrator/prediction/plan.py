@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator import storage
+from orchestrator.checkpoint.manifest import CHUNK, MANIFEST
+from orchestrator.checkpoint.single_file import SUFFIX
 from orchestrator.errors import UsageError
-from orchestrator.training.checkpoint.manifest import CHUNK, MANIFEST
-from orchestrator.training.checkpoint.single_file import SUFFIX
 
 PLAN = "_plan.json"
 PART = re.compile(r"part-(\d{6,})\.parquet")  # as `file_of` names them

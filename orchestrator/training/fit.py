@@ -13,6 +13,8 @@ from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.start import start_report
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.check import check_shards
@@ -20,8 +22,6 @@ from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.errors import UsageError
-from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.start import start_report
 from orchestrator.training.claim import check_claimed, claim
 from orchestrator.training.cluster import here, placement, worker_resources
 from orchestrator.training.elastic import Missing, are_there, as_placed, smaller

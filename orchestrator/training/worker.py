@@ -15,6 +15,9 @@ from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
 from orchestrator import storage
+from orchestrator.checkpoint.retention import BEST_BY
+from orchestrator.checkpoint.run import Checkpoints
+from orchestrator.checkpoint.start import start_from
 from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.prefetch import prefetched
@@ -23,9 +26,6 @@ from orchestrator.threads import set_threads
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.branch import check_trunk
 from orchestrator.training.busy import Busy
-from orchestrator.training.checkpoint.retention import BEST_BY
-from orchestrator.training.checkpoint.run import Checkpoints
-from orchestrator.training.checkpoint.start import start_from
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, Metrics, evaluate, good_enough, train
 from orchestrator.training.meter import Meter

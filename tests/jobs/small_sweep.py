@@ -2,7 +2,7 @@
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 
 ARMS = 8
 

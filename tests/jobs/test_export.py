@@ -13,12 +13,12 @@ import torch
 
 from jobs import export
 from moe.vit import ViT
+from orchestrator.checkpoint.find import located
+from orchestrator.checkpoint.manifest import read
+from orchestrator.checkpoint.retention import drop_optimizer
+from orchestrator.checkpoint.weights import class_names, load_exported, load_newest
 from orchestrator.codec import from_dict, override
 from orchestrator.config import RunConfig
-from orchestrator.training.checkpoint.find import located
-from orchestrator.training.checkpoint.manifest import read
-from orchestrator.training.checkpoint.retention import drop_optimizer
-from orchestrator.training.checkpoint.weights import class_names, load_exported, load_newest
 from orchestrator.training.fit import fit
 
 ROOT = Path(__file__).parents[2]

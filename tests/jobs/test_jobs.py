@@ -20,9 +20,9 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.sweeping.check import check_metrics
-from orchestrator.sweeping.models import load_model
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.check import check_metrics
+from orchestrator.sweeps.models import load_model
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
 from tests.orchestrator.frontier.samples import FRONTIER
 
@@ -181,10 +181,10 @@ def test_only_a_whole_sweep_is_confirmed(out_of_budget, tmp_path, monkeypatch):
     run = SimpleNamespace(agenda=agenda, recover=bool, work=bool, outcomes=dict)
     confirmed = []
     for name, stub in {
-        "orchestrator.sweeping.log.TrialLog": lambda *_: None,
-        "orchestrator.sweeping.run.SweepRun": lambda *_: run,
-        "orchestrator.sweeping.run.keep_weights_only": lambda *_: 0,
-        "orchestrator.sweeping.report.publish": lambda *_: FRONTIER,
+        "orchestrator.sweeps.log.TrialLog": lambda *_: None,
+        "orchestrator.sweeps.run.SweepRun": lambda *_: run,
+        "orchestrator.sweeps.run.keep_weights_only": lambda *_: 0,
+        "orchestrator.sweeps.report.publish": lambda *_: FRONTIER,
         "jobs.pareto_sweep.budget": lambda _: None,
         "jobs.pareto_sweep.show_end": lambda *_: None,
         "jobs.pareto_sweep.confirm_arm": lambda *args: confirmed.append(args[2]) or {},

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SWEEP = """
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 
 def make():
     soft = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}

@@ -8,7 +8,7 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import evaluate, operating_points
-from orchestrator.sweeping.report import read_frontier
+from orchestrator.sweeps.report import read_frontier
 from orchestrator.tracking import children, find_sweep, open_reader
 from tests.trained_sweep import train_sweep
 

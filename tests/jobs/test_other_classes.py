@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from jobs import evaluate, inspect_routing, operating_points
+from orchestrator.checkpoint.weights import export
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
-from orchestrator.training.checkpoint.weights import export
 
 Call = Callable[..., tuple[str, str]]
 

@@ -9,7 +9,7 @@ from jobs import progress
 from jobs.progress import RunProgress, StepLines, TrialProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.worker import Result
 
 

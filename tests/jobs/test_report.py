@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs import report
-from orchestrator.sweeping.report import FILES
+from orchestrator.sweeps.report import FILES
 from orchestrator.tracking import EXPERIMENT
 
 Call = Callable[..., tuple[str, str]]

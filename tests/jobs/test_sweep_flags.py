@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jobs import sweep_flags
-from orchestrator.sweeping.catalog import SWEEPS
-from orchestrator.sweeping.catalog.scales import SCALES
+from orchestrator.sweeps.catalog import SWEEPS
+from orchestrator.sweeps.catalog.scales import SCALES
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

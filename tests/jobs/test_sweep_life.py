@@ -15,7 +15,7 @@ from orchestrator.tracking import EXPERIMENT
 SWEEP = """
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep
 
 def make():
     base = override(RunConfig(), {"name": "small", "train.steps": 6, "train.report_every": 3})

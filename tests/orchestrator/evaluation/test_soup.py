@@ -9,12 +9,12 @@ import torch
 
 from moe.load import load
 from moe.vit import ViT
+from orchestrator.checkpoint import single_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.soup import write_soup
 from orchestrator.evaluation.trained import Trained, read_trained
-from orchestrator.training.checkpoint import single_file
 
 RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16})
 

@@ -14,8 +14,8 @@ from orchestrator.frontier.style import (
     number,
     web_link,
 )
-from orchestrator.sweeping.catalog import make_sweep
-from orchestrator.sweeping.settings import settings
+from orchestrator.sweeps.catalog import make_sweep
+from orchestrator.sweeps.settings import settings
 
 
 def point(size: float) -> Point:

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from moe.vit import ViT
+from orchestrator.checkpoint import single_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.trained import Trained, read_trained
-from orchestrator.training.checkpoint import single_file
 
 SOFT = {"model.moe.router.kind": "soft", "model.width": 16}
 

@@ -16,8 +16,8 @@ from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.fewshot import STRENGTHS, choose_shots
 from orchestrator.recipe import FewShotConfig
-from orchestrator.sweeping.check import check_metrics
-from orchestrator.sweeping.sweep import Sweep
+from orchestrator.sweeps.check import check_metrics
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import FewShot, FewShotResult, features_of, frozen_features, short_names
 from orchestrator.training.worker import result_of, train_worker
 from tests.moe.parity import spawn

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from moe.cost import train_flops_6mac
 from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.find import newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
-from orchestrator.training.checkpoint import manifest as manifests
-from orchestrator.training.checkpoint.find import newest
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import checkpoint_directory, result_of, run_directory, train_worker
 from tests.lanes import mostly_slow

@@ -1,0 +1,105 @@
+"""Small models of the kinds that checkpoints meet, trained on this rank's share of every batch."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moe.noise import mix
+from moe.parallel import build_sharded, clip_grad_norm, make_mesh, sum_over_ranks
+from moe.routers.mixture import MixtureRouter
+from moe.vit import ViT
+from orchestrator.checkpoint.state import state_of
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.training.optim import build_optimizer
+
+BATCH = 8
+SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "data.batch_size": BATCH}
+SGD = {"train.optimizer.kind": "sgd"}
+RUNS = {
+    name: override(RunConfig(), {"model.moe.router.kind": name.split(",")[0]} | SMALL | fields)
+    for name, fields in {
+        "soft, AdamW": {"model.moe.router.noise_std": 0.5},
+        "mixture, SGD": SGD,  # a router with a buffer
+        "token_choice, SGD without momentum": SGD | {"train.optimizer.momentum": 0},
+    }.items()
+}
+DTYPES = {name: torch.float32 if "soft" in name else torch.float64 for name in RUNS}
+
+
+def built(name: str, *, seed: int, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
+    """Plain, or sharded over `mesh` (ep, dp_replicate)."""
+    run, before = RUNS[name], torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[name])
+    try:
+        model = build_sharded(run.model, _mesh(**mesh), seed=seed) if mesh else ViT(run.model, seed=seed)
+    finally:
+        torch.set_default_dtype(before)
+    return model, build_optimizer(run.train.optimizer, model)
+
+
+@cache
+def _mesh(**fields: int) -> DeviceMesh:
+    """Each makes process groups, which takes a while."""
+    return make_mesh("cpu", **fields)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """The losses over all ranks."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+    dtype, losses = next(model.parameters()).dtype, []
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    for step in steps:
+        rng = torch.Generator().manual_seed(step)
+        images = torch.randn(BATCH, 3, 8, 8, generator=rng).to(dtype)[mine]
+        labels = torch.randint(0, 10, (BATCH,), generator=rng)[mine]
+        for module in model.modules():
+            if isinstance(module, MixtureRouter):
+                module.anneal(step)
+        optimizer.zero_grad(set_to_none=True)
+        output = model(images, keys_B=mix(torch.arange(BATCH), step)[mine])
+        share = len(labels) / BATCH
+        loss = F.cross_entropy(output.logits, labels, reduction="sum") / BATCH + output.aux * share
+        loss.backward()
+        clip_grad_norm(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(sum_over_ranks(loss.detach().double()).item())
+    return losses
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """A copy of every tensor, gathered from all ranks."""
+    state = state_of(model, optimizer)
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in state.items()
+    }
+
+
+def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: Any = "") -> None:
+    """Bit for bit."""
+    assert got.keys() == expected.keys(), what
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, f"{what} {name}"
+        assert torch.equal(got[name], tensor), f"{what} {name}"
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, as one worker has it whose model is sharded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        _mesh.cache_clear()
+        dist.destroy_process_group()

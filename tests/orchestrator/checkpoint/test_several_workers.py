@@ -1,0 +1,323 @@
+"""What two or four workers save, any layout loads; what one of them meets, all of them know.
+
+One launch runs all scenes, for importing torch takes longer than a scene. In what follows a run is saved at
+step 3 and trained for two more.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.run import Checkpoints, log
+from orchestrator.checkpoint.state import load
+from orchestrator.config import CheckpointConfig
+from tests.moe.parity import spawn
+from tests.orchestrator.checkpoint.small_runs import (
+    DTYPES,
+    RUNS,
+    assert_same,
+    built,
+    one_rank,
+    train,
+    whole_state,
+)
+
+SOFT, MIXTURE, TOKEN_CHOICE = RUNS
+RESHARDED = [  # run, saved, loaded; a layout costs seconds: torch plans every operation on it
+    (SOFT, "pairs", "pairs"),
+    (SOFT, "pairs", "dp"),
+    (SOFT, "pairs", "ep"),
+    (SOFT, "plain", "pairs"),
+    (MIXTURE, "pairs", "ep"),
+    (TOKEN_CHOICE, "pairs", "dp"),
+]
+SAVED = [*((name, "pairs") for name in RUNS), (MIXTURE, "copies"), *((name, "plain") for name in RUNS)]
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+}  # of losses, relative, where sums are in another order
+IN_STEP = CheckpointConfig(asynchronous=False)
+REPORT = {"images": 24, "progress": {"device_s": 1.5}, "config": {}}
+
+
+def layout(name: str) -> dict[str, int]:
+    """How a model is split over the ranks that there are; not at all if it is `plain`."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return {
+        "pairs": {"ep": 2},
+        "dp": {"ep": 1},
+        "ep": {"ep": ranks},
+        "copies": {"ep": ranks // 2, "dp_replicate": 2},
+        "one rank": {"ep": 1},
+        "plain": {},
+    }[name]
+
+
+def save_at_3(name: str, folder: Path, saved: str) -> None:
+    """A checkpoint, and beside it what is to be expected of those who load it."""
+    model, optimizer = built(name, seed=0, **layout(saved))
+    config = CheckpointConfig(asynchronous=saved == "pairs")
+    checkpoints = Checkpoints(str(folder / saved / name), config)
+    assert checkpoints.restore(model, optimizer) is None
+    train(model, optimizer, range(3))
+    checkpoints.save(3, model, optimizer, **REPORT)
+    state = whole_state(model, optimizer)
+    losses = train(model, optimizer, range(3, 5))  # while it is written
+    checkpoints.finish()
+    assert checkpoints.failures == 0
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save((state, losses), folder / saved / f"{name}.expected")
+
+
+def load_and_go_on(name: str, folder: Path, saved: str, loaded: str) -> None:
+    model, optimizer = built(name, seed=9, **layout(loaded))
+    manifest = Checkpoints(str(folder / saved / name), CheckpointConfig()).restore(model, optimizer)
+    assert manifest
+    assert (manifest.step, manifest.images, manifest.progress) == (3, 24, {"device_s": 1.5})
+    state, losses = torch.load(folder / saved / f"{name}.expected")
+    what = f"{name}, {saved} -> {loaded}"
+    assert_same(whole_state(model, optimizer), state, what)
+    if name == SOFT:
+        assert all(value.any() for key, value in state.items() if "exp_avg" in key), what
+    got = train(model, optimizer, range(3, 5))
+    tolerance = 0 if saved == loaded else TOLERANCE[DTYPES[name]]
+    for ours, theirs in zip(got, losses, strict=True):
+        assert abs(ours - theirs) <= tolerance * theirs, f"{what}: {got}, expected {losses}"
+
+
+def resharding(folder: Path) -> None:
+    for name, saved in SAVED:
+        if saved != "plain":
+            save_at_3(name, folder, saved)
+    for name, saved, loaded in RESHARDED:
+        load_and_go_on(name, folder, saved, loaded)
+
+
+def saving_beside_training(folder: Path) -> None:
+    """20 steps with a save at every second one, on slow storage: the losses of 20 steps without."""
+    write, name = storage.open_to_write, SOFT
+    storage.open_to_write = lambda location: (threading_pause(), write(location))[1]
+    outcomes = []
+    try:
+        for saves in (False, True):
+            model, optimizer = built(name, seed=0, ep=2)
+            checkpoints = Checkpoints(str(folder / "beside"), CheckpointConfig(keep_last=20))
+            losses = []
+            for step in range(20):
+                losses += train(model, optimizer, range(step, step + 1))
+                if saves and step % 2:
+                    checkpoints.save(step + 1, model, optimizer, **REPORT)
+            checkpoints.finish()
+            outcomes.append((losses, whole_state(model, optimizer)))
+            assert checkpoints.failures == 0
+    finally:
+        storage.open_to_write = write
+    assert outcomes[0][0] == outcomes[1][0]
+    assert_same(outcomes[1][1], outcomes[0][1])
+    assert manifests.steps(str(folder / "beside")) == list(range(2, 22, 2))
+
+
+def threading_pause() -> None:
+    import time
+
+    time.sleep(0.02)
+
+
+class Heard(logging.Handler):
+    """What this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def falling_back(folder: Path) -> None:
+    """One flipped byte in the share of one rank: all go back to the same step, and one of them says so."""
+    directory, name = str(folder / "fallback"), MIXTURE
+    model, optimizer = built(name, seed=0, ep=2)
+    checkpoints = Checkpoints(directory, IN_STEP)
+    states = {}
+    for step in (1, 2):
+        train(model, optimizer, range(step, step + 1))
+        checkpoints.save(step, model, optimizer, **REPORT)
+        states[step] = whole_state(model, optimizer)
+    damaged = f"optimizer-{dist.get_world_size() - 1:05}."
+    if dist.get_rank() == 1:
+        (file,) = (folder / "fallback" / "step-00000002").glob(f"{damaged}*.bin")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 3] ^= 16
+        file.write_bytes(content)
+    dist.barrier()
+    heard = Heard()
+    logging.getLogger().addHandler(heard)
+    try:
+        model, optimizer = built(name, seed=9, **layout("ep"))
+        checkpoints = Checkpoints(directory, IN_STEP)
+        manifest = checkpoints.restore(model, optimizer)
+    finally:
+        logging.getLogger().removeHandler(heard)
+    assert manifest
+    assert manifest.step == 1
+    assert_same(whole_state(model, optimizer), states[1])
+    if dist.get_rank() == 0:
+        (line,) = heard.lines
+        assert f"step-00000002 is damaged ({damaged}" in line
+    else:
+        assert heard.lines == []
+    train(model, optimizer, range(2, 3))
+    checkpoints.save(2, model, optimizer, **REPORT)
+    expected = whole_state(model, optimizer)
+    again, its_optimizer = built(name, seed=9, ep=1)
+    manifest = Checkpoints(directory, IN_STEP).restore(again, its_optimizer)
+    assert manifest
+    assert manifest.step == 2
+    assert_same(whole_state(again, its_optimizer), expected)
+
+
+def one_that_cannot_write(folder: Path, *, asynchronous: bool) -> None:
+    """All count the failure; nothing of it is left; the next save is fine."""
+    directory, write = folder / f"cannot write {asynchronous}", storage.open_to_write
+    last = dist.get_world_size() - 1
+
+    def refuse(location: str):
+        if f"weights-{last:05}." in location:
+            raise OSError("no space left for it")
+        return write(location)
+
+    model, optimizer = built(SOFT, seed=0, ep=2)
+    checkpoints = Checkpoints(str(directory), CheckpointConfig(asynchronous=asynchronous))
+    train(model, optimizer, range(1))
+    checkpoints.save(1, model, optimizer, **REPORT)
+    checkpoints.settle()
+    heard = Heard()
+    log.addHandler(heard)
+    storage.open_to_write = refuse
+    try:
+        checkpoints.save(2, model, optimizer, **REPORT)
+        checkpoints.settle()
+    finally:
+        storage.open_to_write = write
+        log.removeHandler(heard)
+    assert checkpoints.failures == 1
+    said = ["saving step 2", f"failed: worker {last}: OSError('no space left for it')"]
+    assert len(heard.lines) == (dist.get_rank() == 0)
+    assert all(part in line for line in heard.lines for part in said), heard.lines
+    dist.barrier()
+    assert [path.name for path in directory.iterdir()] == ["step-00000001"]
+    dist.barrier()
+    checkpoints.save(3, model, optimizer, **REPORT)
+    checkpoints.finish()
+    assert checkpoints.failures == 1
+    assert manifests.steps(str(directory)) == [1, 3]
+
+
+def one_that_cannot_read(folder: Path, *, where: str) -> None:
+    """No fallback, no deletion: all of them stop, and none waits for another."""
+    directory, read = str(folder / "fallback"), storage.open_to_read
+    before = sorted(folder.rglob("*"))
+
+    def refuse(location: str):
+        if dist.get_rank() == dist.get_world_size() - 1 and where in location:
+            raise OSError("storage is away")
+        return read(location)
+
+    model, optimizer = built(MIXTURE, seed=9, ep=2)
+    storage.open_to_read = refuse
+    try:
+        with pytest.raises(OSError, match="storage is away"):
+            Checkpoints(directory, IN_STEP).restore(model, optimizer)
+    finally:
+        storage.open_to_read = read
+    dist.barrier()
+    assert sorted(folder.rglob("*")) == before
+
+
+def another_model(folder: Path) -> None:
+    for name, said in {SOFT: "is not in it", TOKEN_CHOICE: "has no place"}.items():
+        model, optimizer = built(name, seed=9, ep=2)
+        before = whole_state(model, optimizer)
+        with pytest.raises(ValueError, match=said):
+            Checkpoints(str(folder / "fallback"), IN_STEP).restore(model, optimizer)
+        assert_same(whole_state(model, optimizer), before)
+
+
+SCENES: list[Callable[[Path], None]] = [
+    resharding,
+    falling_back,
+    partial(one_that_cannot_write, asynchronous=True),
+    partial(one_that_cannot_read, where="weights-0000"),
+    another_model,
+]
+SCENES_OF_FOUR: list[Callable[[Path], None]] = [
+    *SCENES,
+    saving_beside_training,
+    partial(one_that_cannot_write, asynchronous=False),
+    partial(one_that_cannot_read, where="weights."),
+]
+
+
+def worker(rank: int, ranks: int, folder: str) -> None:
+    for scene in SCENES_OF_FOUR if ranks == 4 else SCENES:
+        scene(Path(folder))
+        dist.barrier()
+
+
+RANKS = [pytest.param(2, marks=pytest.mark.smoke), pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{} workers".format)
+def ranks(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def launched(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    for name in RUNS:
+        save_at_3(name, folder, "plain")
+    spawn(ranks, worker, str(folder), timeout_s=60)
+    return folder
+
+
+@pytest.mark.parametrize("loaded", ["plain", "one rank"])
+@pytest.mark.parametrize(("name", "saved"), SAVED)
+def test_one_process_goes_on_where_others_stopped(launched, name, saved, loaded):
+    if loaded == "one rank":
+        with one_rank():
+            load_and_go_on(name, launched, saved, loaded)
+    else:
+        load_and_go_on(name, launched, saved, loaded)
+
+
+def test_weights_alone(launched):
+    folder = str(launched / "pairs" / MIXTURE / "step-00000003")
+    model, optimizer = built(MIXTURE, seed=9)
+    load(folder, manifests.read(folder), model)
+    expected, _ = torch.load(launched / "pairs" / f"{MIXTURE}.expected")
+    weights = {name: tensor for name, tensor in expected.items() if name.startswith("weights.")}
+    assert_same({n: t for n, t in whole_state(model, optimizer).items() if n in weights}, weights)
+
+
+def test_every_rank_wrote_its_share(launched, ranks):
+    folder = launched / "pairs" / SOFT / "step-00000003"
+    for kind in ("weights", "optimizer"):
+        sizes = [file.stat().st_size for file in folder.glob(f"{kind}-*.bin")]
+        assert len(sizes) == ranks
+        assert max(sizes) < 1.5 * sum(sizes) / ranks
+
+
+def test_launch_again(launched, tmp_path):
+    """A folder that was moved is the same checkpoint."""
+    shutil.copytree(launched / "pairs", tmp_path / "pairs")
+    load_and_go_on(MIXTURE, tmp_path, "pairs", "plain")

@@ -1,0 +1,78 @@
+"""The named sweeps hold what their papers list, at every scale, and a user's own file works the same."""
+
+from pathlib import Path
+
+import pytest
+
+from moe.cost import num_expert_params, slots_per_token, train_flops_6mac
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.catalog import SWEEPS, make_sweep
+from orchestrator.sweeps.catalog.scales import SCALES
+from orchestrator.sweeps.check import check_claims
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_arm_is_a_config_and_every_claim_is_about_them(name: str, scale: str) -> None:
+    sweep = make_sweep(name, scale)
+    assert len(sweep.runs()) == len(sweep.arms) > 4
+    check_claims(sweep)
+    source = (Path(__file__).parents[3] / f"orchestrator/sweeps/catalog/{name}.py").read_text()
+    assert "Source:" in source
+
+
+def test_routers_are_the_twelve_of_the_paper_for_every_size() -> None:
+    """Figure 1: {softmax, Sinkhorn} token choice k 1, 2; three expert choices and Soft MoE with c 1, 2."""
+    runs = make_sweep("routers", "tiny").runs()
+    assert len(runs) == 5 * (12 + 1)
+    for name, run in runs.items():
+        if run.model.moe:
+            assert slots_per_token(run.model) == int(name[-1]), name
+    of_one_size = {name: run for name, run in runs.items() if name.startswith("w32d2") and run.model.moe}
+    equal = {  # sparse routers of equal capacity cost the same
+        train_flops_6mac(run.model, 1)
+        for name, run in of_one_size.items()
+        if name[-1] == "1" and "soft-" not in name
+    }
+    assert len(equal) == 1
+
+
+def test_the_number_of_experts_leaves_their_parameters() -> None:
+    runs = make_sweep("expert_count", "tiny").runs()
+    weights = {
+        2 * run.model.width * run.model.expert_dim() * run.model.moe.num_experts
+        for run in runs.values()
+        if run.model.moe
+    }
+    assert len(weights) == 1
+    assert len({num_expert_params(run.model) for run in runs.values()}) == len(runs)  # biases alone differ
+
+
+def test_experts_at_equal_slots_cost_as_much_but_for_routing() -> None:
+    runs = make_sweep("slots_experts", "tiny").runs()
+    assert {round(slots_per_token(run.model), 3) for name, run in runs.items() if name.endswith("x1")} == {
+        1.0
+    }
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from orchestrator.config import RunConfig\n"
+        "from orchestrator.sweeps.sweep import Sweep\n"
+        "def make():\n    return Sweep(base=RunConfig(name='mine'), arms={'a': {}})\n"
+        "def at(scale):\n    return Sweep(base=scale.base, arms={'b': {}})\n"
+        "def wrong():\n    return 3\n"
+    )
+    assert list(make_sweep(f"{file}:make", "tiny").arms) == ["a"]
+    assert make_sweep(f"{file}:at", "cifar").base.model.image_size == 32
+    with pytest.raises(UsageError, match="must return a Sweep, got int"):
+        make_sweep(f"{file}:wrong", "tiny")
+    with pytest.raises(UsageError, match="has no function 'nothing'"):
+        make_sweep(f"{file}:nothing", "tiny")
+    with pytest.raises(UsageError, match=r"no file .*: a sweep of your own is path/to/file\.py:function"):
+        make_sweep(f"{tmp_path}/other.py:make", "tiny")
+    with pytest.raises(UsageError, match="unknown sweep 'router'; known: quickstart, routers"):
+        make_sweep("router", "tiny")
+    with pytest.raises(UsageError, match="unknown scale 'huge'; known: tiny, cifar, in1k"):
+        make_sweep("routers", "huge")

@@ -1,0 +1,105 @@
+"""Rows of operating points as points of a sweep's frontier."""
+
+import math
+from dataclasses import replace
+
+from orchestrator.frontier.operating import gains
+from orchestrator.frontier.points import Frontier
+from orchestrator.sweeps.operating import (
+    AS_TRAINED,
+    COLUMNS,
+    COSTS,
+    QUARTILES,
+    TIMING,
+    Row,
+    table_of,
+    with_operating,
+)
+from tests.orchestrator.frontier.samples import FRONTIER, point
+
+GFLOPS, MS = COSTS
+LOW, HIGH = QUARTILES
+
+
+def row(run: str, name: str, quality: float, ms: float) -> Row:
+    return {
+        "run": run,
+        "point": name,
+        "val/acc1": quality,
+        "val/acc5": 1.0,
+        "val/loss": 0.5,
+        GFLOPS: 3.0,
+        MS: ms,
+        LOW: 0.9 * ms,
+        HIGH: 1.5 * ms,
+        "batch": 64,
+        "device": "CPU, 1 thread",
+        "rounds": 3,
+        "repeats": 5,
+    }
+
+
+def two_seeds() -> Frontier:
+    arm = point("soft-1", "soft", 3e10, 0.9)
+    arm = replace(
+        arm, run_id="first", runs=(("second", None),), qualities=(0.88, 0.92), costs={MS: 7.0, "a": 1}
+    )
+    return replace(FRONTIER, points=(arm, point("dense-s", "dense", 2e10, 0.8)), rest=(arm,))
+
+
+def test_a_point_is_the_mean_of_its_seeds():
+    """`experts=4` is known of one seed alone: it is none."""
+    rows = [
+        row("first", AS_TRAINED, 0.88, 1.0),
+        row("second", AS_TRAINED, 0.92, 3.0),
+        row("first", "experts=2", 0.6, 0.5),
+        row("second", "experts=2", 0.8, 1.5),
+        row("first", "experts=4", 0.7, 0.5),
+    ]
+    found = with_operating(two_seeds(), rows)
+    (one,) = found.operating
+    assert (one.arm, round(one.quality, 9), one.costs) == ("soft-1: experts=2", 0.7, {GFLOPS: 3.0, MS: 1.0})
+    assert one.settings["operating point"] == "experts=2"
+    assert math.isnan(one.cost)
+    trained, untouched = found.points
+    assert (trained.quality, trained.costs) == (0.9, {MS: 2.0, "a": 1, GFLOPS: 3.0})
+    assert math.isnan(untouched.costs[MS])
+    assert math.isnan(found.rest[0].costs[MS])
+    assert one.spreads == {MS: (0.9, 1.5)}
+    assert trained.spreads == {MS: (1.8, 3.0)}
+    assert untouched.spreads == {}
+
+
+def test_the_note_says_how_times_were_taken():
+    found = with_operating(replace(two_seeds(), note="Trunks."), [row("first", AS_TRAINED, 0.88, 1.0)])
+    assert found.note == (
+        "Trunks. Times per image are medians and quartiles over 3 rounds of 5 forward passes in which all"
+        " models and settings take turns: batch 64, CPU, 1 thread."
+    )
+
+
+def test_a_table_from_before_quartiles_claims_no_gain_in_time():
+    """Ten times as fast, by the medians: quality and cost are there, the spread is unknown."""
+    rows = [
+        {name: value for name, value in one.items() if name not in {*TIMING} - {"batch", "device"}}
+        for run in ("first", "second")
+        for one in (row(run, AS_TRAINED, 0.9, 1.0), row(run, "experts=2", 0.6, 0.1))
+    ]
+    frontier = replace(two_seeds(), panels=(MS,))
+    found = with_operating(replace(frontier, points=frontier.points[:1]), rows)
+    (one,) = found.operating
+    assert (one.quality, one.costs[MS]) == (0.6, 0.1)
+    (gain,) = gains(found)
+    assert str(gain) == "none: the spread of the times is unknown"
+    assert "no gain in time is claimed" in found.note
+
+
+def test_a_table_has_every_column():
+    assert [*table_of([row("first", AS_TRAINED, 0.9, 1.0)])] == [*COLUMNS]
+    assert {LOW, HIGH, "rounds", "repeats"} < {*COLUMNS}
+
+
+def test_without_rows_or_of_another_quality_nothing_changes():
+    assert with_operating(two_seeds(), []) == two_seeds()
+    other = replace(two_seeds(), quality_name="fewshot/acc_10shot")
+    assert with_operating(other, [row("first", AS_TRAINED, 0.9, 1.0)]) == other

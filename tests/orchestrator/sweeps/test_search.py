@@ -1,0 +1,219 @@
+"""Search over a conditional space with a known front: what it learns, never proposes twice, and restarts."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.codec import flat, override
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.frontier.pareto import hypervolume_2d
+from orchestrator.sweeps.search import DRAWS, Kind, OptunaSearch, Space
+
+BASE = RunConfig()
+KIND, SLOTS, CAPACITY = (
+    f"model.moe.router.{name}" for name in ("kind", "slots_per_expert", "capacity_factor")
+)
+KINDS: tuple[Kind, ...] = ("random", "tpe", "nsga2")
+
+
+def space(trial: Any) -> dict[str, Any]:
+    """Dense, soft or expert choice; only the last two have experts, each with a field of its own."""
+    width = trial.suggest_categorical("model.width", [48, 96, 192, 384])
+    changes = {
+        "model.width": width,
+        "model.mlp_dim": 4 * width,
+        "model.heads": 3,
+        "model.depth": trial.suggest_int("model.depth", 2, 12),
+        "train.lr": trial.suggest_float("train.lr", 1e-5, 1e-1, log=True),
+    }
+    kind = trial.suggest_categorical(KIND, [None, "soft", "expert_choice"])
+    if kind is None:
+        return changes | {"model.moe": None}
+    if kind == "soft":
+        return changes | {KIND: kind, SLOTS: trial.suggest_int(SLOTS, 1, 8)}
+    return changes | {KIND: kind, CAPACITY: trial.suggest_float(CAPACITY, 0.25, 4)}
+
+
+def outcome(run: RunConfig) -> tuple[float, float]:
+    """Quality and cost. Larger is better and dearer; a rate of 2e-3, 3 slots and a capacity of 1 are best."""
+    fields = flat(run)
+    cost = fields["model.width"] ** 2 * fields["model.depth"]
+    quality = 1 - (cost / (48 * 48 * 2)) ** -0.25
+    quality *= math.exp(-0.5 * (math.log10(fields["train.lr"]) + 2.7) ** 2)
+    if fields.get(KIND) == "soft":
+        return quality * 1.15 * (1 - 0.03 * abs(fields[SLOTS] - 3)), cost * (0.7 + 0.1 * fields[SLOTS])
+    if fields.get(KIND) == "expert_choice":
+        return quality * 1.05 * (1 - 0.1 * abs(fields[CAPACITY] - 1)), cost * (0.6 + 0.5 * fields[CAPACITY])
+    return quality, cost
+
+
+def search(sampler: Kind, *, count: int, seed: int = 0, space: Space = space) -> OptunaSearch:
+    return OptunaSearch(space, base=BASE, count=count, sampler=sampler, seed=seed)
+
+
+def finish(searching: OptunaSearch, *, at_once: int = 1) -> dict[str, tuple[float, float]]:
+    """To the end, with so many trials running at a time."""
+    running, found = [], {}
+    while True:
+        while len(running) < at_once and (trial := searching.next()):
+            running.append(trial)
+        if not running:
+            return found
+        trial = running.pop(0)
+        found[trial.name] = outcome(override(BASE, trial.changes))
+        searching.tell(trial.name, *found[trial.name])
+
+
+def hypervolume(found: dict[str, tuple[float, float]]) -> float:
+    costs = np.array([(math.log10(cost), -quality) for quality, cost in found.values()])
+    return hypervolume_2d(costs, np.array([7.0, 0.0]))
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_a_conditional_space_is_searched_to_its_count(sampler: Kind) -> None:
+    searching, kinds = search(sampler, count=30), set()
+    for n in range(30):
+        trial = searching.next()
+        assert trial
+        assert trial.name == f"{sampler}-{n + 1:04}"
+        kinds.add(trial.changes.get(KIND))
+        assert (SLOTS in trial.changes) == (trial.changes.get(KIND) == "soft")
+        assert (CAPACITY in trial.changes) == (trial.changes.get(KIND) == "expert_choice")
+        searching.tell(trial.name, *outcome(override(BASE, trial.changes)))
+    assert kinds == {None, "soft", "expert_choice"}
+    assert searching.next() is None
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_the_same_seed_proposes_the_same(sampler: Kind) -> None:
+    assert finish(search(sampler, count=12), at_once=2) == finish(search(sampler, count=12), at_once=2)
+    assert finish(search(sampler, count=12)) != finish(search(sampler, count=12, seed=1))
+
+
+@pytest.mark.slow
+def test_tpe_and_nsga2_beat_random() -> None:
+    """Mean over seeds; a random search reaches 1.69 here, TPE 1.83, NSGA-II 1.75 (60 trials, 8 seeds)."""
+    volume = {
+        sampler: np.mean(
+            [hypervolume(finish(search(sampler, count=60, seed=s), at_once=4)) for s in range(6)]
+        )
+        for sampler in KINDS
+    }
+    assert volume["tpe"] > volume["random"] + 0.08
+    assert volume["nsga2"] > volume["random"] + 0.02
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_nothing_is_proposed_twice_and_a_small_space_ends(sampler: Kind) -> None:
+    def six(trial: Any) -> dict[str, Any]:
+        return {
+            name: trial.suggest_int(name, 1, high) for name, high in (("model.depth", 3), ("train.seed", 2))
+        }
+
+    assert len(finish(search(sampler, count=50, space=six))) == 6
+
+
+def test_a_refused_suggestion_is_replaced_and_a_hopeless_space_is_named() -> None:
+    def half(trial: Any) -> dict[str, Any]:  # 1..4 heads must divide a width of 48 + x
+        return {
+            "model.heads": trial.suggest_int("model.heads", 1, 8),
+            "model.width": trial.suggest_int("model.width", 64, 72),
+        }
+
+    searching = search("random", count=20, space=half)
+    proposed = [searching.next() for _ in range(20)]
+    assert all(
+        trial and trial.changes["model.width"] % trial.changes["model.heads"] == 0 for trial in proposed
+    )
+
+    hopeless = search(
+        "tpe", count=3, space=lambda trial: {"train.lr": trial.suggest_float("train.lr", -2, -1)}
+    )
+    with pytest.raises(UsageError, match=rf"last {DRAWS} suggestions were all refused: .*lr must lie in 0"):
+        hopeless.next()
+    with pytest.raises(UsageError, match="at least 1 trial, got 0"):
+        search("tpe", count=0)
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_failed_trials_do_not_stop_it(sampler: Kind) -> None:
+    searching = search(sampler, count=15)
+    endings = [(None, None), (math.nan, 3.0), (None, 3.0), (0.5, 3.0)]
+    for n in range(15):
+        trial = searching.next()
+        assert trial
+        searching.tell(trial.name, *endings[n % len(endings)])
+    assert searching.next() is None
+
+
+@pytest.mark.parametrize("sampler", KINDS)
+def test_restored_it_finishes_what_was_begun_and_goes_on(sampler: Kind) -> None:
+    before = search(sampler, count=20)
+    trials = [before.next() for _ in range(12)]
+    ends = [outcome(override(BASE, trial.changes)) if trial else (0, 0) for trial in trials]
+    earlier = [(t.name, t.changes, *end) for t, end in zip(trials, ends, strict=True) if t]
+    earlier[4] = (*earlier[4][:2], None, None)  # was running
+    earlier[7] = (*earlier[7][:2], None, 3.0)  # had diverged
+    earlier[9] = (*earlier[9][:2], None, None)
+
+    after = search(sampler, count=20)
+    after.restore(earlier)
+    again = [after.next(), after.next()]
+    assert [(t.name, t.changes) for t in again if t] == [earlier[4][:2], earlier[9][:2]]
+    for trial in again:
+        assert trial
+        after.tell(trial.name, *outcome(override(BASE, trial.changes)))
+    new = finish(after)
+    assert [*new] == [f"{sampler}-{n:04}" for n in range(13, 21)]
+    assert not {*new.values()} & {*ends}
+
+
+def test_restored_trials_of_another_space_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"tpe-0001 is of another space, model.width=32.*--fresh"):
+        search("tpe", count=5).restore([("tpe-0001", {"model.depth": 40}, 0.5, 1e6)])
+
+
+def run_of(kind: str | None, **changes: Any) -> RunConfig:
+    fixed: dict[str, Any] = {"model.width": 96, "model.mlp_dim": 384, "model.heads": 3, "model.depth": 4}
+    router = {KIND: kind} if kind else {"model.moe": None}
+    return override(
+        BASE, fixed | router | {name.replace("__", "."): value for name, value in changes.items()}
+    )
+
+
+def test_a_warm_start_takes_what_the_space_has() -> None:
+    inside = [
+        run_of(None),
+        run_of("soft", model__moe__router__slots_per_expert=2, name="grid/trials/s2", train__seed=7),
+        run_of("expert_choice", scale__workers=2),
+    ]
+    outside = [
+        run_of(None, model__depth=20),  # above 12
+        run_of(None, train__steps=7),  # the space never trains so long: its cost and quality say nothing
+        run_of("soft", model__moe__num_experts=2),
+        run_of("token_choice"),
+    ]
+    searching = search("tpe", count=10)
+    assert searching.warm_start([(run, *outcome(run)) for run in inside]) == 3
+    assert searching.warm_start([(run, 0.5, 1e6) for run in outside]) == 0
+    assert searching.warm_start([(inside[0], math.nan, 1e6)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_warm_start_helps(sampler: Kind) -> None:
+    """After 60 earlier trials, 14 more find more than 14 that begin with nothing."""
+
+    def volume(seed: int, *, warm: bool) -> float:
+        searching = search(sampler, count=14, seed=seed)
+        if warm:
+            teacher = search("random", count=60, seed=100 + seed)
+            runs = [override(BASE, t.changes) for t in iter(teacher.next, None)]
+            assert searching.warm_start([(run, *outcome(run)) for run in runs]) == 60
+        return hypervolume(finish(searching))
+
+    gain = [volume(seed, warm=True) - volume(seed, warm=False) for seed in range(6)]
+    assert np.mean(gain) > 0.05
