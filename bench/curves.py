@@ -24,7 +24,7 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.sweeps.catalog.routers import routers
 from orchestrator.sweeps.catalog.scales import SCALES
-from orchestrator.training.loop import Metrics
+from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker
 
 EVERY = 10

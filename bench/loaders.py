@@ -29,7 +29,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.stream import Reader, open_stream
-from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.training.worker import keep_freed_memory
 
 BATCH = 64
 SHUFFLED = 1000  # webdataset's buffer

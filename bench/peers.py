@@ -27,7 +27,7 @@ from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
-from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.training.worker import keep_freed_memory
 
 DIM, HIDDEN, TOKENS, SLOTS = 384, 1536, 196, 256  # BASELINES.md, A3
 MODEL_EXPERTS = 128

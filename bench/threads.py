@@ -106,10 +106,9 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
     from orchestrator.config import RunConfig
     from orchestrator.data.stream import Batch
     from orchestrator.threads import set_threads
-    from orchestrator.training.allocator import keep_freed_memory
     from orchestrator.training.loop import train_step
     from orchestrator.training.optim import build_optimizer
-    from orchestrator.training.worker import build_model
+    from orchestrator.training.worker import build_model, keep_freed_memory
 
     run = override(RunConfig(), MODELS[model])
     if setting == "one thread":

@@ -1,11 +1,12 @@
 """Where the files and runs of a command lie, and the run that its flags describe."""
 
 import argparse
-import hashlib
-import json
-import logging
 import os
-import tempfile
+import shlex
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -17,14 +18,15 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
 from orchestrator.data.adopt import adopt
-from orchestrator.data.cache import FOLDER
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import model_location
 from orchestrator.prediction.plan import PLAN
-from orchestrator.tracking import Tracking, open_tracking
+from orchestrator.sweeps import driver
+from orchestrator.tracking.store import Tracking
+from orchestrator.training.run_directory import CONFIG, SWEEP, read_run
 
 
 def root(args: argparse.Namespace) -> str:
@@ -66,7 +68,7 @@ def check_file(flag: str, location: str) -> None:
 
 def results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files that are not ours."""
-    if storage.size(storage.join(folder, "fields.json")) is not None:
+    if any(storage.size(storage.join(folder, name)) is not None for name in (CONFIG, SWEEP)):
         return "a run or a sweep"
     if storage.size(storage.join(folder, PLAN)) is not None:
         return "predictions"
@@ -156,7 +158,8 @@ def initial_weights(args: argparse.Namespace, directory: str) -> str:
         return model_location(args.init_from, root=root(args), tracking_uri=tracking_uri(args))
     except UsageError as error:
         if manifests.steps(storage.join(directory, "checkpoints")):
-            began = json.loads(storage.read_bytes(storage.join(directory, "fields.json")))["train.init_from"]
+            record = read_run(directory)
+            began = record.config["train"]["init_from"] if record else None
             places = (storage.absolute(args.init_from), storage.join(root(args), args.init_from))
             if began in (*places, *(storage.join(place, "checkpoints") for place in places)):
                 return began
@@ -169,40 +172,34 @@ def print_fields(base: RunConfig) -> None:
     print("\n".join(f"  {line}" for line in describe(base)))
 
 
-def tracking(args: argparse.Namespace, name: str) -> Tracking:
-    """The MLflow store. `name`: of the run or sweep whose process this is."""
+def open_store(args: argparse.Namespace) -> Tracking:
+    """The MLflow store of the flags."""
     if storage.is_local(root(args)):
         check_storage(args)
-    return open_tracking(
-        tracking_uri(args), artifacts=f"{root(args)}/mlartifacts", spool=spool_of(args, name)
-    )
+    return driver.open_store(root(args), args.tracking_uri)
 
 
-def spool_of(args: argparse.Namespace, name: str) -> str:
-    """The local folder for what MLflow was not told yet, the same for every process of that name.
-
-    Below the storage, or if that is remote beside this node's cache, which drops what it does not know.
-    """
-    if storage.is_local(root(args)):
-        return f"{root(args)}/outbox/{name}"
-    key = hashlib.sha256(f"{root(args)}/{name}".encode()).hexdigest()[:16]
-    cache = os.environ.get(FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"
-    return f"{cache.rstrip('/')}-outbox/{key}"
+def tracking(args: argparse.Namespace, name: str) -> AbstractContextManager[Tracking]:
+    return nullcontext(open_store(args))
 
 
 def tracking_uri(args: argparse.Namespace) -> str:
     """Raises UsageError if none is given and the storage cannot hold one."""
-    if uri := args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"):
-        return uri
-    if not storage.is_local(root(args)):
-        raise UsageError(f"--storage {root(args)} holds no MLflow store: name one with --tracking-uri")
-    return f"sqlite:///{root(args)}/mlflow.db"
+    return driver.tracking_uri(root(args), args.tracking_uri)
+
+
+def source_labels() -> dict[str, str]:
+    """The command and the commit of its code, as MLflow names them."""
+    labels = {"mlflow.source.name": shlex.join(sys.argv), "mlflow.source.type": "LOCAL"}
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    return labels | ({"mlflow.source.git.commit": done.stdout.strip()} if done.returncode == 0 else {})
 
 
 def connect() -> None:
     """Joins the cluster of $RAY_ADDRESS or of this machine, else starts one here; once in a process."""
-    if ray.is_initialized():
-        return
-    print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
-    ray.init(logging_level=logging.ERROR, log_to_driver=False)
-    stop_soon_on_signals()  # Ray has set a handler of its own
+    if not ray.is_initialized():
+        print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
+        driver.connect()
+        stop_soon_on_signals()  # Ray has set a handler of its own

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.evaluation.scores import Scores
     from orchestrator.evaluation.trained import Trained
-    from orchestrator.tracking import Tracking
+    from orchestrator.tracking.store import Tracking
 
 
 def main() -> None:

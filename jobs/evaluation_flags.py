@@ -9,9 +9,8 @@ from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.classes import Classes, classes_of, few
 from orchestrator.evaluation.trained import Trained, find_trained
-from orchestrator.tracking import TrackedRun, Tracking, writer
-from orchestrator.tracking.find import found_run
-from orchestrator.tracking.search import key_part
+from orchestrator.tracking.find import RunWriter, find_run, metric_name
+from orchestrator.tracking.store import Tracking
 
 
 def models_of(args: argparse.Namespace, store: Tracking) -> list[Trained]:
@@ -51,17 +50,17 @@ def tell_other_classes(model: Trained, path: str) -> Classes:
     return found
 
 
-def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[TrackedRun, list[str]]:
+def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, list[str]]:
     """The run, and a name for its figures of each data set: the last part of the path, or as many parts as
     tell it from other data that the run was evaluated on. Tags ``eval.data.<name>`` store the names.
     """
-    found = found_run(store, run_id)
+    found = find_run(store, run_id)
     tags, names = dict(found.tags), []
     for path in paths:
-        parts = [key_part(part) for part in path.split("/") if part]
+        parts = [metric_name(part) for part in path.split("/") if part]
         tails = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
         names.append(next((t for t in tails if tags.get(f"eval.data.{t}", path) == path), tails[-1]))
         tags[f"eval.data.{names[-1]}"] = path
-    run = writer(store, found)
+    run = RunWriter(store, found)
     run.tag(**{f"eval.data.{name}": path for name, path in zip(names, paths, strict=True)})
     return run, names

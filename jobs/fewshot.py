@@ -22,7 +22,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.evaluation.trained import Trained
     from orchestrator.recipe import FewShotConfig
-    from orchestrator.tracking import Tracking
+    from orchestrator.tracking.store import Tracking
     from orchestrator.training.fewshot import FewShotResult
 
 
@@ -56,7 +56,7 @@ def classify(args: argparse.Namespace) -> None:
     from jobs.evaluation_flags import models_of
     from orchestrator.evaluation.fewshot import few_shot, short_of_images
     from orchestrator.evaluation.images import device
-    from orchestrator.tracking.store import shown
+    from orchestrator.tracking.store import redact_uri
     from orchestrator.training.fewshot import short_names
 
     shots, results, unknown = shots_of(args.shots), {}, []
@@ -79,7 +79,7 @@ def classify(args: argparse.Namespace) -> None:
             print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
         if len(unknown) < len(results):
             where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
-            print(f"MLflow   {shown(store.uri)}: {where}")
+            print(f"MLflow   {redact_uri(store.uri)}: {where}")
 
 
 def shots_of(text: str) -> tuple[int, ...]:

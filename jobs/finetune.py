@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.finetune import FineTuned
     from orchestrator.evaluation.trained import Trained
     from orchestrator.sweeps.sweep import Sweep
-    from orchestrator.tracking import TrackedRun, Tracking
+    from orchestrator.tracking.find import RunWriter
+    from orchestrator.tracking.store import Tracking
 
 
 def main() -> None:
@@ -83,10 +84,11 @@ def finetune(args: argparse.Namespace) -> dict[str, str]:
     from jobs.evaluation_flags import models_of
     from orchestrator.checkpoint.start import start_report
     from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
-    from orchestrator.tracking import SystemMetrics, track
+    from orchestrator.tracking.find import create_run
+    from orchestrator.tracking.system import SystemMetrics
     from orchestrator.training.fit import check_data
-    from orchestrator.training.nodes import check_shared
-    from orchestrator.training.worker import run_directory
+    from orchestrator.training.resources import check_shared
+    from orchestrator.training.run_directory import run_directory
 
     with tracking(args, args.name) as store:
         (model,) = models_of(args, store)
@@ -102,7 +104,7 @@ def finetune(args: argparse.Namespace) -> dict[str, str]:
         claim_sweep(sweep, args.mode)
         tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
         tags |= {"seeds": str(args.seeds), "finetuned.from": model.location}
-        parent = track(store, run_directory(sweep.base), sweep.base.name, tags=tags)
+        parent = create_run(store, run_directory(sweep.base), sweep.base.name, tags=tags)
         parent.write_text("start.txt", str(report))
         try:
             with SystemMetrics(parent):
@@ -127,7 +129,7 @@ def sweep_of(args: argparse.Namespace, model: Trained) -> Sweep:
 
 
 def probe_and_train(
-    args: argparse.Namespace, sweep: Sweep, model: Trained, store: Tracking, parent: TrackedRun
+    args: argparse.Namespace, sweep: Sweep, model: Trained, store: Tracking, parent: RunWriter
 ) -> dict[str, str]:
     """Prints and records the figures of the probe and of all runs; returns the runs that failed, with the
     reason.
@@ -140,8 +142,8 @@ def probe_and_train(
     from orchestrator.sweeps.prices import Budget
     from orchestrator.sweeps.purse import Purse
     from orchestrator.sweeps.run import Options, SweepRun
-    from orchestrator.tracking.store import shown
-    from orchestrator.training.worker import run_directory
+    from orchestrator.tracking.store import redact_uri
+    from orchestrator.training.run_directory import run_directory
 
     paths = [str(changes["data.path"]) for changes in sweep.arms.values()]
     where = device()
@@ -162,7 +164,7 @@ def probe_and_train(
     if (tuned := fine_tuned(sweep, outcomes)).accuracy:
         print_results(sweep, model, tuned, probed)
         log(parent, sweep, tuned, probed)
-        print(f"\nfiles    {folder}\nMLflow   {shown(store.uri)}: {sweep.base.name}, finetune.json")
+        print(f"\nfiles    {folder}\nMLflow   {redact_uri(store.uri)}: {sweep.base.name}, finetune.json")
     return failures(outcomes)
 
 
@@ -191,7 +193,7 @@ def print_results(sweep: Sweep, model: Trained, tuned: FineTuned, probed: Probe)
     print_table(table)
 
 
-def log(parent: TrackedRun, sweep: Sweep, tuned: FineTuned, probed: Probe) -> None:
+def log(parent: RunWriter, sweep: Sweep, tuned: FineTuned, probed: Probe) -> None:
     metrics = {f"probe/{name}/acc1": accuracy for name, accuracy in probed.accuracy.items()}
     rows = []
     for name, seeds in tuned.accuracy.items():

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.microscope.survey import Survey
     from orchestrator.evaluation.microscope.tables import Table
     from orchestrator.evaluation.trained import Trained
-    from orchestrator.tracking import TrackedRun
+    from orchestrator.tracking.find import RunWriter
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run
 PAGE = "routing.html"
@@ -212,7 +212,7 @@ def drawings(
 
 
 def log(
-    run: TrackedRun,
+    run: RunWriter,
     folder: str,
     html: str,
     pictures: dict[str, bytes],

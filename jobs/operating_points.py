@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.parallel import Question, Row
     from orchestrator.evaluation.trained import Trained
     from orchestrator.frontier.points import Frontier
-    from orchestrator.tracking import Tracking
+    from orchestrator.tracking.store import Tracking
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def find_points(args: argparse.Namespace) -> None:
     from orchestrator import storage
     from orchestrator.evaluation.point import parse_grid
     from orchestrator.sweeps.report import FILES
-    from orchestrator.training.nodes import check_shared
+    from orchestrator.training.resources import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
     if args.out:
@@ -156,14 +156,14 @@ def drawn(
     from orchestrator import storage
     from orchestrator.sweeps.operating import TABLE, TAG, table_of, with_operating
     from orchestrator.sweeps.report import publish, write_files
-    from orchestrator.tracking import find_sweep, writer
+    from orchestrator.tracking.find import RunWriter, find_sweep
 
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
     if len(names) == len(args.model) == 1:
         found = [{"run": m.run_id, **row} for m in models for row in rows[m.location]]
         if args.data or args.split != "val":
             print("other images than those of the sweep's quality: its page shows what they say", flush=True)
-        parent = writer(store, find_sweep(store, names[0]))
+        parent = RunWriter(store, find_sweep(store, names[0]))
         parent.write_table(TABLE, table_of(found))
         parent.tag(**{TAG: str(len(found))})
         folder = storage.join(root(args), names[0])

@@ -2,16 +2,17 @@
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from jobs.show import duration, ended_line
+from jobs.show import duration, ended_line, status_line
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.agenda import Job, Outcome
-from orchestrator.sweeps.run import SweepRun
-from orchestrator.training.loop import Metrics
+from orchestrator.sweeps.progress import snapshot
+from orchestrator.sweeps.run import SweepRun, Watch
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.metrics_file import Metrics
 
 EVERY_S = 20  # between lines about one trial, where there is no terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
@@ -59,23 +60,36 @@ class StepLines:
         print("  ".join([f"step {step}/{self._pace.steps}", *values, self._pace.left()]).rstrip(), flush=True)
 
 
-class TrialProgress:
+class SweepProgress(Watch):
     """Follows the trials of a sweep: a bar each on a terminal, else a line each now and then.
 
     Args:
-        total: trials in all, as far as is known when a trial ends.
-        status: a line about the whole sweep.
+        trials: of a search, which draws them one by one.
     """
 
-    def __init__(self, run: SweepRun, *, total: Callable[[], int], status: Callable[[], str]) -> None:
-        self._run = run
-        self._total = total
-        self._status = status
+    def __init__(self, sweep: Sweep, *, trials: int | None = None) -> None:
+        self._sweep = sweep
+        self._trials = trials
+        self._run: SweepRun | None = None
+        self._retrained: dict[str, Outcome] = {}
         self._running: dict[str, tuple[RunProgress, TaskID]] = {}
         self._printed_s: dict[str, float] = {}
         pace = TextColumn("{task.fields[pace]}")
         columns = (TextColumn("{task.description:20}"), BarColumn(30), MofNCompleteColumn(), pace)
         self._bars = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """run -> how it ended, of those that did."""
+        return {**(self._run.outcomes() if self._run else {}), **self._retrained}
+
+    def trials(self) -> int:
+        return self._trials or (len(self._run.agenda.standings) if self._run else 0)
+
+    def trials_left(self) -> int:
+        return self._run.trials_left() if self._run else 0
+
+    def paused(self) -> int:
+        return sum(one.outcome is None for one in self._run.agenda.standings.values()) if self._run else 0
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -84,10 +98,17 @@ class TrialProgress:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def began(self, job: Job) -> None:
-        self.start(job.trial.name, job.until)
+    def start(self, run: SweepRun) -> None:
+        self._run = run
 
-    def start(self, name: str, steps: int) -> None:
+    def began(self, job: Job) -> None:
+        self._add(job.trial.name, job.until)
+
+    def retraining(self, arm: str, run: RunConfig) -> None:
+        print(f"confirming {arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True)
+        self._add(f"confirm/{arm}", run.train.steps)
+
+    def _add(self, name: str, steps: int) -> None:
         if name not in self._running:  # else its process died, and this is another
             self._running[name] = RunProgress(steps), self._bars.add_task(name, total=steps, pace="starting")
             self._printed_s[name] = time.monotonic()
@@ -101,13 +122,20 @@ class TrialProgress:
             print(f"        {name:18} {pace}", flush=True)
 
     def ended(self, name: str, outcome: Outcome) -> None:
-        self.stop(name)
-        done = f"[{len(self._run.outcomes()):2}/{self._total()}]"
-        print(f"{done} {name:18} {ended_line(self._run.sweep, outcome)}", flush=True)
-
-    def stop(self, name: str) -> None:
         if name in self._running:  # else it failed before it began
             self._bars.remove_task(self._running.pop(name)[1])
+        if name.startswith("confirm/"):
+            self._retrained[name] = outcome
+            done = " " * 7
+        else:
+            done = f"[{len(self.outcomes()):2}/{self.trials()}]"
+        print(f"{done} {name:18} {ended_line(self._sweep, outcome)}", flush=True)
 
     def status(self) -> None:
-        print(f"        {self._status()}", flush=True)
+        if self._run:
+            states = list(self._run.agenda.standings.values())
+            line = status_line(snapshot(self._sweep, states, self._run.purse))
+            print(f"        {line}", flush=True)
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)

@@ -1,85 +1,60 @@
-"""Rebuild the frontier page and pictures of a sweep from MLflow alone; of other tools' runs too.
+"""Draw the frontier of a sweep again, from its directory or, where that is away, from MLflow alone; with the
+directory, also send MLflow whatever it lacks.
 
-python jobs/report.py --name quickstart --out /tmp/report
-python jobs/report.py --experiment my-trainer --quality val_accuracy --cost gpu_hours --family optimizer
+python jobs/report.py --name quickstart
+python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from jobs.usage import add_places, command, plain_parser
-from orchestrator.errors import UsageError
-
-if TYPE_CHECKING:
-    from orchestrator.frontier.points import Frontier
-    from orchestrator.tracking import Tracking
+from jobs.usage import add_places, command, plain_parser, run_name
 
 
 def main() -> None:
     parser = plain_parser(__doc__)
-    parser.add_argument("--name", default="quickstart", help="of the sweep (%(default)s)")
+    parser.add_argument("--name", type=run_name, default="quickstart", help="name of the sweep (%(default)s)")
     parser.add_argument(
-        "--out",
-        help="directory or URI for frontier.html and pictures; default: the sweep's own below the storage, or"
-        " reports/EXPERIMENT there",
+        "--out", help="directory or URI for frontier.html and pictures; default: the sweep's own"
     )
     add_places(parser)
-    other = parser.add_argument_group("runs of another tool")
-    other.add_argument("--experiment", help="MLflow experiment that they lie in")
-    other.add_argument("--filter", default="", help="which of them, as MLflow searches: params.size = 'B'")
-    other.add_argument("--quality", help="metric to maximise")
-    other.add_argument("--cost", help="metric to minimise, above 0")
-    other.add_argument(
-        "--family", default="family", help="param or tag that tells curves apart (%(default)s)"
-    )
-    other.add_argument("--chance", type=float, default=0.0, help="quality that counts as none (%(default)s)")
-    other.add_argument("--claim", action="append", default=[], help="statement to check (repeatable)")
     args = parser.parse_args()
-    if args.experiment and not (args.quality and args.cost):
-        parser.error("--experiment needs --quality and --cost: the metrics to judge by")
-    with command(f"drawing the frontier of {args.experiment or args.name}"):
+    with command(f"drawing the frontier of {args.name}"):
         report(args)
 
 
 def report(args: argparse.Namespace) -> None:
-    """Reads the runs, writes page and pictures, prints the frontier."""
-    from jobs.command import check_out, root, tracking_uri
+    """Writes page and pictures, prints the frontier, and brings MLflow up to date."""
+    from jobs.command import check_out, open_store, root, tracking_uri
     from jobs.show import print_frontier
     from orchestrator import storage
-    from orchestrator.frontier.claims import parse_claim
     from orchestrator.frontier.points import is_complete
-    from orchestrator.sweeps.report import FILES, write_files
-    from orchestrator.tracking import open_reader
+    from orchestrator.sweeps.build import FILES, mlflow_frontier, publish, sweep_frontier, write_files
+    from orchestrator.tracking.store import open_reader, redact_uri
+    from orchestrator.tracking.sync import Sync
+    from orchestrator.training.run_directory import locked, read_sweep
 
-    for claim in args.claim:
-        try:
-            parse_claim(claim)
-        except ValueError as error:
-            raise UsageError(f"--claim {claim!r}: {error}") from None
-    frontier = read(args, open_reader(tracking_uri(args)))
-    folder = ("reports", args.experiment) if args.experiment else (args.name,)
-    out = storage.absolute(args.out) if args.out else storage.join(root(args), *folder)
+    directory = storage.join(root(args), args.name)
+    out = storage.absolute(args.out) if args.out else directory
     if args.out:
         check_out(out, own=FILES)
-    write_files(frontier, out)
+    if (record := read_sweep(directory)) is None:
+        frontier = mlflow_frontier(open_reader(tracking_uri(args)), args.name)
+        write_files(frontier, out)
+    elif record.status == "running" or args.out:
+        frontier = sweep_frontier(directory)
+        write_files(frontier, out)
+    else:
+        with locked(directory):
+            frontier = publish(directory)
+            store = open_store(args)
+            Sync(store, directory).update()
+        print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
-        print(f"{left_out} finished runs are not judged: quality or cost unknown, or a cost not above 0")
+        print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
     print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
-
-
-def read(args: argparse.Namespace, store: Tracking) -> Frontier:
-    from orchestrator.sweeps.foreign import foreign_frontier
-    from orchestrator.sweeps.report import Axes, read_frontier
-    from orchestrator.tracking import find_runs
-
-    if not args.experiment:
-        return read_frontier(store, args.name)
-    axes = Axes(quality=args.quality, cost=args.cost, chance=args.chance)
-    runs = find_runs(store, args.experiment, args.filter)
-    return foreign_frontier(args.experiment, runs, axes, family=args.family, claims=args.claim)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.budget import Compared, Plan, Totals
 from orchestrator.sweeps.progress import Snapshot
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.worker import Result, run_directory
+from orchestrator.training.run_directory import Result, run_directory
 
 MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out
 LOOKED_AT = 16  # images whose headers say how large the data's own are

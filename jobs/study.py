@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.evaluation.studies.found import Found
-    from orchestrator.tracking import Tracking
+    from orchestrator.tracking.store import Tracking
 
 STUDIES = {  # name -> what it shows; `orchestrator.evaluation.studies.catalog` has their code
     "capacity": "batch prioritized routing against vanilla where room is short (V-MoE, figures 5-6)",
@@ -109,9 +109,9 @@ def publish(found: Found, study: str, store: Tracking, *, folder: str, out: str,
     """Writes table and picture to `out` and to a run of MLflow, whose id is kept in `folder`."""
     from orchestrator import storage
     from orchestrator.evaluation.studies.picture import draw
-    from orchestrator.tracking import track
+    from orchestrator.tracking.find import create_run
 
-    run = track(store, folder, folder.rsplit("/", 1)[-1], tags={"role": "study", "study": study})
+    run = create_run(store, folder, folder.rsplit("/", 1)[-1], tags={"role": "study", "study": study})
     run.tag(seeds=str(seeds), title=found.title)
     run.log_at(0, {f"study/{name}": value for name, value in found.figures.items()})
     tables = {"table": found.table, **found.details}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.prices import Budget
     from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
-    from orchestrator.tracking import Tracking
 
 SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "quickstart",
@@ -182,10 +181,13 @@ def budget(args: argparse.Namespace) -> Budget:
     return Budget(hours=args.budget_hours, usd=args.budget_usd, usd_per_hour=price)
 
 
-def search_of(args: argparse.Namespace, sweep: Sweep, store: Tracking) -> OptunaSearch | None:
+def search_of(args: argparse.Namespace, sweep: Sweep) -> OptunaSearch | None:
     """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
+    from jobs.command import root
+    from orchestrator import storage
+    from orchestrator.sweeps.build import read_trials
     from orchestrator.sweeps.search import OptunaSearch
-    from orchestrator.tracking import children, find_sweep
+    from orchestrator.training.run_directory import read_sweep
 
     if not args.search or sweep.space is None:
         return None
@@ -193,10 +195,13 @@ def search_of(args: argparse.Namespace, sweep: Sweep, store: Tracking) -> Optuna
         sweep.space, base=sweep.base, count=args.trials, sampler=args.search, seed=sweep.base.train.seed
     )
     for name in args.warm_start:
+        directory = storage.join(root(args), name)
+        if (record := read_sweep(directory)) is None:
+            raise UsageError(f"--warm-start {name}: no sweep in {directory}")
         found = [
-            (run.config(), run.metrics[sweep.quality], run.metrics[sweep.cost])
-            for run in children(store, find_sweep(store, name).run_id)
-            if run.status == "FINISHED" and {sweep.quality, sweep.cost} <= run.metrics.keys()
+            (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])
+            for trial in read_trials(directory, record)
+            if trial.status == "finished" and {sweep.quality, sweep.cost} <= trial.metrics.keys()
         ]
         print(f"warm start: {search.warm_start(found)} of {len(found)} runs of {name} lie in the space")
     return search

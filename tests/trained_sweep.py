@@ -7,7 +7,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.tracking import Tracking, open_tracking, track, track_training
 from orchestrator.training.fit import fit
-from orchestrator.training.worker import checkpoint_directory, run_directory
+from orchestrator.training.run_directory import checkpoint_directory, run_directory
 
 ARMS = {
     "dense": {},

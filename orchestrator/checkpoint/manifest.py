@@ -44,6 +44,11 @@ class Manifest:
     def has_optimizer(self) -> bool:
         return any(name.startswith("optimizer") for name in self.files)
 
+    def weights_digest(self) -> str:
+        """Names the weights, whatever else lies beside them."""
+        digests = sorted(file.sha256 for name, file in self.files.items() if name.startswith("weights"))
+        return hashlib.sha256("".join(digests).encode()).hexdigest()
+
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.bytes for file in self.files.values())

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.config import RunConfig
 from orchestrator.doctor.report import Finding, Skipped, fail, ok, warn
-from orchestrator.training.cluster import placement, worker_resources
+from orchestrator.training.resources import placement, worker_resources
 
 REPEATS = 5
 NUMBERS = {"gloo": 1 << 20, "nccl": 1 << 26}  # float32 of each worker

@@ -24,10 +24,9 @@ from ray.exceptions import AuthenticationError
 from orchestrator.doctor.facts import Machine, examine, now
 from orchestrator.doctor.report import Finding, by_node, fail, first_line, ok, warn
 from orchestrator.sweeps.check import unfit
-from orchestrator.sweeps.confirm import check_confirm
+from orchestrator.sweeps.driver import check_retrain as check_confirm
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.cluster import check_resources, most_resources
-from orchestrator.training.nodes import node_name, on_every_node
+from orchestrator.training.resources import check_resources, most_resources, node_name, on_every_node
 
 CONNECT_S = 5.0
 SKEW_S = 1.0

@@ -9,9 +9,9 @@ from orchestrator.doctor.facts import network_disk, try_storage
 from orchestrator.doctor.report import Finding, Skipped, by_node, fail, first_line, ok, warn
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.health import Health, answers, has_user, look
-from orchestrator.tracking.store import shown
+from orchestrator.tracking.store import redact_uri
 from orchestrator.training.fit import check_data
-from orchestrator.training.nodes import check_shared, on_every_node
+from orchestrator.training.resources import check_shared, on_every_node
 
 FREE_BYTES = 2**30
 FREE_FRAC = 0.05
@@ -57,11 +57,13 @@ def check_tracking(uri: str, *, nodes: int) -> Finding:
     if file and (kind := network_disk(file)):
         return warn(f"{file} lies on a network disk ({kind}), where SQLite's locks fail", _SERVER)
     if file and nodes > 1:
-        return warn(f"{shown(uri)} is a file of this machine, and the cluster has {nodes} nodes", _SERVER)
+        return warn(
+            f"{redact_uri(uri)} is a file of this machine, and the cluster has {nodes} nodes", _SERVER
+        )
     health = look(uri)
     if health.state != "ready":
         return _unready(uri, health)
-    return ok(f"{shown(uri)}: {health.detail}")
+    return ok(f"{redact_uri(uri)}: {health.detail}")
 
 
 def check_tracking_everywhere(uri: str) -> Finding:
@@ -112,11 +114,11 @@ _SERVER = "start `mlflow server` and name it with --tracking-uri http://..."
 def _unready(uri: str, health: Health) -> Finding:
     """What to do about it. A database that is to be made is made by the sweep, before any worker starts."""
     if health.state == "absent":
-        return ok(f"{shown(uri)}: {health.detail}, the sweep makes it")
-    upgrade = f"back it up, then: mlflow db upgrade {shown(uri)}"
+        return ok(f"{redact_uri(uri)}: {health.detail}, the sweep makes it")
+    upgrade = f"back it up, then: mlflow db upgrade {redact_uri(uri)}"
     server = uri.startswith(("http://", "https://"))
     ways = {
-        "empty": f"mlflow db upgrade {shown(uri)}: two processes that make the tables at once break them",
+        "empty": f"mlflow db upgrade {redact_uri(uri)}: two processes that make the tables at once break them",
         "half-made": f"restore a backup, or make a new one: {upgrade}",
         "foreign": "name a database of MLflow's own",
         "older": "upgrade the server's MLflow" if server else upgrade,
@@ -135,7 +137,7 @@ def _unready(uri: str, health: Health) -> Finding:
         "path": "has no MLflow there",
         "broken": "answers with an error",
     }
-    found = f"{shown(uri)} {says.get(health.state, f'is {health.state}')}: {health.detail}"
+    found = f"{redact_uri(uri)} {says.get(health.state, f'is {health.state}')}: {health.detail}"
     server_differs = server and health.state in ("older", "newer")
     soft = health.state == "empty" or server_differs
     return warn(found, ways[health.state]) if soft else fail(found, ways[health.state])

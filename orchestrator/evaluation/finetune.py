@@ -21,7 +21,7 @@ from orchestrator.recipe import CosineConfig, SGDConfig
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import short_names
-from orchestrator.training.worker import Result
+from orchestrator.training.run_directory import Result
 
 EXPERT_DROPOUT, CAPACITY = 0.1, 1.5
 LR, LAST_LR, STEPS, BATCH = 3e-3, 1e-5, 500, 64

@@ -17,9 +17,10 @@ from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
-from orchestrator.tracking import Found, Tracking, checkpoint_of, children, find_sweep, open_reader
-from orchestrator.tracking.find import found_run, newest_of
-from orchestrator.training.worker import checkpoint_directory, run_directory
+from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
+from orchestrator.tracking.registry import checkpoint_of
+from orchestrator.tracking.store import Tracking, open_reader
+from orchestrator.training.run_directory import checkpoint_directory, run_directory
 
 IMAGES_PER_PASS = 64  # of the commands that look at trained models, unless --batch-size says otherwise
 NAMES = "a run, a folder of checkpoints, an exported file, models:/NAME@ALIAS, runs:/ID or sweep:NAME"
@@ -74,7 +75,7 @@ def find_trained(reference: str, *, root: str, tracking: Tracking) -> list[Train
             raise UsageError(f"{reference} has no finished trial")
         return found
     if reference.startswith("runs:/"):
-        return [_of_run(found_run(tracking, reference.removeprefix("runs:/")))]
+        return [_of_run(find_run(tracking, reference.removeprefix("runs:/")))]
     location = model_location(reference, root=root, tracking_uri=tracking.uri)
     found = read_trained(location)
     run = newest_of(tracking, run_directory(found.run)) if _of_one_run(location) else None
@@ -90,7 +91,7 @@ def model_location(reference: str, *, root: str, tracking_uri: str) -> str:
     if reference.startswith("sweep:"):
         raise UsageError(f"{reference} names several models: name one of its trials")
     if reference.startswith("runs:/"):
-        run = found_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
+        run = find_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
         return checkpoint_directory(run.config())
     if reference.startswith("models:/"):
         return checkpoint_of(reference, tracking_uri)[0]
@@ -129,7 +130,7 @@ def _of_one_run(location: str) -> bool:
     return not location.endswith(SUFFIX) or "manifest_sha256" in read_header(location).metadata
 
 
-def _of_run(run: Found) -> Trained:
+def _of_run(run: RunInfo) -> Trained:
     found = read_trained(checkpoint_directory(run.config()))
     return Trained(**{**vars(found), "name": run.tags.get("trial", run.name), "run_id": run.run_id})
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import Files, Rows
 from orchestrator.prediction.predictor import Done, Predictor, Settings
-from orchestrator.training.cluster import most_resources
+from orchestrator.training.resources import most_resources
 
 
 def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.sweep import Trial
-from orchestrator.training.cluster import fits
-from orchestrator.training.worker import Result
+from orchestrator.training.resources import fits
+from orchestrator.training.run_directory import Result
 
 PATIENCE = 8  # admissions that may overtake a trial whose devices are not free; then they wait for it
 

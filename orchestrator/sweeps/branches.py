@@ -11,7 +11,7 @@ from orchestrator.checkpoint.manifest import folder_of, step_of
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.recipe import ConstantConfig, RsqrtConfig
-from orchestrator.training.worker import checkpoint_directory
+from orchestrator.training.run_directory import checkpoint_directory
 
 
 @dataclass(frozen=True, kw_only=True)

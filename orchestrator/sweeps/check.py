@@ -1,13 +1,11 @@
-"""Whether a sweep can be trained at all, said before anything is; and whose directory it is."""
+"""Whether a sweep can be trained at all, said before anything is."""
 
 from orchestrator.errors import UsageError
 from orchestrator.frontier.claims import parse_claim
 from orchestrator.sweeps.settings import settings
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.claim import Mode, claim
-from orchestrator.training.cluster import check_resources, most_resources
-from orchestrator.training.fit import check_data, check_start, identity
-from orchestrator.training.worker import run_directory
+from orchestrator.training.fit import check_data, check_start
+from orchestrator.training.resources import check_resources, most_resources
 
 QUALITIES = ("val/acc1", "train/acc1")  # to maximise
 COSTS = (
@@ -75,11 +73,3 @@ def check_claims(sweep: Sweep) -> None:
             raise UsageError(str(error)) from None
         if runs and unknown:
             raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
-
-
-def claim_sweep(sweep: Sweep, mode: Mode) -> None:
-    """The sweep's directory: started, continued or refused, as `claim` has it."""
-    arms = {f"arms.{arm}.{f}": value for arm, changes in sweep.arms.items() for f, value in changes.items()}
-    trunk = {"trunk.at": list(sweep.trunk.at), "trunk.cooldown": sweep.trunk.cooldown} if sweep.trunk else {}
-    told = {"quality": sweep.quality, "cost": sweep.cost, "seeds": list(sweep.seeds)} | trunk
-    claim(run_directory(sweep.base), identity(sweep.base) | arms | told, mode)

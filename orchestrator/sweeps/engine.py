@@ -12,12 +12,13 @@ from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import Searcher
 
 from orchestrator.config import RunConfig
+from orchestrator.errors import reason_of
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome
 from orchestrator.sweeps.sweep import Trial
-from orchestrator.sweeps.trial import reason_of, run_job
-from orchestrator.training.cluster import run_resources
-from orchestrator.training.loop import Metrics
-from orchestrator.training.worker import Result, pause_of, result_of, run_directory
+from orchestrator.sweeps.trial import run_job
+from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.resources import run_resources
+from orchestrator.training.run_directory import Result, pause_of, result_of, run_directory
 
 RESTARTS = 3  # of a trial's process that dies
 STATUS_EVERY_S = 30

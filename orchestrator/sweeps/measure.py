@@ -24,11 +24,10 @@ from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Batch, open_stream
 from orchestrator.sweeps.budget import steps_to_train
 from orchestrator.threads import set_threads
-from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.loop import train_step
-from orchestrator.training.meter import device_sync
+from orchestrator.training.metrics import device_sync
 from orchestrator.training.optim import build_optimizer
-from orchestrator.training.worker import build_model
+from orchestrator.training.worker import build_model, keep_freed_memory
 
 log = logging.getLogger(__name__)
 MOST = 24  # distinct steps that are measured, before most of a family are interpolated

@@ -1,38 +1,23 @@
-"""Models of a sweep by name: those of the frontier get an alias in MLflow, and any is loaded by it."""
+"""The model behind a name of MLflow's registry."""
 
 from moe.vit import ViT
+from orchestrator.checkpoint.find import located
 from orchestrator.checkpoint.weights import load_newest
-from orchestrator.frontier.points import Frontier, front_points, is_complete, knee_point
-from orchestrator.sweeps.log import newest_checkpoint
-from orchestrator.tracking import Tracking, checkpoint_of, register
-from orchestrator.tracking.find import found_run
-
-FAST, KNEE, BEST = "pareto-fast", "pareto-knee", "pareto-best"
-
-
-def register_frontier(tracking: Tracking, frontier: Frontier) -> dict[str, str]:
-    """alias -> version: the cheapest point of the front, the one with the highest quality, and the knee; of
-    the knee the confirmed run, if there is one.
-    """
-    front = front_points(frontier)
-    if not front:
-        return {}
-    confirmed = [p for p in frontier.rest if is_complete(p)]
-    knee = confirmed[0] if confirmed else knee_point(frontier.points)
-    versions: dict[str, str] = {}
-    for alias, point in {FAST: front[0], KNEE: knee, BEST: front[-1]}.items():
-        if kept := newest_checkpoint(found_run(tracking, point.run_id).config()):
-            versions[alias] = register(tracking, point.run_id, kept, alias)
-    return versions
+from orchestrator.errors import UsageError
+from orchestrator.tracking.registry import checkpoint_of
 
 
 def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
     """The torch module behind ``models:/<name>@<alias>`` or ``models:/<name>/<version>``, its weights read
     from the checkpoint in the run's storage.
 
-    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none.
+    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none, or
+    if other weights are there than were registered.
     """
-    checkpoint, run = checkpoint_of(uri, tracking_uri)
+    checkpoint, run, digest = checkpoint_of(uri, tracking_uri)
+    folder, manifest = located(checkpoint)
+    if manifest.weights_digest() != digest:
+        raise UsageError(f"{uri}: {folder} holds other weights than were registered under that name")
     model = ViT(run.model)
     load_newest(checkpoint, model)
     return model.eval()

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from orchestrator.frontier.points import Frontier, Point, is_complete
-from orchestrator.tracking import Found
+from orchestrator.tracking.find import RunInfo
 
 TABLE = "operating_points.json"  # artifact of the sweep's run; the tag of that name says how many it has
 TAG = "operating_points"
@@ -29,7 +29,7 @@ def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in COLUMNS}
 
 
-def read_operating(sweep: Found) -> list[Row]:
+def read_operating(sweep: RunInfo) -> list[Row]:
     """The rows of `jobs/operating_points.py`; none if it did not look at the sweep."""
     if TAG not in sweep.tags:
         return []

@@ -11,7 +11,7 @@ from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.agenda import Standing
 from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.worker import Result
+from orchestrator.training.run_directory import Result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,123 +1,135 @@
-"""A sweep from what its storage has to its end: the agenda, the money, the log and the engine together."""
+"""The trials of a sweep: what its directory has of them, which is next, what they may cost."""
 
-import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
-from orchestrator import storage
 from orchestrator.checkpoint.retention import drop_optimizer
+from orchestrator.config import RunConfig
 from orchestrator.frontier.points import Frontier, on_front
-from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
+from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing
 from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.engine import Hooks, run_jobs
-from orchestrator.sweeps.log import TrialLog
 from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training.cluster import most_resources, run_resources
-from orchestrator.training.loop import Metrics
-from orchestrator.training.worker import (
+from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.resources import most_resources, run_resources
+from orchestrator.training.run_directory import (
     Result,
     checkpoint_directory,
-    costs,
-    pause_of,
+    pauses_of,
+    read_sweep,
     result_of,
     run_directory,
+    write_error,
+    write_sweep,
 )
+from orchestrator.training.worker import costs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a sweep is worked through.
+class Watch:
+    """Callbacks of a sweep, all of which do nothing here."""
 
-    Attributes:
-        policy: whose turn it is: every trial to its end, or early stopping.
-        at_once: jobs at the same time; None: as many as the cluster holds.
-        search: draws arms from the sweep's space, beside those it names.
-    """
+    def start(self, run: "SweepRun") -> None:
+        """The sweep begins, or goes on."""
 
-    policy: Policy = ToTheEnd()
-    at_once: int | None = None
-    search: OptunaSearch | None = None
+    def began(self, job: Job) -> None:
+        """A job of a trial begins."""
 
+    def report(self, name: str, step: int, metrics: Metrics) -> None:
+        """A trial reports a step."""
 
-class Watch(Protocol):
-    """Callbacks of a sweep: a job begins, a trial reports a step, its job ends, half a minute has passed."""
+    def ended(self, name: str, outcome: Outcome) -> None:
+        """A job of a trial, or a retrained run, has ended."""
 
-    def began(self, job: Job) -> None: ...
-    def report(self, name: str, step: int, metrics: Metrics) -> None: ...
-    def ended(self, name: str, outcome: Outcome) -> None: ...
-    def status(self) -> None: ...
+    def retraining(self, arm: str, run: RunConfig) -> None:
+        """An arm at the knee is trained for longer."""
+
+    def status(self) -> None:
+        """Half a minute has passed."""
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
 
 
 class SweepRun:
-    """Attributes:
-    agenda: where every trial stands.
+    """Works through the trials of a sweep, from what its directory has to the end.
+
+    Attributes:
+        agenda: where every trial stands.
     """
 
-    def __init__(self, sweep: Sweep, log: TrialLog, purse: Purse, options: Options) -> None:
+    def __init__(
+        self,
+        sweep: Sweep,
+        purse: Purse,
+        policy: Policy,
+        max_concurrent: int | None = None,
+        search: OptunaSearch | None = None,
+    ) -> None:
         self.sweep = sweep
-        self.log = log
         self.purse = purse
-        self.options = options
-        trials = list(sweep.trials().values()) + [t for arm in _drawn(sweep) for t in sweep.of_arm(*arm)]
+        self.search = search
+        self._directory = run_directory(sweep.base)
+        trials = list(sweep.trials().values())
+        trials += [t for arm, changes in self._drawn().items() for t in sweep.of_arm(arm, changes)]
         self.agenda = Agenda(
             map(self._standing, trials),
-            options.policy,
+            policy,
             most=most_resources(),
             quality=sweep.quality,
-            at_once=options.at_once,
+            at_once=max_concurrent,
             admits=purse.admits,
             more=self._draw,
         )
 
     def recover(self) -> None:
-        """What earlier processes left: results and pauses in storage, ends that MLflow was not told of."""
-        told, trials = self.log.told(), [one.trial for one in self.agenda.standings.values()]
+        """Takes up the results and pauses that earlier processes left in the directory."""
+        trials = [one.trial for one in self.agenda.standings.values()]
         with ThreadPoolExecutor(16) as pool:
             for trial, found in zip(trials, pool.map(_left, trials), strict=True):
                 for outcome in found:
                     self.agenda.record(trial.name, outcome)
-                    if outcome.status != "paused" and trial.name not in told:
-                        self.log.end(trial, outcome)
-        if self.options.search:
-            seen = [(arm, changes, *self._values(arm)) for arm, changes in _drawn(self.sweep)]
-            self.options.search.restore(seen)
+        if self.search:
+            seen = [(arm, changes, *self._values(arm)) for arm, changes in self._drawn().items()]
+            self.search.restore(seen)
 
     def work(self, watch: Watch) -> None:
-        """Works until nothing is left to do, or to pay for. Then trials that stay paused are stopped."""
+        """Works until nothing is left to do, or to pay for."""
 
         def began(job: Job) -> None:
             self.purse.begin(job, self.agenda.standings[job.trial.name])
-            self.log.begin(job.trial)
             watch.began(job)
 
         def report(trial: Trial, step: int, metrics: Metrics) -> None:
-            self.log.report(trial, step, metrics)
             watch.report(trial.name, step, metrics)
 
         def done(job: Job, outcome: Outcome) -> None:
             one = self.agenda.standings[job.trial.name]
             self.purse.paid(job, one)
-            self.log.end(job.trial, outcome)
+            if isinstance(outcome, str):
+                write_error(run_directory(job.trial.run), outcome)
             self.agenda.done(job.trial.name, outcome)
             quality, cost = self._values(job.trial.arm)
-            if self.options.search and cost is not None:
-                self.options.search.tell(job.trial.arm, quality, cost)
+            if self.search and cost is not None:
+                self.search.tell(job.trial.arm, quality, cost)
             watch.ended(job.trial.name, outcome)
 
-        try:
-            hooks = Hooks(began=began, report=report, done=done, status=watch.status)
-            run_jobs(self.sweep.base, self.agenda, hooks)
-        except BaseException:
-            self.log.abandon()
-            raise
-        for one in self.agenda.standings.values():
-            if one.waiting and one.reached:
-                self.log.stop(one.trial, one.begins_at)
+        hooks = Hooks(began=began, report=report, done=done, status=watch.status)
+        run_jobs(self.sweep.base, self.agenda, hooks)
+
+    def trials_left(self) -> int:
+        """Trials that the budget did not hold."""
+        waiting = sum(one.outcome is None for one in self.agenda.standings.values())
+        return waiting if self.agenda.out_of_budget else 0
+
+    def trial_of(self, arm: str) -> Trial:
+        """The first seed of an arm."""
+        trials = (one.trial for one in self.agenda.standings.values())
+        return next(trial for trial in trials if trial.arm == arm and trial.role == "trial")
 
     def outcomes(self) -> dict[str, Outcome]:
         """trial -> how it ended, of those that did."""
@@ -131,16 +143,32 @@ class SweepRun:
         return Standing(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
     def _draw(self) -> list[Standing]:
-        if not self.options.search:
+        if not self.search:
             return []
         known = {one.trial.arm for one in self.agenda.standings.values()}
-        while (arm := self.options.search.next()) and arm.name in known:
+        while (arm := self.search.next()) and arm.name in known:
             pass  # an earlier process began it
         if arm is None:
             return []
-        record = json.dumps({"arm": arm.name, "changes": dict(arm.changes)}, indent=1)
-        storage.write_bytes(storage.join(_arms(self.sweep), f"{arm.name}.json"), record.encode())
-        return [self._standing(trial) for trial in self.sweep.of_arm(arm.name, arm.changes)]
+        trials = self.sweep.of_arm(arm.name, arm.changes)
+        record = read_sweep(self._directory)
+        assert record is not None
+        drawn = {trial.name: labels_of(trial, bool(self.sweep.seeds)) for trial in trials}
+        write_sweep(
+            self._directory,
+            replace(
+                record,
+                arms={**record.arms, arm.name: dict(arm.changes)},
+                drawn=[*record.drawn, arm.name],
+                trials=record.trials | drawn,
+            ),
+        )
+        return [self._standing(trial) for trial in trials]
+
+    def _drawn(self) -> dict[str, dict[str, Any]]:
+        """Arms that a search has drawn, by name."""
+        record = read_sweep(self._directory)
+        return {arm: record.arms[arm] for arm in record.drawn} if record else {}
 
     def _values(self, arm: str) -> tuple[float | None, float | None]:
         """Quality and cost of an arm, means over its seeds: both None while it is not over, the quality None
@@ -155,28 +183,24 @@ class SweepRun:
         return quality, fmean(one.cost for one in ones)
 
 
+def labels_of(trial: Trial, seeded: bool) -> dict[str, str]:
+    """What `sweep.json` says of a trial: its directory, and tags of its MLflow run."""
+    labels = {"directory": f"trials/{trial.name}", "role": trial.role, "arm": trial.arm}
+    if seeded:
+        labels["seed"] = str(trial.run.train.seed)
+    if trial.after:
+        labels |= {"branch.of": trial.after, "branch.from": trial.run.train.trunk or ""}
+    return labels
+
+
 def _left(trial: Trial) -> list[Result]:
     """Pauses in their order, then the end."""
-    directory = run_directory(trial.run)
-    names = [name for name in storage.names(directory) if name.startswith("paused-")]
-    steps = sorted(int(name.removeprefix("paused-").removesuffix(".json")) for name in names)
-    found = [pause_of(trial.run, step) for step in steps] + [result_of(trial.run)]
-    return [one for one in found if one is not None]
-
-
-def _arms(sweep: Sweep) -> str:
-    return storage.join(run_directory(sweep.base), "arms")
-
-
-def _drawn(sweep: Sweep) -> list[tuple[str, dict[str, Any]]]:
-    """Arms that a search has drawn, by name."""
-    files = sorted(storage.names(_arms(sweep)))
-    records = [json.loads(storage.read_bytes(storage.join(_arms(sweep), name))) for name in files]
-    return [(record["arm"], record["changes"]) for record in records]
+    result = result_of(trial.run)
+    return [*pauses_of(trial.run), *([result] if result else [])]
 
 
 def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
-    """Of complete trials off the frontier: nobody goes on from their optimiser. Bytes that it freed."""
+    """Drops the optimiser states of complete trials off the frontier; returns the bytes that it freed."""
     points = zip(frontier.points, on_front(frontier), strict=True)
     front = {point.arm for point, on in points if on}
     off = [t.run for t in trials if t.role == "trial" and t.arm not in front and result_of(t.run)]

@@ -8,9 +8,10 @@ import ray.tune
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
+from orchestrator.errors import reason_of
 from orchestrator.sweeps.sweep import trial_config
 from orchestrator.training.fit import fit
-from orchestrator.training.worker import run_directory
+from orchestrator.training.run_directory import run_directory
 
 
 def run_job(choice: Mapping[str, Any], base: RunConfig) -> None:
@@ -32,9 +33,3 @@ def run_job(choice: Mapping[str, Any], base: RunConfig) -> None:
 
 def _report(step: int, metrics: Mapping[str, float]) -> None:
     ray.tune.report({"step": step, "metrics": dict(metrics)})
-
-
-def reason_of(error: BaseException | None) -> str:
-    """The last line of what was raised, perhaps in a remote process."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else repr(error)

@@ -1,31 +1,39 @@
-"""The runs that are there, ours and those of other tools."""
+"""Runs that MLflow has, ours and those of other tools; and what commands write to a run that is there."""
 
 import json
+import math
+import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from mlflow.entities import Run
+from mlflow.entities import Metric, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
-from orchestrator.errors import UsageError
-from orchestrator.tracking.search import alike, all_runs
-from orchestrator.tracking.store import Tracking, shown
+from orchestrator.errors import UsageError, reason_of
+from orchestrator.tracking.store import Tracking, redact_uri
 
 CONFIG = "moe_frontier.config"  # tag: the config as JSON; what is too long for it follows in .1, .2, ..
 OLDEST, NEWEST = "attributes.start_time ASC", "attributes.start_time DESC"
+PAGE = 1000
+MOST_METRICS = 800  # of one request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A run as MLflow has it. Attributes:
-    metrics: the newest values.
-    start_s, end_s: seconds since the epoch; None while it runs.
-    url: its page, if a server shows one.
+class RunInfo:
+    """A run as MLflow has it.
+
+    Attributes:
+        metrics: the newest values.
+        start_s, end_s: seconds since the epoch; `end_s` is None while it runs.
+        url: its page, if a server shows one.
     """
 
     run_id: str
@@ -40,7 +48,7 @@ class Found:
     tracking: Tracking = field(repr=False, compare=False)
 
     def config(self) -> RunConfig:
-        """Raises UsageError if the run is none of ours, or of another version."""
+        """Raises UsageError if the run is not ours, or of another version."""
         text, number = self.tags.get(CONFIG, ""), 1
         while part := self.tags.get(f"{CONFIG}.{number}"):
             text, number = text + part, number + 1
@@ -49,94 +57,173 @@ class Found:
         return from_dict(RunConfig, json.loads(text))
 
     def read_text(self, name: str) -> str:
-        """An artifact. Raises UsageError if there is none of that name."""
-        with reading(self.tracking), tempfile.TemporaryDirectory() as folder:
+        """Returns an artifact. Raises UsageError if there is none of that name."""
+        with mlflow_errors(self.tracking), tempfile.TemporaryDirectory() as folder:
             return Path(self.tracking.client.download_artifacts(self.run_id, name, folder)).read_text()
 
     def history(self, metric: str) -> list[tuple[int, float]]:
         """(images seen, value), in the order of images."""
-        with reading(self.tracking):
+        with mlflow_errors(self.tracking):
             rows = self.tracking.client.get_metric_history(self.run_id, metric)
         return sorted((row.step, row.value) for row in rows)
 
 
-def find_sweep(tracking: Tracking, name: str) -> Found:
-    """The newest sweep of that name. Raises UsageError if there is none."""
-    query = f"tags.role = 'sweep' and {alike('attributes.run_name', name)}"
-    for run in _search(tracking, tracking.experiment_id, query, NEWEST):
-        if run.name == name:
-            return run
-    raise UsageError(f"no sweep {name!r} at {shown(tracking.uri)}")
+class RunWriter:
+    """Writes to one run at once. Every method raises UsageError if MLflow does not answer, or refuses."""
+
+    def __init__(self, tracking: Tracking, run_id: str) -> None:
+        self.run_id = run_id
+        self._tracking = tracking
+        self._client = tracking.client
+
+    def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
+        """Writes the finite ones of `metrics`; `step` defaults to seconds since the epoch."""
+        now = time.time()
+        at = int(now) if step is None else step
+        rows = [
+            Metric(name, float(value), int(1000 * now), at)
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        with mlflow_errors(self._tracking):
+            for i in range(0, len(rows), MOST_METRICS):
+                self._client.log_batch(self.run_id, metrics=rows[i : i + MOST_METRICS])
+
+    def tag(self, **tags: str) -> None:
+        with mlflow_errors(self._tracking):
+            self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
+
+    def write_text(self, name: str, text: str) -> None:
+        """`name` may have folders."""
+        with mlflow_errors(self._tracking):
+            self._client.log_text(self.run_id, text, name)
+
+    def write_file(self, path: Path, *, folder: str = "") -> None:
+        """`folder`: of the artifacts."""
+        with mlflow_errors(self._tracking):
+            self._client.log_artifact(self.run_id, str(path), folder or None)
+
+    def write_table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Writes one of MLflow's tables, which its pages show. `name` ends in ``.json``."""
+        self.write_text(name, json.dumps(table(columns)))
+        with mlflow_errors(self._tracking):
+            tags = self._client.get_run(self.run_id).data.tags
+            listed = json.loads(tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+            entry = {"path": name, "type": "table"}
+            if entry not in listed:
+                self._client.set_tag(self.run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*listed, entry]))
+
+    def finish(self, status: str = "FINISHED") -> None:
+        with mlflow_errors(self._tracking):
+            self._client.set_terminated(self.run_id, status)
 
 
-def children(tracking: Tracking, parent_run_id: str) -> list[Found]:
-    """Runs of a sweep, oldest first."""
-    query = f"tags.`mlflow.parentRunId` = '{parent_run_id}'"
-    return list(_search(tracking, tracking.experiment_id, query, OLDEST))
+def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Columns as MLflow's tables have them. JSON has no NaN, and no numbers of numpy."""
+    rows = [[_cell(value) for value in row] for row in zip(*columns.values(), strict=True)]
+    return {"columns": list(columns), "data": rows}
 
 
-def find_runs(tracking: Tracking, experiment: str, filter: str) -> list[Found]:
-    """Of any tool's experiment, oldest first; `filter` as MLflow's search has it.
+def _cell(value: Any) -> Any:
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def create_run(tracking: Tracking, name: str, tags: Mapping[str, str]) -> RunWriter:
+    """A new run, for the results of a command that trains nothing."""
+    with mlflow_errors(tracking):
+        run = tracking.client.create_run(tracking.experiment_id, tags=dict(tags), run_name=name)
+    return RunWriter(tracking, run.info.run_id)
+
+
+def find_sweep(tracking: Tracking, name: str) -> RunInfo:
+    """The sweep of that name.
 
     Raises:
-        UsageError: if there is no such experiment, or MLflow refuses the filter.
+        UsageError: if there is none, or if sweeps of several directories have that name.
     """
-    with reading(tracking):
-        known = tracking.client.get_experiment_by_name(experiment)
-    if known is None:
-        raise UsageError(f"no experiment {experiment!r} at {shown(tracking.uri)}")
-    return list(_search(tracking, known.experiment_id, filter, OLDEST))
+    query = f"tags.role = 'sweep' and {eq_filter('attributes.run_name', name)}"
+    found = [run for run in _search(tracking, query, NEWEST) if run.name == name]
+    if not found:
+        raise UsageError(f"no sweep {name!r} at {redact_uri(tracking.uri)}")
+    directories = {run.tags.get("directory", ""): run for run in reversed(found)}
+    if len(directories) > 1:
+        listed = "; ".join(sorted(directories))
+        raise UsageError(
+            f"{len(directories)} sweeps at {redact_uri(tracking.uri)} are named {name!r}, in {listed}: give"
+            " one its own --name, or work in its --storage"
+        )
+    return found[0]
 
 
-def found_run(tracking: Tracking, run_id: str) -> Found:
+def find_run(tracking: Tracking, run_id: str) -> RunInfo:
     """Raises UsageError if there is no such run."""
-    with reading(tracking):
-        return _found(tracking, tracking.client.get_run(run_id))
+    with mlflow_errors(tracking):
+        return _info(tracking, tracking.client.get_run(run_id))
 
 
-def newest_of(tracking: Tracking, directory: str) -> Found | None:
-    """The newest run of a directory of ours, as `runs.track` tags it; None if MLflow knows none."""
-    query = alike("tags.directory", directory)
-    found = _search(tracking, tracking.experiment_id, query, NEWEST)
+def children(tracking: Tracking, parent_run_id: str) -> list[RunInfo]:
+    """The runs of a sweep, oldest first."""
+    return list(_search(tracking, f"tags.`mlflow.parentRunId` = '{parent_run_id}'", OLDEST))
+
+
+def newest_of(tracking: Tracking, directory: str) -> RunInfo | None:
+    """The newest run of a directory; None if MLflow has none."""
+    found = _search(tracking, eq_filter("tags.directory", directory), NEWEST)
     return next((run for run in found if run.tags["directory"] == directory), None)
 
 
-def close_orphans(tracking: Tracking, directory: str, keep: Collection[str]) -> list[Found]:
-    """Ends as KILLED what still runs of sweeps in `directory`, and of their children: nobody goes on there.
-
-    `keep`: run ids of sweeps that somebody does go on with. Returns what was ended.
-    """
-    query = f"tags.role = 'sweep' and {alike('tags.directory', directory)}"
-    sweeps = _search(tracking, tracking.experiment_id, query, OLDEST)
-    ended = []
-    for sweep in [s for s in sweeps if s.tags["directory"] == directory and s.run_id not in keep]:
-        for run in [sweep, *children(tracking, sweep.run_id)]:
-            if run.status == "RUNNING" and run.run_id not in keep:
-                with reading(tracking):
-                    tracking.client.set_terminated(run.run_id, "KILLED")
-                ended.append(run)
-    return ended
+def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
+    """Runs with that tag, those with metrics first, oldest first."""
+    runs = list(_all_runs(tracking, f"tags.`{tag}` = '{value}'", OLDEST))
+    return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
 
 
 @contextmanager
-def reading(tracking: Tracking) -> Iterator[None]:
-    """What MLflow does not have, or a server that does not answer, is the user's to mend."""
+def mlflow_errors(tracking: Tracking) -> Iterator[None]:
+    """Turns errors of MLflow, or of a server that does not answer, into a UsageError of one line."""
     try:
         yield
     except (MlflowException, OSError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"MLflow at {shown(tracking.uri)}: {reason}") from None
+        raise UsageError(f"MLflow at {redact_uri(tracking.uri)}: {reason_of(error)}") from None
 
 
-def _search(tracking: Tracking, experiment_id: str, query: str, order: str) -> Iterator[Found]:
-    with reading(tracking):
-        runs = list(all_runs(tracking.client, experiment_id, query, order))
-    return (_found(tracking, run) for run in runs)
+def eq_filter(name: str, text: str) -> str:
+    """A condition that holds where `name` is `text`; if that has quotes elsewhere too: compare again.
+
+    MLflow's filters know no escapes.
+    """
+    if "'" in text or "\\" in text:
+        return f"{name} LIKE '{text.replace(chr(39), '_').replace(chr(92), '_')}'"
+    return f"{name} = '{text}'"
 
 
-def _found(tracking: Tracking, run: Run) -> Found:
+def metric_name(text: str) -> str:
+    """`text` as a part of a metric's name, for which MLflow allows few characters: others become dashes."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+
+
+def _search(tracking: Tracking, query: str, order: str) -> Iterator[RunInfo]:
+    with mlflow_errors(tracking):
+        runs = list(_all_runs(tracking, query, order))
+    return (_info(tracking, run) for run in runs)
+
+
+def _all_runs(tracking: Tracking, query: str, order: str) -> Iterator[Run]:
+    """Active runs, page by page; none where there is no experiment of ours."""
+    token = None
+    while tracking.experiment_id:
+        page = tracking.client.search_runs(
+            [tracking.experiment_id], query, max_results=PAGE, order_by=[order], page_token=token
+        )
+        yield from page
+        if not (token := page.token):
+            return
+
+
+def _info(tracking: Tracking, run: Run) -> RunInfo:
     page = f"{tracking.uri.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-    return Found(
+    return RunInfo(
         run_id=run.info.run_id,
         name=run.info.run_name or "",
         status=run.info.status,

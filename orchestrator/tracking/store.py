@@ -1,20 +1,17 @@
 """The connection to an MLflow store, opened once on the driver: processes that race to create it break it."""
 
 import fcntl
-import hashlib
 import http.client
 import logging
 import os
-import re
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 # Before mlflow is imported. A request is sent once, for of two both may arrive, and may last longer than the
 # 20 s that MLflow waits for a lock of SQLite.
@@ -24,100 +21,87 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # a lin
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar per file otherwise
 
 import sqlalchemy
+import sqlalchemy.exc
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from orchestrator.errors import UsageError
-from orchestrator.tracking.delivery import Delivery
-from orchestrator.tracking.direct import Direct
-from orchestrator.tracking.outbox import Outbox
 
 EXPERIMENT = "moe-frontier"
 ANSWER_S = 5  # until a server is taken for dead, at the start
-PATIENCE_S = 30  # until it is, at the end
+KIND = ("mlflow.experimentKind", "custom_model_development")  # tag: MLflow opens the model-training view
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback for every attempt
 
 
+@dataclass(frozen=True)
 class Tracking:
-    """A store: what is written goes to `outbox`, what is read comes through `client`. Attributes:
-    experiment_id: empty where there is none of ours.
-    """
+    """An MLflow store. `experiment_id` is empty where it has no experiment of ours."""
 
-    def __init__(self, uri: str, experiment_id: str, outbox: Outbox | Direct) -> None:
-        self.uri = uri
-        self.experiment_id = experiment_id
-        self.client = client_of(uri)
-        self.outbox = outbox
+    uri: str
+    experiment_id: str
 
-    def flush(self, timeout_s: float | None) -> int:
-        """Waits until all is delivered; entries that are not when the time is over."""
-        return self.outbox.flush(timeout_s)
-
-    def close(self, timeout_s: float | None) -> int:
-        """Waits as long as something arrives within `timeout_s`; what is left stays on disk, for the next
-        process with the same spool.
-        """
-        return self.outbox.close(timeout_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(timeout_s=ANSWER_S if error else PATIENCE_S)
+    @property
+    def client(self) -> MlflowClient:
+        """Always used with explicit ids: the fluent API's active run is per thread and makes stray runs."""
+        return _client_of(self.uri)
 
 
-def open_tracking(uri: str, *, artifacts: str, spool: str) -> Tracking:
-    """Creates what the store lacks, and delivers first what an earlier process left in `spool`.
+def open_tracking(uri: str, *, artifacts: str) -> Tracking:
+    """Opens a store, and creates what it lacks.
 
-    `artifacts`: where files go when the store is a local database. `spool`: a local folder for what is not
-    delivered; stores do not share it.
+    `artifacts`: where files go when the store is a local database.
 
     Raises:
-        UsageError: if MLflow refuses the URI, nobody answers there, or another process has the spool.
+        UsageError: if MLflow refuses the URI, or no server answers there.
     """
-    with _opening(uri, create=True), _alone(uri):
-        client = client_of(uri)
+    with _opening(uri, create=True), _creating_alone(uri):
+        client = _client_of(uri)
         known = client.get_experiment_by_name(EXPERIMENT)
         if known and known.lifecycle_stage != "active":
             raise UsageError(
-                f"experiment {EXPERIMENT} at {shown(uri)} is deleted:"
+                f"experiment {EXPERIMENT} at {redact_uri(uri)} is deleted:"
                 f" mlflow experiments restore -x {known.experiment_id}"
             )
         location = artifacts if uri.startswith("sqlite:") else None
         found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
-        if known and uri.startswith("http"):
-            client.rename_experiment(found, EXPERIMENT)  # changes nothing: who may only read learns it now
-    outbox = Outbox(Path(spool, hashlib.sha256(uri.encode()).hexdigest()[:8]))
-    outbox.start(Delivery(client, found, process=outbox.process, folder=outbox.folder), shown(uri))
-    return Tracking(uri, found, outbox)
+        if not known or KIND[0] not in known.tags:
+            client.set_experiment_tag(found, *KIND)
+        elif uri.startswith("http"):  # changes nothing: a user who may only read learns it now
+            client.rename_experiment(found, EXPERIMENT)
+    return Tracking(uri, found)
 
 
 def open_reader(uri: str) -> Tracking:
-    """To look at what is there; what is written all the same is written at once.
+    """Opens a store that is there.
 
     Raises:
         UsageError: as `open_tracking`, and if there is no store.
     """
     with _opening(uri, create=False):
-        client = client_of(uri)
-        known = client.get_experiment_by_name(EXPERIMENT)
-    found = known.experiment_id if known else ""
-    delivery = Delivery(client, found, process="", folder=Path())
-    return Tracking(uri, found, Direct(delivery, shown(uri)))
+        known = _client_of(uri).get_experiment_by_name(EXPERIMENT)
+    return Tracking(uri, known.experiment_id if known else "")
 
 
 @lru_cache(maxsize=8)
-def client_of(uri: str) -> MlflowClient:
+def _client_of(uri: str) -> MlflowClient:
     return MlflowClient(uri)
 
 
-def shown(uri: str) -> str:
-    """Without its password."""
-    return re.sub(r"(://[^:/@]*):[^/@]*@", r"\1:***@", uri)
+def redact_uri(uri: str) -> str:
+    """The URI without its password and its query, which may hold one."""
+    if "://" not in uri or uri.startswith("file:"):
+        return uri
+    if uri.startswith(("http://", "https://")):
+        parts = urllib.parse.urlsplit(uri)
+        host = parts.netloc.rpartition("@")[2]
+        return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
+    try:
+        url = sqlalchemy.make_url(uri)
+    except sqlalchemy.exc.ArgumentError:
+        return f"{uri.partition('://')[0]}://***"
+    return url.set(query={}).render_as_string(hide_password=True)
 
 
 @contextmanager
@@ -133,7 +117,7 @@ def _opening(uri: str, *, create: bool) -> Iterator[None]:
         raise
     except Exception as error:  # whatever the many back ends raise
         reason = _refusal(error) or (str(error).strip() or repr(error)).splitlines()[0]
-        raise UsageError(f"MLflow refuses the tracking URI {shown(uri)}: {reason}") from None
+        raise UsageError(f"MLflow refuses the tracking URI {redact_uri(uri)}: {reason}") from None
 
 
 def _refusal(error: Exception) -> str | None:
@@ -154,7 +138,7 @@ def _refusal(error: Exception) -> str | None:
 def _check_server(uri: str) -> None:
     if urllib.parse.urlsplit(uri).username is not None:  # pages and logs repeat the URI
         raise UsageError(
-            f"tracking URI {shown(uri)} holds a user: give it by MLFLOW_TRACKING_USERNAME and"
+            f"tracking URI {redact_uri(uri)} holds a user: give it by MLFLOW_TRACKING_USERNAME and"
             " MLFLOW_TRACKING_PASSWORD instead"
         )
     try:
@@ -162,7 +146,7 @@ def _check_server(uri: str) -> None:
     except urllib.error.HTTPError:
         return  # somebody answers; MLflow will say what is wrong
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UsageError(f"no MLflow server answers at {shown(uri)}: {error}") from None
+        raise UsageError(f"no MLflow server answers at {redact_uri(uri)}: {error}") from None
 
 
 def _check_database(uri: str, *, create: bool) -> None:
@@ -177,13 +161,13 @@ def _check_database(uri: str, *, create: bool) -> None:
     engine = sqlalchemy.create_engine(url, connect_args={} if local else {"connect_timeout": ANSWER_S})
     try:
         if not sqlalchemy.inspect(engine).has_table("experiments") and not create:
-            raise UsageError(f"there is no MLflow store at {shown(uri)}")
+            raise UsageError(f"there is no MLflow store at {redact_uri(uri)}")
     finally:
         engine.dispose()
 
 
 @contextmanager
-def _alone(uri: str) -> Iterator[None]:
+def _creating_alone(uri: str) -> Iterator[None]:
     """Of the processes of this machine, one at a time creates the tables of a SQLite file."""
     url = sqlalchemy.make_url(uri) if uri.startswith("sqlite:") else None
     if url is None or not url.database:

@@ -1,4 +1,4 @@
-"""How busy this machine is, beside the training that it does: what MLflow shows as system metrics."""
+"""How busy this machine is, beside the training: what MLflow shows as system metrics."""
 
 import threading
 import time
@@ -11,16 +11,16 @@ from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
 from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
-from orchestrator.tracking.runs import TrackedRun
+from orchestrator.training.metrics_file import SYSTEM, LineWriter
 
 Monitor = CPUMonitor | DiskMonitor | NetworkMonitor | GPUMonitor
 
 
 class SystemMetrics:
-    """CPU, memory, disk, network and GPUs while the block lasts; axis: seconds since the run began."""
+    """Writes CPU, memory, disk, network and GPUs to `system.jsonl` of a directory while the block lasts."""
 
-    def __init__(self, tracked: TrackedRun, every_s: float = 10) -> None:
-        self._tracked = tracked
+    def __init__(self, directory: str, every_s: float = 10) -> None:
+        self._lines = LineWriter(directory, SYSTEM)
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True, name="system-metrics")
@@ -34,21 +34,17 @@ class SystemMetrics:
     ) -> None:
         self._stop.set()
         self._thread.join()
+        self._lines.close()
 
     def _sample(self) -> None:
-        monitors = _monitors()
+        monitors: list[Monitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+        with suppress(RuntimeError):  # no GPU
+            monitors.append(GPUMonitor())
         while not self._stop.wait(self._every_s):
             values = {}
             for monitor in monitors:
                 monitor.collect_metrics()
                 values |= monitor.aggregate_metrics()
                 monitor.clear_metrics()
-            place = int(time.time()) - self._tracked.began_s
-            self._tracked.log_at(place, {f"system/{name}": value for name, value in values.items()})
-
-
-def _monitors() -> list[Monitor]:
-    monitors: list[Monitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-    with suppress(RuntimeError):  # no GPU
-        monitors.append(GPUMonitor())
-    return monitors
+            named = {f"system/{name}": float(value) for name, value in values.items()}
+            self._lines.append({"time_s": time.time(), "metrics": named})

@@ -1,44 +1,59 @@
-"""A run: `fit` where it is asked for, `train_worker` on every worker. One worker may be this very process."""
+"""A run: `fit` where it is asked for, `train_worker` on every worker. One worker may be this very process.
+
+Workers of several processes write reports and log lines to the run's directory, and this process reads them
+there. A run goes on with fewer workers when nodes are lost, and with more when they are back.
+"""
 
 import logging
 import os
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import gcd
 from typing import Any
 
 import ray
 import ray.train
+import torch
+import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.start import start_report
-from orchestrator.codec import flat, from_dict, to_dict
+from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.check import check_shards
 from orchestrator.data.in_process import in_process
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.ray_data import Feed, by_ray_data
-from orchestrator.errors import UsageError
-from orchestrator.training.claim import check_claimed, claim
-from orchestrator.training.cluster import here, placement, worker_resources
-from orchestrator.training.elastic import Missing, are_there, as_placed, smaller
-from orchestrator.training.reports import LogLines, Reports, Sender, hand_on
-from orchestrator.training.worker import (
-    Report,
+from orchestrator.errors import UsageError, reason_of
+from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
+from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
+from orchestrator.training.run_directory import (
+    STOP,
+    Mode,
     Result,
+    acquire_run_dir,
+    check_run_dir_visible,
     checkpoint_directory,
     pause_of,
     result_of,
     run_directory,
-    train_worker,
 )
+from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 4
+PROBE_S = 2  # the cluster answers at once what it has
+POLL_S = 0.2  # between looks at what the workers wrote
+S3_POLL_S = 5.0
 RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a run waits for this poll, 2 s by default
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
@@ -46,13 +61,8 @@ RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
 }
 
 
-def identity(run: RunConfig) -> dict[str, Any]:
-    """What makes a run the same run when it is resumed: its fields, and what its data holds."""
-    return flat(run) | {"data.digest": open_manifest(run.data.path).digest()}
-
-
 def check_data(run: RunConfig, *, verify: bool = False) -> None:
-    """Checks sizes and footers of all shards; with `verify` SHA-256 too, which else waits for the first read.
+    """Checks sizes and footers of all shards; with `verify` their SHA-256 too.
 
     Raises:
         UsageError: if one is not whole, or holds classes that the model has no output for; if a batch is
@@ -79,7 +89,7 @@ def check_start(run: RunConfig) -> None:
 
 
 def is_inline(run: RunConfig) -> bool:
-    """Whether the process that asks for the run can be its only worker: one worker, without a GPU."""
+    """Whether the process that asks for the run can be its only worker."""
     return run.scale.workers == 1 and not run.scale.use_gpu
 
 
@@ -87,7 +97,7 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
     """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
     `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers.
-    `report` is called in this process either way.
+    `report` is called in this process either way; it is for progress, as the run's directory has the record.
 
     Raises:
         UsageError: for data that is not there, or another config in the run's directory.
@@ -98,41 +108,34 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
     if inline:
         train_worker(run, report=report, read=in_process, until=until)
     else:
-        reports: Any = Reports.options(scheduling_strategy=here()).remote()
-        missing = Missing()
-        with ThreadPoolExecutor(1, thread_name_prefix="reports") as beside:
-            recording = beside.submit(hand_on, reports, report, missing.are_there)
-            try:
-                fit_on_workers(run, reports, recording, missing, until)
-            finally:
-                reports.close.remote()
-                recording.result()  # raises what `report` did
-        ray.kill(reports)
+        missing = MissingWorkers()
+        with _following(run, report, missing) as failed:
+            fit_on_workers(run, missing, until, failed)
     result = result_of(run) or (pause_of(run, until) if until else None)
     assert result is not None, "workers ended without a result"
     return result
 
 
-def start(run: RunConfig) -> Result | None:
-    """Claims the run's directory and checks its data; its result, if it is complete already."""
+def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None = None) -> Result | None:
+    """Acquires the run's directory and checks its data; returns its result if it is complete already."""
     check_data(run)
-    claim(run_directory(run), identity(run), "auto")
+    acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
     return result_of(run)
 
 
 def fit_on_workers(
-    run: RunConfig, reports: Any, recording: Future[None], missing: Missing, until: int | None
+    run: RunConfig, missing: "MissingWorkers", until: int | None, failed: list[BaseException]
 ) -> None:
-    """Trains on Ray Train workers, as many as there are: all that the run asks for; after `scale.wait_s` as
-    many as are left, until the others are there. When one dies all begin anew, at the last checkpoint.
+    """Trains on Ray Train workers: on all that the run asks for, or after `scale.wait_s` on as many as there
+    are, until the others are there. When one dies all begin anew, at the last checkpoint.
 
     Raises:
-        UsageError: what a worker met that no other attempt would mend.
+        UsageError: for an error in a worker that no other attempt would mend.
         ray.train.TrainingFailedError: when they died `ATTEMPTS` times without saving anything between.
     """
     died, saved = 0, -1
-    while not (result_of(run) or (until and pause_of(run, until))):
-        now = run if are_there(run, within_s=run.scale.wait_s) else smaller(run)
+    while not (failed or result_of(run) or (until and pause_of(run, until))):
+        now = run if can_schedule(run, within_s=run.scale.wait_s) else largest_schedulable(run)
         if now is None:
             log.warning("%s waits for %d workers and a CPU for data", run.name, run.scale.workers)
             continue
@@ -141,29 +144,154 @@ def fit_on_workers(
             log.warning("%s goes on with %d of %d workers, same global batch", run.name, few, most)
         missing.want(run, run.scale.workers - now.scale.workers)
         try:
-            _train_on(now, reports, until)
+            _train_on(now, until)
         except (TrainingFailedError, RayError) as error:
             newest = max(manifests.steps(checkpoint_directory(run)), default=0)
             died, saved = (died + 1 if newest <= saved else 1), newest
-            if died == ATTEMPTS or recording.done():
+            if died == ATTEMPTS or failed:
                 raise
-            log.warning("%s: %s; all go on from step %d", run.name, _first_line(error), newest)
+            log.warning("%s: %s; all go on from step %d", run.name, reason_of(error), newest)
         finally:
             missing.want(run, 0)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def resize(run: RunConfig, workers: int) -> RunConfig | None:
+    """The same run on `workers`, with the same global batch: each accumulates more passes, none of which is
+    larger than before. None where the batch, its lanes or the model do not divide.
+
+    Workers that share a set of experts, and copies of the model, become the largest divisors that fit.
+    """
+    share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
+    images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
+    ep: Any = run.scale.ep if run.scale.ep == "auto" else gcd(run.scale.ep, workers)
+    copies = gcd(run.scale.dp_replicate, workers if ep == "auto" else workers // ep)
+    changes = {
+        "scale.workers": workers,
+        "scale.min_workers": min(workers, run.scale.min_workers),
+        "scale.ep": ep,
+        "scale.dp_replicate": copies,
+        "train.microbatch": max(images, default=share),
+    }
+    try:
+        return override(run, changes)
+    except ValueError:
+        return None
 
 
-def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
+def as_placed(run: RunConfig) -> RunConfig:
+    """With `scale.ep=auto` the choice that suits the nodes of the workers, all of which call this."""
+    if run.scale.ep != "auto":
+        return run
+    on_a_node = torch.tensor(ray.train.get_context().get_local_world_size())
+    dist.all_reduce(on_a_node, dist.ReduceOp.MAX)
+    return override(run, {"scale.workers_per_node": int(on_a_node)})
+
+
+def can_schedule(run: RunConfig, *, within_s: float) -> bool:
+    """Whether the cluster has room for the run's workers and for the CPU that decodes for them, without which
+    they would wait for ever. Asking makes an autoscaler add nodes.
+    """
+    group = _reserve(run, run.scale.workers)
+    found = group.wait(within_s)
+    remove_placement_group(group)
+    return found
+
+
+def largest_schedulable(run: RunConfig) -> RunConfig | None:
+    """The run on the most workers below its own that the cluster holds and `scale.min_workers` allows."""
+    sizes = (resize(run, workers) for workers in range(run.scale.workers - 1, run.scale.min_workers - 1, -1))
+    return next((size for size in sizes if size and can_schedule(size, within_s=PROBE_S)), None)
+
+
+class MissingWorkers:
+    """Watches for the workers that a shrunken run lacks. Requests a placement group, so that an autoscaler
+    adds nodes, and releases it as soon as it is granted, because the run still decodes on it.
+    """
+
+    def __init__(self) -> None:
+        self._ask: Callable[[], PlacementGroup] | None = None
+        self._group: PlacementGroup | None = None
+        self._came = False
+
+    def want(self, run: RunConfig, workers: int) -> None:
+        self._ask = (lambda: _reserve(run, workers)) if workers else None
+        self._group, self._came = None, False
+
+    def are_there(self) -> bool:
+        """To be called after the workers' first report: before it, their own resources would be counted."""
+        if self._ask and self._group is None:
+            self._group = self._ask()
+            threading.Thread(target=self._watch, args=(self._group,), daemon=True).start()
+        return self._came
+
+    def _watch(self, group: PlacementGroup) -> None:
+        while self._group is group and not group.wait(1):
+            pass
+        self._came = self._group is group
+        remove_placement_group(group)
+
+
+def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
+    bundles = [worker_resources(run)] * workers + [{"CPU": CPU_FOR_DATA}]
+    return placement_group(bundles, strategy=placement(run))
+
+
+@contextmanager
+def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Iterator[list[BaseException]]:
+    """Calls `report` with what the workers write, logs their lines, and asks them to stop when more workers
+    are there or when `report` raises. Raises what `report` raised; the list has it before.
+    """
+    directory = run_directory(run)
+    reports, lines = LineReader(directory, METRICS), LineReader(directory, LOG)
+    for reader in (reports, lines):
+        reader.new()  # lines of earlier attempts
+    ended, failed = threading.Event(), list[BaseException]()
+
+    def read() -> None:
+        for line in lines.new():
+            log.info(line["line"])
+        for row in reports.new():
+            if "metrics" in row and not failed:
+                report(row["step"], row["metrics"])
+                if missing.are_there():
+                    _ask_to_stop(directory)
+
+    def follow() -> None:
+        poll_s = POLL_S if storage.is_local(directory) else S3_POLL_S
+        while not failed:
+            last = ended.wait(poll_s)
+            try:
+                read()
+            except BaseException as error:
+                failed.append(error)
+                _ask_to_stop(directory)
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, name="follow-workers")
+    thread.start()
+    try:
+        yield failed
+    finally:
+        ended.set()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+
+def _ask_to_stop(directory: str) -> None:
+    storage.write_bytes(storage.join(directory, STOP), b"")
+
+
+def _train_on(run: RunConfig, until: int | None) -> None:
     """One attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
     os.environ.update(RAY_TRAIN_ENV)
     gpu = run.scale.use_gpu
-    refused = storage.join(run_directory(run), "refused.txt")
+    refused, stop = (storage.join(run_directory(run), name) for name in ("refused.txt", STOP))
     storage.delete(refused)
+    storage.delete(stop)
     feed: Any = Feed.options(scheduling_strategy=here()).remote()
-    config = {"run": to_dict(run), "until": until, "feed": feed, "reports": reports, "refused": refused}
+    config = {"run": to_dict(run), "until": until, "feed": feed, "refused": refused}
     try:
         _Trainer(
             _train_worker_on_ray,
@@ -190,28 +318,48 @@ def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
 
 
 class _Trainer(TorchTrainer):
-    """Ctrl-C is the job's, which tells MLflow; Ray would end the process as if the training had failed."""
+    """Leaves Ctrl-C to the job; Ray would end the process as if the training had failed."""
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
-    """What the user has to mend is left in a file: of several workers' errors, Ray may show another's."""
-    run, sender = from_dict(RunConfig, config["run"]), Sender(config["reports"])
-    rank = ray.train.get_context().get_world_rank()
-    ours = logging.getLogger("orchestrator")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(LogLines(config["reports"], f"{run.name} rank {rank}"))
+    """A UsageError is written to a file: of several workers' errors, Ray may show another's."""
+    run = from_dict(RunConfig, config["run"])
+    directory = run_directory(run)
+    first = ray.train.get_context().get_world_rank() == 0
+    if first:
+        ours = logging.getLogger("orchestrator")
+        ours.setLevel(logging.INFO)
+        ours.addHandler(_LogFile(LineWriter(directory, LOG)))
+
+    def should_stop() -> bool:
+        """The same on all workers: the driver asks, or a node of theirs is about to go."""
+        asked = first and storage.size(storage.join(directory, STOP)) is not None
+        return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
+
     try:
-        check_claimed(run_directory(run))
+        check_run_dir_visible(directory)
         train_worker(
             as_placed(run),
-            report=sender.report,
+            report=lambda step, metrics: None,
             read=by_ray_data(config["feed"]),
             until=config["until"],
-            leave=sender.leave,
+            should_stop=should_stop,
         )
     except UsageError as error:
         storage.write_bytes(config["refused"], str(error).encode())
         raise
+
+
+class _LogFile(logging.Handler):
+    """Writes the first worker's log to the run's directory; Ray's own lines are not in it."""
+
+    def __init__(self, lines: LineWriter) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append({"time_s": time.time(), "line": self.format(record)})
+        self._lines.flush()

@@ -22,7 +22,7 @@ from orchestrator.data import mixing
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
 from orchestrator.threads import one_thread
-from orchestrator.training.meter import Meter, device_sync
+from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.optim import learning_rate
 from orchestrator.training.profile import phase
 
@@ -46,11 +46,12 @@ def train(
     report: Callable[[int, Metrics], None],
     validate: Callable[[], Metrics],
     save: Callable[[int], None],
-    leave: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Updates `start` + 1 .. `until`, one per batch. The last step always reports, validates and saves.
 
-    After a report, `leave` says whether to save and end early; so does `good_enough`. Returns the last step.
+    After a report, `should_stop` says whether to save and end early; so does `good_enough`.
+    Returns the last step.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -76,7 +77,7 @@ def train(
                     report(step, values)
                 if not math.isfinite(values["train/loss"]):
                     raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
-                leaving = leave() or good_enough(config, values)
+                leaving = should_stop() or good_enough(config, values)
             if due(save_every) or leaving:
                 with phase("checkpoint"):
                     save(step)

@@ -15,7 +15,7 @@ from torch.profiler import profile as torch_profile
 
 from orchestrator import storage
 from orchestrator.data.stream import Batch
-from orchestrator.training.meter import device_sync
+from orchestrator.training.metrics import device_sync
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,11 @@
 """What one worker of a run does, alone or among others, from its newest checkpoint to the result."""
 
-import json
+import ctypes
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,36 +15,35 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
-from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.retention import BEST_BY
 from orchestrator.checkpoint.run import Checkpoints
 from orchestrator.checkpoint.start import start_from
-from orchestrator.codec import to_dict
+from orchestrator.codec import MAY_CHANGE, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.prefetch import prefetched
 from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
+from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
-from orchestrator.training.allocator import keep_freed_memory
-from orchestrator.training.branch import check_trunk
-from orchestrator.training.busy import Busy
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, Metrics, evaluate, good_enough, train
-from orchestrator.training.meter import Meter
-from orchestrator.training.optim import build_optimizer
+from orchestrator.training.loop import Diverged, evaluate, good_enough, train
+from orchestrator.training.metrics import Meter, SampleTracker, UtilizationMonitor, check_bad, save_bad, shown
+from orchestrator.training.metrics_file import Metrics, MetricsWriter
+from orchestrator.training.optim import build_optimizer, learning_rate
 from orchestrator.training.profile import profiled
-from orchestrator.training.seen import Seen, check_bad, save_bad, shown
+from orchestrator.training.run_directory import Result, checkpoint_directory, run_directory, write_result
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """How a run ended, or where it paused, with the metrics of its last report."""
-
-    status: Literal["finished", "diverged", "paused"]
-    step: int
-    metrics: Metrics
+BRANCHES_DIFFER_IN = (
+    "name",
+    "train.trunk",
+    "train.steps",
+    "train.schedule.",
+    "train.report_every",
+    "train.eval_every",
+)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,41 +74,18 @@ class Progress:
         )
 
 
-def run_directory(run: RunConfig) -> str:
-    return storage.join(run.storage, run.name)
-
-
-def checkpoint_directory(run: RunConfig) -> str:
-    return storage.join(run_directory(run), "checkpoints")
-
-
-def result_of(run: RunConfig) -> Result | None:
-    """None while the run is not complete."""
-    return _read(run, "result.json")
-
-
-def pause_of(run: RunConfig, step: int) -> Result | None:
-    """How the run stood when it paused at `step`; None if it did not."""
-    return _read(run, f"paused-{step}.json")
-
-
-def _read(run: RunConfig, name: str) -> Result | None:
-    path = storage.join(run_directory(run), name)
-    return Result(**json.loads(storage.read_bytes(path))) if storage.size(path) is not None else None
-
-
 def train_worker(
     run: RunConfig,
     *,
     report: Report,
     read: Reader,
     until: int | None = None,
-    leave: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Trains to the end of the run, or to step `until`, where it pauses: the same call goes on from there.
 
-    The first worker reports, and writes the result. After each report all workers ask `leave`, and get the
-    same answer: true to save and return without a result.
+    The first worker reports, and writes the result. After each report all workers ask `should_stop`, and
+    get the same answer: true to save and return without a result.
     """
     until = min(until or run.train.steps, run.train.steps)
     keep_freed_memory()
@@ -127,8 +104,6 @@ def train_worker(
         done, progress = restored.step, Progress(**restored.progress)
         if rank == 0:
             log.info("%s: on from step %d of %d, %s", run.name, done, run.train.steps, progress.best_so_far())
-        if progress.reported:  # in case the crash came before it arrived
-            report(progress.reported, progress.metrics | {"resumed/step": float(done)})
         if good_enough(run.train, progress.metrics):  # only its result is missing
             until = done
     elif run.train.trunk:
@@ -143,12 +118,16 @@ def train_worker(
         started = start_from(model, run.train.init_from, without=without, group=checkpoints.group)
         if rank == 0:
             log.info("%s %s", run.name, started)
+    resumed = {"resumed/step": float(done)} if restored else {}
+    metrics_file = MetricsWriter(run) if rank == 0 else None
+    if metrics_file and done:
+        metrics_file.resumed(done)
     meter = Meter(workers=workers, device_s=progress.device_s)
-    busy = Busy()
-    seen = Seen(fingerprint=progress.fingerprint, bad=progress.bad)
+    busy = UtilizationMonitor()
+    seen = SampleTracker(fingerprint=progress.fingerprint, bad=progress.bad)
 
     def on_report(step: int, values: Metrics) -> None:
-        nonlocal progress
+        nonlocal progress, resumed
         failures = {"checkpoint/failed": float(checkpoints.failures)} if checkpoints.failures else {}
         fingerprint, bad = seen.gather()
         if rank == 0 and bad:
@@ -159,7 +138,9 @@ def train_worker(
             | costs(run, step)
             | marginal_costs(run, step, values["cost/device_s"], progress.trunk)
         )
-        progress = progress.after(step, values | failures | read)
+        progress, resumed = progress.after(step, values | failures | read | resumed), {}
+        if metrics_file:
+            metrics_file.report(step, progress.metrics)
         report(step, progress.metrics)
         images = step * run.data.batch_size
         check_bad(bad, read=images, epoch=training.epoch(), most=run.data.max_bad_frac)
@@ -168,6 +149,8 @@ def train_worker(
         fingerprint, bad = seen.gather()
         counted = asdict(progress) | {"device_s": meter.device_s, "fingerprint": fingerprint, "bad": bad}
         images = step * run.data.batch_size
+        if metrics_file:
+            metrics_file.flush()
         checkpoints.save(step, model, optimizer, images=images, progress=counted, config=config)
 
     def batches(stream: Stream, steps: range) -> Iterator[Batch]:
@@ -194,7 +177,7 @@ def train_worker(
             report=on_report,
             validate=validate,
             save=on_save,
-            leave=leave,
+            should_stop=should_stop,
         )
     except Diverged:
         status, reached = "diverged", until
@@ -206,11 +189,28 @@ def train_worker(
                 "%s never reached stop_at=%g: %s", run.name, run.train.stop_at, progress.best_so_far()
             )
     checkpoints.finish()
-    if rank == 0 and reached == until:
-        result = Result(status=status, step=progress.reported, metrics=progress.metrics)
-        name = f"paused-{until}.json" if status == "paused" else "result.json"
-        content = json.dumps(asdict(result), indent=1).encode()
-        storage.write_bytes(storage.join(run_directory(run), name), content)
+    if metrics_file:
+        metrics_file.close()
+        if reached == until:
+            folder, weights = newest_checkpoint(run)
+            result = Result(
+                status=status,
+                step=progress.reported,
+                metrics=progress.metrics,
+                time_s=time.time(),
+                checkpoint=folder,
+                weights=weights,
+            )
+            write_result(run_directory(run), result)
+
+
+def newest_checkpoint(run: RunConfig) -> tuple[str, str]:
+    """The newest checkpoint's folder, relative to the run's directory, and the digest of its weights."""
+    directory = checkpoint_directory(run)
+    if not (steps := manifests.steps(directory)):
+        return "", ""
+    folder = manifests.folder_of(directory, steps[-1])
+    return folder.removeprefix(f"{run_directory(run)}/"), manifests.read(folder).weights_digest()
 
 
 def build_model(run: RunConfig, device: torch.device) -> nn.Module:
@@ -250,3 +250,49 @@ def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int,
         "cost/marginal_train_flops_6mac": train_flops_6mac(run.model, images=own),
         "cost/marginal_device_s": device_s - trunk[1],
     }
+
+
+def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
+    """Checks that `run` would have come to the same weights at `step` by itself.
+
+    Source: Soft MoE, section 3.4: a long run at a slowly falling rate is cooled down from several of its
+    steps, so that one training pays for a whole cost axis.
+
+    Args:
+        config: the trunk's, from its checkpoint.
+
+    Raises:
+        UsageError: naming the fields that differ, or the first step at which the learning rates do.
+    """
+    trunk = from_dict(RunConfig, config)
+    if step >= run.train.steps:
+        raise UsageError(f"{run.name}: train.steps={run.train.steps} end before its trunk, at step {step}")
+    old, new = flat(trunk), flat(run)
+    names = [n for n in {**old, **new} if not n.startswith((*MAY_CHANGE, *BRANCHES_DIFFER_IN))]
+    if changed := [f"{n}: {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]:
+        raise UsageError(f"{run.name} cannot branch from {trunk.name}: {'; '.join(changed)}")
+    for at in range(step):
+        rates = [
+            learning_rate(each.train.schedule, at, peak=each.train.lr, total=each.train.steps)
+            for each in (trunk, run)
+        ]
+        if rates[0] != rates[1]:
+            raise UsageError(
+                f"{run.name} cannot branch from {trunk.name} at step {step}: at step {at} its learning rate"
+                f" would be {rates[1]:g}, the trunk's was {rates[0]:g}; give both the same"
+                " train.schedule.warmup_steps, and cool down after the branch"
+            )
+
+
+def keep_freed_memory() -> None:
+    """Keeps freed memory in the process, so that a step's gradients reuse the pages of the step before.
+
+    glibc maps every large tensor anew and unmaps it when freed, so each step pays a page fault for every
+    4 KiB of its weight gradients; with many experts that costs more than computing them (`bench/results/`).
+    The same as MALLOC_MMAP_MAX_=0 without MALLOC_TRIM_THRESHOLD_ in the environment, but it also works in a
+    process that already runs. Does nothing without glibc.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)

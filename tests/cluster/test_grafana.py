@@ -50,11 +50,11 @@ def scraped(no_cluster: None) -> set[str]:
     start_ray(dashboard=True)
 
     @ray.remote(num_cpus=0)
-    class Busy:
+    class UtilizationMonitor:
         def port(self) -> list[int]:
             return [node["MetricsExportPort"] for node in ray.nodes()]
 
-    busy = Busy.remote()
+    busy = UtilizationMonitor.remote()
     ray.get(busy.port.remote())  # pyright: ignore[reportAttributeAccessIssue]
     directory = Path(ray._private.worker.global_worker.node.get_session_dir_path()).parent
     found, wanted = set[str](), set().union(*map(names, expressions())) - defined()

@@ -10,7 +10,7 @@ from jobs.progress import RunProgress, StepLines, TrialProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.worker import Result
+from orchestrator.training.run_directory import Result
 
 
 @pytest.fixture

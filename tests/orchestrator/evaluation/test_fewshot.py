@@ -15,7 +15,8 @@ from orchestrator.evaluation.fewshot import few_shot, probe, short_of_images
 from orchestrator.evaluation.trained import Trained, read_trained
 from orchestrator.fewshot import augmented
 from orchestrator.recipe import FewShotConfig
-from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
+from orchestrator.training.run_directory import checkpoint_directory, result_of
+from orchestrator.training.worker import train_worker
 
 CPU = torch.device("cpu")
 CONFIG = FewShotConfig(shots=(1, 5), seeds=2)

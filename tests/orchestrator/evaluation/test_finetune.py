@@ -15,7 +15,8 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.finetune import failures, fine_tuned, finetune_run, finetune_sweep
 from orchestrator.evaluation.trained import Trained, read_trained
 from orchestrator.training.optim import learning_rate
-from orchestrator.training.worker import Result, checkpoint_directory, train_worker
+from orchestrator.training.run_directory import Result, checkpoint_directory
+from orchestrator.training.worker import train_worker
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "train.steps": 2}
 

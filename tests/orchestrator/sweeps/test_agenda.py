@@ -10,8 +10,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.agenda import PATIENCE, Agenda, Job, Standing, ToTheEnd
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training.cluster import run_resources
-from orchestrator.training.worker import Result
+from orchestrator.training.resources import run_resources
+from orchestrator.training.run_directory import Result
 
 DONE = Result(status="finished", step=200, metrics={"val/acc1": 0.5})
 

@@ -18,9 +18,10 @@ from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.run import keep_weights_only
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.loop import Metrics
+from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.optim import learning_rate
-from orchestrator.training.worker import checkpoint_directory, result_of, train_worker
+from orchestrator.training.run_directory import checkpoint_directory, result_of
+from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.frontier.samples import point
 

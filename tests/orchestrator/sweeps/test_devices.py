@@ -13,7 +13,7 @@ from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.run import Options, SweepRun
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
-from orchestrator.training.worker import Result, run_directory
+from orchestrator.training.run_directory import Result, run_directory
 from tests.orchestrator.sweeps.watch import Unwatched
 from tests.parts import start_ray
 

@@ -28,8 +28,8 @@ from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import Tracking, children, find_sweep, open_tracking, track
-from orchestrator.training.cluster import most_resources
-from orchestrator.training.worker import Result, checkpoint_directory, run_directory
+from orchestrator.training.resources import most_resources
+from orchestrator.training.run_directory import Result, checkpoint_directory, run_directory
 from tests.orchestrator.sweeps.watch import Unwatched
 from tests.parts import start_ray
 

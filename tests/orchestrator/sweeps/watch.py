@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from orchestrator.sweeps.agenda import Job, Outcome
-from orchestrator.training.loop import Metrics
+from orchestrator.training.metrics_file import Metrics
 
 
 class Unwatched:

@@ -11,8 +11,9 @@ from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
-from orchestrator.training.loop import Metrics
-from orchestrator.training.worker import run_directory, train_worker
+from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.run_directory import run_directory
+from orchestrator.training.worker import train_worker
 from tests.parts import png
 
 BAD = (7, 20, 33)

@@ -5,11 +5,12 @@ import time
 
 import numpy as np
 
-from orchestrator.training.busy import GIB, Busy
+from orchestrator.training.busy import GIB
+from orchestrator.training.metrics import UtilizationMonitor
 
 
 def test_computing_and_sleeping():
-    busy = Busy()
+    busy = UtilizationMonitor()
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
@@ -21,7 +22,7 @@ def test_computing_and_sleeping():
 
 
 def test_memory():
-    busy = Busy()
+    busy = UtilizationMonitor()
     before = busy.read()["perf/memory_gib"]
     with mmap.mmap(-1, GIB) as held:  # a malloc may have it from what an earlier test has freed
         np.frombuffer(held, dtype=np.uint8)[:] = 1

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.training.cluster import DECLARED, check_resources, most_resources, placement
+from orchestrator.training.resources import DECLARED, check_resources, most_resources, placement
 
 pytestmark = pytest.mark.usefixtures("cluster")  # of two CPUs
 

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training import elastic
-from orchestrator.training.elastic import at_size, smaller
+from orchestrator.training.fit import at_size, smaller
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 8, "data.batch_size": 64}
 

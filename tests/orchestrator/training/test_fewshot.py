@@ -19,7 +19,8 @@ from orchestrator.recipe import FewShotConfig
 from orchestrator.sweeps.check import check_metrics
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import FewShot, FewShotResult, features_of, frozen_features, short_names
-from orchestrator.training.worker import result_of, train_worker
+from orchestrator.training.run_directory import result_of
+from orchestrator.training.worker import train_worker
 from tests.moe.parity import spawn
 from tests.parts import png
 

@@ -18,9 +18,8 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
-from orchestrator.training.cluster import check_resources
-from orchestrator.training.elastic import Missing
-from orchestrator.training.fit import ATTEMPTS, Report, check_data, fit, fit_on_workers
+from orchestrator.training.fit import ATTEMPTS, Missing, Report, check_data, fit, fit_on_workers
+from orchestrator.training.resources import check_resources
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -13,8 +13,9 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize
-from orchestrator.training.loop import Diverged, Metrics, evaluate, train, train_step
-from orchestrator.training.meter import Meter
+from orchestrator.training.loop import Diverged, evaluate, train, train_step
+from orchestrator.training.metrics import Meter
+from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.optim import build_optimizer
 from tests.orchestrator.training.batches import make_batch
 

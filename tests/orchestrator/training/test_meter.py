@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from orchestrator.data.stream import Batch
-from orchestrator.training.meter import Meter
+from orchestrator.training.metrics import Meter
 from tests.orchestrator.training.batches import make_batch
 
 

@@ -8,7 +8,7 @@ import torch
 from orchestrator.data.stream import Bad, Batch
 from orchestrator.errors import UsageError
 from orchestrator.training.artifacts import log_left_behind
-from orchestrator.training.seen import Seen, check_bad, save_bad, shown
+from orchestrator.training.metrics import SampleTracker, check_bad, save_bad, shown
 from tests.orchestrator.training.batches import make_batch
 
 
@@ -22,7 +22,7 @@ def bad(*rows: int) -> tuple[Bad, ...]:
 
 
 def fingerprint(*batches: Batch, before: int = 0) -> int:
-    seen = Seen(fingerprint=before, bad=[])
+    seen = SampleTracker(fingerprint=before, bad=[])
     assert list(seen.training(iter(batches))) == list(batches)
     return seen.gather()[0]
 
@@ -45,7 +45,7 @@ def test_any_change_shows(samples: list[int], places: list[int]) -> None:
 
 
 def test_validation_leaves_no_fingerprint() -> None:
-    seen = Seen(bad=[])
+    seen = SampleTracker(bad=[])
     assert len(list(seen.validation(iter([batch([1, 2], [0, 1], bad(7))])))) == 1
     assert seen.gather() == (0, list(bad(7)))
 
@@ -55,7 +55,7 @@ def test_a_bad_image_counts_once() -> None:
         yield batch([1], [0], bad(5, 3))
         yield batch([1], [1], bad(3))
 
-    seen = Seen(bad=[*bad(9), *bad(3)])
+    seen = SampleTracker(bad=[*bad(9), *bad(3)])
     assert len(list(seen.training(batches()))) == 2
     assert seen.gather()[1] == list(bad(3, 5, 9))
 

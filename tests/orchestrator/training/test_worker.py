@@ -20,8 +20,9 @@ from orchestrator.checkpoint.find import newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
-from orchestrator.training.loop import Metrics
-from orchestrator.training.worker import checkpoint_directory, result_of, run_directory, train_worker
+from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.run_directory import checkpoint_directory, result_of, run_directory
+from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 
 SMALL = {

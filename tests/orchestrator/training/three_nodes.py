@@ -24,7 +24,7 @@ from ray.util import placement_group_table
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
-from orchestrator.training.nodes import check_shared
+from orchestrator.training.resources import check_shared
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
 STEPS = 160

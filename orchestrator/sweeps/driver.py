@@ -1,0 +1,346 @@
+"""Trains one run or a whole sweep, with MLflow kept up to date: what the commands and a notebook call."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+
+from orchestrator import storage
+from orchestrator.codec import changed_fields, flat, override, to_dict
+from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError, reason_of
+from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
+from orchestrator.sweeps.agenda import Policy, ToTheEnd
+from orchestrator.sweeps.build import publish
+from orchestrator.sweeps.check import check_fits, check_sweep
+from orchestrator.sweeps.prices import Budget
+from orchestrator.sweeps.purse import Purse
+from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
+from orchestrator.sweeps.search import OptunaSearch
+from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.tracking.sync import BackgroundSync, Sync
+from orchestrator.tracking.system import SystemMetrics
+from orchestrator.training.fit import check_data, check_start, fit, is_inline, start
+from orchestrator.training.resources import check_resources, check_shared
+from orchestrator.training.run_directory import (
+    DATA,
+    Result,
+    SweepRecord,
+    check_kind,
+    check_resumable,
+    locked,
+    new_key,
+    raise_changed,
+    read_sweep,
+    run_directory,
+    write_error,
+    write_sweep,
+)
+from orchestrator.training.worker import Report, costs
+
+log = logging.getLogger(__name__)
+QUIET = Watch()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """How a sweep is worked through.
+
+    Attributes:
+        mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
+        policy: which trial is next: every trial to its end, or early stopping.
+        max_concurrent: trials at the same time; None: as many as the cluster holds.
+        search: draws arms from the sweep's space, beside those it names.
+        retrain: arms at the knee that are trained again, for twice the steps, on several workers.
+        predicted: trial -> device-seconds, if a plan knows them.
+        labels: further tags of the sweep's MLflow run.
+    """
+
+    mode: str = "auto"
+    policy: Policy = ToTheEnd()
+    max_concurrent: int | None = None
+    search: OptunaSearch | None = None
+    budget: Budget = Budget()
+    retrain: int = 0
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def tracking_uri(root: str, uri: str | None = None) -> str:
+    """`uri`, or MLFLOW_TRACKING_URI, or a database below the storage.
+
+    Raises:
+        UsageError: if none is given and the storage cannot hold a database.
+    """
+    if found := uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return found
+    if not storage.is_local(root):
+        raise UsageError(f"--storage {root} holds no MLflow store: name one with --tracking-uri")
+    return f"sqlite:///{root}/mlflow.db"
+
+
+def open_store(root: str, uri: str | None = None) -> Tracking:
+    """The MLflow store of a storage. Raises UsageError if it cannot be opened."""
+    return open_tracking(tracking_uri(root, uri), artifacts=f"{root}/mlartifacts")
+
+
+def connect() -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process."""
+    if not ray.is_initialized():
+        ray.init(logging_level=logging.ERROR, log_to_driver=False)
+
+
+def train(
+    run: RunConfig,
+    *,
+    mode: str = "auto",
+    report: Report = lambda step, metrics: None,
+    store: Tracking | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Result:
+    """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
+
+    Raises:
+        UsageError: for a run that cannot be trained, or another config in its directory.
+        ray.train.TrainingFailedError: when workers died more often than they are replaced.
+    """
+    check_data(run)
+    check_start(run)
+    if not is_inline(run):
+        connect()
+        check_shared(run.storage)
+        check_resources(run)
+    store = store or open_store(run.storage)
+    directory = run_directory(run)
+    check_kind(directory, "run")
+    with _working_in(directory, mode, store):
+        start(run, "resume" if mode == "resume" else "auto", labels)
+        with BackgroundSync(store, directory), SystemMetrics(directory), _recording_errors(directory):
+            return fit(run, report, inline=is_inline(run))
+
+
+def run_sweep(
+    sweep: Sweep,
+    options: SweepOptions = SweepOptions(),
+    *,
+    watch: Watch = QUIET,
+    store: Tracking | None = None,
+) -> Frontier:
+    """Trains the arms of a sweep and returns its frontier. The same call again continues.
+
+    Page, pictures and table of the frontier lie in the sweep's directory, ``<storage>/<name of the base>``.
+
+    Raises:
+        UsageError: for a sweep that cannot be trained here, or another one in its directory.
+    """
+    check_sweep(sweep)
+    connect()
+    check_shared(sweep.base.storage)
+    check_fits(sweep)
+    if options.retrain:
+        check_retrain(sweep)
+    directory = run_directory(sweep.base)
+    check_kind(directory, "sweep")
+    store = store or open_store(sweep.base.storage)
+    with _working_in(directory, options.mode, store):
+        acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
+        with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
+            status = "killed"
+            try:
+                frontier, failed = _train_and_publish(sweep, options, watch)
+                status = "failed" if failed else "finished"
+            except Exception:
+                status = "failed"
+                raise
+            finally:
+                update_sweep(directory, status=status)
+    return frontier
+
+
+@contextmanager
+def _working_in(directory: str, mode: str, store: Tracking) -> Iterator[None]:
+    """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow."""
+    with locked(directory, fresh=mode == "fresh") as aside:
+        if aside:
+            try:
+                Sync(store, aside).update()
+            except Exception as error:  # MLflow may be away
+                log.warning("MLflow still shows what is now %s as running: %s", aside, reason_of(error))
+        yield
+
+
+@contextmanager
+def _recording_errors(directory: str) -> Iterator[None]:
+    """Writes why a run failed to its directory. An interrupted run has not failed."""
+    try:
+        yield
+    except Exception as error:
+        write_error(directory, reason_of(error))
+        raise
+
+
+def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) -> SweepRecord:
+    """Makes the sweep's directory that of `sweep`: started, or continued with perhaps more arms or seeds.
+
+    Raises:
+        UsageError: if another run or sweep is there, or arms that are there are missing or changed.
+    """
+    directory, base = run_directory(sweep.base), sweep.base
+    check_kind(directory, "sweep")
+    trunk = {"at": list(sweep.trunk.at), "cooldown": sweep.trunk.cooldown} if sweep.trunk else None
+    digest = open_manifest(base.data.path).digest()
+    arms = {name: dict(changes) for name, changes in sweep.arms.items()}
+    was = read_sweep(directory)
+    if was is None:
+        check_resumable(directory, "resume" if resume else "auto")
+        was = SweepRecord(
+            key=new_key(),
+            name=base.name,
+            began_s=time.time(),
+            base=to_dict(base),
+            data_digest=digest,
+            quality=sweep.quality,
+            cost=sweep.cost,
+            reference=_reference(sweep),
+        )
+    else:
+        drawn = {name: was.arms[name] for name in was.drawn}
+        before = {
+            **flat(was.base),
+            DATA: was.data_digest,
+            "quality": was.quality,
+            "cost": was.cost,
+            "trunk": was.trunk,
+            "seeds": was.seeds,
+            **{f"arms.{name}": was.arms[name] for name in was.arms if name not in was.drawn},
+        }
+        more_seeds = was.seeds and set(was.seeds) <= set(sweep.seeds)
+        now = {
+            **flat(base),
+            DATA: digest,
+            "quality": sweep.quality,
+            "cost": sweep.cost,
+            "trunk": trunk,
+            "seeds": was.seeds if more_seeds else list(sweep.seeds),
+            **{f"arms.{name}": arms.get(name) for name in was.arms if name not in was.drawn},
+        }
+        if changes := changed_fields(before, _plain(now)):
+            raise_changed(directory, changes, base.data.path)
+        arms = drawn | arms
+    trials = {trial.name: labels_of(trial, bool(sweep.seeds)) for trial in sweep.trials().values()}
+    record = replace(
+        was,
+        seeds=list(sweep.seeds),
+        trunk=trunk,
+        claims=list(sweep.claims),
+        arms=arms,
+        trials=was.trials | trials,
+        labels=dict(labels) or was.labels,
+        status="running",
+    )
+    write_sweep(directory, record)
+    return record
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has them: lists in place of tuples."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
+def _reference(sweep: Sweep) -> list[float] | None:
+    """Chance, at 1.1 times the highest cost of an arm; None for costs that are only measured.
+
+    Fixed when the sweep starts, so that its hypervolumes can be compared at any time.
+    """
+    known = [costs(run, run.train.steps).get(sweep.cost) for run in sweep.runs().values()]
+    if not known or None in known:
+        return None
+    return [1.1 * max(cost for cost in known if cost), 1 / sweep.base.model.num_classes]
+
+
+def update_sweep(directory: str, **changes: Any) -> None:
+    """Writes changed fields to `sweep.json`."""
+    if (record := read_sweep(directory)) is not None:
+        write_sweep(directory, replace(record, **changes))
+
+
+def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tuple[Frontier, dict[str, str]]:
+    """The frontier, and why runs failed."""
+    directory = run_directory(sweep.base)
+    purse = Purse(options.budget, directory, options.predicted)
+    run = SweepRun(sweep, purse, options.policy, options.max_concurrent, options.search)
+    run.recover()
+    watch.start(run)
+    run.work(watch)
+    failed = {name: outcome for name, outcome in run.outcomes().items() if isinstance(outcome, str)}
+    if run.trials_left() and not any(one.reached or one.outcome for one in run.agenda.standings.values()):
+        raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
+    frontier = publish(directory)
+    for point in knee_points(frontier, 0 if run.trials_left() else options.retrain):
+        failed |= _retrain(sweep, run.trial_of(point.arm), watch)
+        frontier = publish(directory)
+    trials = [one.trial for one in run.agenda.standings.values()]
+    if freed := keep_weights_only(trials, frontier):
+        watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
+    return frontier, failed
+
+
+def knee_points(frontier: Frontier, count: int) -> list[Point]:
+    """The knee of the MoE points, then that of the rest, and so on; of all points where none is MoE."""
+    complete = [p for p in frontier.points if is_complete(p)]
+    left, found = [p for p in complete if p.family != "dense"] or complete, list[Point]()
+    while left and len(found) < count:
+        found.append(knee_point(left))
+        left.remove(found[-1])
+    return found
+
+
+def retrain_config(sweep: Sweep, trial: Trial) -> RunConfig:
+    """The trial's run for twice its steps, on at least two workers, which share the experts between them."""
+    changes: dict[str, Any] = {
+        "name": f"{sweep.base.name}/confirm/{trial.arm}",
+        "train.steps": 2 * trial.run.train.steps,
+    }
+    if trial.run.scale.workers == 1:
+        changes |= {"scale.workers": 2, "scale.ep": 2}
+    return override(trial.run, changes)
+
+
+def check_retrain(sweep: Sweep) -> None:
+    """Raises UsageError, before anything is trained, if an arm could not be retrained."""
+    if sweep.trunk:
+        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
+    for trial in sweep.trials().values():
+        if trial.run.model.moe:
+            try:
+                check_resources(retrain_config(sweep, trial))
+            except UsageError as error:
+                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
+
+
+def _retrain(sweep: Sweep, trial: Trial, watch: Watch) -> dict[str, str]:
+    """Trains `retrain_config` as a child outside the frontier. Returns why it failed, if it did."""
+    run, name = retrain_config(sweep, trial), f"confirm/{trial.arm}"
+    directory = run_directory(sweep.base)
+    if (record := read_sweep(directory)) is not None:
+        labels = {"directory": name, "role": "confirm", "arm": trial.arm}
+        write_sweep(directory, replace(record, trials={**record.trials, name: labels}))
+    watch.retraining(trial.arm, run)
+    try:
+        check_resources(run)
+        with _recording_errors(run_directory(run)):
+            result = fit(run, lambda step, metrics: watch.report(name, step, metrics), inline=False)
+    except (UsageError, TrainingFailedError, RayError) as error:
+        watch.ended(name, reason_of(error))
+        return {name: reason_of(error)}
+    watch.ended(name, result)
+    return {}

@@ -1,0 +1,161 @@
+"""Checkpoints as models of MLflow: a LoggedModel for each trained run, and named versions for a sweep's best.
+
+The weights stay where training wrote them; a version carries their digest, so that it never loads others.
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping
+
+import mlflow
+from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
+from mlflow.exceptions import MlflowException
+from mlflow.models.utils import get_external_mlflow_model_spec
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.tracking.find import find_run
+from orchestrator.tracking.store import Tracking, open_reader, redact_uri
+
+CHECKPOINT = "checkpoint"  # tag of a LoggedModel and of a version: the folder of the checkpoint
+WEIGHTS = "weights"  # tag: digest of its weights
+
+
+def log_checkpoint(
+    tracking: Tracking,
+    run_id: str,
+    *,
+    name: str,
+    uri: str,
+    digest: str,
+    step: int,
+    time_s: float,
+    metrics: Mapping[str, float],
+) -> None:
+    """Makes the checkpoint at `uri` a LoggedModel of the run, ranked by `metrics`; goes on where an earlier
+    attempt ended. Characters that MLflow refuses in a model's name become dashes.
+    """
+    client = tracking.client
+    model = _find_checkpoint(tracking, run_id, digest)
+    if model is not None and model.tags[CHECKPOINT] != uri:  # the directory was moved
+        client.set_logged_model_tags(model.model_id, {CHECKPOINT: uri})
+    if model is None:
+        model = client.create_logged_model(
+            tracking.experiment_id,
+            name=re.sub(r"[/:.%\"'\\]", "-", name),
+            source_run_id=run_id,
+            tags={CHECKPOINT: uri, WEIGHTS: digest, MLFLOW_MODEL_IS_EXTERNAL: "true"},
+            params={"step": str(step)},
+        )
+    if model.status != LoggedModelStatus.READY:
+        with tempfile.TemporaryDirectory() as folder:  # the registry wants the description, not the weights
+            get_external_mlflow_model_spec(model).save(f"{folder}/MLmodel")
+            client.log_model_artifacts(model.model_id, folder)
+        client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    written = {metric.key for metric in model.metrics or []}
+    rows = _rows(tracking, run_id, {k: v for k, v in metrics.items() if k not in written}, step, time_s)
+    linked = [Metric(r.key, r.value, r.timestamp, r.step, model_id=model.model_id) for r in rows]
+    if linked:
+        client.log_batch(run_id, metrics=linked)
+
+
+def _rows(
+    tracking: Tracking, run_id: str, metrics: Mapping[str, float], step: int, time_s: float
+) -> list[Metric]:
+    """The run's own rows of that step where it has them: MLflow writes a model's metrics to the run too, and
+    takes the same row only once.
+    """
+    newest = {row.key: row for row in tracking.client.get_run(run_id).data.to_proto().metrics}
+    found = []
+    for name, value in metrics.items():
+        row = newest.get(name)
+        if row is not None and row.step > step:
+            history = tracking.client.get_metric_history(run_id, name)
+            row = next((each for each in history if each.step == step), None)
+        if row is not None and row.step == step:
+            found.append(Metric(row.key, row.value, row.timestamp, row.step))
+        elif row is not None:  # metrics that the run itself does not chart stay out
+            found.append(Metric(name, value, int(1000 * time_s), step))
+    return found
+
+
+def _find_checkpoint(tracking: Tracking, run_id: str, digest: str) -> LoggedModel | None:
+    query = f"tags.{WEIGHTS} = '{digest}'"
+    found = tracking.client.search_logged_models([tracking.experiment_id], query)
+    return next((model for model in found if model.source_run_id == run_id), None)
+
+
+def model_name(sweep: str) -> str:
+    """The registered model of a sweep."""
+    return re.sub(r"[/:]", "-", sweep)
+
+
+def register(
+    tracking: Tracking, sweep: str, models: Mapping[str, tuple[str, Mapping[str, str]]]
+) -> dict[str, str]:
+    """Points the aliases of a sweep's registered model at checkpoints that `log_checkpoint` has logged.
+
+    An alias that is not in `models` is removed: it would name a model that is no longer what it says.
+
+    Args:
+        models: alias -> run id, and ``uri``, ``weights`` and ``description`` of the checkpoint.
+
+    Returns:
+        alias -> version.
+    """
+    client, name = tracking.client, model_name(sweep)
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name, description=f"Models of the sweep {sweep} worth their cost.")
+    versions = list(client.search_model_versions(f"name = '{name}'"))
+    found = {}
+    for alias, (run_id, model) in models.items():
+        same = (v for v in versions if v.run_id == run_id and v.tags.get(WEIGHTS) == model["weights"])
+        version = next(same, None)
+        if version is None:
+            logged = _find_checkpoint(tracking, run_id, model["weights"])
+            if logged is None:
+                continue
+            # not models:/<id>, which MLflow looks up in a store of its own choice
+            version = client.create_model_version(
+                name,
+                logged.artifact_location,
+                run_id,
+                {CHECKPOINT: model["uri"], WEIGHTS: model["weights"]},
+                description=model["description"],
+                model_id=logged.model_id,
+            )
+            versions.append(version)
+        elif version.description != model["description"]:
+            client.update_model_version(name, version.version, model["description"])
+        if version.tags[CHECKPOINT] != model["uri"]:  # the directory was moved
+            client.set_model_version_tag(name, version.version, CHECKPOINT, model["uri"])
+        found[alias] = str(version.version)
+    known = client.get_registered_model(name).aliases
+    for alias, version in found.items():
+        if str(known.get(alias)) != version:
+            client.set_registered_model_alias(name, alias, version)
+    for alias in known.keys() - found.keys():
+        client.delete_registered_model_alias(name, alias)
+    return found
+
+
+def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunConfig, str]:
+    """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: where it lies,
+    its config, and the digest that its weights had when they were registered.
+
+    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none.
+    """
+    tracking = open_reader(tracking_uri or mlflow.get_tracking_uri())
+    client, name = tracking.client, uri.removeprefix("models:/")
+    try:
+        if "@" in name:
+            version = client.get_model_version_by_alias(*name.split("@", 1))
+        elif "/" in name:
+            version = client.get_model_version(*name.split("/", 1))
+        else:
+            raise UsageError(f"{uri} names no version: write models:/{name}@ALIAS or models:/{name}/VERSION")
+        run = find_run(tracking, str(version.run_id)).config()
+        return version.tags[CHECKPOINT], run, version.tags[WEIGHTS]
+    except (MlflowException, KeyError) as error:
+        raise UsageError(f"no model {uri} of ours at {redact_uri(tracking.uri)}: {error}") from None

@@ -1,0 +1,443 @@
+"""What lies in the directory of a run or a sweep, shown in MLflow.
+
+`Sync.update` asks MLflow what it has and sends what is missing, so it may be called at any time, by any
+process, twice without harm: a run is found by the key in its directory, a metric is sent past the newest step
+that MLflow has of it, and the time of a report comes from its file, so MLflow's database takes it only once.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_DATASET_CONTEXT,
+    MLFLOW_LOGGED_ARTIFACTS,
+    MLFLOW_PARENT_RUN_ID,
+    MLFLOW_RUN_NOTE,
+)
+
+from orchestrator import storage
+from orchestrator.codec import flat
+from orchestrator.errors import reason_of
+from orchestrator.tracking.find import CONFIG, find_by_tag
+from orchestrator.tracking.registry import log_checkpoint, register
+from orchestrator.tracking.store import Tracking, redact_uri
+from orchestrator.training import run_directory as runs
+from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
+from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
+
+log = logging.getLogger(__name__)
+
+KEY = "moe_frontier.key"  # tag: the key of the run's directory
+SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial: the key of its sweep
+FILES = "moe_frontier.files"  # tag: artifact -> digest
+OURS = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags that may go again
+CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # metrics of one value, which are params
+FINGERPRINT = "data/fingerprint"  # a metric that no chart can show
+SUMMARY = "summary.json"  # what a sweep says of its frontier: note, metrics, tags, members, aliases, tables
+RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
+TAG_LENGTH, PARAM_LENGTH, DIGEST_LENGTH = 5000, 6000, 36  # that every MLflow takes whole
+MOST_ITEMS = 900, 100  # metrics, and tags or params, of one request
+REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "PERMISSION_DENIED")
+EVERY_S = 5.0
+PATIENCE_S = 30.0  # for the last update, at the end of a command
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """What MLflow shows of one directory, but for its reports.
+
+    Attributes:
+        files: names of artifacts, below the directory.
+        tables: artifacts in the format of MLflow's tables: name -> columns and rows.
+        metrics: results, which stand at `ended_s`.
+        dataset: path and digest.
+    """
+
+    directory: str
+    key: str
+    name: str
+    began_s: float
+    status: Status
+    ended_s: float
+    tags: Mapping[str, str]
+    params: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dataset: tuple[str, str]
+    files: tuple[str, ...] = ()
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    result: Result | None = None
+
+
+def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str], live: bool) -> Projection:
+    """`live`: the process that trains the run is at work; otherwise a run without a result was killed."""
+    result, error = runs.read_result(directory), runs.read_error(directory)
+    pauses = runs.read_pauses(directory)
+    tags = {**labels, "directory": directory}
+    params = {name: str(value) for name, value in flat(record.config).items()}
+    status: Status = "RUNNING" if live else "KILLED"
+    if result is not None:
+        status = "FINISHED" if result.status == "finished" else "FAILED"
+        params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
+        if FINGERPRINT in result.metrics:
+            tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
+        if result.status == "diverged":
+            tags |= {"diverged": "true", "error": f"diverged at step {result.step}"}
+    elif error:
+        status, tags["error"] = "FAILED", error
+    elif pauses:
+        tags["paused" if live else "stopped"] = str(pauses[-1].step)
+    text = json.dumps(record.config, separators=(",", ":"))
+    parts = [text[i : i + TAG_LENGTH] for i in range(0, len(text), TAG_LENGTH)]
+    tags |= {f"{CONFIG}.{i}" if i else CONFIG: part for i, part in enumerate(parts)}
+    return Projection(
+        directory=directory,
+        key=record.key,
+        name=str(record.config["name"]).rsplit("/", 1)[-1],
+        began_s=record.began_s,
+        status=status,
+        ended_s=result.time_s if result else time.time(),
+        tags=tags,
+        params=params,
+        dataset=(str(record.config["data"]["path"]), record.data_digest),
+        files=RUN_FILES,
+        result=result,
+    )
+
+
+def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
+    summary = runs.read_json(storage.join(directory, SUMMARY)) or {}
+    ends: dict[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
+    tags = {
+        **record.labels,
+        "role": "sweep",
+        "directory": directory,
+        "objective.quality": record.quality,
+        "objective.cost": record.cost,
+        "seeds": str(max(1, len(record.seeds))),
+        **({"claims": "\n".join(record.claims)} if record.claims else {}),
+        **({"reference": json.dumps(record.reference)} if record.reference else {}),
+        **summary.get("tags", {}),
+    }
+    if note := summary.get("note"):
+        tags[MLFLOW_RUN_NOTE] = note
+    return Projection(
+        directory=directory,
+        key=record.key,
+        name=record.name,
+        began_s=record.began_s,
+        status="RUNNING" if live else ends.get(record.status, "KILLED"),
+        ended_s=summary.get("time_s", time.time()),
+        tags=tags,
+        metrics=summary.get("metrics", {}),
+        dataset=(str(record.base["data"]["path"]), record.data_digest),
+        files=tuple(summary.get("files", ())),
+        tables=summary.get("tables", {}),
+    )
+
+
+class _Mirror:
+    """What MLflow has of one run, as far as is known here."""
+
+    def __init__(self, run: Run, directory: str) -> None:
+        self.run_id = run.info.run_id
+        self.status = run.info.status
+        self.began_s = run.info.start_time / 1000
+        self.tags = dict(run.data.tags)
+        self.params = set(run.data.params)
+        self.last = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        inputs = run.inputs.dataset_inputs if run.inputs else []
+        self.datasets = {(each.dataset.name, each.dataset.digest) for each in inputs}
+        self.reports = LineReader(directory, METRICS)
+        self.load = LineReader(directory, SYSTEM)
+        self.settled: object = None  # the end that was sent whole
+
+
+class Sync:
+    """Keeps MLflow's view of one directory up to date. For one thread."""
+
+    def __init__(self, tracking: Tracking, directory: str) -> None:
+        self._tracking = tracking
+        self._client = tracking.client
+        self._directory = directory
+        self._mirrors: dict[str, _Mirror] = {}
+        self._refused: set[str] = set()
+        self.sent = 0  # runs looked after: rises while the server answers
+
+    def update(self, *, live: bool = False) -> None:
+        """Sends what MLflow lacks. `live`: the command that trains there is at work.
+
+        Raises:
+            Exception: whatever MLflow's many back ends raise when they do not answer.
+        """
+        if (sweep := runs.read_sweep(self._directory)) is None:
+            if (record := runs.read_run(self._directory)) is not None:
+                labels = {"role": "train", **record.labels}
+                self._send(project_run(self._directory, record, labels=labels, live=live))
+            return
+        self._find_all(sweep.key)
+        projection = project_sweep(self._directory, sweep, live=live)
+        parent = self._send(projection)
+        summary = runs.read_json(storage.join(self._directory, SUMMARY)) or {}
+        members = set(summary.get("pareto", ()))
+        begun = self._begun(sweep)
+        for name, labels in sweep.trials.items():
+            if labels["directory"] not in begun or parent is None:
+                continue
+            directory = storage.join(self._directory, labels["directory"])
+            known = self._mirrors.get(directory)
+            pareto = {"pareto": "true"} if name in members else {}
+            if known and known.settled is not None and known.settled == (name in members):
+                continue
+            if (record := runs.read_run(directory)) is None:
+                continue
+            own = {k: v for k, v in labels.items() if k != "directory"}
+            tags = {**own, "trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id, **pareto}
+            child = project_run(directory, record, labels=tags, live=live)
+            mirror = self._send(child)
+            if mirror and child.result is not None:
+                mirror.settled = name in members
+        if not live:
+            self._register(sweep, summary)
+
+    def _begun(self, sweep: SweepRecord) -> set[str]:
+        """Directories of the trials that have one."""
+        folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
+        return {
+            f"{folder}/{name}"
+            for folder in folders
+            for name in storage.names(storage.join(self._directory, folder))
+        }
+
+    def _find_all(self, key: str) -> None:
+        """One search for all trials of a sweep, in place of one for each."""
+        if self._mirrors:
+            return
+        for run in find_by_tag(self._tracking, SWEEP_KEY, key):
+            if directory := run.data.tags.get("directory"):
+                self._mirrors.setdefault(directory, _Mirror(run, directory))
+
+    def _send(self, wanted: Projection) -> _Mirror | None:
+        """Returns None if MLflow refuses the run."""
+        if wanted.key in self._refused:
+            return None
+        try:
+            mirror = self._mirror(wanted)
+            self._send_batches(mirror, wanted)
+            self._send_dataset(mirror, wanted)
+            if wanted.status != "RUNNING":
+                self._send_files(mirror, wanted)
+                if wanted.result is not None and wanted.result.checkpoint:
+                    self._send_checkpoint(mirror, wanted, wanted.result)
+            self._send_status(mirror, wanted)
+        except Exception as error:
+            self._mirrors.pop(wanted.directory, None)  # what arrived is not known
+            if not isinstance(error, MlflowException) or error.error_code not in REFUSED:
+                raise
+            self._refused.add(wanted.key)
+            log.warning("MLflow refuses run %s: %s", wanted.name, reason_of(error))
+            return None
+        self.sent += 1
+        return mirror
+
+    def _mirror(self, wanted: Projection) -> _Mirror:
+        known = self._mirrors.get(wanted.directory)
+        if known is not None and known.tags.get(KEY) == wanted.key:
+            return known
+        found = find_by_tag(self._tracking, KEY, wanted.key)
+        for empty in [run for run in found[1:] if not run.data.metrics and not run.data.params]:
+            self._client.delete_run(empty.info.run_id)  # made by a request that seemed lost
+        run = found[0] if found else self._create(wanted)
+        self._mirrors[wanted.directory] = _Mirror(run, wanted.directory)
+        return self._mirrors[wanted.directory]
+
+    def _create(self, wanted: Projection) -> Run:
+        tags = {KEY: wanted.key, **_cut(wanted.tags)}
+        return self._client.create_run(
+            self._tracking.experiment_id, int(1000 * wanted.began_s), tags, wanted.name
+        )
+
+    def _send_batches(self, mirror: _Mirror, wanted: Projection) -> None:
+        tags = _cut(wanted.tags)
+        new_tags = [RunTag(name, value) for name, value in tags.items() if mirror.tags.get(name) != value]
+        params = [
+            Param(name, value[:PARAM_LENGTH])
+            for name, value in wanted.params.items()
+            if name not in mirror.params
+        ]
+        metrics = self._new_metrics(mirror, wanted)
+        most, few = MOST_ITEMS
+        while metrics or params or new_tags:
+            room = most - len(params[:few]) - len(new_tags[:few])
+            self._client.log_batch(
+                mirror.run_id, metrics=metrics[:room], params=params[:few], tags=new_tags[:few]
+            )
+            mirror.last |= {metric.key: metric.step for metric in metrics[:room]}
+            mirror.params.update(param.key for param in params[:few])
+            mirror.tags |= {tag.key: tag.value for tag in new_tags[:few]}
+            metrics, params, new_tags = metrics[room:], params[few:], new_tags[few:]
+        for name in [name for name in OURS if name in mirror.tags and name not in tags]:
+            self._client.delete_tag(mirror.run_id, name)
+            del mirror.tags[name]
+
+    def _new_metrics(self, mirror: _Mirror, wanted: Projection) -> list[Metric]:
+        last, found = dict(mirror.last), list[Metric]()
+
+        def add(values: Mapping[str, float], *, at: int, time_s: float) -> None:
+            for name, value in values.items():
+                if math.isfinite(value) and last.get(name, -1) < at:
+                    found.append(Metric(name, float(value), int(1000 * time_s), at))
+                    last[name] = at
+
+        for row in mirror.reports.new():
+            if "metrics" in row:
+                charted = {n: v for n, v in row["metrics"].items() if n not in (*CONSTANT, FINGERPRINT)}
+                add(charted, at=row["images"], time_s=row["time_s"])
+        for row in mirror.load.new():
+            add(row["metrics"], at=int(row["time_s"] - wanted.began_s), time_s=row["time_s"])
+        add(wanted.metrics, at=int(wanted.ended_s), time_s=wanted.ended_s)
+        return found
+
+    def _send_dataset(self, mirror: _Mirror, wanted: Projection) -> None:
+        path, digest = wanted.dataset
+        name, digest = path.rstrip("/").rsplit("/", 1)[-1], digest[:DIGEST_LENGTH]
+        if (name, digest) not in mirror.datasets:
+            kind = "local" if storage.is_local(path) else path.split("://")[0]
+            dataset = Dataset(name, digest, kind, json.dumps({"uri": path}))
+            inputs = [DatasetInput(dataset, [InputTag(MLFLOW_DATASET_CONTEXT, "training")])]
+            self._client.log_inputs(mirror.run_id, inputs)
+            mirror.datasets.add((name, digest))
+
+    def _send_files(self, mirror: _Mirror, wanted: Projection) -> None:
+        """Artifacts whose content MLflow was not sent yet."""
+        sent: dict[str, str] = json.loads(mirror.tags.get(FILES, "{}"))
+        contents: dict[str, bytes] = {
+            name: json.dumps(table).encode() for name, table in wanted.tables.items()
+        }
+        for name in wanted.files:
+            path = storage.join(wanted.directory, name)
+            if storage.size(path) is not None:
+                contents[name] = storage.read_bytes(path)
+        digests = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.items()}
+        if not (changed := [name for name in digests if sent.get(name) != digests[name]]):
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            for name in changed:
+                file, parent = Path(folder, name), str(PurePosixPath(name).parent)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(contents[name])
+                self._client.log_artifact(mirror.run_id, str(file), None if parent == "." else parent)
+        tags = {FILES: json.dumps(sent | digests)}
+        if wanted.tables:  # MLflow lists tables in a tag, which its pages read
+            listed = [{"path": name, "type": "table"} for name in wanted.tables]
+            tags[MLFLOW_LOGGED_ARTIFACTS] = json.dumps(listed)
+        self._client.log_batch(mirror.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
+        mirror.tags |= tags
+
+    def _send_checkpoint(self, mirror: _Mirror, wanted: Projection, result: Result) -> None:
+        uri = storage.join(wanted.directory, result.checkpoint)
+        if mirror.tags.get("checkpoint") != uri:
+            step = result.step * int(wanted.params["data.batch_size"])
+            finite = {name: v for name, v in result.metrics.items() if math.isfinite(v)}
+            log_checkpoint(
+                self._tracking,
+                mirror.run_id,
+                name=wanted.tags.get("trial", wanted.name),
+                uri=uri,
+                digest=result.weights,
+                step=step,
+                time_s=result.time_s,
+                metrics=finite,
+            )
+            self._client.set_tag(mirror.run_id, "checkpoint", uri)
+            mirror.tags["checkpoint"] = uri
+
+    def _send_status(self, mirror: _Mirror, wanted: Projection) -> None:
+        if mirror.status == wanted.status:
+            return
+        if wanted.status == "RUNNING":
+            self._client.update_run(mirror.run_id, "RUNNING")
+        else:
+            self._client.set_terminated(mirror.run_id, wanted.status, int(1000 * wanted.ended_s))
+        mirror.status = wanted.status
+
+    def _register(self, sweep: SweepRecord, summary: Mapping[str, Any]) -> None:
+        aliases: Mapping[str, Mapping[str, str]] = summary.get("aliases", {})
+        models = {}
+        for alias, model in aliases.items():
+            directory = storage.join(self._directory, sweep.trials[model["run"]]["directory"])
+            if mirror := self._mirrors.get(directory):
+                uri = storage.join(directory, model["checkpoint"])
+                models[alias] = (mirror.run_id, {**model, "uri": uri})
+        if models:
+            register(self._tracking, sweep.name, models)
+
+
+def _cut(tags: Mapping[str, str]) -> dict[str, str]:
+    return {name: value[:TAG_LENGTH] for name, value in tags.items()}
+
+
+class BackgroundSync:
+    """Updates MLflow every few seconds while the block lasts, and a last time at its end, with a time limit.
+
+    A server that does not answer delays nothing: what it lacks is sent when it is back, or by the next
+    command that works at the directory.
+    """
+
+    def __init__(self, tracking: Tracking, directory: str, say: Callable[[str], None] = log.warning) -> None:
+        self._sync = Sync(tracking, directory)
+        self._where = redact_uri(tracking.uri)
+        self._directory = directory
+        self._say = say
+        self._end = threading.Event()
+        self._down = ""
+        self._thread = threading.Thread(target=self._work, daemon=True, name="mlflow-sync")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.set()
+        sent = -1
+        while self._thread.is_alive() and self._sync.sent > sent:
+            sent = self._sync.sent
+            self._thread.join(PATIENCE_S)
+        if self._thread.is_alive() or self._down:
+            why = f": {self._down}" if self._down else ""
+            self._say(
+                f"MLflow at {self._where} did not take all results{why}. They are in {self._directory};"
+                " the same command, or jobs/report.py, sends them."
+            )
+
+    def _work(self) -> None:
+        while not self._end.wait(EVERY_S):
+            self._update(live=True)
+        self._update(live=False)
+
+    def _update(self, *, live: bool) -> None:
+        try:
+            self._sync.update(live=live)
+        except Exception as error:  # whatever the many back ends raise
+            if not self._down:
+                log.warning("MLflow at %s does not answer: %s", self._where, reason_of(error))
+            self._down = reason_of(error)
+        else:
+            if self._down:
+                log.warning("MLflow at %s answers again", self._where)
+            self._down = ""
