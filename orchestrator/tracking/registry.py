@@ -87,8 +87,8 @@ def _find_checkpoint(tracking: Tracking, run_id: str, digest: str) -> LoggedMode
 
 
 def model_name(sweep: str) -> str:
-    """The registered model of a sweep."""
-    return re.sub(r"[/:]", "-", sweep)
+    """The registered model of a sweep. Characters that MLflow refuses, or its filters misread, become dashes."""
+    return re.sub(r"[/:%'\"\\]", "-", sweep)
 
 
 def register(

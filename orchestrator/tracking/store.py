@@ -21,7 +21,6 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # a lin
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar per file otherwise
 
 import sqlalchemy
-import sqlalchemy.exc
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
@@ -90,18 +89,14 @@ def _client_of(uri: str) -> MlflowClient:
 
 
 def redact_uri(uri: str) -> str:
-    """The URI without its password and its query, which may hold one."""
-    if "://" not in uri or uri.startswith("file:"):
+    """The URI without its password, whatever characters that has, and without a query, which may hold one."""
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme in ("sqlite", "file"):
         return uri
-    if uri.startswith(("http://", "https://")):
-        parts = urllib.parse.urlsplit(uri)
-        host = parts.netloc.rpartition("@")[2]
-        return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
-    try:
-        url = sqlalchemy.make_url(uri)
-    except sqlalchemy.exc.ArgumentError:
-        return f"{uri.partition('://')[0]}://***"
-    return url.set(query={}).render_as_string(hide_password=True)
+    user, at, place = rest.partition("?")[0].rpartition("@")
+    name, colon, _ = user.partition(":")
+    hidden = f"{name}:***" if colon else name
+    return f"{scheme}://{hidden}{at}{place}"
 
 
 @contextmanager

@@ -4,15 +4,12 @@ import os
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from orchestrator.tracking import Tracking, open_tracking
+from orchestrator.tracking.store import Tracking, open_tracking
 from tests.orchestrator.tracking.stores import Postgres, Server, Sqlite, Store
-
-Open = Callable[..., Tracking]
 
 
 @pytest.fixture(scope="session")
@@ -45,22 +42,9 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 @pytest.fixture
-def reopen(tmp_path: Path) -> Iterator[Open]:
-    """``reopen(store)``: as the next process of the same run would, when the earlier one has ended."""
-    opened: list[Tracking] = []
-
-    def open_again(store: Store, *, spool: str = "outbox") -> Tracking:
-        for tracking in opened:
-            tracking.close(timeout_s=60)
-        artifacts = f"{store.uri.removeprefix('sqlite:///')}-artifacts"
-        opened.append(open_tracking(store.uri, artifacts=artifacts, spool=str(tmp_path / spool)))
-        return opened[-1]
-
-    yield open_again
-    for tracking in opened:
-        tracking.close(timeout_s=60)
+def tracking(store: Store) -> Tracking:
+    return open_store(store)
 
 
-@pytest.fixture
-def tracking(reopen: Open, store: Store) -> Tracking:
-    return reopen(store)
+def open_store(store: Store) -> Tracking:
+    return open_tracking(store.uri, artifacts=f"{store.uri.removeprefix('sqlite:///')}-artifacts")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking import EXPERIMENT, children, find_runs, open_reader
-from tests.orchestrator.tracking.conftest import Open
+from orchestrator.tracking.find import children, newest_of
+from orchestrator.tracking.store import open_reader
+from orchestrator.training.metrics_file import read_metrics
+from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Store
 
 KILLS = 20
@@ -26,9 +28,9 @@ KILLS = 20
     ],
     indirect=True,
 )
-def test_what_a_killed_process_said_is_there_once(reopen: Open, store: Store, tmp_path: Path) -> None:
+def test_what_killed_processes_reported_is_there_once(store: Store, tmp_path: Path) -> None:
     """Twenty times. Every number has one row, in order, and two runs were made in all."""
-    reopen(store, spool="only to make the tables")
+    open_store(store)  # makes the tables
     dice = random.Random(1)
     with subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("writer.py")), store.uri, str(tmp_path)],
@@ -60,15 +62,14 @@ def test_what_a_killed_process_said_is_there_once(reopen: Open, store: Store, tm
 
     assert reached > KILLS
     reader = open_reader(store.uri)
-    (sweep,) = find_runs(reader, EXPERIMENT, f"tags.directory = '{tmp_path}'")
+    sweep = newest_of(reader, f"{tmp_path}/sweep")
+    assert sweep is not None
     (child,) = children(reader, sweep.run_id)
-    numbers = list(range(last + 1))
-    assert child.history("number") == [(n, float(n)) for n in numbers]
-    assert child.history("square") == [(n, float(n**2)) for n in numbers]
-    rows = reader.client.get_metric_history(child.run_id, "number")
-    assert [row.timestamp for row in sorted(rows, key=lambda row: row.step)] == sorted(
-        r.timestamp for r in rows
-    )
-    assert (child.status, sweep.status, child.tags["step"]) == ("FINISHED", "FINISHED", str(last))
-    assert child.read_text("notes/end.txt") == "the end"
-    assert not list(tmp_path.rglob("refused.jsonl"))
+    numbers = [(8 * n, float(n)) for n in range(1, last + 2)]
+    assert [
+        (row.images, row.metrics["number"]) for row in read_metrics(f"{tmp_path}/sweep/trials/child")
+    ] == numbers
+    assert child.history("number") == numbers
+    assert child.history("square") == [(at, n**2) for at, n in numbers]
+    assert (child.status, sweep.status) == ("FINISHED", "FINISHED")
+    assert child.read_text("bad_images.csv") == "the end"

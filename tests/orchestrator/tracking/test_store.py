@@ -9,9 +9,9 @@ import pytest
 from mlflow import MlflowClient
 
 from orchestrator.errors import UsageError
-from orchestrator.tracking import open_reader, open_tracking, track
-from orchestrator.tracking.store import shown
-from tests.orchestrator.tracking.conftest import Open
+from orchestrator.tracking.find import create_run
+from orchestrator.tracking.store import open_reader, open_tracking, redact_uri
+from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Postgres, Sqlite
 from tests.parts import free_port
 
@@ -49,7 +49,7 @@ def test_refused_uris(uri: str, port_of_no_web_server: int, tmp_path: Path) -> N
     """At once, where MLflow itself tries for minutes."""
     uri, began = uri.format(port=port_of_no_web_server, folder=tmp_path), time.perf_counter()
     for attempt in (
-        lambda: open_tracking(uri, artifacts="/nowhere", spool=str(tmp_path / "outbox")),
+        lambda: open_tracking(uri, artifacts="/nowhere"),
         lambda: open_reader(uri),
     ):
         with pytest.raises(UsageError) as caught:
@@ -68,14 +68,26 @@ def test_a_database_that_does_not_answer(postgres: Postgres, tmp_path: Path) -> 
     )
     for uri in uris:
         with pytest.raises(UsageError) as caught:
-            open_tracking(uri, artifacts="/nowhere", spool=str(tmp_path))
+            open_tracking(uri, artifacts="/nowhere")
         assert "postgresql://tester:***@127.0.0.1" in str(caught.value)
         assert not any(word in str(caught.value) for word in ("secret", "wrong"))
 
 
-def test_passwords_are_not_shown() -> None:
-    assert shown("postgresql://me:pass@host:5432/db") == "postgresql://me:***@host:5432/db"
-    assert shown("http://host:5000") == "http://host:5000"
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("postgresql://me:pass@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("postgresql://mlflow:ab/cd+ef=@db/mlflow", "postgresql://mlflow:***@db/mlflow"),
+        ("postgresql://me:pa@ss@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://db/mlflow?user=mlflow&password=s3cret", "postgresql://db/mlflow"),
+        ("http://me:secret@host:5000/x?token=secret", "http://me:***@host:5000/x"),
+        ("http://host:5000", "http://host:5000"),
+        ("sqlite:////home/me/mlflow.db", "sqlite:////home/me/mlflow.db"),
+        ("/some/folder", "/some/folder"),
+    ],
+)
+def test_passwords_are_not_shown(uri: str, shown: str) -> None:
+    assert redact_uri(uri) == shown
 
 
 def test_looking_makes_no_store(tmp_path: Path) -> None:
@@ -89,24 +101,20 @@ def test_looking_makes_no_store(tmp_path: Path) -> None:
     assert empty.stat().st_size == 0
 
 
-def test_files_lie_where_they_should(reopen: Open, sqlite: Sqlite, tmp_path: Path) -> None:
+def test_files_lie_where_they_should(sqlite: Sqlite) -> None:
     """Beside the database that was opened first, whoever opens it again."""
-    tracking = reopen(sqlite)
-    run = track(tracking, str(tmp_path), "files", tags={})
+    tracking = open_store(sqlite)
+    run = create_run(tracking, "files", {})
     run.write_text("notes/a.txt", "hello")
-    assert tracking.close(60) == 0
-    spool = str(tmp_path / "other")
-    with open_tracking(sqlite.uri, artifacts="/elsewhere", spool=spool) as again:
-        assert again.experiment_id == tracking.experiment_id
+    again = open_tracking(sqlite.uri, artifacts="/elsewhere")
+    assert again == tracking
     location = MlflowClient(sqlite.uri).get_experiment(tracking.experiment_id).artifact_location
     assert location == f"{sqlite.uri.removeprefix('sqlite:///')}-artifacts"
-    assert Path(location, run.run_id(), "artifacts", "notes", "a.txt").read_text() == "hello"
+    assert Path(location, run.run_id, "artifacts", "notes", "a.txt").read_text() == "hello"
 
 
 def test_a_deleted_experiment(tmp_path: Path) -> None:
-    store = Sqlite(tmp_path)
-    spool = str(tmp_path / "outbox")
-    with open_tracking(store.uri, artifacts=str(tmp_path), spool=spool) as tracking:
-        tracking.client.delete_experiment(tracking.experiment_id)
+    tracking = open_store(store := Sqlite(tmp_path))
+    tracking.client.delete_experiment(tracking.experiment_id)
     with pytest.raises(UsageError, match="is deleted: mlflow experiments restore -x 1"):
-        open_tracking(store.uri, artifacts=str(tmp_path), spool=spool)
+        open_store(store)

@@ -1,7 +1,7 @@
 """A program whose processes are killed: ``python writer.py URI FOLDER``.
 
 For each line that it reads it forks a process, which spares the imports, and prints its id, "writing" and
-"ended". A line is the step to end after; an empty one: never.
+"ended". A line is the step to end after; an empty line means never.
 
 As training does, a process goes on from a checkpoint that lies behind what was reported.
 """
@@ -9,42 +9,50 @@ As training does, a process goes on from a checkpoint that lies behind what was 
 import itertools
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from orchestrator.config import DataConfig, RunConfig
-from orchestrator.tracking import open_tracking, outbox, track, track_training
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import sync
+from orchestrator.tracking.store import open_tracking
+from orchestrator.tracking.sync import BackgroundSync
+from orchestrator.training.metrics_file import MetricsWriter
+from orchestrator.training.run_directory import SWEEP, acquire_run_dir
+from tests.made_directories import DIGEST, begin_sweep, end, run_at
 
 CHECKPOINT_EVERY = 7
-RUN = RunConfig(name="sweep/child", data=DataConfig(path="/data", batch_size=1))
 
 
 def write(uri: str, folder: Path, last: int | None) -> None:
-    outbox.LINGER_S = 0.02  # kills come while it delivers
-    with open_tracking(uri, artifacts=f"{folder}/artifacts", spool=f"{folder}/outbox") as tracking:
+    sync.EVERY_S = 0.02  # kills come while it sends
+    tracking = open_tracking(uri, artifacts=f"{folder}/artifacts")
+    sweep = Sweep(base=run_at(folder, "sweep"), arms={"child": {}})
+    directory = folder / "sweep"
+    if not (directory / SWEEP).exists():
+        begin_sweep(sweep, status="finished")
+    run = sweep.runs()["child"]
+    with BackgroundSync(tracking, str(directory)):
         print("writing", flush=True)
-        parent = track(tracking, str(folder), "sweep", tags={"role": "sweep"})
-        child = track_training(tracking, RUN, str(folder / "child"), parent=parent, role="trial")
+        acquire_run_dir(run, DIGEST)
         checkpoint = folder / "checkpoint"
         start = int(checkpoint.read_text()) if checkpoint.exists() else 0
-        for step in itertools.count(start):
+        writer = MetricsWriter(run)
+        writer.resumed(start)
+        for step in itertools.count(start + 1):
+            writer.report(step, {"number": float(step), "square": float(step**2)})
             if step % CHECKPOINT_EVERY == 0:
+                writer.flush()
                 checkpoint.with_suffix(".tmp").write_text(str(step))
                 checkpoint.with_suffix(".tmp").replace(checkpoint)
-            child.log(step, {"number": float(step), "square": float(step**2)})
-            child.tag(step=str(step))
             if step == last:
                 break
             time.sleep(0.004)
-        child.write_text("notes/end.txt", "the end")
-        child.finish("FINISHED")
-        parent.finish("FINISHED")
+        writer.close()
+        Path(directory, "trials", "child", "bad_images.csv").write_text("the end")
+        end(run, step + 1, number=float(step + 1), square=float((step + 1) ** 2))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # MLflow imports much when it is first needed
-        open_tracking(f"sqlite:///{folder}/x.db", artifacts=folder, spool=f"{folder}/outbox").close(60)
     for line in sys.stdin:
         if (pid := os.fork()) == 0:
             write(sys.argv[1], Path(sys.argv[2]), int(line) if line.strip() else None)

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, torch
-from orchestrator.training.allocator import keep_freed_memory
+from orchestrator.training.worker import keep_freed_memory
 
 x, w = torch.ones(256, 256), torch.ones(32, 256, 1024, requires_grad=True)
 

@@ -1,0 +1,110 @@
+"""Directories of runs and sweeps as training leaves them, made without training."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.codec import override, to_dict
+from orchestrator.config import RunConfig
+from orchestrator.sweeps.run import labels_of
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.metrics_file import MetricsWriter
+from orchestrator.training.run_directory import (
+    Result,
+    SweepRecord,
+    acquire_run_dir,
+    new_key,
+    read_sweep,
+    run_directory,
+    write_error,
+    write_result,
+    write_sweep,
+)
+
+DIGEST = "d" * 64
+BATCH = 8
+
+
+def run_at(folder: Path, name: str, **changes: object) -> RunConfig:
+    named = {field.replace("__", "."): value for field, value in changes.items()}
+    places = {"storage": str(folder), "name": name, "data.path": "/shards/digits", "data.batch_size": BATCH}
+    return override(RunConfig(), {**places, **named})
+
+
+def begin(run: RunConfig) -> str:
+    """Returns its directory."""
+    acquire_run_dir(run, DIGEST)
+    return run_directory(run)
+
+
+def report(run: RunConfig, reports: Mapping[int, Mapping[str, float]]) -> None:
+    """`reports`: step -> metrics."""
+    writer = MetricsWriter(run)
+    for step, metrics in reports.items():
+        writer.report(step, dict(metrics))
+    writer.close()
+
+
+def end(
+    run: RunConfig, step: int, *, status: str = "finished", weights: str = "w1", **metrics: float
+) -> None:
+    """Ends the run as training does: a last report, and its result. In names of metrics __ stands for /."""
+    values = {name.replace("__", "/"): value for name, value in metrics.items()}
+    report(run, {step: values})
+    checkpoint = f"checkpoints/step-{step:08d}"
+    result = Result(
+        status=status,  # pyright: ignore[reportArgumentType]
+        step=step,
+        metrics=values,
+        time_s=1_800_000_000.0 + step,
+        checkpoint=checkpoint,
+        weights=weights,
+    )
+    write_result(run_directory(run), result)
+
+
+def begin_sweep(sweep: Sweep, **fields: object) -> str:
+    """Writes `sweep.json`; returns the directory."""
+    directory = run_directory(sweep.base)
+    seeded = bool(sweep.seeds)
+    record = SweepRecord(
+        key=new_key(),
+        name=sweep.base.name,
+        began_s=1_800_000_000.0,
+        base=to_dict(sweep.base),
+        data_digest=DIGEST,
+        quality=sweep.quality,
+        cost=sweep.cost,
+        seeds=list(sweep.seeds),
+        claims=list(sweep.claims),
+        trials={trial.name: labels_of(trial, seeded) for trial in sweep.trials().values()},
+    )
+    write_sweep(directory, replace(record, **fields))
+    return directory
+
+
+def end_sweep(sweep: Sweep, ends: Mapping[str, float | str], *, cost: float = 1e9) -> str:
+    """A whole sweep. `ends`: trial -> its accuracy, or how else it ended; others never began."""
+    directory = begin_sweep(sweep, status="finished")
+    for name, trial in sweep.trials().items():
+        how = ends.get(name)
+        if how is None:
+            continue
+        folder = begin(trial.run)
+        costs = {"cost__train_flops_6mac": cost, "cost__device_s": 2.0, "cost__forward_gflops_2mac": 1.0}
+        costs["cost__marginal_train_flops_6mac"] = cost / 10
+        if isinstance(how, float):
+            end(trial.run, 3, weights=name, val__acc1=how, **costs)
+        elif how == "diverged":
+            end(trial.run, 1, status="diverged", train__loss=float("nan"), **costs)
+        elif how == "stopped":
+            write_result(folder, Result(status="paused", step=1, metrics={"val/acc1": 0.5}))
+        else:
+            write_error(folder, how)
+    return directory
+
+
+def sweep_record(directory: str) -> SweepRecord:
+    record = read_sweep(directory)
+    assert record is not None
+    return record

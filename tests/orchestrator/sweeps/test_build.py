@@ -1,0 +1,153 @@
+"""From the directory of a sweep, or from MLflow, to its frontier: seeds, ends, branches, aliases, files."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe.cost import train_flops_6mac
+from orchestrator.errors import UsageError
+from orchestrator.frontier.points import front_points, hypervolume
+from orchestrator.sweeps.branches import Trunk
+from orchestrator.sweeps.build import mlflow_frontier, publish, sweep_frontier, write_files
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.store import open_reader, open_tracking
+from orchestrator.tracking.sync import SUMMARY, Sync
+from orchestrator.training.run_directory import write_sweep
+from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
+
+
+def sweep_at(folder: Path, name: str = "s", **fields) -> Sweep:
+    return Sweep(base=run_at(folder, name), **{"arms": {"a": {}, "b": {}}, **fields})
+
+
+def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: Path) -> None:
+    ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "ValueError: bad"}
+    a, b = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends)).points
+    assert (a.arm, a.status, a.qualities) == ("a", "finished", (0.8, 0.9))
+    assert a.quality == pytest.approx(0.85)
+    assert (a.run_id, a.runs, a.spent) == ("a-seed0", (("a-seed1", None),), 4.0)
+    assert (b.arm, b.status) == ("b", "failed")
+    assert math.isnan(b.quality)
+
+
+def test_an_arm_whose_seeds_were_not_all_begun_is_no_point(tmp_path: Path) -> None:
+    ends = {"a-seed0": 0.99, "b-seed0": 0.8, "b-seed1": 0.9}
+    frontier = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends))
+    assert {p.arm: p.status for p in frontier.points} == {"a": "stopped", "b": "finished"}
+    assert [p.arm for p in front_points(frontier)] == ["b"]
+
+
+@pytest.mark.parametrize("how", ["stopped", "diverged", "failed"])
+def test_what_did_not_finish_is_plotted_at_its_whole_cost_and_never_judged(how: str, tmp_path: Path) -> None:
+    sweep = sweep_at(tmp_path)
+    frontier = publish(end_sweep(sweep, {"a": 0.8, "b": how}))
+    assert [p.status for p in frontier.points] == ["finished", how]
+    assert [p.arm for p in front_points(frontier)] == ["a"]
+    run = sweep.runs()["b"]
+    whole = train_flops_6mac(run.model, images=run.train.steps * run.data.batch_size)
+    assert frontier.points[1].cost == whole
+
+
+def test_the_page_says_how_branches_are_charged(tmp_path: Path) -> None:
+    sweep = sweep_at(
+        tmp_path, arms={"a": {}}, trunk=Trunk(at=(50, 90), cooldown=9), cost="cost/marginal_train_flops_6mac"
+    )
+    frontier = publish(end_sweep(sweep, {"a-trunk": 0.1, "a-at50": 0.5, "a-at90": 0.6}))
+    assert [p.arm for p in frontier.points] == ["a-at50", "a-at90"]  # the trunk is no point
+    assert {p.cost for p in frontier.points} == {1e8}
+    assert "only its own steps" in frontier.note
+    assert "only its own steps" in (tmp_path / "s/frontier.html").read_text()
+    assert "cost/train_flops_6mac" in frontier.panels
+
+
+def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
+    """A dearer arm changes no hypervolume that was told before."""
+    sweep = sweep_at(tmp_path)
+    directory = end_sweep(sweep, {"a": 0.8})
+    write_sweep(directory, replace(sweep_record(directory), reference=[1e10, 0.1]))
+    before = hypervolume(sweep_frontier(directory))
+    run = sweep.runs()["b"]
+    begin(run)
+    end(run, 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
+    assert hypervolume(sweep_frontier(directory)) == before > 0
+
+
+def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
+    """Of several seeds the one nearest to the mean; the retrained arm only while it is the knee."""
+    sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abcd"}, seeds=(0, 1, 2))
+    qualities = {"a": (0.2, 0.3, 0.31), "b": (0.8, 0.81, 0.9), "c": (0.82, 0.83, 0.84), "d": (0.1, 0.1, 0.1)}
+    ends = {f"{arm}-seed{seed}": q for arm, seeds in qualities.items() for seed, q in enumerate(seeds)}
+    directory = end_sweep(sweep, ends)
+    for cost, arm in enumerate("abcd", start=1):
+        for seed in range(3):
+            run = sweep.runs()[f"{arm}-seed{seed}"]
+            quality = ends[f"{arm}-seed{seed}"]
+            end(run, 4, weights=f"{arm}{seed}", val__acc1=quality, cost__train_flops_6mac=10.0**cost)
+    retrained = run_at(tmp_path, "s/confirm/b")
+    begin(retrained)
+    end(retrained, 8, weights="longer", val__acc1=0.95, cost__train_flops_6mac=500.0)
+    labels = {"directory": "confirm/b", "role": "confirm", "arm": "b"}
+    record = sweep_record(directory)
+    write_sweep(directory, replace(record, trials={**record.trials, "confirm/b": labels}))
+    publish(directory)
+    summary = json.loads(Path(directory, SUMMARY).read_text())
+    named = {alias: model["run"] for alias, model in summary["aliases"].items()}
+    assert named == {
+        "pareto-fast": "a-seed1",
+        "pareto-knee": "b-seed1",
+        "pareto-best": "b-seed1",
+        "confirmed": "confirm/b",
+    }
+    knee = summary["aliases"]["pareto-knee"]
+    assert (knee["weights"], knee["checkpoint"]) == ("b1", "checkpoints/step-00000004")
+    for part in ("Sweep s, arm b", "val/acc1 0.8367", "mean of 3 seeds: 0.8000, 0.8100, 0.9000", "b-seed1"):
+        assert part in knee["description"]
+    assert "retrained for longer" in summary["aliases"]["confirmed"]["description"]
+
+    dearer = replace(
+        record, trials={**record.trials, "confirm/a": {**labels, "directory": "confirm/b", "arm": "a"}}
+    )
+    write_sweep(directory, dearer)  # an earlier call retrained another arm
+    publish(directory)
+    assert "confirmed" not in json.loads(Path(directory, SUMMARY).read_text())["aliases"]
+
+
+def test_the_summary_is_readable(tmp_path: Path) -> None:
+    directory = end_sweep(sweep_at(tmp_path), {"a": 0.8, "b": "diverged"})
+    frontier = publish(directory)
+    summary = json.loads(Path(directory, SUMMARY).read_text())
+    for part in ("# Sweep s", "2 arms, one seed each", "/shards/digits", "| a | 0.8000 |", "frontier.html"):
+        assert part in summary["note"]
+    assert summary["metrics"]["hypervolume"] == hypervolume(frontier)
+    assert summary["pareto"] == ["a"]
+    assert set(summary["files"]) >= {"frontier.html", "frontier.png", "frontier.svg"}
+
+
+def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str], tmp_path: Path) -> None:
+    sweep = sweep_at(tmp_path, "it's", seeds=(0, 1))
+    ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
+    directory = end_sweep(sweep, ends)
+    first = publish(directory)
+    tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
+    Sync(tracking, directory).update()
+    again = mlflow_frontier(open_reader(tracking.uri), "it's")
+    assert [(p.arm, p.status, p.qualities, p.cost, p.costs) for p in again.points] == [
+        (p.arm, p.status, p.qualities, p.cost, p.costs) for p in first.points
+    ]
+    assert hypervolume(again) == hypervolume(first)
+    write_files(again, str(tmp_path / "again"))
+    assert (tmp_path / "again/frontier.html").stat().st_size > 1000
+    with pytest.raises(UsageError, match="no sweep 'other'"):
+        mlflow_frontier(open_reader(tracking.uri), "other")
+
+
+def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no sweep in"):
+        sweep_frontier(str(tmp_path))
+    directory = end_sweep(sweep_at(tmp_path), {})
+    with pytest.raises(UsageError, match="has no trials yet"):
+        sweep_frontier(directory)

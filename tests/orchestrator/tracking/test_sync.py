@@ -1,0 +1,329 @@
+"""A directory and its picture in MLflow: sent once, whole, whatever came between."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator import storage
+from orchestrator.codec import flat
+from orchestrator.config import RunConfig
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import sync
+from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
+from orchestrator.tracking.registry import checkpoint_of
+from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.tracking.sync import SUMMARY, BackgroundSync, Sync
+from orchestrator.tracking.system import SystemMetrics
+from orchestrator.training.run_directory import (
+    Result,
+    move_aside,
+    write_error,
+    write_json,
+    write_result,
+    write_sweep,
+)
+from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
+from tests.orchestrator.tracking.conftest import open_store
+from tests.orchestrator.tracking.stores import Sqlite, Store
+
+NAN, INF = float("nan"), float("inf")
+
+
+def found(tracking: Tracking, directory: str) -> RunInfo:
+    run = newest_of(tracking, directory)
+    assert run is not None
+    return run
+
+
+def shown(tracking: Tracking, run: RunConfig, directory: str) -> RunInfo:
+    Sync(tracking, directory).update()
+    return found(tracking, directory)
+
+
+def test_a_run_from_its_start_to_its_end(tracking: Tracking, tmp_path: Path) -> None:
+    run = run_at(tmp_path, "one")
+    directory, mirror = begin(run), None
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    assert found(tracking, directory).status == "RUNNING"
+    report(run, {10: {"train/loss": 3.0}, 20: {"train/loss": 2.0, "val/acc1": 0.25}})
+    mirror.update(live=True)
+    assert found(tracking, directory).metrics == {"train/loss": 2.0, "val/acc1": 0.25}
+    Path(directory, "bad_images.csv").write_text("grüße")
+    end(run, 30, train__loss=1.0, val__acc1=0.5, cost__params=640.0, data__fingerprint=2.0**40)
+    mirror.update()
+
+    info = found(tracking, directory)
+    assert (info.name, info.status) == ("one", "FINISHED")
+    assert info.end_s == pytest.approx(1_800_000_030)
+    assert info.config() == run
+    assert info.params == {name: str(value) for name, value in flat(run).items()} | {"cost/params": "640"}
+    assert info.history("train/loss") == [(80, 3.0), (160, 2.0), (240, 1.0)]
+    assert info.history("val/acc1") == [(160, 0.25), (240, 0.5)]
+    assert set(info.metrics) == {"train/loss", "val/acc1"}  # constants are params, the fingerprint is a tag
+    assert info.tags["data_fingerprint"] == str(2**40)
+    assert info.tags["role"] == "train"
+    assert info.read_text("bad_images.csv") == "grüße"
+    (used,) = tracking.client.get_run(info.run_id).inputs.dataset_inputs
+    assert (used.dataset.name, used.dataset.digest) == ("digits", "d" * 36)
+    assert json.loads(used.dataset.source) == {"uri": "/shards/digits"}
+    if tracking.uri.startswith("http"):
+        assert info.url == f"{tracking.uri}/#/experiments/{tracking.experiment_id}/runs/{info.run_id}"
+    else:
+        assert info.url is None
+    assert dict(tracking.client.get_experiment(tracking.experiment_id).tags)["mlflow.experimentKind"]
+
+
+def test_saying_it_again_changes_nothing(tracking: Tracking, store: Store, tmp_path: Path) -> None:
+    """By the same process and by others; two that did not know of each other included."""
+    run = run_at(tmp_path, "again")
+    directory = begin(run)
+    early = Sync(tracking, directory)
+    early.update(live=True)
+    end(run, 10, train__loss=1.0, val__acc1=0.5)
+    first = shown(tracking, run, directory)
+    early.update()
+    for _ in range(2):
+        again = shown(open_store(store), run, directory)
+        assert replace(again, tracking=first.tracking) == first
+    assert again.history("val/acc1") == [(80, 0.5)]
+    (model,) = tracking.client.search_logged_models([tracking.experiment_id], "tags.weights = 'w1'")[:1]
+    assert model.tags["checkpoint"].endswith("/step-00000010")
+
+
+def test_a_lost_database_gets_everything_again(tmp_path: Path) -> None:
+    run = run_at(tmp_path, "lost")
+    directory = begin(run)
+    report(run, {10: {"train/loss": 3.0}})
+    for name in ("a.db", "b.db"):
+        tracking = open_tracking(f"sqlite:///{tmp_path}/{name}", artifacts=str(tmp_path / "files"))
+        Sync(tracking, directory).update(live=True)
+        if name == "a.db":
+            report(run, {20: {"train/loss": 2.0}})
+    assert found(tracking, directory).history("train/loss") == [(80, 3.0), (160, 2.0)]
+
+
+def test_a_resumed_run_repeats_no_step(tracking: Tracking, tmp_path: Path) -> None:
+    """MLflow keeps the values it got first; the file says that they were trained again."""
+    run = run_at(tmp_path, "resumed")
+    directory = begin(run)
+    report(run, {10: {"train/loss": 3.0}, 20: {"train/loss": 2.0}})
+    Sync(tracking, directory).update(live=True)
+    report(run, {20: {"train/loss": 2.5, "val/acc1": 0.5}, 30: {"train/loss": 1.0}})
+    info = shown(tracking, run, directory)
+    assert info.history("train/loss") == [(80, 3.0), (160, 2.0), (240, 1.0)]
+    assert info.history("val/acc1") == [(160, 0.5)]
+
+
+def test_what_is_not_finite_stays_out(tracking: Tracking, tmp_path: Path) -> None:
+    """A side metric that is infinite once makes no run diverged; a loss that ended it does."""
+    fine, gone = (run_at(tmp_path, name) for name in ("fine", "gone"))
+    directory = begin(fine)
+    report(fine, {10: {"val/loss": INF, "val/acc1": 0.5}})
+    end(fine, 20, val__loss=1.0, val__acc1=0.9)
+    info = shown(tracking, fine, directory)
+    assert (info.status, "diverged" in info.tags) == ("FINISHED", False)
+    assert info.history("val/loss") == [(160, 1.0)]
+    directory = begin(gone)
+    end(gone, 10, status="diverged", train__loss=NAN)
+    info = shown(tracking, gone, directory)
+    assert (info.status, info.tags["diverged"], info.metrics) == ("FAILED", "true", {})
+
+
+def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
+    """An error, a pause, a restart that finishes: tags of earlier ends go."""
+    run = run_at(tmp_path, "ends")
+    directory = begin(run)
+    assert shown(tracking, run, directory).status == "KILLED"  # nobody is at work
+    write_error(directory, "Traceback\nOSError: disk full\n")
+    info = shown(tracking, run, directory)
+    assert (info.status, info.tags["error"]) == ("FAILED", "OSError: disk full")
+    storage.delete(f"{directory}/error.txt")
+    write_result(directory, Result(status="paused", step=10, metrics={"val/acc1": 0.5}))
+    Sync(tracking, directory).update(live=True)
+    info = found(tracking, directory)
+    assert (info.status, info.tags["paused"], "error" in info.tags) == ("RUNNING", "10", False)
+    info = shown(tracking, run, directory)
+    assert (info.status, info.tags["stopped"], "paused" in info.tags) == ("KILLED", "10", False)
+    end(run, 20, val__acc1=0.75)
+    info = shown(tracking, run, directory)
+    assert (info.status, "stopped" in info.tags) == ("FINISHED", False)
+
+
+def make_sweep(tmp_path: Path, **fields: object) -> tuple[Sweep, str]:
+    """Three arms, of which `a` has finished, `b` runs and `c` never began."""
+    sweep = Sweep(base=run_at(tmp_path, "mini"), arms={"a": {}, "b": {"train.lr": 0.5}, "c": {}})
+    directory = begin_sweep(sweep, labels={"mlflow.source.name": "jobs/pareto_sweep.py"}, **fields)
+    runs = sweep.runs()
+    begin(runs["a"])
+    begin(runs["b"])
+    end(runs["a"], 10, weights="weights of a", val__acc1=0.75)
+    report(runs["b"], {10: {"train/loss": 2.0}})
+    return sweep, directory
+
+
+def summary(alias: str = "pareto-knee") -> dict[str, object]:
+    model = {
+        "run": "a",
+        "checkpoint": "checkpoints/step-00000010",
+        "weights": "weights of a",
+        "description": "Sweep mini, arm a: val/acc1 0.75",
+    }
+    return {
+        "time_s": 1_800_000_100.0,
+        "note": "# Sweep mini",
+        "metrics": {"hypervolume": 0.5},
+        "tags": {"hypervolume.reference": "x=1"},
+        "pareto": ["a"],
+        "aliases": {alias: model},
+        "files": ["frontier.html"],
+        "tables": {"frontier.json": {"columns": ["arm"], "data": [["a"]]}},
+    }
+
+
+def test_a_sweep_and_its_trials(tracking: Tracking, tmp_path: Path) -> None:
+    _, directory = make_sweep(tmp_path)
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    parent = found(tracking, directory)
+    assert (parent.status, parent.name, parent.tags["role"]) == ("RUNNING", "mini", "sweep")
+    trials = {run.name: run for run in children(tracking, parent.run_id)}
+    assert {name: run.status for name, run in trials.items()} == {"a": "FINISHED", "b": "RUNNING"}
+    assert trials["b"].tags.items() >= {"role": "trial", "arm": "b", "trial": "b"}.items()
+
+    Path(directory, "frontier.html").write_text("<p>")
+    write_json(f"{directory}/{SUMMARY}", summary())
+    write_sweep(directory, replace(sweep_record(directory), status="finished"))
+    mirror.update()
+    parent = found(tracking, directory)
+    assert (parent.status, parent.metrics) == ("FINISHED", {"hypervolume": 0.5})
+    assert parent.tags["mlflow.note.content"] == "# Sweep mini"
+    assert parent.tags["mlflow.source.name"] == "jobs/pareto_sweep.py"
+    assert parent.read_text("frontier.html") == "<p>"
+    assert json.loads(parent.read_text("frontier.json"))["data"] == [["a"]]
+    trials = {run.name: run for run in children(tracking, parent.run_id)}
+    assert {name: run.status for name, run in trials.items()} == {"a": "FINISHED", "b": "KILLED"}
+    assert (trials["a"].tags["pareto"], "pareto" in trials["b"].tags) == ("true", False)
+    uri, _, weights = checkpoint_of("models:/mini@pareto-knee", tracking.uri)
+    assert (uri, weights) == (f"{directory}/trials/a/checkpoints/step-00000010", "weights of a")
+
+
+def test_aliases_follow_the_frontier(sqlite: Sqlite, tmp_path: Path) -> None:
+    """An alias that the sweep no longer has is removed; the version stays the same."""
+    tracking = open_store(sqlite)
+    _, directory = make_sweep(tmp_path, status="finished", name=f"aliases-{tmp_path.name}")
+    for alias in ("pareto-knee", "pareto-best"):
+        write_json(f"{directory}/{SUMMARY}", summary(alias))
+        Sync(tracking, directory).update()
+    model = tracking.client.get_registered_model(f"aliases-{tmp_path.name}")
+    assert {name: str(version) for name, version in model.aliases.items()} == {"pareto-best": "1"}
+    version = tracking.client.get_model_version(model.name, "1")
+    assert version.description == "Sweep mini, arm a: val/acc1 0.75"
+
+
+def test_what_was_moved_aside_keeps_its_weights_and_ends(sqlite: Sqlite, tmp_path: Path) -> None:
+    """After --fresh, the registered version of the old sweep says where its weights are now."""
+    tracking = open_store(sqlite)
+    name = f"moved-{tmp_path.name}"
+    _, directory = make_sweep(tmp_path, name=name)
+    write_json(f"{directory}/{SUMMARY}", summary())
+    Sync(tracking, directory).update()
+    aside = move_aside(directory)
+    assert aside is not None
+    Sync(tracking, aside).update()
+    uri, _, weights = checkpoint_of(f"models:/{name}/1", sqlite.uri)
+    assert (uri, weights) == (f"{aside}/trials/a/checkpoints/step-00000010", "weights of a")
+    old = found(tracking, aside)
+    assert {run.status for run in children(tracking, old.run_id)} == {"FINISHED", "KILLED"}
+    make_sweep(tmp_path, name=name)
+    Sync(tracking, directory).update(live=True)
+    assert found(tracking, directory).run_id != old.run_id
+    assert len(children(tracking, old.run_id)) == 2
+
+
+def test_sweeps_of_one_name_are_told_apart(sqlite: Sqlite, tmp_path: Path) -> None:
+    tracking, name = open_store(sqlite), f"same-{tmp_path.name}"
+    directories = [make_sweep(tmp_path / place, name=name)[1] for place in ("here", "there")]
+    for directory in directories:
+        Sync(tracking, directory).update()
+    assert len({found(tracking, directory).run_id for directory in directories}) == 2
+    with pytest.raises(Exception, match=f"2 sweeps at .* are named '{name}', in .*/here/mini; .*/there/mini"):
+        find_sweep(tracking, name)
+
+
+def test_one_refused_run_keeps_no_other_back(sqlite: Sqlite, tmp_path: Path, caplog) -> None:
+    tracking = open_store(sqlite)
+    sweep, directory = make_sweep(tmp_path)
+    report(sweep.runs()["b"], {20: {"what? a name": 1.0}})
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    mirror.update(live=True)
+    assert caplog.text.count("MLflow refuses run b") == 1
+    parent = found(tracking, directory)
+    assert [run.name for run in children(tracking, parent.run_id) if run.status == "FINISHED"] == ["a"]
+
+
+def test_a_deleted_run_is_not_made_again_by_the_same_process(sqlite: Sqlite, tmp_path: Path) -> None:
+    tracking, run = open_store(sqlite), run_at(tmp_path, "deleted")
+    directory = begin(run)
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    tracking.client.delete_run(found(tracking, directory).run_id)
+    report(run, {10: {"train/loss": 1.0}})
+    mirror.update(live=True)
+    assert newest_of(tracking, directory) is None
+
+
+def test_an_empty_twin_is_deleted(sqlite: Sqlite, tmp_path: Path) -> None:
+    """A request to create a run that seemed lost arrived after all."""
+    tracking, run = open_store(sqlite), run_at(tmp_path, "twins")
+    directory = begin(run)
+    Sync(tracking, directory).update(live=True)
+    first = found(tracking, directory)
+    twin = tracking.client.create_run(tracking.experiment_id, tags={sync.KEY: first.tags[sync.KEY]})
+    Sync(tracking, directory).update(live=True)
+    assert tracking.client.get_run(twin.info.run_id).info.lifecycle_stage == "deleted"
+    assert found(tracking, directory).run_id == first.run_id
+
+
+def test_a_config_may_be_longer_than_a_tag(sqlite: Sqlite, tmp_path: Path) -> None:
+    run = run_at(tmp_path, "long", data__path=f"/{'very-long/' * 2000}")
+    assert shown(open_store(sqlite), run, begin(run)).config() == run
+
+
+def test_system_metrics_share_an_axis_over_restarts(sqlite: Sqlite, tmp_path: Path) -> None:
+    tracking, run = open_store(sqlite), run_at(tmp_path, "busy")
+    directory = begin(run)
+    for _ in range(2):
+        with SystemMetrics(directory, every_s=0.3):
+            time.sleep(0.7)
+    info = shown(tracking, run, directory)
+    names = ("cpu_utilization_percentage", "system_memory_usage_megabytes", "disk_usage_percentage")
+    assert {f"system/{name}" for name in (*names, "network_receive_megabytes")} <= set(info.metrics)
+    places = [place for place, _ in info.history("system/cpu_utilization_percentage")]
+    assert len(set(places)) == len(places) >= 1
+
+
+def test_a_lost_server_delays_nothing(
+    sqlite: Sqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named at the end, with what to do; what it lacks is sent by the next one."""
+    run, lines = run_at(tmp_path, "away"), list[str]()
+    directory, tracking = begin(run), open_store(sqlite)
+    gone = replace(tracking, uri="http://127.0.0.1:9")
+    monkeypatch.setattr(sync, "EVERY_S", 0.05)
+    began = time.monotonic()
+    with BackgroundSync(gone, directory, lines.append):
+        end(run, 10, val__acc1=0.5)
+        time.sleep(0.3)
+    assert time.monotonic() - began < 20
+    (line,) = lines
+    assert "MLflow at http://127.0.0.1:9 did not take all results" in line
+    assert f"They are in {directory}" in line
+    with BackgroundSync(tracking, directory, lines.append):
+        pass
+    assert find_run(tracking, found(tracking, directory).run_id).metrics["val/acc1"] == 0.5
+    assert len(lines) == 1

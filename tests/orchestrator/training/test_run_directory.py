@@ -1,0 +1,193 @@
+"""A directory starts, continues or is refused; two processes never share it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import storage
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.training import run_directory as runs
+from orchestrator.training.run_directory import Mode, Result, acquire_run_dir, locked, move_aside
+from tests.orchestrator.buckets import Bucket
+
+DIGEST = "71cb"
+
+
+def run_at(folder: Path, **changes) -> RunConfig:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return override(RunConfig(), {"storage": str(folder), "name": "run", **named})
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_start(tmp_path: Path) -> None:
+    run = run_at(tmp_path, name="sweeps/run")
+    record = acquire_run_dir(run, DIGEST, labels={"role": "train"})
+    assert runs.read_run(f"{tmp_path}/sweeps/run") == record
+    assert (record.config["name"], record.data_digest, record.labels) == (
+        "sweeps/run",
+        DIGEST,
+        {"role": "train"},
+    )
+    assert os.listdir(tmp_path / "sweeps" / "run") == ["config.json"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_continue(mode: Mode, tmp_path: Path) -> None:
+    """The record stays, though how the run is split and kept has changed; an old error goes."""
+    first = acquire_run_dir(run_at(tmp_path), DIGEST)
+    (tmp_path / "run" / "error.txt").write_text("killed")
+    elsewhere = run_at(tmp_path, scale__workers=4, scale__use_gpu=True, train__microbatch=4)
+    assert acquire_run_dir(elsewhere, DIGEST, mode) == first
+    assert os.listdir(tmp_path / "run") == ["config.json"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    acquire_run_dir(run_at(tmp_path), DIGEST)
+    (directory / "metrics.jsonl").write_text("{}")
+    before = content(directory)
+    with pytest.raises(UsageError) as caught:
+        acquire_run_dir(
+            run_at(tmp_path, train__lr=0.5, data__augment="inception", scale__workers=2), DIGEST, mode
+        )
+    for part in (str(directory), "train.lr: 0.001 -> 0.5", "data.augment: 'none' -> 'inception'", "--fresh"):
+        assert part in str(caught.value)
+    assert "scale.workers" not in str(caught.value)
+    assert content(directory) == before
+
+
+def test_changed_data_are_named(tmp_path: Path) -> None:
+    acquire_run_dir(run_at(tmp_path, data__path="/shards"), DIGEST)
+    (tmp_path / "run" / "result.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"the data at /shards changed since .* was started"):
+        acquire_run_dir(run_at(tmp_path, data__path="/shards"), "3d9c")
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"nothing to resume at {tmp_path}/run; leave out --resume to start"):
+        acquire_run_dir(run_at(tmp_path), DIGEST, "resume")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_never_trained_leaves_its_name_free(tmp_path: Path) -> None:
+    """It gets another key too: params of a run never change in MLflow."""
+    directory = tmp_path / "run"
+    first = acquire_run_dir(run_at(tmp_path), DIGEST)
+    for name in ("error.txt", "refused.txt", "lock"):
+        (directory / name).write_text("x")
+    (directory / "metrics.jsonl").touch()
+    (directory / "ray").mkdir()
+    (directory / "ray" / "snapshot.json").write_text("{}")
+    second = acquire_run_dir(run_at(tmp_path, train__lr=0.5), DIGEST)
+    assert second.key != first.key
+    assert second.config["train"]["lr"] == 0.5
+    assert sorted(os.listdir(directory)) == ["config.json", "lock"]
+
+
+def test_a_run_never_takes_the_place_of_a_sweep(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "sweep.json").write_text("{}")
+    with pytest.raises(UsageError, match="run belongs to a sweep, and this is a run: use another --name"):
+        acquire_run_dir(run_at(tmp_path), DIGEST)
+
+
+def test_moving_aside_takes_the_next_free_name(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    for n in range(3):
+        with locked(str(directory), fresh=True) as aside:
+            assert aside == (f"{directory}.old-{n}" if n else None)
+            (directory / "weights").write_text(f"weights {n}")
+    assert move_aside(f"{tmp_path}/nothing") is None
+    assert sorted(os.listdir(tmp_path)) == ["run", "run.old-1", "run.old-2"]
+    assert (tmp_path / "run.old-2" / "weights").read_text() == "weights 1"
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"key"')
+    with pytest.raises(UsageError, match=r"run/config.json is damaged: delete it to start over"):
+        acquire_run_dir(run_at(tmp_path), DIGEST)
+
+
+def test_results_and_pauses(tmp_path: Path) -> None:
+    run = run_at(tmp_path)
+    ends = [
+        Result(status="paused", step=100, metrics={"val/acc1": 0.5}),
+        Result(status="paused", step=20, metrics={"val/acc1": 0.25}),
+        Result(status="diverged", step=120, metrics={"train/loss": float("inf")}, checkpoint="checkpoints/x"),
+    ]
+    assert runs.result_of(run) is None
+    for end in ends:
+        runs.write_result(runs.run_directory(run), end)
+    assert runs.pauses_of(run) == [ends[1], ends[0]]
+    assert (runs.pause_of(run, 20), runs.pause_of(run, 21)) == (ends[1], None)
+    assert runs.result_of(run) == ends[2]
+
+
+def test_the_reason_of_a_failure_is_its_last_line(tmp_path: Path) -> None:
+    assert runs.read_error(str(tmp_path)) == ""
+    runs.write_error(str(tmp_path), "Traceback ..\n  File ..\nValueError: too large\n")
+    runs.write_error(str(tmp_path), "its process died")  # what the process itself wrote says more
+    assert runs.read_error(str(tmp_path)) == "ValueError: too large"
+
+
+LOCKER = """
+import sys
+from orchestrator.training.run_directory import locked
+with locked(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
+    """The lock of a killed process is free at once."""
+    directory = f"{tmp_path}/run"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKER, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "locked\n"
+        for fresh in (False, True):
+            with (
+                pytest.raises(UsageError, match=f"another process works in {directory}"),
+                locked(directory, fresh=fresh),
+            ):
+                pass
+        other.kill()
+        other.wait()
+        with locked(directory):
+            pass
+
+
+def test_a_lock_on_s3_expires(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = bucket.uri("sweep")
+    monkeypatch.setattr(runs, "LEASE_S", 60.0)
+    with (
+        locked(directory),
+        pytest.raises(UsageError, match=r"works in s3://.*, or was killed"),
+        locked(directory),
+    ):
+        pass
+    assert storage.names(directory) == []
+    dead = json.dumps({"holder": "dead", "host": "gone", "time_s": 0.0}).encode()
+    storage.write_bytes(f"{directory}/lock", dead)
+    with locked(directory):
+        assert json.loads(storage.read_bytes(f"{directory}/lock"))["holder"] != "dead"
+
+
+def test_nothing_is_moved_aside_on_s3(bucket: Bucket) -> None:
+    storage.write_bytes(bucket.uri("run", "result.json"), b"{}")
+    with pytest.raises(UsageError, match="S3 has no rename"), locked(bucket.uri("run"), fresh=True):
+        pass
+    assert storage.names(bucket.uri("run")) == ["result.json"]
