@@ -5,8 +5,7 @@ import time
 
 import numpy as np
 
-from orchestrator.training.busy import GIB
-from orchestrator.training.metrics import UtilizationMonitor
+from orchestrator.training.metrics import GIB, UtilizationMonitor
 
 
 def test_computing_and_sleeping():

@@ -5,7 +5,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,8 +17,11 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
-from orchestrator.training.fit import ATTEMPTS, Missing, Report, check_data, fit, fit_on_workers
+from orchestrator.training.fit import ATTEMPTS, MissingWorkers, check_data, fit, fit_on_workers
+from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.resources import check_resources
+from orchestrator.training.run_directory import run_directory
+from orchestrator.training.worker import Report
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -32,7 +34,7 @@ def run(digits: str, tmp_path: Path) -> RunConfig:
 
 
 def to_file(path: Path) -> Report:
-    """Reports arrive in the controller's process."""
+    """Reports reach the process that asked for the run."""
 
     def report(step: int, metrics: dict[str, float]) -> None:
         with path.open("a") as file:
@@ -41,16 +43,17 @@ def to_file(path: Path) -> Report:
     return report
 
 
-def losses(path: Path) -> dict[int, tuple[float, ...]]:
-    """Loss, gradient norm and fingerprint of what was read."""
-    names = ("train/loss", "train/grad_norm", "data/fingerprint")
-    rows = map(json.loads, path.read_text().splitlines())
-    return {step: tuple(metrics[name] for name in names) for step, metrics in rows}
+NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
 
 def trained(run: RunConfig, path: Path, *, inline: bool, **changes: object) -> dict[int, tuple[float, ...]]:
-    fit(override(run, changes), to_file(path), inline=inline)
-    return losses(path)
+    """Loss, gradient norm and fingerprint of what was read, as reported and as in the run's directory."""
+    run = override(run, changes)
+    fit(run, to_file(path), inline=inline)
+    reported = dict(map(json.loads, path.read_text().splitlines()))
+    written = {row.step: row.metrics for row in read_metrics(run_directory(run))}
+    assert reported == written
+    return {step: tuple(metrics[name] for name in NAMES) for step, metrics in written.items()}
 
 
 def assert_same(a: dict[int, tuple[float, ...]], b: dict[int, tuple[float, ...]]) -> None:
@@ -171,12 +174,12 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
         tried.append(len(tried))
         raise RayError("a worker died")
 
-    monkeypatch.setattr(fit_file, "are_there", lambda *_, **__: True)
+    monkeypatch.setattr(fit_file, "can_schedule", lambda *_, **__: True)
     monkeypatch.setattr(fit_file, "_train_on", die)
     monkeypatch.setattr(fit_file, "result_of", lambda _: len(tried) == 2 * ATTEMPTS)
     monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
-        fit_on_workers(run, None, Future(), Missing(), None)
+        fit_on_workers(run, MissingWorkers(), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 

@@ -74,7 +74,7 @@ def test_fewer_workers_go_on_and_all_when_they_are_back(home):
     assert [len(nodes) for nodes in run["nodes"]] == [4, 2, 4]
     steps = [step for step, *_ in run["reports"]]
     again = [step for step, after in pairwise(steps) if after <= step]
-    assert len(again) == 2, "one loss repeats steps; growing repeats its last report alone"
+    assert len(again) == 1, "the loss of a node repeats steps, growing does not"
 
 
 @pytest.mark.slow
@@ -89,6 +89,4 @@ def test_a_node_that_is_about_to_go_is_left_with_nothing_to_repeat(home):
     run = found(home, "drained")
     assert [len(nodes) for nodes in run["nodes"]] == [4, 2]
     steps = [step for step, *_ in run["reports"]]
-    repeated = [step for step, after in pairwise(steps) if after <= step]
-    assert len(repeated) == 1, "the last report, which a run that goes on sends again"
-    assert steps.count(repeated[0]) == 2
+    assert steps == sorted(set(steps))

@@ -1,0 +1,294 @@
+"""Real sweeps on a real Ray, through the public API: outcomes, what MLflow shows, the same call again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from mlflow import MlflowClient
+
+from jobs.show import ended_line
+from orchestrator.checkpoint.find import newest
+from orchestrator.codec import flat, override
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.frontier.points import Frontier, on_front
+from orchestrator.sweeps.agenda import Outcome
+from orchestrator.sweeps.branches import Trunk
+from orchestrator.sweeps.catalog.scales import SCALES
+from orchestrator.sweeps.catalog.space import families_space
+from orchestrator.sweeps.check import check_fits, check_sweep
+from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
+from orchestrator.sweeps.models import load_model
+from orchestrator.sweeps.run import Watch
+from orchestrator.sweeps.search import OptunaSearch
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.find import children, newest_of
+from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.training.resources import most_resources
+from orchestrator.training.run_directory import (
+    Result,
+    checkpoint_directory,
+    read_sweep,
+    result_of,
+    run_directory,
+)
+from tests.parts import start_ray
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+ARMS = {
+    "dense": {},
+    "soft": {"model.moe.router.kind": "soft", "model.moe.num_experts": 2},
+    "broken": {"model.moe.router.kind": "expert_choice", "model.moe.num_experts": 2},
+}
+FILES = {"frontier.html", "frontier.png", "frontier.svg", "frontier.json"}
+
+
+class Outcomes(Watch):
+    """Keeps how trials ended, and may act when one does."""
+
+    def __init__(self, ended: Callable[[str], None] = lambda name: None) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self._ended = ended
+
+    def ended(self, name: str, outcome: Outcome) -> None:
+        self.outcomes[name] = outcome
+        self._ended(name)
+
+
+@pytest.fixture
+def sweep(digits: str, tmp_path: Path) -> Sweep:
+    changes = {"name": "tiny", "data.path": digits, "storage": str(tmp_path / "home"), "train.steps": 10}
+    return Sweep(base=override(RunConfig(), changes), arms=ARMS)
+
+
+@pytest.fixture
+def tracking(empty_store: Callable[[Path], str], tmp_path: Path) -> Tracking:
+    return open_tracking(empty_store(tmp_path), artifacts=str(tmp_path / "artifacts"))
+
+
+def swept(
+    sweep: Sweep, tracking: Tracking, options: SweepOptions | None = None, watch: Outcomes | None = None
+) -> tuple[Frontier, dict[str, Outcome]]:
+    watch = watch or Outcomes()
+    frontier = run_sweep(sweep, replace(options or SweepOptions(), max_concurrent=1), watch=watch, store=tracking)
+    return frontier, watch.outcomes
+
+
+def shown(tracking: Tracking, sweep: Sweep) -> dict[str, str]:
+    """trial -> its status in MLflow."""
+    parent = newest_of(tracking, run_directory(sweep.base))
+    assert parent is not None
+    return {run.name: run.status for run in children(tracking, parent.run_id)}
+
+
+def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
+    sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("soft", "broken")})
+    client, folder = MlflowClient(tracking.uri), Path(run_directory(sweep.base))
+    in_the_way = folder / "trials/broken/checkpoints"  # a file where a folder must be
+    in_the_way.parent.mkdir(parents=True)
+    in_the_way.touch()
+    frontier, outcomes = swept(sweep, tracking)
+    assert "Not a directory" in str(outcomes.pop("broken"))
+    assert all(isinstance(outcome, Result) for outcome in outcomes.values())
+    assert "Traceback" in (in_the_way.parent / "error.txt").read_text()
+    runs = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
+    assert {name: run.info.status for name, run in runs.items()} == {
+        "tiny": "FAILED",
+        "soft": "FINISHED",
+        "broken": "FAILED",
+    }
+    assert "Not a directory" in runs["broken"].data.tags["error"]
+    assert {p.arm: p.status for p in frontier.points} == {"soft": "finished", "broken": "failed"}
+
+    in_the_way.unlink()
+    frontier, outcomes = swept(sweep, tracking)
+    assert list(outcomes) == ["broken"]
+    again = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
+    assert {n: r.info.run_id for n, r in again.items()} == {n: r.info.run_id for n, r in runs.items()}
+    assert {run.info.status for run in again.values()} == {"FINISHED"}
+    assert "error" not in again["broken"].data.tags
+
+    marked = {run.info.run_name for run in again.values() if run.data.tags.get("pareto") == "true"}
+    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    assert marked == on
+    assert on
+    assert {a.path for a in client.list_artifacts(again["tiny"].info.run_id)} == FILES
+    assert (folder / "frontier.html").stat().st_size > 10_000
+
+    aliases = dict(client.get_registered_model("tiny").aliases)
+    assert set(aliases) == {"pareto-fast", "pareto-knee", "pareto-best"}
+    assert not load_model("models:/tiny@pareto-best", tracking.uri).training
+    manifests = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
+    assert {arm for arm, manifest in manifests.items() if manifest.has_optimizer()} == on
+
+    for run in again.values():
+        for name in run.data.metrics:
+            steps = [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
+            assert len(steps) == len(set(steps)), (run.info.run_name, name)
+    soft = again["soft"]
+    flat_config = {name: str(value) for name, value in flat(sweep.runs()["soft"]).items()}
+    assert flat_config.items() <= soft.data.params.items()
+    assert len(soft.data.metrics) <= 60
+    (dataset,) = client.get_run(soft.info.run_id).inputs.dataset_inputs
+    assert sweep.base.data.path in dataset.dataset.source
+
+
+def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
+    """After --fresh the first version still loads its own weights, from where they were moved to."""
+    sweep = replace(sweep, arms={"dense": {}})
+    swept(sweep, tracking)
+    first = load_model("models:/tiny/1", tracking.uri).state_dict()
+    other = replace(sweep, base=override(sweep.base, {"train.seed": 5}))
+    swept(other, tracking, SweepOptions(mode="fresh"))
+    again = load_model("models:/tiny/1", tracking.uri).state_dict()
+    assert all(first[name].equal(again[name]) for name in first)
+    newer = load_model("models:/tiny@pareto-best", tracking.uri).state_dict()
+    assert any(not first[name].equal(newer[name]) for name in first)
+    weights = Path(f"{run_directory(sweep.base)}.old-1/trials/dense/checkpoints")
+    weights.rename(weights.with_name("gone"))
+    Path(run_directory(sweep.base), "trials/dense/checkpoints").rename(weights)
+    with pytest.raises(UsageError, match="holds other weights than were registered"):
+        load_model("models:/tiny/1", tracking.uri)
+
+
+def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path):
+    """One MLflow store, two users: each gets the frontier of its own arms."""
+    mine = replace(sweep, arms={"mine": {}})
+    swept(mine, tracking)
+    theirs = replace(
+        sweep, base=override(sweep.base, {"storage": str(tmp_path / "theirs")}), arms={"theirs": {}}
+    )
+    swept(theirs, tracking)
+    frontier, outcomes = swept(mine, tracking)
+    assert outcomes == {}
+    assert [p.arm for p in frontier.points] == ["mine"]
+
+
+def test_more_arms_and_seeds_may_come_but_none_may_change(sweep):
+    """What was trained stays true; the record of the sweep grows."""
+    sweep = replace(sweep, seeds=(0,))
+    acquire_sweep_dir(sweep, resume=False, labels={})
+    more = replace(sweep, arms={**ARMS, "plain": {}, "wide": {"model.width": 32}}, seeds=(0, 1))
+    acquire_sweep_dir(more, resume=True, labels={})
+    record = read_sweep(run_directory(sweep.base))
+    assert record is not None
+    assert (list(record.arms), record.seeds, len(record.trials)) == ([*ARMS, "plain", "wide"], [0, 1], 10)
+    for changed, what in (
+        (replace(more, base=override(more.base, {"train.lr": 1.0})), r"train\.lr: 0\.001 -> 1\.0"),
+        (replace(more, seeds=(1, 2)), r"seeds: \[0, 1\] -> \[1, 2\]"),
+        (replace(more, seeds=()), r"seeds: \[0, 1\] -> \[\]"),
+        (replace(more, arms=ARMS), r"arms.plain: \{\} -> None"),
+        (replace(more, arms={**more.arms, "wide": {"model.width": 64}}), r"arms.wide: .*32.* -> .*64"),
+        (replace(more, cost="cost/device_s"), "cost: 'cost/train_flops_6mac' -> 'cost/device_s'"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            acquire_sweep_dir(changed, resume=False, labels={})
+
+
+def test_a_bad_sweep_is_refused_before_anything_is_trained(sweep):
+    bad = replace(sweep, arms={"worse": {"model.moe.num_experts": 1}})
+    with pytest.raises(UsageError, match=r"arm worse: .*num_experts must be at least 2, got 1"):
+        check_sweep(bad)
+    with pytest.raises(UsageError, match=r"names \['colour'\]; the arms have"):
+        check_sweep(replace(sweep, claims=("colour=red beats family=dense",)))
+    wide = replace(sweep, arms={"wide": {"scale.workers": 4, "model.moe": None}})
+    with pytest.raises(UsageError, match=r"arm wide: 4 workers x 0\.5 CPU \+ 1 CPU for data = 3 CPUs"):
+        check_fits(wide)
+
+
+def test_one_run_by_itself(sweep, tracking):
+    run = override(sweep.base, {"name": "one"})
+    reported = []
+    result = train(run, report=lambda step, metrics: reported.append(step), store=tracking)
+    assert (result.status, reported) == ("finished", [10])
+    info = newest_of(tracking, run_directory(run))
+    assert info is not None
+    assert (info.status, info.metrics["val/acc1"]) == ("FINISHED", result.metrics["val/acc1"])
+    assert train(run, store=tracking) == result == result_of(run)
+    with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
+        run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
+
+
+def test_without_an_autoscaler_the_most_is_what_is_up():
+    """By a private function of Ray's, which would raise here if it moved."""
+    assert most_resources()["CPU"] == ray.cluster_resources()["CPU"] == 2
+
+
+class PauseAll:
+    """A policy that trains every trial to its fifth step, and `best` alone to the end."""
+
+    def __init__(self, best: str) -> None:
+        self.best = best
+
+    def jobs(self, standings):
+        from orchestrator.sweeps.agenda import Job
+
+        for one in standings:
+            if one.waiting and not one.reached:
+                yield Job(trial=one.trial, until=5)
+            elif one.waiting and one.trial.name == self.best:
+                yield Job(trial=one.trial, until=one.steps)
+
+
+@pytest.mark.smoke
+def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
+    frontier, outcomes = swept(sweep, tracking, SweepOptions(policy=PauseAll("soft")))
+    assert outcomes["soft"].status == "finished"
+    assert shown(tracking, sweep) == {"dense": "KILLED", "soft": "FINISHED", "broken": "KILLED"}
+    assert {p.arm: p.status for p in frontier.points} == {
+        "dense": "stopped",
+        "soft": "finished",
+        "broken": "stopped",
+    }
+    frontier, outcomes = swept(sweep, tracking)  # now to the end, from step 5
+    assert {p.status for p in frontier.points} == {"finished"}
+    assert set(shown(tracking, sweep).values()) == {"FINISHED"}
+    assert outcomes["dense"].metrics["resumed/step"] == 5
+
+
+@pytest.mark.smoke
+def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
+    sweep = replace(
+        sweep, arms={"dense": {}}, trunk=Trunk(at=(4, 8), cooldown=2), cost="cost/marginal_train_flops_6mac"
+    )
+    frontier, outcomes = swept(sweep, tracking)
+    assert list(outcomes) == ["dense-trunk", "dense-at4", "dense-at8"]
+    assert all(isinstance(outcome, Result) for outcome in outcomes.values()), outcomes
+    assert len([ended_line(sweep, outcome) for outcome in outcomes.values()]) == 3
+    assert [p.arm for p in frontier.points] == ["dense-at4", "dense-at8"]
+    assert len({p.cost for p in frontier.points}) == 1  # two steps each
+
+
+@pytest.mark.slow  # two sweeps
+def test_interrupted_it_leaves_nothing_running_and_the_same_call_goes_on(sweep, tracking):
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        swept(sweep, tracking, watch=Outcomes(interrupt))
+    assert "RUNNING" not in shown(tracking, sweep).values()
+    ray.shutdown()  # as it goes with its driver, and the trials with it
+    start_ray()
+    swept(sweep, tracking)
+    assert shown(tracking, sweep) == dict.fromkeys(ARMS, "FINISHED")
+
+
+@pytest.mark.slow  # two sweeps
+def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
+    space = families_space(SCALES["tiny"])
+    sweep = replace(sweep, arms={}, space=space)
+
+    def search(count: int) -> SweepOptions:
+        return SweepOptions(
+            search=OptunaSearch(space, base=sweep.base, count=count, sampler="random", seed=0)
+        )
+
+    _, first = swept(sweep, tracking, search(2))
+    assert list(first) == ["random-0001", "random-0002"]
+    frontier, more = swept(sweep, tracking, search(3))
+    assert list(more) == ["random-0003"]
+    assert [p.arm for p in frontier.points] == [*first, *more]
+    assert {p.status for p in frontier.points} == {"finished"}
