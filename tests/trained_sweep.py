@@ -1,13 +1,19 @@
 """A small sweep as it lies in a storage and in MLflow, made without Ray, for tests of what follows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.tracking import Tracking, open_tracking, track, track_training
+from orchestrator.data.manifest import open_manifest
+from orchestrator.sweeps.build import publish
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.tracking.sync import Sync
 from orchestrator.training.fit import fit
-from orchestrator.training.run_directory import checkpoint_directory, run_directory
+from orchestrator.training.run_directory import checkpoint_directory, write_sweep
+from tests.made_directories import begin_sweep, sweep_record
 
 ARMS = {
     "dense": {},
@@ -19,21 +25,16 @@ SHORT = {"model.width": 16, "train.steps": 20, "train.lr": 5e-3, "checkpoint.eve
 
 def train_sweep(home: Path, data: str) -> None:
     """The sweep `tiny` of three arms, and an export of each."""
-    with open_store(home) as store:
-        tags = {"role": "sweep", "objective.quality": "val/acc1", "objective.cost": "cost/train_flops_6mac"}
-        parent = track(store, f"{home}/tiny", "tiny", tags=tags)
-        for arm, changes in ARMS.items():
-            where = {"name": f"tiny/trials/{arm}", "data.path": data, "storage": str(home)}
-            run = override(RunConfig(), {**SHORT, **changes, **where})
-            tracked = track_training(
-                store, run, run_directory(run), parent=parent, role="trial", arm=arm, trial=arm
-            )
-            tracked.log(20, fit(run, lambda step, metrics: None, inline=True).metrics)
-            tracked.finish("FINISHED")
-            export(checkpoint_directory(run), f"{home}/{arm}.safetensors")
-        parent.finish("FINISHED")
+    base = override(RunConfig(), {**SHORT, "name": "tiny", "data.path": data, "storage": str(home)})
+    sweep = Sweep(base=base, arms=ARMS)
+    directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
+    for arm, run in sweep.runs().items():
+        fit(run, lambda step, metrics: None, inline=True)
+        export(checkpoint_directory(run), f"{home}/{arm}.safetensors")
+    write_sweep(directory, replace(sweep_record(directory), status="finished"))
+    publish(directory)
+    Sync(open_store(home), directory).update()
 
 
 def open_store(home: Path) -> Tracking:
-    uri = f"sqlite:///{home}/mlflow.db"
-    return open_tracking(uri, artifacts=f"{home}/mlartifacts", spool=f"{home}/outbox/tests")
+    return open_tracking(f"sqlite:///{home}/mlflow.db", artifacts=f"{home}/mlartifacts")

@@ -1,34 +1,46 @@
 """`jobs/report.py` as a user runs it, on a sweep that is trained."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from jobs import report
-from orchestrator.sweeps.report import FILES
-from orchestrator.tracking import EXPERIMENT
+from orchestrator.sweeps.build import FILES
+from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]
-OTHERS = ("--experiment", EXPERIMENT, "--quality", "val/acc1", "--cost", "cost/train_flops_6mac")
 
 
-def test_pages_lie_below_the_storage(home: Path, call: Call, tmp_path: Path, monkeypatch) -> None:
-    """A sweep's page lies beside its trials, that of another tool's runs in its own folder."""
+def test_the_page_is_drawn_again_and_mlflow_gets_what_it_lacks(
+    home: Path, call: Call, tmp_path: Path
+) -> None:
+    for name in FILES:
+        (home / "tiny" / name).unlink(missing_ok=True)
+    empty = f"sqlite:///{tmp_path}/other.db"
+    stopped, printed = call(report.main, "--name", "tiny", "--tracking-uri", empty)
+    assert stopped == ""
+    assert f"{home}/tiny/{{{','.join(FILES)}}}: 3 points of tiny" in printed
+    assert all((home / "tiny" / name).exists() for name in FILES)
+    assert f"MLflow at {empty} has all of {home}/tiny" in printed
+
+
+def test_the_page_of_a_sweep_whose_directory_is_away(
+    home: Path, call: Call, tmp_path: Path, monkeypatch
+) -> None:
+    """MLflow alone has it."""
     monkeypatch.chdir(tmp_path)
-    for flags, folder in ((("--name", "tiny"), home / "tiny"), (OTHERS, home / "reports" / EXPERIMENT)):
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-        stopped, printed = call(report.main, *flags)
-        assert stopped == ""
-        assert f"{folder}/{{{','.join(FILES)}}}: " in printed
-        assert all((folder / name).exists() for name in FILES)
-    assert list(tmp_path.iterdir()) == []
-    assert call(report.main, "--name", "tiny", "--out", "page")[0] == ""
+    store = open_store(home)
+    flags = ("--name", "tiny", "--storage", f"{tmp_path}/elsewhere", "--tracking-uri", store.uri)
+    stopped, printed = call(report.main, *flags, "--out", "page")
+    assert stopped == ""
+    assert "3 points of tiny" in printed
     assert sorted(path.name for path in (tmp_path / "page").iterdir()) == sorted(FILES)
+    shutil.rmtree(tmp_path / "page")
+    assert call(report.main, *flags[2:], "--name", "nosuch")[0].startswith(
+        "error: no sweep 'nosuch' at sqlite:"
+    )
 
 
 def test_mistakes_are_one_line(home: Path, call: Call) -> None:
     stopped, _ = call(report.main, "--name", "tiny", "--out", "/proc/nope")
     assert stopped == "error: --out /proc/nope cannot be written to: No such file or directory"
-    stopped, _ = call(report.main, *OTHERS, "--claim", "size wins")
-    assert stopped.startswith("error: --claim 'size wins': ")
-    assert call(report.main, "--experiment", EXPERIMENT)[0] == "2"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from orchestrator.training.metrics_file import read_metrics
+
 STEPS = 75  # of 64 images; an epoch has 22 or 23
 COMMON = [
     *("--set", f"train.steps={STEPS}", "--set", "train.report_every=1", "--set", "checkpoint.every=4"),
@@ -41,14 +43,16 @@ def train(home: Path, workers: int, *, kill_at: int | None = None) -> None:
 
 
 def history(home: Path) -> dict[str, list[float]]:
+    """As the run's directory has it; MLflow has the same steps."""
     client = MlflowClient(f"sqlite:///{home}/mlflow.db")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()], "")
+    shown = client.get_metric_history(run.info.run_id, "train/loss")
+    rows = read_metrics(f"{home}/run")
+    assert (
+        sorted(m.step for m in shown) == [row.images for row in rows] == list(range(64, 64 * STEPS + 1, 64))
+    )
     names = ("data/fingerprint", "train/loss", "train/grad_norm")
-    found = {
-        name: sorted(client.get_metric_history(run.info.run_id, name), key=lambda m: m.step) for name in names
-    }
-    assert all([m.step for m in metrics] == list(range(64, 64 * STEPS + 1, 64)) for metrics in found.values())
-    return {name: [m.value for m in metrics] for name, metrics in found.items()}
+    return {name: [row.metrics[name] for row in rows] for name in names}
 
 
 def close(a: Sequence[float], b: Sequence[float]) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import pareto_sweep, report
-from orchestrator.tracking import EXPERIMENT
+from orchestrator.tracking.store import EXPERIMENT
 
 SWEEP = """
 from orchestrator.codec import override
@@ -51,14 +51,17 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     assert [row["arm"] for row in rows if row["standing"] == "diverged"] == ["hot"]
     parent = runs["small"].info.run_id
     assert all(run.data.tags["mlflow.parentRunId"] == parent for name, run in runs.items() if name != "small")
-    version = client.get_model_version_by_alias("moe-frontier", "pareto-best")
+    version = client.get_model_version_by_alias("small", "pareto-best")
     assert version.run_id in {run.info.run_id for run in runs.values()}
 
     page = (home / "small/frontier.html").read_text()
     assert call(report.main, "--name", "small", "--out", str(tmp_path / "page"))[0] == ""
     assert (tmp_path / "page/frontier.html").read_text() == page
+    tags = runs["small"].data.tags
+    assert tags["mlflow.note.content"].startswith("# Sweep small")
+    assert "small.py:make" in tags["mlflow.source.name"]
 
-    versions = len(client.search_model_versions("name = 'moe-frontier'"))
+    versions = len(client.search_model_versions("name = 'small'"))
     trained = {path: path.stat().st_mtime_ns for path in home.glob("small/*/*/result.json")}
     assert len(trained) == 2
     stopped, said = call(pareto_sweep.main, *command)
@@ -66,4 +69,4 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     assert not re.search(r"step \d", said)
     assert trained == {path: path.stat().st_mtime_ns for path in trained}
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)
-    assert len(client.search_model_versions("name = 'moe-frontier'")) == versions
+    assert len(client.search_model_versions("name = 'small'")) == versions

@@ -73,7 +73,9 @@ def swept(
     sweep: Sweep, tracking: Tracking, options: SweepOptions | None = None, watch: Outcomes | None = None
 ) -> tuple[Frontier, dict[str, Outcome]]:
     watch = watch or Outcomes()
-    frontier = run_sweep(sweep, replace(options or SweepOptions(), max_concurrent=1), watch=watch, store=tracking)
+    frontier = run_sweep(
+        sweep, replace(options or SweepOptions(), max_concurrent=1), watch=watch, store=tracking
+    )
     return frontier, watch.outcomes
 
 

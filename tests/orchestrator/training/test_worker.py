@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,9 @@ def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
 
     storage.delete(storage.join(run_directory(run), "result.json"))
     assert trained(run) == [], "only its result was missing"
-    assert result_of(run) == result
+    again = result_of(run)
+    assert again
+    assert replace(again, time_s=result.time_s) == result
 
 
 def test_what_is_not_good_enough_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +121,7 @@ def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCapture
     best = max((before[step]["val/acc1"], -step) for step in (6, 12))
     with caplog.at_level(logging.INFO, "orchestrator"):
         (step, metrics), *_ = trained(run)
-    assert (step, metrics["resumed/step"]) == (18, 15)
+    assert (step, metrics["resumed/step"]) == (16, 15)
     (line,) = [r.getMessage() for r in caplog.records if "on from" in r.getMessage()]
     assert line == f"train: on from step 15 of 24, best val/acc1 {best[0]:.4g} at step {-best[1]}"
 
@@ -193,14 +196,14 @@ def test_a_run_is_not_complete_without_its_weights(run: RunConfig, monkeypatch: 
             trained(run)
     assert result_of(run) is None
     assert newest(checkpoint_directory(run))[1].step == 20
-    assert [step for step, _ in trained(run)] == [20, 21, 22, 23, 24]
+    assert [step for step, _ in trained(run)] == [21, 22, 23, 24]
     assert result_of(run) is not None
 
 
 def test_another_number_of_workers_or_checkpoints_is_the_same_run(run: RunConfig) -> None:
     trained(run, stop_at=12)
     kept = override(run, {"checkpoint.keep_last": 4, "checkpoint.every": 3, "scale.overlap_chunks": 2})
-    assert [step for step, _ in trained(kept)][:2] == [10, 11]
+    assert [step for step, _ in trained(kept)][:2] == [11, 12]
     steps = manifests.steps(checkpoint_directory(run))
     assert set(steps[-4:]) == {15, 18, 21, 24}
 
