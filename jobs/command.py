@@ -19,8 +19,6 @@ from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
 from orchestrator.data.adopt import adopt
 from orchestrator.data.manifest import has_manifest, open_manifest
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import model_location
 from orchestrator.prediction.plan import PLAN
@@ -110,11 +108,7 @@ def data_path(args: argparse.Namespace) -> str:
     if args.data:
         path = storage.absolute(args.data)
         return path if has_manifest(path) else adopt(path, root(args))
-    path = f"{root(args)}/data/digits"
-    if not has_manifest(path):
-        digits = open_source("digits")
-        write_shards(path, digits.classes, digits.splits)
-    return path
+    return driver.digits(root(args))
 
 
 def run_config(args: argparse.Namespace, base: RunConfig) -> RunConfig:

@@ -1,7 +1,7 @@
 """Predict many images with a trained model: the five best classes of each, as parquet files.
 
 python jobs/predict.py soft --images /data/photos --out /data/photos-soft
-python jobs/predict.py models:/moe-frontier@pareto-knee --images s3://bucket/shards --split val --out s3://bucket/said
+python jobs/predict.py models:/quickstart@pareto-knee --images s3://bucket/shards --split val --out s3://bucket/said
 python jobs/predict.py vmoe --images /data/photos --out /data/photos-k1 --set routing.k=1 routing.capacity=0.3
 
 Images are files at any depth below --images, or the rows of shards (a directory with manifest.json). An image

@@ -26,7 +26,6 @@ RESERVED = (  # what else lies below the storage
     "mlartifacts",
     "mlflow.db",
     "operating-points",
-    "outbox",
     "reports",
     "routing",
     "studies",

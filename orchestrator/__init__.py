@@ -1,8 +1,45 @@
-"""Data, training, sweeps, frontier and tracking for the models of `moe`."""
+"""Find the vision mixture-of-experts model that is worth its cost: train runs and sweeps, load their models.
 
+    from orchestrator import RunConfig, Sweep, digits, override, run_sweep
+
+    base = override(RunConfig(), {"name": "demo", "storage": "/tmp/demo", "data.path": digits("/tmp/demo")})
+    frontier = run_sweep(Sweep(base=base, arms={"dense": {}, "soft": {"model.moe.router.kind": "soft"}}))
+    print(frontier.to_dataframe())
+
+Names are imported when they are first used, so that `import orchestrator` stays cheap.
+"""
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrator.codec import override
+    from orchestrator.config import RunConfig
+    from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
+    from orchestrator.sweeps.models import load_model
+    from orchestrator.sweeps.sweep import Sweep
+
+__all__ = ["RunConfig", "Sweep", "SweepOptions", "digits", "load_model", "override", "run_sweep", "train"]
+
+_HOMES = {
+    "RunConfig": "config",
+    "Sweep": "sweeps.sweep",
+    "SweepOptions": "sweeps.driver",
+    "digits": "sweeps.driver",
+    "load_model": "sweeps.models",
+    "override": "codec",
+    "run_sweep": "sweeps.driver",
+    "train": "sweeps.driver",
+}
 
 # Read when torch is loaded, so set before. Threads that wait for each other at the end of a matmul give up
 # their core soon, after some 50 us. The default of several ms takes it from whatever else runs on the
 # machine, their own partners included (measured: bench/results/threads.json).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'orchestrator' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"orchestrator.{_HOMES[name]}"), name)

@@ -15,7 +15,9 @@ from ray.train import TrainingFailedError
 from orchestrator import storage
 from orchestrator.codec import changed_fields, flat, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.manifest import open_manifest
+from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.packing import write_shards
+from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeps.agenda import Policy, ToTheEnd
@@ -73,6 +75,15 @@ class SweepOptions:
     retrain: int = 0
     predicted: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def digits(root: str) -> str:
+    """Packs the bundled digits below a storage on first use; returns the path of the shards."""
+    path = storage.join(root, "data", "digits")
+    if not has_manifest(path):
+        source = open_source("digits")
+        write_shards(path, source.classes, source.splits)
+    return path
 
 
 def tracking_uri(root: str, uri: str | None = None) -> str:
