@@ -87,7 +87,7 @@ def _find_checkpoint(tracking: Tracking, run_id: str, digest: str) -> LoggedMode
 
 
 def model_name(sweep: str) -> str:
-    """The registered model of a sweep. Characters that MLflow refuses, or its filters misread, become dashes."""
+    """The registered model of a sweep, with dashes for characters that MLflow refuses or misreads."""
     return re.sub(r"[/:%'\"\\]", "-", sweep)
 
 
