@@ -105,9 +105,9 @@ def show_end(args: argparse.Namespace, sweep: Sweep, frontier: Frontier, progres
     from jobs.command import tracking_uri
     from jobs.show import print_frontier
     from orchestrator import storage
+    from orchestrator.tracking.projection import SUMMARY
     from orchestrator.tracking.registry import model_name
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.tracking.sync import SUMMARY
     from orchestrator.training.run_directory import read_json, run_directory
 
     folder, uri = run_directory(sweep.base), tracking_uri(args)

@@ -30,7 +30,8 @@ def report(args: argparse.Namespace) -> None:
     from jobs.show import print_frontier
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
-    from orchestrator.sweeps.build import FILES, mlflow_frontier, publish, sweep_frontier, write_files
+    from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
+    from orchestrator.sweeps.publish import FILES, publish, write_files
     from orchestrator.tracking.store import open_reader, redact_uri
     from orchestrator.tracking.sync import Sync
     from orchestrator.training.run_directory import locked, read_sweep

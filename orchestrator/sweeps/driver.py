@@ -21,9 +21,9 @@ from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeps.agenda import Policy, ToTheEnd
-from orchestrator.sweeps.build import publish
 from orchestrator.sweeps.check import check_fits, check_sweep
 from orchestrator.sweeps.prices import Budget
+from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
 from orchestrator.sweeps.search import OptunaSearch

@@ -11,12 +11,10 @@ import logging
 import math
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
@@ -24,129 +22,37 @@ from mlflow.utils.mlflow_tags import (
     MLFLOW_DATASET_CONTEXT,
     MLFLOW_LOGGED_ARTIFACTS,
     MLFLOW_PARENT_RUN_ID,
-    MLFLOW_RUN_NOTE,
 )
 
 from orchestrator import storage
-from orchestrator.codec import flat
 from orchestrator.errors import reason_of
-from orchestrator.tracking.find import CONFIG, find_by_tag
+from orchestrator.tracking.find import find_by_tag
+from orchestrator.tracking.projection import (
+    CONSTANT,
+    FINGERPRINT,
+    OURS,
+    SUMMARY,
+    TAG_LENGTH,
+    Projection,
+    project_run,
+    project_sweep,
+)
 from orchestrator.tracking.registry import log_checkpoint, register
 from orchestrator.tracking.store import Tracking, redact_uri
 from orchestrator.training import run_directory as runs
 from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
-from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
+from orchestrator.training.run_directory import Result, SweepRecord
 
 log = logging.getLogger(__name__)
 
 KEY = "moe_frontier.key"  # tag: the key of the run's directory
 SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial: the key of its sweep
 FILES = "moe_frontier.files"  # tag: artifact -> digest
-OURS = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags that may go again
-CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # metrics of one value, which are params
-FINGERPRINT = "data/fingerprint"  # a metric that no chart can show
-SUMMARY = "summary.json"  # what a sweep says of its frontier: note, metrics, tags, members, aliases, tables
-RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
-TAG_LENGTH, PARAM_LENGTH, DIGEST_LENGTH = 5000, 6000, 36  # that every MLflow takes whole
+PARAM_LENGTH, DIGEST_LENGTH = 6000, 36  # that every MLflow takes whole
 MOST_ITEMS = 900, 100  # metrics, and tags or params, of one request
 REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "PERMISSION_DENIED")
 EVERY_S = 5.0
 PATIENCE_S = 30.0  # for the last update, at the end of a command
-
-Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Projection:
-    """What MLflow shows of one directory, but for its reports.
-
-    Attributes:
-        files: names of artifacts, below the directory.
-        tables: artifacts in the format of MLflow's tables: name -> columns and rows.
-        metrics: results, which stand at `ended_s`.
-        dataset: path and digest.
-    """
-
-    directory: str
-    key: str
-    name: str
-    began_s: float
-    status: Status
-    ended_s: float
-    tags: Mapping[str, str]
-    params: Mapping[str, str] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    dataset: tuple[str, str]
-    files: tuple[str, ...] = ()
-    tables: Mapping[str, Any] = field(default_factory=dict)
-    result: Result | None = None
-
-
-def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str], live: bool) -> Projection:
-    """`live`: the process that trains the run is at work; otherwise a run without a result was killed."""
-    result, error = runs.read_result(directory), runs.read_error(directory)
-    pauses = runs.read_pauses(directory)
-    tags = {**labels, "directory": directory}
-    params = {name: str(value) for name, value in flat(record.config).items()}
-    status: Status = "RUNNING" if live else "KILLED"
-    if result is not None:
-        status = "FINISHED" if result.status == "finished" else "FAILED"
-        params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
-        if FINGERPRINT in result.metrics:
-            tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
-        if result.status == "diverged":
-            tags |= {"diverged": "true", "error": f"diverged at step {result.step}"}
-    elif error:
-        status, tags["error"] = "FAILED", error
-    elif pauses:
-        tags["paused" if live else "stopped"] = str(pauses[-1].step)
-    text = json.dumps(record.config, separators=(",", ":"))
-    parts = [text[i : i + TAG_LENGTH] for i in range(0, len(text), TAG_LENGTH)]
-    tags |= {f"{CONFIG}.{i}" if i else CONFIG: part for i, part in enumerate(parts)}
-    return Projection(
-        directory=directory,
-        key=record.key,
-        name=str(record.config["name"]).rsplit("/", 1)[-1],
-        began_s=record.began_s,
-        status=status,
-        ended_s=result.time_s if result else time.time(),
-        tags=tags,
-        params=params,
-        dataset=(str(record.config["data"]["path"]), record.data_digest),
-        files=RUN_FILES,
-        result=result,
-    )
-
-
-def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
-    summary = runs.read_json(storage.join(directory, SUMMARY)) or {}
-    ends: dict[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
-    tags = {
-        **record.labels,
-        "role": "sweep",
-        "directory": directory,
-        "objective.quality": record.quality,
-        "objective.cost": record.cost,
-        "seeds": str(max(1, len(record.seeds))),
-        **({"claims": "\n".join(record.claims)} if record.claims else {}),
-        **({"reference": json.dumps(record.reference)} if record.reference else {}),
-        **summary.get("tags", {}),
-    }
-    if note := summary.get("note"):
-        tags[MLFLOW_RUN_NOTE] = note
-    return Projection(
-        directory=directory,
-        key=record.key,
-        name=record.name,
-        began_s=record.began_s,
-        status="RUNNING" if live else ends.get(record.status, "KILLED"),
-        ended_s=summary.get("time_s", time.time()),
-        tags=tags,
-        metrics=summary.get("metrics", {}),
-        dataset=(str(record.base["data"]["path"]), record.data_digest),
-        files=tuple(summary.get("files", ())),
-        tables=summary.get("tables", {}),
-    )
 
 
 class _Mirror:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs import report
-from orchestrator.sweeps.build import FILES
+from orchestrator.sweeps.publish import FILES
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]

@@ -12,10 +12,12 @@ from moe.cost import train_flops_6mac
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import front_points, hypervolume
 from orchestrator.sweeps.branches import Trunk
-from orchestrator.sweeps.build import mlflow_frontier, publish, sweep_frontier, write_files
+from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
+from orchestrator.sweeps.publish import publish, write_files
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import open_reader, open_tracking
-from orchestrator.tracking.sync import SUMMARY, Sync
+from orchestrator.tracking.sync import Sync
 from orchestrator.training.run_directory import write_sweep
 from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
 

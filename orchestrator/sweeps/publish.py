@@ -1,0 +1,171 @@
+"""What a sweep leaves beside its runs: page, pictures, table, and a summary from which MLflow is filled."""
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator import storage
+from orchestrator.frontier.operating import gains, operating_costs
+from orchestrator.frontier.page import frontier_page
+from orchestrator.frontier.picture import frontier_picture
+from orchestrator.frontier.points import (
+    Frontier,
+    Point,
+    everything,
+    front_points,
+    hypervolume,
+    is_complete,
+    knee_point,
+    on_front,
+    panel,
+    standings,
+)
+from orchestrator.sweeps.build import TrialRecord, ids, read_trials, sweep_frontier
+from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
+from orchestrator.tracking.find import table
+from orchestrator.tracking.projection import SUMMARY
+from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep, write_json
+
+PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
+FILES = (PAGE, PNG, SVG)
+FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "confirmed"
+
+
+def write_files(frontier: Frontier, folder: str) -> list[str]:
+    """Writes page and pictures below a local folder or a URI; returns their names."""
+    with tempfile.TemporaryDirectory() as temporary:
+        files = _draw(frontier, Path(temporary))
+        for file in files:
+            storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
+    return [file.name for file in files]
+
+
+def publish(directory: str) -> Frontier:
+    """Writes page, pictures, table and summary of a sweep to its directory, from where MLflow gets them."""
+    sweep = read_sweep(directory)
+    frontier = sweep_frontier(directory)
+    assert sweep is not None
+    trials = {trial.run_id: trial for trial in read_trials(directory, sweep)}
+    files = write_files(frontier, directory)
+    members = [run for p, on in zip(frontier.points, on_front(frontier), strict=True) if on for run in ids(p)]
+    metrics = {"hypervolume": hypervolume(frontier), "frontier/points": float(len(front_points(frontier)))}
+    if best := front_points(frontier):
+        metrics[f"frontier/best/{frontier.quality_name}"] = best[-1].quality
+    for gain in gains(frontier):
+        name = f"hypervolume/{gain.cost_name}/{gain.models.replace(' ', '_')}"
+        metrics |= {f"{name}/as_trained": gain.without, f"{name}/operating": gain.with_points}
+    tables = {"frontier.json": table(frontier_table(frontier))}
+    tags = {
+        "hypervolume.reference": f"{frontier.cost_name}={frontier.reference[0]:g}, "
+        f"{frontier.quality_name}={frontier.reference[1]:g}"
+    }
+    rows = read_json(storage.join(directory, TABLE))
+    if rows is not None:
+        tags[TAG] = str(len(rows))
+        tables[TABLE] = table(table_of(rows))
+    summary = {
+        "time_s": time.time(),
+        "note": _note(frontier, sweep),
+        "metrics": metrics,
+        "tags": tags,
+        "pareto": members,
+        "aliases": _aliases(frontier, trials),
+        "files": files,
+        "tables": tables,
+    }
+    write_json(storage.join(directory, SUMMARY), summary)
+    return frontier
+
+
+def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:
+    """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the
+    knee's arm trained for longer, if it was.
+    """
+    front = front_points(frontier)
+    if not front:
+        return {}
+    knee = knee_point(frontier.points)
+    named = {FAST: front[0], KNEE: knee, BEST: front[-1]}
+    for point in frontier.rest:
+        if is_complete(point) and point.arm == knee.arm:
+            named[CONFIRMED] = point
+    found = {}
+    for alias, point in named.items():
+        run = _typical_seed(point)
+        if trials[run].checkpoint:
+            found[alias] = {
+                "run": run,
+                "checkpoint": trials[run].checkpoint,
+                "weights": trials[run].weights,
+                "description": _description(frontier, alias, point, run),
+            }
+    return found
+
+
+def _typical_seed(point: Point) -> str:
+    """The run of the seed whose quality is nearest to the arm's mean."""
+    runs = ids(point)
+    qualities = point.qualities or (point.quality,)
+    return min(zip(runs, qualities, strict=True), key=lambda each: abs(each[1] - point.quality))[0]
+
+
+def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:
+    quality = f"{frontier.quality_name} {point.quality:.4f}"
+    if point.qualities:
+        each = ", ".join(f"{q:.4f}" for q in point.qualities)
+        quality += f" (mean of {len(point.qualities)} seeds: {each}; this is {run}, nearest to the mean)"
+    else:
+        quality += " (one seed)"
+    longer = ", retrained for longer than the sweep's trials" if alias == CONFIRMED else ""
+    return (
+        f"Sweep {frontier.name}, arm {point.arm}{longer}: {quality}; {frontier.cost_name} {point.cost:.4g}."
+    )
+
+
+def _note(frontier: Frontier, sweep: SweepRecord) -> str:
+    """The description of the sweep's MLflow run, in markdown."""
+    seeds = f"{len(sweep.seeds)} seeds each" if len(sweep.seeds) > 1 else "one seed each"
+    data = sweep.base.get("data", {}).get("path", "")
+    lines = [
+        f"# Sweep {sweep.name}",
+        "",
+        f"{len(frontier.points)} arms, {seeds}; {sweep.quality} against {sweep.cost}. Data: `{data}`"
+        f" (digest `{sweep.data_digest[:12]}`). Hypervolume {hypervolume(frontier):.4f}, in decades of cost"
+        f" times fractions of quality, from {frontier.quality_name}={frontier.reference[1]:g} at"
+        f" {frontier.cost_name}={frontier.reference[0]:.4g}.",
+        "",
+        f"| frontier | {sweep.quality} | {sweep.cost} |",
+        "|---|---|---|",
+    ]
+    for point in front_points(frontier):
+        spread = f" ({min(point.qualities):.4f} to {max(point.qualities):.4f})" if point.qualities else ""
+        lines.append(f"| {point.arm} | {point.quality:.4f}{spread} | {point.cost:.4g} |")
+    return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])
+
+
+def frontier_table(frontier: Frontier) -> dict[str, list[Any]]:
+    """Column -> values, a row for every point."""
+    rows = list(zip(everything(frontier), standings(frontier), strict=True))
+    columns: dict[str, list[Any]] = {
+        "arm": [p.arm for p, _ in rows],
+        "family": [p.family for p, _ in rows],
+        "standing": [standing for _, standing in rows],
+        frontier.cost_name: [p.cost for p, _ in rows],
+        frontier.quality_name: [p.quality for p, _ in rows],
+    }
+    columns |= {name: [p.costs.get(name, math.nan) for p, _ in rows] for name in frontier.panels}
+    return columns | {"run": [", ".join(ids(p)) for p, _ in rows]}
+
+
+def _draw(frontier: Frontier, folder: Path) -> list[Path]:
+    page, *pictures = (folder / name for name in FILES)
+    page.write_text(frontier_page(frontier), encoding="utf-8")
+    for picture in pictures:
+        frontier_picture(frontier, picture)
+    for cost in operating_costs(frontier):
+        pictures.append(folder / PICTURES[cost])
+        frontier_picture(panel(frontier, cost), pictures[-1])
+    return [page, *pictures]

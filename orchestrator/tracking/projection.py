@@ -1,0 +1,117 @@
+"""What MLflow shows of the directory of a run or a sweep."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+
+from orchestrator import storage
+from orchestrator.codec import flat
+from orchestrator.tracking.find import CONFIG
+from orchestrator.training import run_directory as runs
+from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
+
+CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # metrics of one value, which are params
+FINGERPRINT = "data/fingerprint"  # a metric that no chart can show
+OURS = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags that may go again
+RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
+SUMMARY = "summary.json"  # what a sweep says of its frontier: note, metrics, tags, members, aliases, tables
+TAG_LENGTH = 5000  # of a tag that every MLflow takes whole
+
+Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """What MLflow shows of one directory, but for its reports.
+
+    Attributes:
+        files: names of artifacts, below the directory.
+        tables: artifacts in the format of MLflow's tables: name -> columns and rows.
+        metrics: results, which stand at `ended_s`.
+        dataset: path and digest.
+    """
+
+    directory: str
+    key: str
+    name: str
+    began_s: float
+    status: Status
+    ended_s: float
+    tags: Mapping[str, str]
+    params: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    dataset: tuple[str, str]
+    files: tuple[str, ...] = ()
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    result: Result | None = None
+
+
+def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str], live: bool) -> Projection:
+    """`live`: the process that trains the run is at work; otherwise a run without a result was killed."""
+    result, error = runs.read_result(directory), runs.read_error(directory)
+    pauses = runs.read_pauses(directory)
+    tags = {**labels, "directory": directory}
+    params = {name: str(value) for name, value in flat(record.config).items()}
+    status: Status = "RUNNING" if live else "KILLED"
+    if result is not None:
+        status = "FINISHED" if result.status == "finished" else "FAILED"
+        params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
+        if FINGERPRINT in result.metrics:
+            tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
+        if result.status == "diverged":
+            tags |= {"diverged": "true", "error": f"diverged at step {result.step}"}
+    elif error:
+        status, tags["error"] = "FAILED", error
+    elif pauses:
+        tags["paused" if live else "stopped"] = str(pauses[-1].step)
+    text = json.dumps(record.config, separators=(",", ":"))
+    parts = [text[i : i + TAG_LENGTH] for i in range(0, len(text), TAG_LENGTH)]
+    tags |= {f"{CONFIG}.{i}" if i else CONFIG: part for i, part in enumerate(parts)}
+    return Projection(
+        directory=directory,
+        key=record.key,
+        name=str(record.config["name"]).rsplit("/", 1)[-1],
+        began_s=record.began_s,
+        status=status,
+        ended_s=result.time_s if result else time.time(),
+        tags=tags,
+        params=params,
+        dataset=(str(record.config["data"]["path"]), record.data_digest),
+        files=RUN_FILES,
+        result=result,
+    )
+
+
+def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
+    summary = runs.read_json(storage.join(directory, SUMMARY)) or {}
+    ends: dict[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
+    tags = {
+        **record.labels,
+        "role": "sweep",
+        "directory": directory,
+        "objective.quality": record.quality,
+        "objective.cost": record.cost,
+        "seeds": str(max(1, len(record.seeds))),
+        **({"claims": "\n".join(record.claims)} if record.claims else {}),
+        **({"reference": json.dumps(record.reference)} if record.reference else {}),
+        **summary.get("tags", {}),
+    }
+    if note := summary.get("note"):
+        tags[MLFLOW_RUN_NOTE] = note
+    return Projection(
+        directory=directory,
+        key=record.key,
+        name=record.name,
+        began_s=record.began_s,
+        status="RUNNING" if live else ends.get(record.status, "KILLED"),
+        ended_s=summary.get("time_s", time.time()),
+        tags=tags,
+        metrics=summary.get("metrics", {}),
+        dataset=(str(record.base["data"]["path"]), record.data_digest),
+        files=tuple(summary.get("files", ())),
+        tables=summary.get("tables", {}),
+    )
