@@ -22,7 +22,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from jobs.progress import TrialProgress
-    from orchestrator.frontier.points import Frontier
+    from orchestrator.frontier.frontier import Frontier
     from orchestrator.sweeps.budget import Plan
     from orchestrator.sweeps.run import SweepRun
     from orchestrator.sweeps.search import OptunaSearch
@@ -125,9 +125,9 @@ def train_and_report(
     """run -> why it failed."""
     from jobs.progress import TrialProgress
     from jobs.show import print_compared, status_line
+    from orchestrator.frontier.points import knee_points
     from orchestrator.sweeps.agenda import ToTheEnd
     from orchestrator.sweeps.budget import predicted_against_actual
-    from orchestrator.sweeps.confirm import knees
     from orchestrator.sweeps.log import TrialLog
     from orchestrator.sweeps.progress import snapshot
     from orchestrator.sweeps.purse import Purse
@@ -170,7 +170,7 @@ def train_and_report(
         print(f"early stopping: {paused} of {len(standings)} trials stay paused")
     frontier = publish(store, sweep.base.name, folder)
     with progress:
-        for point in knees(frontier, 0 if left else args.confirm):
+        for point in knee_points(frontier.points, 0 if left else args.confirm):
             failed |= confirm_arm(sweep, run, point.arm, store, parent, progress)
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)

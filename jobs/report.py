@@ -13,7 +13,7 @@ from jobs.usage import add_places, command, plain_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.frontier.points import Frontier
+    from orchestrator.frontier.frontier import Frontier
     from orchestrator.tracking import Tracking
 
 

@@ -7,7 +7,6 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
 from orchestrator.sweeps.log import newest_checkpoint
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.sweeps.trial import reason_of
@@ -17,16 +16,6 @@ from orchestrator.training.cluster import check_resources
 from orchestrator.training.fit import fit
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import Report, Result, result_of, run_directory
-
-
-def knees(frontier: Frontier, count: int) -> list[Point]:
-    """The knee of the MoE points, then that of the rest, and so on; of all points where none is MoE."""
-    complete = [p for p in frontier.points if is_complete(p)]
-    left, found = [p for p in complete if p.family != "dense"] or complete, list[Point]()
-    while left and len(found) < count:
-        found.append(knee_point(left))
-        left.remove(found[-1])
-    return found
 
 
 def confirm_config(sweep: Sweep, trial: Trial) -> RunConfig:

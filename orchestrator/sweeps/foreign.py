@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import Frontier, Point
-from orchestrator.sweeps.report import Axes, framed, status_of
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point
+from orchestrator.sweeps.report import Axes, make_frontier, status_of
 from orchestrator.tracking import Found
 
 
@@ -33,7 +34,6 @@ def foreign_frontier(
                 status=status_of(run),
                 costs=dict(run.metrics),
                 settings={"family": str(known.get(family, "runs")), **fields},
-                ended=run.end_s or math.nan,
             )
         )
     if not any(math.isfinite(p.cost) and math.isfinite(p.quality) for p in points):
@@ -42,7 +42,7 @@ def foreign_frontier(
             f"none of {len(runs)} runs has both {axes.quality!r} and {axes.cost!r}; their metrics:"
             f" {', '.join(seen) or 'none'}"
         )
-    return framed(name, tuple(points), axes, claims=tuple(claims))
+    return make_frontier(name, tuple(points), axes, claims=tuple(claims))
 
 
 def _number(text: str) -> str | float:

@@ -2,7 +2,8 @@
 
 from moe.vit import ViT
 from orchestrator.checkpoint.weights import load_newest
-from orchestrator.frontier.points import Frontier, front_points, is_complete, knee_point
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import is_complete
 from orchestrator.sweeps.log import newest_checkpoint
 from orchestrator.tracking import Tracking, checkpoint_of, register
 from orchestrator.tracking.find import found_run
@@ -14,11 +15,11 @@ def register_frontier(tracking: Tracking, frontier: Frontier) -> dict[str, str]:
     """alias -> version: the cheapest point of the front, the one with the highest quality, and the knee; of
     the knee the confirmed run, if there is one.
     """
-    front = front_points(frontier)
+    front = frontier.front
     if not front:
         return {}
-    confirmed = [p for p in frontier.rest if is_complete(p)]
-    knee = confirmed[0] if confirmed else knee_point(frontier.points)
+    confirmed = [p for p in frontier.retrained if is_complete(p)]
+    knee = confirmed[0] if confirmed else frontier.knee
     versions: dict[str, str] = {}
     for alias, point in {FAST: front[0], KNEE: knee, BEST: front[-1]}.items():
         if kept := newest_checkpoint(found_run(tracking, point.run_id).config()):

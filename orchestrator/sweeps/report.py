@@ -7,24 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.frontier.operating import gains, operating_costs
+from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.picture import frontier_picture
-from orchestrator.frontier.points import (
-    Frontier,
-    Point,
-    Status,
-    everything,
-    hypervolume,
-    on_front,
-    panel,
-    standings,
-)
+from orchestrator.frontier.points import Point, Status
 from orchestrator.sweeps.operating import PICTURES, read_operating, with_operating
 from orchestrator.sweeps.settings import settings
 from orchestrator.tracking import Found, Tracking, children, find_sweep, writer
@@ -80,9 +69,11 @@ def sweep_frontier(sweep: Found, runs: Sequence[Found]) -> Frontier:
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
     claims = tuple(filter(None, sweep.tags.get("claims", "").split("\n")))
-    return with_operating(
-        framed(sweep.name, trials, axes, rest=confirmed, note=note, claims=claims), read_operating(sweep)
+    spending = _spending(by_role["trial"] + by_role["trunk"])
+    frontier = make_frontier(
+        sweep.name, trials, axes, retrained=confirmed, note=note, claims=claims, spending=spending
     )
+    return with_operating(frontier, read_operating(sweep))
 
 
 def write_files(frontier: Frontier, folder: str) -> None:
@@ -109,9 +100,7 @@ def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     tracking.flush(timeout_s=None)
     sweep, runs = _read(tracking, name)
     frontier = sweep_frontier(sweep, runs)
-    members = {
-        run_id for p, on in zip(frontier.points, on_front(frontier), strict=True) if on for run_id in ids(p)
-    }
+    members = {run_id for point in frontier.front for run_id in point.run_ids}
     for run in runs:
         marked = run.tags.get("pareto") == "true"
         if (run.run_id in members) != marked:
@@ -121,9 +110,10 @@ def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
         for file in _draw(frontier, Path(temporary)):
             parent.write_file(file)
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
-    parent.write_table("frontier.json", table(frontier))
-    at = f"{frontier.cost_name}={frontier.reference[0]:g}, {frontier.quality_name}={frontier.reference[1]:g}"
-    parent.tag(**{"hypervolume": f"{hypervolume(frontier):.6f}", "hypervolume.reference": at})
+    parent.write_table("frontier.json", frontier.to_dataframe().to_dict("list"))
+    cost, quality = frontier.bound
+    at = f"{frontier.cost_name}={cost:g}, {frontier.quality_name}={quality:g}"
+    parent.tag(**{"hypervolume": f"{frontier.hypervolume:.6f}", "hypervolume.reference": at})
     for gain in gains(frontier):
         name = f"hypervolume/{gain.cost_name}/{gain.models.replace(' ', '_')}"
         values = {f"{name}/as_trained": gain.without, f"{name}/operating": gain.with_points}
@@ -132,59 +122,54 @@ def publish(tracking: Tracking, name: str, folder: str) -> Frontier:
     return frontier
 
 
-def table(frontier: Frontier) -> dict[str, list[Any]]:
-    """Column -> values, a row for every point."""
-    rows = list(zip(everything(frontier), standings(frontier), strict=True))
-    columns: dict[str, list[Any]] = {
-        "arm": [p.arm for p, _ in rows],
-        "family": [p.family for p, _ in rows],
-        "standing": [standing for _, standing in rows],
-        frontier.cost_name: [p.cost for p, _ in rows],
-        frontier.quality_name: [p.quality for p, _ in rows],
-    }
-    columns |= {name: [p.costs.get(name, math.nan) for p, _ in rows] for name in frontier.panels}
-    return columns | {"run": [", ".join(ids(p)) for p, _ in rows]}
-
-
-def ids(point: Point) -> list[str]:
-    """MLflow runs of a point: one for each seed."""
-    return [point.run_id, *(run_id for run_id, _ in point.runs)]
-
-
-def framed(
+def make_frontier(
     name: str,
     points: tuple[Point, ...],
     axes: Axes,
     *,
-    rest: tuple[Point, ...] = (),
+    retrained: tuple[Point, ...] = (),
     note: str = "",
     claims: tuple[str, ...] = (),
+    spending: tuple[tuple[str, float], ...] = (),
 ) -> Frontier:
-    """With the panels that all finished points have, and the reference at 1.1 times the highest cost."""
-    done = [p for p in points if p.status == "finished"]
-    panels = tuple(n for n in PANELS if n != axes.cost and done and all(n in p.costs for p in done))
-    highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
+    """The frontier whose reference is 1.1 times the highest of each cost among these points."""
+    highest = {axes.cost: 1.0}
+    for name in (axes.cost, *PANELS):
+        costs_known = [p.cost if name == axes.cost else p.costs.get(name, math.nan) for p in points]
+        if positive := [cost for cost in costs_known if 0 < cost < math.inf]:
+            highest[name] = max(positive)
     return Frontier(
         name=name,
         cost_name=axes.cost,
         quality_name=axes.quality,
         points=points,
-        rest=rest,
-        reference=(1.1 * highest, axes.chance),
-        panels=panels,
+        retrained=retrained,
+        reference={axes.quality: axes.chance} | {metric: 1.1 * cost for metric, cost in highest.items()},
         claims=claims,
+        spending=spending,
         note=note,
     )
+
+
+def _spending(runs: Sequence[Found]) -> tuple[tuple[str, float], ...]:
+    """(run id, device seconds) of each run, in the order in which the runs ended.
+
+    A stopped trial is closed when the sweep ends, long after it was trained, so it counts from its start.
+    """
+    times = [(run.start_s if status_of(run) == "stopped" else run.end_s or math.inf, run) for run in runs]
+    ordered = sorted(times, key=lambda time_run: time_run[0])
+    own = "cost/marginal_device_s"  # of a branch, whose cost/device_s has that of its trunk too
+    return tuple((r.run_id, r.metrics.get(own, r.metrics.get("cost/device_s", 0.0))) for _, r in ordered)
 
 
 def _draw(frontier: Frontier, folder: Path) -> list[Path]:
     page, *pictures = (folder / name for name in FILES)
     page.write_text(frontier_page(frontier), encoding="utf-8")
     for picture in pictures:
-        frontier_picture(frontier, picture)
+        frontier.save_picture(picture)
     for cost in operating_costs(frontier):
         pictures.append(folder / PICTURES[cost])
-        frontier_picture(panel(frontier, cost), pictures[-1])
+        frontier.at_cost(cost).save_picture(pictures[-1])
     return [page, *pictures]
 
 
@@ -218,8 +203,6 @@ def _point(arm: str, seeds: Sequence[Found], axes: Axes, configs: Mapping[str, R
         details={label: _mean(seeds, name) for name, label in MEASURED if name in first.metrics},
         costs={n: _mean(seeds, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
-        spent=sum(run.metrics.get("cost/device_s", 0.0) for run in seeds),
-        ended=max((run.end_s or math.nan for run in seeds), default=math.nan),
     )
     if len(seeds) == 1 or not whole:
         return replace(point, runs=tuple((run.run_id, run.url) for run in seeds[1:]))

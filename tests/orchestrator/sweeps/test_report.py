@@ -12,10 +12,10 @@ from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import Frontier, front_points, hypervolume
+from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.foreign import foreign_frontier
-from orchestrator.sweeps.report import Axes, ids, publish, read_frontier, write_files
+from orchestrator.sweeps.report import Axes, publish, read_frontier, write_files
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import Tracking, find_runs, open_reader, open_tracking, track, track_training
 
@@ -62,11 +62,13 @@ def told(store: Tracking, sweep: Sweep, folder: Path, ends: dict[str, float | st
 def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(store, tmp_path):
     sweep = Sweep(base=override(RunConfig(), {"name": "s"}), arms={"a": {}, "b": {}}, seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "FAILED"}
-    a, b = told(store, sweep, tmp_path, ends).points
+    frontier = told(store, sweep, tmp_path, ends)
+    a, b = frontier.points
     assert (a.arm, a.status, a.qualities) == ("a", "finished", (0.8, 0.9))
     assert a.quality == pytest.approx(0.85)
-    assert (len(ids(a)), a.spent) == (2, 4.0)
     assert (b.arm, b.status) == ("b", "failed")
+    assert {run_id for run_id, _ in frontier.spending} == {*a.run_ids, *b.run_ids}
+    assert sum(seconds for _, seconds in frontier.spending) == 6.0
     assert math.isnan(b.quality)
     client = MlflowClient(store.uri)
     tags = {r.info.run_name: r.data.tags for r in client.search_runs([store.experiment_id])}
@@ -77,7 +79,7 @@ def test_an_arm_whose_seeds_were_not_all_begun_is_no_point(store, tmp_path):
     sweep = Sweep(base=override(RunConfig(), {"name": "s"}), arms={"a": {}, "b": {}}, seeds=(0, 1))
     frontier = told(store, sweep, tmp_path, {"a-seed0": 0.99, "b-seed0": 0.8, "b-seed1": 0.9})
     assert {p.arm: p.status for p in frontier.points} == {"a": "stopped", "b": "finished"}
-    assert [p.arm for p in front_points(frontier)] == ["b"]
+    assert [p.arm for p in frontier.front] == ["b"]
 
 
 def test_stopping_makes_nobody_cheap(store, tmp_path):
@@ -94,7 +96,7 @@ def test_what_did_not_finish_is_counted_and_never_judged(how, store, tmp_path):
     sweep = Sweep(base=override(RunConfig(), {"name": "s"}), arms={"a": {}, "b": {}})
     frontier = told(store, sweep, tmp_path, {"a": 0.8, "b": how})
     assert [p.status for p in frontier.points] == ["finished", how]
-    assert [p.arm for p in front_points(frontier)] == ["a"]
+    assert [p.arm for p in frontier.front] == ["a"]
 
 
 def test_the_page_says_how_branches_are_charged(store, tmp_path):
@@ -115,7 +117,7 @@ def test_it_is_built_again_from_mlflow_alone(store, tmp_path):
     first = told(store, sweep, tmp_path, {"a": 0.8, "b": 0.9})
     again = read_frontier(open_reader(store.uri), "it's")
     assert again.points == first.points
-    assert hypervolume(again) == hypervolume(first)
+    assert again.hypervolume == first.hypervolume
     write_files(again, str(tmp_path / "again"))
     page = (tmp_path / "again/frontier.html").read_text()
     assert page == (tmp_path / "report/frontier.html").read_text()
@@ -136,7 +138,7 @@ def test_runs_of_another_tool_that_names_its_metrics(store):
     axes = Axes(quality="accuracy", cost="gpu_hours", chance=0.1)
     claims = ["optimizer=adam beats optimizer=sgd"]
     frontier = foreign_frontier("theirs", runs, axes, family="optimizer", claims=claims)
-    assert [p.arm for p in front_points(frontier)] == ["small", "large"]
+    assert [p.arm for p in frontier.front] == ["small", "large"]
     assert {p.family for p in frontier.points} == {"adam", "sgd"}
     with pytest.raises(
         UsageError, match="none of 3 runs has both 'acc' and 'gpu_hours'; their metrics: accuracy"

@@ -13,7 +13,6 @@ from orchestrator.checkpoint.find import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import on_front
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.catalog.scales import SCALES
@@ -108,7 +107,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tracking
     frontier = publish(tracking, "tiny", str(tmp_path / "report"))
     found = [client.get_run(run.info.run_id) for run in again.values()]
     marked = {run.info.run_name for run in found if run.data.tags.get("pareto") == "true"}
-    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    on = {point.arm for point in frontier.front}
     assert marked == on
     assert on
     parent = again["tiny"].info.run_id
