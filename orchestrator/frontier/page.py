@@ -5,7 +5,7 @@ sorts the table. The file asks the network for nothing, and its content security
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
 from jinja2 import Environment
@@ -87,7 +87,7 @@ def _counts(frontier: Frontier) -> Json:
     return {what: count for what, count in counts.items() if count or what in always}
 
 
-def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, list[tuple[object, str]]]]:
+def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
     """Point, role, status, and for each number what it is sorted by, empty if it is unknown, and its text."""
     columns = [
         [(point.cost, figure.cost_text(point, panel.cost_name)) for point in panel.all_points]
