@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from orchestrator.frontier.pareto import ranks
+from orchestrator.frontier.pareto import pareto_front
 from orchestrator.sweeps.agenda import Job, Standing, ToTheEnd
 
 Arrival = ToTheEnd  # every arm to its end as it arrives: a random subset, for arrivals are shuffled
@@ -48,6 +48,18 @@ class Promotion:
 def scalarised(weight: float) -> Callable[[np.ndarray], np.ndarray]:
     """1 - quality, plus `weight` for every decade of cost."""
     return lambda points: points[:, 1] + weight * points[:, 0]
+
+
+def ranks(points: np.ndarray) -> np.ndarray:
+    """(points, 2) -> (points,): 0 on the front, 1 on the front without rank 0, and so on.
+
+    Source: non-dominated sorting, Deb et al., "NSGA-II" (2002), section III.A.
+    """
+    left, found, rank = points.copy(), np.zeros(len(points), dtype=int), 0
+    while (front := pareto_front(left)).any():
+        found[front], left[front] = rank, np.nan
+        rank += 1
+    return found
 
 
 def non_dominated(points: np.ndarray) -> np.ndarray:

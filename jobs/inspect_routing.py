@@ -173,7 +173,7 @@ class Progress:
 
 def print_layers(found: Survey) -> None:
     from orchestrator.evaluation.microscope.tables import layer_table
-    from orchestrator.frontier.style import detail
+    from orchestrator.frontier.figure import detail
 
     table = layer_table(found)
     print(f"{found.images} images, accuracy {found.acc:.4f} as trained")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.evaluation.parallel import Question, Row
     from orchestrator.evaluation.trained import Trained
-    from orchestrator.frontier.points import Frontier
-    from orchestrator.tracking.store import Tracking
+    from orchestrator.frontier.frontier import Frontier
+    from orchestrator.tracking import Tracking
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def find_points(args: argparse.Namespace) -> None:
     from orchestrator import storage
     from orchestrator.evaluation.point import parse_grid
     from orchestrator.sweeps.report import FILES
-    from orchestrator.training.resources import check_shared
+    from orchestrator.training.nodes import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
     if args.out:
@@ -156,14 +156,14 @@ def drawn(
     from orchestrator import storage
     from orchestrator.sweeps.operating import TABLE, TAG, table_of, with_operating
     from orchestrator.sweeps.report import publish, write_files
-    from orchestrator.tracking.find import RunWriter, find_sweep
+    from orchestrator.tracking import find_sweep, writer
 
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
     if len(names) == len(args.model) == 1:
         found = [{"run": m.run_id, **row} for m in models for row in rows[m.location]]
         if args.data or args.split != "val":
             print("other images than those of the sweep's quality: its page shows what they say", flush=True)
-        parent = RunWriter(store, find_sweep(store, names[0]))
+        parent = writer(store, find_sweep(store, names[0]))
         parent.write_table(TABLE, table_of(found))
         parent.tag(**{TAG: str(len(found))})
         folder = storage.join(root(args), names[0])
@@ -183,7 +183,7 @@ def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
     """The frontier of the models themselves, each named by its place, for a run may have several."""
     from orchestrator.frontier.points import Point
     from orchestrator.sweeps.operating import COSTS, QUALITY
-    from orchestrator.sweeps.report import Axes, framed
+    from orchestrator.sweeps.report import Axes, make_frontier
     from orchestrator.sweeps.settings import settings
 
     points = []
@@ -203,30 +203,30 @@ def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
             )
         )
     chance = 1 / min(model.run.model.num_classes for model in models)
-    return framed("Operating points", tuple(points), Axes(quality=QUALITY, cost=COSTS[0], chance=chance))
+    return make_frontier(
+        "Operating points", tuple(points), Axes(quality=QUALITY, cost=COSTS[0], chance=chance)
+    )
 
 
 def show(frontier: Frontier) -> None:
     from rich.table import Table
 
     from jobs.show import print_table
-    from orchestrator.frontier.operating import gains, operating_front
-    from orchestrator.frontier.points import panel, quartiles
-    from orchestrator.frontier.style import number_with_quartiles
+    from orchestrator.frontier.figure import cost_text
+    from orchestrator.frontier.frontier import gains, operating_front
 
     found = gains(frontier)
     if not found:
         print("these models have no other operating points: dense ones have no routers")
     for cost in dict.fromkeys(gain.cost_name for gain in found):
-        one = panel(frontier, cost)
+        one = frontier.at_cost(cost)
         table = Table(title="MoE models; + with other settings")
         for column in ("", "model: operating point", cost, frontier.quality_name):
             table.add_column(column, overflow="fold")
         trained = {point.arm for point in one.points}
         for point in operating_front(one):
             mark = "" if point.arm in trained else "+"
-            shown = number_with_quartiles(point.cost, quartiles(point, cost))
-            table.add_row(mark, point.arm, shown, f"{point.quality:.4f}")
+            table.add_row(mark, point.arm, cost_text(point, cost), f"{point.quality:.4f}")
         print_table(table)
         for gain in found:
             if gain.cost_name == cost:

@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from jobs.progress import SweepProgress
-    from orchestrator.frontier.points import Frontier
+    from orchestrator.frontier.frontier import Frontier
     from orchestrator.sweeps.budget import Plan
     from orchestrator.sweeps.sweep import Sweep
 

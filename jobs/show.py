@@ -1,10 +1,13 @@
 """What the sweep commands print: progress, frontiers, plans."""
 
+from __future__ import annotations
+
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -15,12 +18,14 @@ from orchestrator.data.decode import BadImage, Picture
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
-from orchestrator.frontier.points import Frontier, hypervolume, on_front
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.budget import Compared, Plan, Totals
 from orchestrator.sweeps.progress import Snapshot
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result, run_directory
+
+if TYPE_CHECKING:
+    from orchestrator.frontier.frontier import Frontier
 
 MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out
 LOOKED_AT = 16  # images whose headers say how large the data's own are
@@ -118,14 +123,14 @@ def duration(seconds: float) -> str:
 
 
 def print_frontier(frontier: Frontier) -> None:
-    table = Table(title=f"{frontier.name}: * on the frontier, hypervolume {hypervolume(frontier):.4f}")
+    table = Table(title=f"{frontier.name}: * on the frontier, hypervolume {frontier.hypervolume:.4f}")
     names = (frontier.quality_name, frontier.cost_name, "slots/token", "status", "MLflow run")
     for column in ("", "arm", *names):
         table.add_column(column, overflow="fold")
-    rows = sorted(zip(frontier.points, on_front(frontier), strict=True), key=lambda row: row[0].cost)
-    for p, front in rows:
+    front = frontier.front
+    for p in sorted(frontier.points, key=lambda point: point.cost):
         cells = (f"{p.quality:.4f}", f"{p.cost:.3g}", f"{p.size:g}", p.status, p.run_id)
-        table.add_row("*" if front else "", p.arm, *cells)
+        table.add_row("*" if p in front else "", p.arm, *cells)
     print_table(table)
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")

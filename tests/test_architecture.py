@@ -88,6 +88,10 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     },
     "orchestrator.frontier": {"orchestrator.frontier"},
     "orchestrator.frontier.pareto": set(),
+    "orchestrator.frontier.points": {"orchestrator.frontier.pareto"},
+    "orchestrator.frontier.claims": {"orchestrator.frontier.points"},
+    "orchestrator.frontier.figure": {"orchestrator.frontier.points"},
+    "orchestrator.frontier.drawing": {"orchestrator.frontier.figure"},
     "orchestrator.sweeps": {"moe", "orchestrator"},
     "orchestrator.evaluation": {"moe", "orchestrator"},
     "orchestrator.prediction": {"moe", "orchestrator"},
@@ -135,10 +139,10 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.doctor.bandwidth",
     },
     "argparse": {"jobs", "bench"},
-    "moocore": {"orchestrator.frontier.attainment"},
     "optuna": {"orchestrator.sweeps.search"},
     "matplotlib": {"orchestrator.frontier", "orchestrator.evaluation", "experiments"},
     "plotly": {"orchestrator.frontier"},
+    "jinja2": {"orchestrator.frontier.page"},
 }
 ONLY_TORCH = {"torch", "numpy"}  # beside the standard library, all that `moe` may need
 MAX_LINES = 400

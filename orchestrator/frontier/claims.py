@@ -1,38 +1,43 @@
-"""Claims about a sweep as statements that can be checked: who has the higher quality, all else being equal.
+"""Claims about a sweep as statements that can be checked: which arm has the higher quality, all else equal.
 
     router=expert_choice beats router=token_choice at equal size, capacity, affinity
     family=soft beats best family!=soft, family!=dense at equal size, capacity
 
-A side is conditions on settings; `best` before it takes the best of its points in each cell. A cell is what
-is equal in the named settings and has points of both sides; without `best` each pair in it counts. Only
-complete points count. A setting that a point lacks equals nothing. Every point has the settings `arm` and
-`family`.
+A side is a list of conditions on settings; `best` before it takes the best of its points in each cell. A cell
+is a combination of the settings named after `at equal` that has points on both sides; without `best` every
+pair of points in it counts. Only complete points count. A setting that a point lacks equals nothing. Every
+point has the settings `arm` and `family`.
+
+Two points with several seeds each are compared by Welch's t test: a difference that is not significant at
+5 % is undecided. Where a point has a single seed its error is unknown, and the values alone decide.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
+
+from scipy.special import stdtrit
 
 from orchestrator.frontier.points import Point, is_complete
 
 FORM = "[best] NAME=VALUE[, NAME!=VALUE ...] beats [best] NAME=VALUE[, ...] [at equal NAME[, NAME ...]]"
 
+_SIGNIFICANCE = 0.05
 
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    name: str
-    value: str
-    wanted: bool  # False: must not be this value
-
-    def holds(self, settings: Mapping[str, str]) -> bool:
-        return (settings.get(self.name) == self.value) == self.wanted
+Outcome = Literal["better", "worse", "undecided"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    conditions: tuple[Condition, ...]
-    best: bool  # only the best of a cell takes part
+    conditions: tuple[
+        tuple[str, str, bool], ...
+    ]  # setting, value, whether it must have the value or must not
+    best: bool  # only the best point of a cell takes part
+
+    def holds(self, settings: Mapping[str, str]) -> bool:
+        return all((settings.get(name) == value) == wanted for name, value, wanted in self.conditions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +48,36 @@ class Claim:
     equal: tuple[str, ...]
 
     def settings(self) -> set[str]:
-        """Names of all that it goes by."""
+        """Names of all settings that the claim mentions."""
         sides = (self.better, self.worse)
-        return {one.name for side in sides for one in side.conditions} | {*self.equal}
+        return {name for side in sides for name, _, _ in side.conditions} | {*self.equal}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How often a claim holds. With no cell it is neither right nor wrong."""
+    """How often a claim holds. `failing` and `undecided` name each cell's settings, arms and qualities."""
 
     claim: str
     held: int
-    cells: int
-    failing: tuple[str, ...]  # each cell that fails: what is equal in it, and both arms with their qualities
+    failing: tuple[str, ...]
+    undecided: tuple[str, ...]
+    single_seeds: int  # cells in which a point has one seed, so that no error is known
+
+    @property
+    def cells(self) -> int:
+        return self.held + len(self.failing) + len(self.undecided)
+
+    @property
+    def holds(self) -> bool | None:
+        """True if every cell holds, False if one fails, else None: undecided, or there is no cell."""
+        if self.failing:
+            return False
+        return True if self.held and not self.undecided else None
 
     def __str__(self) -> str:
-        return f"{self.held}/{self.cells} cells"
+        undecided = f", {len(self.undecided)} undecided" if self.undecided else ""
+        single = f" ({self.single_seeds} by single seeds, error unknown)" if self.single_seeds else ""
+        return f"{self.held}/{self.cells} cells{undecided}{single}"
 
 
 def parse_claim(text: str) -> Claim:
@@ -70,7 +89,7 @@ def parse_claim(text: str) -> Claim:
     names = tuple(name.strip() for name in equal.split(",")) if equal else ()
     if not all(names) or any("=" in name for name in names):
         raise ValueError(
-            f"claim {text!r} wants names of settings after 'at equal', got {equal!r}; form: {FORM}"
+            f"claim {text!r} needs names of settings after 'at equal', got {equal!r}; form: {FORM}"
         )
     return Claim(text=text, better=_side(better, text), worse=_side(worse, text), equal=names)
 
@@ -78,22 +97,44 @@ def parse_claim(text: str) -> Claim:
 def check_claim(text: str, points: Sequence[Point]) -> Verdict:
     """Raises: ValueError if the text is no claim."""
     claim = parse_claim(text)
-    settings = [_settings(point) for point in points]
     cells: dict[tuple[str, ...], tuple[list[Point], list[Point]]] = {}
-    for point, of_point in zip(points, settings, strict=True):
-        if is_complete(point) and all(name in of_point for name in claim.equal):
-            sides = cells.setdefault(tuple(of_point[name] for name in claim.equal), ([], []))
+    for point in filter(is_complete, points):
+        settings = _settings(point)
+        if all(name in settings for name in claim.equal):
+            sides = cells.setdefault(tuple(settings[name] for name in claim.equal), ([], []))
             for side, members in zip((claim.better, claim.worse), sides, strict=True):
-                if all(condition.holds(of_point) for condition in side.conditions):
+                if side.holds(settings):
                     members.append(point)
-    pairs = [
-        (cell, high, low)
-        for cell, (better, worse) in cells.items()
-        for high, low in product(_entrants(claim.better, better), _entrants(claim.worse, worse))
-        if high is not low
-    ]
-    failing = tuple(_failure(claim, *pair) for pair in pairs if not pair[1].quality > pair[2].quality)
-    return Verdict(claim=text, held=len(pairs) - len(failing), cells=len(pairs), failing=failing)
+    found: dict[Outcome, list[str]] = {"better": [], "worse": [], "undecided": []}
+    single_seeds = 0
+    for cell, (better, worse) in cells.items():
+        for a, b in product(_entrants(claim.better, better), _entrants(claim.worse, worse)):
+            if a is not b:
+                found[compare(a, b)].append(_cell_text(claim, cell, a, b))
+                single_seeds += min(len(a.qualities), len(b.qualities)) < 2
+    return Verdict(
+        claim=text,
+        held=len(found["better"]),
+        failing=tuple(found["worse"]),
+        undecided=tuple(found["undecided"]),
+        single_seeds=single_seeds,
+    )
+
+
+def compare(a: Point, b: Point) -> Outcome:
+    """Whether the quality of `a` is better or worse than that of `b`, beyond the error of their seeds."""
+    difference = a.quality - b.quality
+    if min(len(a.qualities), len(b.qualities)) > 1:
+        variances = [point.standard_error**2 for point in (a, b)]
+        parts = [v**2 / (len(p.qualities) - 1) for v, p in zip(variances, (a, b), strict=True)]
+        freedom = sum(variances) ** 2 / sum(parts) if sum(parts) else 1
+        quantile = float(stdtrit(freedom, 1 - _SIGNIFICANCE / 2))  # of Student's t
+        margin = quantile * sum(variances) ** 0.5
+    else:
+        margin = 0.0
+    if abs(difference) <= margin:
+        return "undecided"
+    return "better" if difference > 0 else "worse"
 
 
 def _side(text: str, claim: str) -> Side:
@@ -103,10 +144,10 @@ def _side(text: str, claim: str) -> Side:
         found = re.fullmatch(r"\s*([^=!]+?)\s*(!?=)\s*([^=]+?)\s*", part)
         if not found:
             raise ValueError(
-                f"claim {claim!r}: {part.strip()!r} is no NAME=VALUE or NAME!=VALUE; form: {FORM}"
+                f"claim {claim!r}: {part.strip()!r} is not NAME=VALUE or NAME!=VALUE; form: {FORM}"
             )
         name, sign, value = found.groups()
-        conditions.append(Condition(name=name, value=_canonical(value), wanted=sign == "="))
+        conditions.append((name, _canonical(value), sign == "="))
     return Side(conditions=tuple(conditions), best=bare != text)
 
 
@@ -116,7 +157,7 @@ def _settings(point: Point) -> dict[str, str]:
 
 
 def _canonical(value: str | float) -> str:
-    """One text for 1, 1.0 and "1.0"."""
+    """The same text for 1, 1.0 and "1.0"."""
     try:
         return f"{float(value):g}"
     except ValueError:
@@ -127,6 +168,7 @@ def _entrants(side: Side, points: list[Point]) -> list[Point]:
     return [max(points, key=lambda point: point.quality)] if side.best and points else points
 
 
-def _failure(claim: Claim, cell: tuple[str, ...], high: Point, low: Point) -> str:
+def _cell_text(claim: Claim, cell: tuple[str, ...], *points: Point) -> str:
     where = ", ".join(f"{name}={value}" for name, value in zip(claim.equal, cell, strict=True))
-    return f"{where}: {high.arm} {high.quality:.4f}, {low.arm} {low.quality:.4f}".removeprefix(": ")
+    arms = ", ".join(f"{point.arm} {point.quality_text}" for point in points)
+    return f"{where}: {arms}".removeprefix(": ")

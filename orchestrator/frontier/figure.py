@@ -1,243 +1,326 @@
-"""One panel of the page: quality against one cost, as plotly's traces and layout in plain values.
+"""What a plot of a frontier shows, as plain data: `drawing.py` turns it into a plotly or a matplotlib figure.
 
-`plots.js` draws them. It takes out the points that a filter hides (`customdata` numbers them), adds their
-hover text and the colours of the theme; `meta.role` tells it what a trace is.
+Source: colours after Okabe and Ito, "Color Universal Design" (2008), distinct in the common colour vision
+deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more to white and to #14171c.
 """
 
+import csv
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from orchestrator.frontier.operating import operating_front
-from orchestrator.frontier.points import (
-    Frontier,
-    Point,
-    everything,
-    family_fronts,
-    front_points,
-    is_complete,
-    knee_point,
-    quartiles,
-    standings,
-)
-from orchestrator.frontier.published import Published, published
-from orchestrator.frontier.seeds import seed_band
-from orchestrator.frontier.style import (
-    DOMINATED_OPACITY,
-    NOTHING_YET,
-    FamilyStyle,
-    axis_title,
-    family_label,
-    family_styles,
-    fraction,
-    marker_px,
-    number,
-)
+import numpy as np
+from numpy.typing import NDArray
 
-Json = dict[str, object]
-FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
-AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
+from orchestrator.frontier.points import UNKNOWN, Point, front_points, quartiles
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+INK, MUTED = "#1d2430", "#5b6675"  # of text on white
+GREY = "#7d8896"  # of lines, on white and on #14171c
+NOTHING_YET = "No finished trial with a known cost and quality"
+SIZE_TITLE = "Expert slots per token"
+# What marks and lines mean, from the back to the front, and a sign for each. The statuses of points are among
+# these roles.
+ROLES = {
+    "family": ("Frontier of each family", "┈"),
+    "dense": ("Dense alone", "╌"),
+    "published": ("Published, not counted", "○"),
+    "diverged": ("Diverged, on the cost axis", TIMES),
+    "operating_front": ("MoE models with operating points", "┈"),
+    "operating": ("Operating point, not trained anew", "+"),
+    "dominated": ("Dominated", "◌"),
+    "frontier": ("Frontier", "─"),
+    "retrained": ("Retrained, not counted", "☆"),
+}
 
-def frontier_panel(frontier: Frontier) -> Json:
-    """`customdata` numbers `points.everything`. Traces go from the back to the front."""
-    papers = published(frontier.quality_name, frontier.cost_name) if frontier.published else ()
-    points, places = everything(frontier), standings(frontier)
-    styles = family_styles([*(point.family for point in points), *(paper.family for paper in papers)])
-    fronts = family_fronts(frontier)
-
-    traces = [_band(frontier.points), _line(front_points(frontier), "front", "", width=1.8)]
-    traces.append(_line(operating_front(frontier), "operating_front", "", width=1.8, dash="dot"))
-    for family, style in styles.items():
-        if len(fronts) > 1 and family in fronts:
-            role, dash = ("dense", "dash") if family == "dense" else ("family", "dot")
-            traces.append(_line(fronts[family], role, family, width=1.4, color=style.colour, dash=dash))
-    for family, style in styles.items():
-        mine = [paper for paper in papers if paper.family == family]
-        traces.append(_hollow(mine, family, style))
-    for role in ("diverged", "operating", "dominated", "frontier", "confirm"):
-        for family, style in styles.items():
-            mine = [
-                i
-                for i, (point, place) in enumerate(zip(points, places, strict=True))
-                if place.startswith(role) and point.family == family and 0 < point.cost < math.inf
-            ]
-            some = [points[i] for i in mine]
-            traces.append(_cloud(role, family, style, mine, some) | _cost_bars(some, frontier.cost_name))
-    note = _knee_note(frontier) if fronts else _NOTHING_NOTE
-    return {
-        "traces": [trace for trace in traces if trace["x"]],
-        "layout": _layout(frontier) | {"annotations": [note]},
-    }
-
-
-def _line(points: Sequence[Point], role: str, family: str, **line: object) -> Json:
-    return {
-        "x": [point.cost for point in points],
-        "y": [point.quality for point in points],
-        "mode": "lines",
-        "meta": {"role": role, "family": family},
-        "line": line,
-        "hoverinfo": "skip",
-    }
-
-
-def _band(points: Sequence[Point]) -> Json:
-    band = seed_band(points)
-    return {
-        "x": band[:, 0].tolist(),
-        "y": band[:, 1].tolist(),
-        "mode": "none",
-        "fill": "toself",
-        "fillcolor": "rgba(127,127,127,0.22)",
-        "meta": {"role": "band", "family": ""},
-        "hoverinfo": "skip",
-    }
-
-
-def _cloud(
-    role: str, family: str, style: FamilyStyle, numbers: Sequence[int], points: Sequence[Point]
-) -> Json:
-    """Markers of one family. What diverged has no quality: it stands on the cost axis, by its own scale."""
-    margin = role == "diverged"
-    cloud: Json = {
-        "x": [point.cost for point in points],
-        "y": [0 if margin else point.quality for point in points],
-        "yaxis": "y2" if margin else "y",
-        "cliponaxis": not margin,
-        "mode": "markers",
-        "customdata": list(numbers),
-        "hoverinfo": "text",
-        "meta": {"role": role, "family": family},
-        "marker": _marker(role, style, points),
-    }
-    several = not margin and any(len(point.qualities) > 1 for point in points)
-    return cloud | ({"error_y": _spread(points)} if several else {})
-
-
-def _spread(points: Sequence[Point]) -> Json:
-    """Thin bars from the worst seed to the best."""
-    return {
-        "array": [max(point.qualities, default=point.quality) - point.quality for point in points],
-        "arrayminus": [point.quality - min(point.qualities, default=point.quality) for point in points],
-    } | _THIN
-
-
-def _cost_bars(points: Sequence[Point], cost_name: str) -> Json:
-    """Thin bars from quartile to quartile of a measured cost; nothing for an exact one."""
-    ends = [quartiles(point, cost_name) for point in points]
-    if all(low == high for low, high in ends):
-        return {}
-    bars = {
-        "array": [high - point.cost for point, (_, high) in zip(points, ends, strict=True)],
-        "arrayminus": [point.cost - low for point, (low, _) in zip(points, ends, strict=True)],
-    }
-    return {"error_x": bars | _THIN}
-
-
-_THIN: Json = {"type": "data", "symmetric": False, "thickness": 1, "width": 0}
-
-
-def _marker(role: str, style: FamilyStyle, points: Sequence[Point]) -> Json:
-    if role == "diverged":
-        return {"symbol": "x-thin-open", "color": style.colour, "size": 8, "line": {"width": 1.5}}
-    if role == "operating":
-        return {"symbol": "cross-thin-open", "color": style.colour, "size": 7, "line": {"width": 1.2}}
-    if role == "confirm":
-        return {"symbol": "star-open", "color": style.colour, "size": 15, "line": {"width": 1.8}}
-    return {
-        "symbol": style.symbol,
-        "color": style.colour,
-        "size": [marker_px(point.size) for point in points],
-        "line": {"width": 0},
-        "opacity": DOMINATED_OPACITY if role == "dominated" else 1,
-    }
-
-
-def _hollow(papers: Sequence[Published], family: str, style: FamilyStyle) -> Json:
-    mine = [paper for paper in papers if paper.family == family]
-    return {
-        "x": [paper.cost for paper in mine],
-        "y": [paper.quality for paper in mine],
-        "mode": "markers",
-        "hovertext": [
-            f"<b>{plain(paper.model)}</b> &nbsp; {family_label(family)}<br>{number(paper.cost)}, "
-            f"{fraction(paper.quality)}<br>{plain(paper.source)}"
-            for paper in mine
-        ],
-        "hoverinfo": "text",
-        "meta": {"role": "published", "family": family},
-        "marker": {
-            "symbol": f"{style.symbol}-open",
-            "color": style.colour,
-            "size": 9,
-            "opacity": 0.8,
-            "line": {"width": 1.2},
-        },
-    }
-
-
-_NOTHING_NOTE = {
-    "text": NOTHING_YET,
-    "showarrow": False,
-    "xref": "paper",
-    "yref": "paper",
-    "x": 0.5,
-    "y": 0.5,
+_SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+_AXIS_TITLES = {
+    "cost/train_flops_6mac": f"Training FLOPs (6 {TIMES} MAC)",
+    "cost/train_flops_3mac": f"Training FLOPs (3 {TIMES} MAC)",
+    "cost/forward_gflops_2mac": f"Forward GFLOPs per image (2 {TIMES} MAC)",
+    "cost/device_s": "Device time (s)",
+    "cost/tpuv3_days": "Training TPUv3 days (chips)",
+    "cost/params": "Parameters",
+    "perf/ms_per_image": "Inference time per image (ms)",
+    "perf/step_ms": "Step time (ms)",
+    "perf/mem_peak_gib": "Peak device memory (GiB)",
+    "val/acc1": "Validation accuracy @1",
+    **{f"fewshot/acc_{shots}shot": f"{shots}-shot accuracy of frozen features" for shots in (1, 5, 10, 25)},
+    "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
+    "imagenet/acc_10shot": "ImageNet accuracy, 10-shot",
+    "jft300m/prec1": "JFT-300M precision @1",
+    "jft4b/prec1": "JFT-4B precision @1",
 }
 
 
-def _knee_note(frontier: Frontier) -> Json:
-    """Above and to the left of the front no point can lie. Near the axis, where there is no room, the note is
-    to the right, higher than the front reaches beneath it. Log axes are annotated in log10.
+@dataclass(frozen=True)
+class Shape:
+    """A marker by its names in plotly and matplotlib, and as a character."""
+
+    plotly: str
+    matplotlib: str
+    glyph: str = ""
+
+
+@dataclass(frozen=True)
+class FamilyStyle:
+    colour: str
+    shape: Shape
+
+
+# Marks that are hollow or thin, by role: shape (None: the family's), diameter in pixels.
+_MARKS = {
+    "published": (None, 9),
+    "diverged": (Shape("x-thin", "x"), 8),
+    "operating": (Shape("cross-thin", "+"), 7),
+    "retrained": (Shape("star", "*"), 15),
+}
+_FAMILIES = {
+    "dense": FamilyStyle("#CC79A7", Shape("square", "s", "■")),
+    "soft": FamilyStyle("#D55E00", Shape("circle", "o", "●")),
+    "token_choice": FamilyStyle("#2B87C8", Shape("triangle-up", "^", "▲")),
+    "sinkhorn_token_choice": FamilyStyle("#7A78D8", Shape("triangle-down", "v", "▼")),
+    "expert_choice": FamilyStyle("#009E73", Shape("diamond", "D", "◆")),
+    "sinkhorn_expert_choice": FamilyStyle("#7A8F00", Shape("diamond-tall", "d", "♦")),
+    "sparse_transport_expert_choice": FamilyStyle("#A0643C", Shape("pentagon", "p", "⬟")),
+}
+_SPARE_STYLES = (
+    FamilyStyle("#9A7D0A", Shape("triangle-left", "<", "◀")),
+    FamilyStyle("#A5619B", Shape("triangle-right", ">", "▶")),
+    FamilyStyle("#7F7F7F", Shape("hexagon", "h", "⬢")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A line, or marks that look alike. The tuples have an entry for each point."""
+
+    role: str  # of ROLES; empty in a plot that has no roles
+    family: str = ""
+    label: str = ""  # in a legend, where each label is explained once
+    x: tuple[float, ...] = ()
+    y: tuple[float, ...] = ()
+    colour: str = GREY
+    dash: Literal["solid", "dash", "dot"] = "solid"
+    shape: Shape | None = None  # None: a line
+    hollow: bool = False
+    opacity: float = 1
+    sizes: tuple[float, ...] = ()  # diameters of marks in pixels at 96 per inch
+    x_bars: tuple[tuple[float, float], ...] = ()  # lower and upper end
+    y_bars: tuple[tuple[float, float], ...] = ()
+    texts: tuple[tuple[str, ...], ...] = ()  # lines of text about each mark, the first one its name
+    links: tuple[str | None, ...] = ()
+    on_axis: bool = False  # marks without a quality, on the cost axis
+    optional: bool = False  # hidden until a reader asks for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureData:
+    """A plot. `series` go from the back to the front."""
+
+    title: str
+    x_title: str
+    y_title: str
+    series: tuple[Series, ...]
+    sizes: tuple[float, ...] = ()  # slots per token that explain the sizes of marks
+    named: tuple[Point, ...] = ()  # points of the front, the knee first
+    message: str = ""
+    is_budget: bool = False  # linear axes that begin at 0, and a line that rises in steps
+
+
+def frontier_data(
+    name: str,
+    cost_name: str,
+    quality_name: str,
+    entries: Sequence[tuple[Point, str]],
+    operating_front: Sequence[Point] = (),
+) -> FigureData:
+    """The plot of quality against one cost. `entries`: all points with their status (`Frontier.statuses`).
+
+    Points of papers are drawn where both metrics are theirs too. Trials that stopped, failed or run have no
+    final quality and are not drawn.
     """
-    point, front = knee_point(frontier.points), front_points(frontier)
-    complete = [p for p in frontier.points + frontier.rest if is_complete(p)]
-    costs = [math.log10(p.cost) for p in complete]
-    at, span = math.log10(point.cost), max(costs) - min(costs)
-    note: Json = {"ax": -30, "ay": -36, "xanchor": "right"}
-    if at - min(costs) < 0.3 * span:
-        beneath = [p.quality for p in front if 0 <= math.log10(p.cost) - at < 0.4 * span]
-        height = max(p.quality for p in complete) - min(p.quality for p in complete)
-        note = {"ax": at, "ay": max(beneath) + 0.08 * height, "axref": "x", "ayref": "y", "xanchor": "left"}
-    return note | {
-        "x": at,
-        "y": point.quality,
-        "text": f"<b>Knee</b> &nbsp;{plain(point.arm)}",
-        "arrowwidth": 1.2,
-        "arrowhead": 0,
-        "standoff": marker_px(point.size) / 2 + 3,
-    }
+    papers = [(paper, "published") for paper in published(quality_name, cost_name)]
+    drawn: dict[tuple[str, str], list[Point]] = {}
+    for point, status in (*entries, *papers):
+        if 0 < point.cost < math.inf:
+            drawn.setdefault((status.split(",")[0], point.family), []).append(point)
+    styles = family_styles(family for role, family in drawn if role in ROLES)
+    counted = [point for point, status in entries if status.startswith(("frontier", "dominated"))]
+    front = front_points(counted)
+    series = [_line("operating_front", operating_front, dash="dot"), _line("frontier", front)]
+    families = dict.fromkeys(point.family for point in counted)
+    for family in families if len(families) > 1 else ():
+        own = front_points([point for point in counted if point.family == family])
+        look: dict[str, Any] = {"family": family, "colour": styles[family].colour}
+        if family == "dense":
+            series.append(_line("dense", own, dash="dash", **look))
+        else:
+            series.append(_line("family", own, dash="dot", optional=True, **look))
+    series += [
+        _marks(drawn[role, family], role, style, cost_name, quality_name)
+        for role in ROLES
+        for family, style in styles.items()
+        if (role, family) in drawn
+    ]
+    knees = [point for point, status in entries if status == "frontier, knee"]
+    return FigureData(
+        title=name,
+        x_title=axis_title(cost_name),
+        y_title=axis_title(quality_name),
+        series=tuple(one for one in series if one.x),
+        sizes=key_sizes([*counted, *(point for point, status in entries if status == "retrained")]),
+        named=(*knees, *(point for point in front if point not in knees)),
+        message="" if front else NOTHING_YET,
+    )
 
 
-def _layout(frontier: Frontier) -> Json:
-    cost = {
-        "type": "log",
-        "nticks": 6,
-        "exponentformat": "power",
-        "title": {"text": plain(axis_title(frontier.cost_name)), "standoff": 8},
-    }
-    quality = {"title": {"text": plain(axis_title(frontier.quality_name)), "standoff": 14}}
-    stops = [{"dtickrange": [0.9 * 0.1**n, 9 * 0.1**n], "value": f".{n}f"} for n in (1, 2, 3, 4)]
-    return bare_layout() | {
-        "xaxis": AXIS | cost,
-        "yaxis": AXIS | quality | {"tickformatstops": stops},
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-    }
+def budget_data(curve: NDArray[np.float64]) -> FigureData:
+    """The plot of hypervolume against what was spent: (entries, 2) of `points.hypervolume_by_budget`."""
+    scale, unit = (3600, "hours") if curve[-1, 0] >= 7200 else (1, "seconds")
+    x, y = (0.0, *(curve[:, 0] / scale).tolist()), (0.0, *curve[:, 1].tolist())
+    return FigureData(
+        title="Hypervolume by budget",
+        x_title=f"Device {unit} spent",
+        y_title="Hypervolume",
+        series=(Series(role="", x=x, y=y),),
+        is_budget=True,
+    )
 
 
-def bare_layout() -> Json:
-    return {
-        "margin": {"l": 70, "r": 24, "t": 30, "b": 48},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": FONT,
-        "hovermode": "closest",
-        "hoverlabel": {"align": "left", "font": FONT},
-        "showlegend": False,
-    }
+def _line(role: str, points: Sequence[Point], **look: Any) -> Series:
+    x, y = tuple(point.cost for point in points), tuple(point.quality for point in points)
+    return Series(role=role, label=ROLES[role][0], x=x, y=y, **look)
 
 
-def plain(text: str) -> str:
-    """Text for plotly, which reads a few HTML tags and these three entities in any label."""
-    return escape(text, quote=False)
+def _marks(
+    points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str
+) -> Series:
+    """The points of one family that have one role, with bars over quartiles of costs and over seeds."""
+    shape, size = _MARKS.get(role, (None, 0))
+    on_axis = role == "diverged"
+    x_bars = tuple(quartiles(point, cost_name) for point in points)
+    seeds = [point.qualities or (point.quality,) for point in points]
+    y_bars = tuple((min(qualities), max(qualities)) for qualities in seeds)
+    return Series(
+        role=role,
+        family=points[0].family,
+        label=ROLES[role][0] if role in _MARKS else family_label(points[0].family),
+        x=tuple(point.cost for point in points),
+        y=tuple(0.0 if on_axis else point.quality for point in points),
+        colour=style.colour,
+        shape=shape or style.shape,
+        hollow=role in _MARKS,
+        opacity=0.4 if role == "dominated" else 1,
+        sizes=tuple(size or marker_px(point.size) for point in points),
+        x_bars=x_bars if any(low < high for low, high in x_bars) else (),
+        y_bars=y_bars if not on_axis and any(low < high for low, high in y_bars) else (),
+        texts=tuple(_texts(point, role, cost_name, quality_name) for point in points),
+        links=tuple(web_link(point.run_url) for point in points),
+        on_axis=on_axis,
+    )
+
+
+def _texts(point: Point, role: str, cost_name: str, quality_name: str) -> tuple[str, ...]:
+    """What is shown of a point under the pointer, in at most 18 lines: more would not fit beside a plot."""
+    lines = [
+        point.arm,
+        f"{family_label(point.family)}, {role}",
+        f"{axis_title(cost_name)}: {cost_text(point, cost_name)}",
+        f"{axis_title(quality_name)}: {point.quality_text}",
+        *(f"{name}: {text}" for name, text in facts(point).items()),
+    ]
+    return tuple(lines[:18])
+
+
+def published(quality_name: str, cost_name: str) -> tuple[Point, ...]:
+    """The points that papers printed in both metrics; none where a metric is not among the papers'.
+
+    ``published.csv`` has fractions and FLOPs, where the papers have percent and exaFLOPs. Soft MoE counts 3
+    FLOPs of training for a multiply-add of the forward pass, V-MoE 6: each is given in both. V-MoE has
+    core-days, two to a chip of TPUv3. JFT-300M and JFT-4B have different classes, so they are two metrics.
+    `imagenet/acc1` is after fine-tuning.
+    """
+    table = files("orchestrator.frontier").joinpath("published.csv").read_text(encoding="utf-8")
+    return tuple(
+        Point(
+            arm=row["model"],
+            family=row["family"],
+            cost=float(row[cost_name]),
+            quality=float(row[quality_name]),
+            size=math.nan,
+            run_id="",
+            status="finished",
+            details={"source": row["source"]},
+        )
+        for row in csv.DictReader(table.splitlines())
+        if row.get(cost_name) and row.get(quality_name)
+    )
+
+
+def family_styles(families: Iterable[str]) -> dict[str, FamilyStyle]:
+    """The style of each family present: the known ones as in the table, the others in alphabetical order."""
+    present = {*families}
+    styles = {family: style for family, style in _FAMILIES.items() if family in present}
+    for index, family in enumerate(sorted(present - styles.keys())):
+        styles[family] = _SPARE_STYLES[index % len(_SPARE_STYLES)]
+    return styles
+
+
+def family_label(family: str) -> str:
+    return family.replace("_", " ").capitalize()
+
+
+def marker_px(size: float) -> float:
+    """Marker diameter in pixels at 96 per inch: area grows with the slots per token, within bounds."""
+    return min(max(13 * math.sqrt(size), 7), 32) if size > 0 else 7
+
+
+def key_sizes(points: Iterable[Point]) -> tuple[float, ...]:
+    """At most four sizes, smallest first, that explain the markers drawn; empty if all are alike."""
+    sizes = sorted({point.size for point in points if math.isfinite(point.size)})
+    if len(sizes) > 4:
+        sizes = [sizes[round(step * (len(sizes) - 1) / 3)] for step in range(4)]
+    return tuple(sizes) if len(sizes) > 1 else ()
+
+
+def axis_title(metric: str) -> str:
+    """A metric's title with its unit or convention; a metric that is not listed keeps its name."""
+    return _AXIS_TITLES.get(metric, metric)
+
+
+def number(value: float) -> str:
+    """Four significant digits, three and a power of ten where that is shorter, a dash where unknown."""
+    if not math.isfinite(value):
+        return UNKNOWN
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}{TIMES}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+
+
+def cost_text(point: Point, cost_name: str) -> str:
+    """The cost, with its quartiles in brackets if it was measured."""
+    low, high = quartiles(point, cost_name)
+    return number(point.cost) + (f" ({number(low)} - {number(high)})" if low < high else "")
+
+
+def facts(point: Point) -> dict[str, str]:
+    """What else is known of a point: its measurements, settings and seeds."""
+    shown = {name: detail(value) for name, value in {**point.details, **point.settings}.items()}
+    if len(point.qualities) > 1:
+        worst, best = min(point.qualities), max(point.qualities)
+        shown["seeds"] = f"{len(point.qualities)}, from {worst:.4f} to {best:.4f}"
+    return shown
+
+
+def detail(value: str | float) -> str:
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def web_link(url: str | None) -> str | None:
+    """The address if it is http or https: a `javascript:` address would run in the reader's browser."""
+    return url if url and urlsplit(url).scheme in {"http", "https"} else None

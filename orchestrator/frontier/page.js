@@ -1,80 +1,62 @@
-// Filters: what is hidden in the plots is hidden in the table.
+// Draws the plots in the colours of the theme, hides what the check boxes deselect, and sorts the table.
 "use strict";
 
+const plots = JSON.parse(document.getElementById("data").textContent);
 const filters = document.getElementById("filters");
-const roles = new Set(data.panels.flatMap(panel => panel.traces.map(trace => trace.meta.role)));
-const standings = data.points.map(point => point.standing.split(",")[0]);
-const texts = data.points.map(point =>
-  [point.arm, data.families[point.family].label, point.family, point.standing, ...point.facts.map(fact => fact.join(" ")),
-    ...point.runs.map(([id]) => id)].join("\n").toLowerCase());
-const state = { shown: [], hidden: new Set(), familyLines: false, papers: true, frontierOnly: false };
-const hiddenStandings = new Set();
-
-function checkbox(label, checked, onChange) {
-  const box = element("input", { type: "checkbox", checked });
-  box.addEventListener("change", () => { onChange(box.checked); draw(); });
-  return element("label", {}, box, label);
-}
-
-function toggle(set, member) {
-  return on => on ? set.delete(member) : set.add(member);
-}
-
-const counts = element("output");
-const search = element("input", { type: "search", placeholder: "Arm, setting, run \u2026", ariaLabel: "Search" });
-
-function buildFilters() {
-  const families = Object.entries(data.families).map(([family, { label, colour, glyph }]) => {
-    const mark = element("span", { textContent: glyph });
-    mark.style.color = colour;
-    return checkbox(element("span", {}, mark, " " + label), true, toggle(state.hidden, family));
-  });
-  const known = ["frontier", "dominated", "operating", "confirm", "running", "stopped", "diverged", "failed"];
-  const present = known.filter(standing => standing !== "frontier" && standings.includes(standing));
-  const statuses = present.map(standing => checkbox(standing[0].toUpperCase() + standing.slice(1), true, toggle(hiddenStandings, standing)));
-  const switches = [checkbox("Frontier only", false, on => state.frontierOnly = on)];
-  if (roles.has("family")) switches.push(checkbox("Frontier of each family", false, on => state.familyLines = on));
-  if (roles.has("published")) switches.push(checkbox("Published", true, on => state.papers = on));
-  for (const group of [families, statuses, switches])
-    if (group.length) filters.append(element("fieldset", {}, ...group));
-  filters.append(search, counts);
-}
-
-// What a mark means, for the marks that are drawn. Each drawing is 26 by 12.
-const MARKS = {
-  front: ["Frontier", "M0 6H26"],
-  dense: ["Dense alone", "M0 6H5M10 6H16M21 6H26"],
-  band: ["Middle half of the seeds", "M0 1H26V11H0Z", "fill"],
-  confirm: ["Confirmation, not counted", "M13 0l1.8 4.2 4.4.4-3.4 3 1 4.4-3.8-2.4-3.8 2.4 1-4.4-3.4-3 4.4-.4z"],
-  published: ["Published, not counted", "M13 1a5 5 0 1 0 .01 0z"],
-  operating: ["Operating point, not trained anew", "M13 1V11M8 6H18"],
-  operating_front: ["MoE models with operating points", "M1 6H3M7 6H9M13 6H15M19 6H21M24 6H26"],
-  diverged: ["Diverged, on the cost axis", "M9 2L17 10M17 2L9 10"],
+const rows = [...document.querySelectorAll("tbody tr")];
+const config = {
+  displaylogo: false,
+  responsive: true,
+  showSendToCloud: false,  // plotly offers by default to upload the chart to its makers
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 
-function buildKey() {
-  const marks = Object.entries(MARKS).filter(([role]) => roles.has(role)).map(([, [label, path, fill = ""]]) => {
-    const span = element("span");
-    span.innerHTML = `<svg viewBox="0 0 26 12"><path class="${fill}" d="${path}"/></svg>`;
-    span.append(label);
-    return span;
-  });
-  document.getElementById("key").append(...marks);
+// What a check box hides: families and roles.
+function hiddenValues(kind) {
+  const boxes = filters.querySelectorAll(`input[data-kind=${kind}]`);
+  return new Set([...boxes].filter(box => !box.checked).map(box => box.value));
 }
 
 function draw() {
-  const words = search.value.toLowerCase().split(/\s+/);
-  state.shown = data.points.map((point, i) => !state.hidden.has(point.family)
-    && !hiddenStandings.has(standings[i]) && words.every(word => texts[i].includes(word)));
-  const listed = state.shown.map((on, i) => on && (!state.frontierOnly || standings[i] === "frontier"));
-  drawTable(listed);
-  counts.textContent = `${listed.filter(Boolean).length} of ${listed.length} shown`;
-  drawPlots(state);
+  const families = hiddenValues("family"), roles = hiddenValues("role");
+  const shown = ({ role, family }) => !roles.has(role) && !families.has(family);
+  const words = filters.querySelector("[type=search]").value.toLowerCase().split(/\s+/);
+  for (const row of rows)
+    row.hidden = !shown(row.dataset) || !words.every(word => row.textContent.toLowerCase().includes(word));
+  filters.querySelector("output").textContent = `${rows.filter(row => !row.hidden).length} of ${rows.length} listed`;
+  const style = getComputedStyle(document.documentElement);
+  const colour = name => style.getPropertyValue(name).trim();
+  const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
+  const ink = { color: colour("--ink") }, clear = "rgba(0,0,0,0)";
+  plots.forEach(({ data, layout }, i) => {
+    const traces = data.map(trace => ({ ...trace, visible: shown(trace.meta) }));
+    const themed = { ...layout, title: undefined, showlegend: false, paper_bgcolor: clear, plot_bgcolor: clear,
+      xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis }, font: { ...layout.font, ...ink },
+      hoverlabel: { ...layout.hoverlabel, bgcolor: colour("--paper"), bordercolor: colour("--muted"), font: ink },
+      modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: clear },
+      margin: { l: 70, r: 24, t: 30, b: 48 } };
+    const plot = document.getElementById("plot" + i), first = !plot.on;
+    Plotly.react(plot, traces, themed, config);
+    if (first) plot.on("plotly_click", ({ points: [{ customdata: url }] }) => url && window.open(url, "_blank", "noopener"));
+  });
 }
 
-buildFilters();
-buildKey();
-draw();
+// Unknown numbers stay last, whichever the direction.
+const collator = new Intl.Collator(undefined, { numeric: true });
+function sortBy(column, head) {
+  const sign = head.ariaSort === "ascending" ? -1 : 1;
+  const key = row => row.cells[column].dataset.key ?? row.cells[column].textContent;
+  const compare = head.classList.contains("number") ? (a, b) => a - b : collator.compare;
+  rows.sort((a, b) => (key(a) === "") - (key(b) === "") || sign * compare(key(a), key(b)));
+  for (const other of head.parentElement.cells) other.ariaSort = null;
+  head.ariaSort = sign > 0 ? "ascending" : "descending";
+  document.querySelector("tbody").append(...rows);
+}
+
+[...document.querySelectorAll("th")].forEach((head, column) =>
+  head.querySelector("button").addEventListener("click", () => sortBy(column, head)));
+filters.addEventListener("input", draw);
 filters.addEventListener("submit", event => event.preventDefault());
-search.addEventListener("input", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+sortBy(2, document.querySelectorAll("th")[2]);
+draw();

@@ -1,28 +1,30 @@
-"""A frontier as one HTML file that needs nothing else: plots and a table under the same filters, and claims.
+"""A frontier as one HTML file that needs nothing else: plots, claims and a table of all points.
 
-The points stand in it once, as JSON, which `plots.js` and `table.js` draw and `page.js` filters. The file
-asks the network for nothing, and its content security policy keeps it so.
+The template `page.html` escapes every text. `page.js` colours the plots, hides what a reader deselects and
+sorts the table. The file asks the network for nothing, and its content security policy keeps it so.
 """
 
-import json
-from html import escape
+import math
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
+from jinja2 import Environment
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from orchestrator.frontier.budget import hypervolume_by_budget
-from orchestrator.frontier.claims import Verdict, check_claim
-from orchestrator.frontier.facts import columns, families, point_facts
-from orchestrator.frontier.figure import AXIS, Json, bare_layout, frontier_panel
-from orchestrator.frontier.operating import gains
-from orchestrator.frontier.points import SPACE, Frontier, hypervolume, on_front, panel
-from orchestrator.frontier.style import SIZE_TITLE, UNKNOWN, axis_title, key_sizes, marker_px, number
+from orchestrator.frontier import figure
+from orchestrator.frontier.claims import check_claim
+from orchestrator.frontier.drawing import Json, plotly_data
+from orchestrator.frontier.frontier import Frontier, gains
+from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget
 
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-_SCRIPTS = ("plots.js", "table.js", "page.js")
-_TIMES_RULE = (
-    "<p>Bars and brackets of measured times are their quartiles. A gain in time counts only if some of it is"
-    " left with every model as trained at its lower quartile and every other setting at its upper one.</p>"
+_FILTERS = (
+    figure.axis_title,
+    figure.facts,
+    figure.family_label,
+    figure.marker_px,
+    figure.number,
+    figure.web_link,
 )
 
 
@@ -31,123 +33,69 @@ def frontier_page(frontier: Frontier) -> str:
 
     Raises: ValueError if one of the claims cannot be read.
     """
-    panels = [frontier_panel(frontier), *(frontier_panel(panel(frontier, name)) for name in frontier.panels)]
-    panels += _budget_panel(frontier)
-    data = {
-        "columns": columns(frontier),
-        "families": families(frontier),
-        "points": point_facts(frontier),
-        "panels": panels,
-    }
-    name = escape(frontier.name)
-    first, *others = (f'<div class="plot" id="plot{i}"></div>' for i in range(len(panels)))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{name}</title>
-<style>{_file("page.css")}</style>
-</head>
-<body>
-<h1>{name}</h1>
-<p>{_summary(frontier)}</p>
-{f"<p>{escape(frontier.note)}</p>" if frontier.note else ""}
-<form id="filters"></form>
-<div class="plots">{first}
-<p class="key" id="key">{_size_key(frontier)}</p>
-{"".join(others)}</div>
-{_operating(frontier)}
-{_claims(frontier)}
-<div class="wide"><table><thead></thead><tbody></tbody></table></div>
-<script type="application/json" id="data">{_json(data)}</script>
-<script>{get_plotlyjs()}</script>
-{"".join(f"<script>{_file(script)}</script>" for script in _SCRIPTS)}
-</body>
-</html>
-"""
+    panels = [frontier, *map(frontier.at_cost, frontier.panels)]
+    plots = [panel.figure_data() for panel in panels]
+    drawn = [series for plot in plots for series in plot.series]
+    families = [series.family for series in drawn if series.family]
+    if frontier.spending:
+        curve = hypervolume_by_budget(frontier.points, frontier.bound, frontier.spending)
+        plots.append(figure.budget_data(curve))
+    present = [series.role for series in drawn] + [status.split(",")[0] for status in frontier.statuses()]
+    known = [role for role in figure.ROLES if role in present]
+    titles = [figure.axis_title(name) for name in (*(p.cost_name for p in panels), frontier.quality_name)]
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters.update({function.__name__: function for function in _FILTERS})
+    return environment.from_string(_file("page.html")).render(
+        frontier=frontier,
+        counts=_counts(frontier),
+        space=SPACE,
+        styles=figure.family_styles([*families, *(point.family for point in frontier.all_points)]),
+        roles={
+            role: figure.ROLES.get(role, (role.capitalize(), "")) for role in dict.fromkeys(known + present)
+        },
+        plots=[plotly_data(plot) for plot in plots],
+        sizes=plots[0].sizes,
+        size_title=figure.SIZE_TITLE,
+        gains=gains(frontier),
+        verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
+        columns=[
+            ("Arm", "arm"),
+            ("Family", "family"),
+            *((title, "number") for title in (*titles, figure.SIZE_TITLE)),
+            ("Status", "status"),
+            ("Details", "details"),
+            ("MLflow run", "runs"),
+        ],
+        rows=_rows(panels),
+        css=Markup(_file("page.css")),
+        plotly=Markup(get_plotlyjs()),
+        javascript=Markup(_file("page.js")),
+    )
 
 
 def _file(name: str) -> str:
     return files("orchestrator.frontier").joinpath(name).read_text(encoding="utf-8")
 
 
-def _json(data: Json) -> str:
-    """JSON that no text of a user can end: `<` is written as an escape."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _budget_panel(frontier: Frontier) -> list[Json]:
-    """None where the times are unknown."""
-    curve = hypervolume_by_budget(frontier)
-    if not len(curve):
-        return []
-    scale, unit = (3600, "hours") if curve[-1, 0] >= 7200 else (1, "seconds")
-    trace = {
-        "x": [0, *(curve[:, 0] / scale).tolist()],
-        "y": [0, *curve[:, 1].tolist()],
-        "mode": "lines",
-        "line": {"shape": "hv", "width": 1.8},
-        "meta": {"role": "front", "family": ""},
-        "hovertemplate": f"%{{y:.4f}} after %{{x:.4g}} device {unit}<extra></extra>",
-    }
-    axes = {
-        "xaxis": AXIS | {"title": {"text": f"Device {unit} spent", "standoff": 8}, "rangemode": "tozero"},
-        "yaxis": AXIS | {"title": {"text": "Hypervolume", "standoff": 14}, "rangemode": "tozero"},
-    }
-    return [{"traces": [trace], "layout": bare_layout() | axes}]
-
-
-def _summary(frontier: Frontier) -> str:
+def _counts(frontier: Frontier) -> Json:
     counts = {"trials": len(frontier.points)}
     for status in ("finished", "stopped", "failed", "diverged", "running"):
         counts[status] = sum(point.status == status for point in frontier.points)
-    counts["on the frontier"] = sum(on_front(frontier))
-    counts["confirm"] = len(frontier.rest)
+    counts |= {"on the frontier": len(frontier.front), "retrained": len(frontier.retrained)}
     always = {"trials", "finished", "failed", "diverged", "on the frontier"}
-    parts = [f"<b>{count}</b> {what}" for what, count in counts.items() if count or what in always]
-    reference = ",&nbsp;".join(number(value) for value in frontier.reference)
-    area = f"hypervolume <b>{hypervolume(frontier):.4f}</b> in ({SPACE}) to the reference ({reference})"
-    return " &middot; ".join([*parts, area])
+    return {what: count for what, count in counts.items() if count or what in always}
 
 
-def _operating(frontier: Frontier) -> str:
-    models = len({point.run_id for point in frontier.operating})
-    timed = any(point.spreads for point in frontier.operating)
-    found = "".join(
-        f"<li>over {axis_title(gain.cost_name)}, {gain.models}: <b>{gain}</b></li>"
-        for gain in gains(frontier)
-    )
-    return (
-        f"<h2>Operating points</h2><p><b>{len(frontier.operating)}</b> settings of {models} trained models:"
-        f" other k, capacity, priority or expert subset, no training. Hypervolume without and with them:</p>"
-        f'<ul class="claims">{found}</ul>{_TIMES_RULE if timed else ""}'
-        if found
-        else ""
-    )
-
-
-def _size_key(frontier: Frontier) -> str:
-    sizes = key_sizes(frontier.points + frontier.rest)
-    dots = [
-        f'<span><i style="width:{px:.1f}px;height:{px:.1f}px"></i>{number(size)}</span>'
-        for size in sizes
-        for px in [marker_px(size)]
+def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
+    """Point, role, status, and for each number what it is sorted by, empty if it is unknown, and its text."""
+    columns = [
+        [(point.cost, figure.cost_text(point, panel.cost_name)) for point in panel.all_points]
+        for panel in panels
     ]
-    return f"<b>{SIZE_TITLE}</b>{''.join(dots)}" if sizes else ""
-
-
-def _claims(frontier: Frontier) -> str:
-    items = [_claim(check_claim(claim, frontier.points)) for claim in frontier.claims]
-    return f'<h2>Claims</h2><ul class="claims">{"".join(items)}</ul>' if items else ""
-
-
-def _claim(verdict: Verdict) -> str:
-    holds = bool(verdict.cells) and not verdict.failing
-    mark, kind = ("✓", "holds") if holds else ("✗", "fails") if verdict.failing else (UNKNOWN, "open")
-    failing = "".join(f"<li>{escape(cell)}</li>" for cell in verdict.failing)
-    where = f"<details><summary>Where it fails</summary><ul>{failing}</ul></details>" if failing else ""
-    text = f"{escape(' '.join(verdict.claim.split()))}: <b>{verdict}</b>"
-    return f'<li class="{kind}"><span class="mark">{mark}</span><div>{text}{where}</div></li>'
+    points = panels[0].all_points
+    columns.append([(point.quality, point.quality_text) for point in points])
+    columns.append([(point.size, figure.number(point.size)) for point in points])
+    for point, status, *numbers in zip(points, panels[0].statuses(), *columns, strict=True):
+        keyed = [(value if math.isfinite(value) else "", text) for value, text in numbers]
+        yield point, status.split(",")[0], status, keyed

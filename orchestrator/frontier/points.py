@@ -1,12 +1,13 @@
-"""The trials of a sweep as points of cost and quality, and what is derived from them. Knows only numbers.
+"""The arms of a sweep as points of cost and quality, and what is computed from them.
 
-Everything is judged in one declared space, (log10 cost, 1 - quality), both minimised: another scale of an
-axis, or another reference, changes hypervolumes and their order.
+Everything is judged in one space, (log10 cost, 1 - quality), both minimised: another scale of an axis, or
+another reference, changes hypervolumes and their order.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from statistics import stdev
 from typing import Literal
 
 import numpy as np
@@ -14,14 +15,16 @@ from numpy.typing import NDArray
 
 from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
 
+UNKNOWN = "\N{EN DASH}"
 SPACE = "log10 cost, 1 - quality"
 
-Status = Literal["finished", "stopped", "diverged", "failed", "running"]  # stopped: early, never judged
+# A stopped trial ended early and has no final quality.
+Status = Literal["finished", "stopped", "diverged", "failed", "running"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One arm of a sweep, or one operating point of a checkpoint. Unknown numbers are NaN."""
+    """One arm of a sweep, or one operating point of a trained model. Unknown numbers are NaN."""
 
     arm: str
     family: str  # dense, soft, token_choice, expert_choice, or any later one
@@ -32,36 +35,30 @@ class Point:
     run_url: str | None = None
     status: Status
     details: Mapping[str, str | float] = field(default_factory=dict)
-    costs: Mapping[str, float] = field(default_factory=dict)  # of the further panels, by metric
-    # Quartiles of the costs that are measured, by metric: NaN where unknown. Exact costs have none.
-    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    qualities: tuple[float, ...] = ()  # one per seed, if several
+    costs: Mapping[str, float] = field(default_factory=dict)  # further costs by metric
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # quartiles of measured costs
+    qualities: tuple[float, ...] = ()  # one for each seed, if there are several
     runs: tuple[tuple[str, str | None], ...] = ()  # (id, address) of the seeds beyond `run_id`
-    settings: Mapping[str, str | float] = field(default_factory=dict)  # what claims and filters go by
-    spent: float = 0.0  # device seconds, whatever came of them
-    ended: float = math.nan  # unix seconds
+    settings: Mapping[str, str | float] = field(default_factory=dict)  # what claims go by
 
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """The runs of all seeds."""
+        return (self.run_id, *(run_id for run_id, _ in self.runs))
 
-@dataclass(frozen=True, kw_only=True)
-class Frontier:
-    """A sweep's points under one cost and one quality metric."""
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the quality's mean over seeds; NaN for a single seed."""
+        count = len(self.qualities)
+        return stdev(self.qualities) / math.sqrt(count) if count > 1 else math.nan
 
-    name: str
-    cost_name: str
-    quality_name: str
-    points: tuple[Point, ...]
-    rest: tuple[Point, ...] = ()  # confirmation runs, trained longer: shown, never counted
-    operating: tuple[Point, ...] = ()  # trained models used otherwise: see `operating.py`
-    reference: tuple[float, float]  # (cost, quality) that bounds the hypervolume
-    panels: tuple[str, ...] = ()  # further cost metrics, each found in the points' `costs`
-    claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
-    published: bool = True  # whether the papers' points are drawn where the metrics agree
-    note: str = ""  # a sentence for the reader, such as how shared training is charged
-
-    def __post_init__(self) -> None:
-        cost, quality = self.reference
-        if not (0 < cost < math.inf and math.isfinite(quality)):
-            raise ValueError(f"reference needs a finite cost above 0, a finite quality: got {self.reference}")
+    @property
+    def quality_text(self) -> str:
+        """The quality, with its standard error where there are several seeds; a dash where it is unknown."""
+        if not math.isfinite(self.quality):
+            return UNKNOWN
+        error = f" \N{PLUS-MINUS SIGN} {self.standard_error:.4f}" if len(self.qualities) > 1 else ""
+        return f"{self.quality:.4f}{error}"
 
 
 def is_complete(point: Point) -> bool:
@@ -75,84 +72,21 @@ def quartiles(point: Point, cost_name: str) -> tuple[float, float]:
     return (low, high) if low <= point.cost <= high else (point.cost, point.cost)
 
 
-def on_front(frontier: Frontier) -> tuple[bool, ...]:
-    """For each of `frontier.points`: complete, and no other complete point dominates it."""
-    return tuple(pareto_front(costs_of(frontier.points)).tolist())
+def costs_of(points: Sequence[Point]) -> NDArray[np.float64]:
+    """(points, 2): log10 cost and 1 - quality; NaN where a point is incomplete."""
+    rows = [(math.log10(p.cost), 1 - p.quality) if is_complete(p) else (math.nan, math.nan) for p in points]
+    return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
-def front_points(frontier: Frontier) -> tuple[Point, ...]:
+def on_front(points: Sequence[Point]) -> tuple[bool, ...]:
+    """For each point: it is complete, and no other complete point dominates it."""
+    return tuple(pareto_front(costs_of(points)).tolist())
+
+
+def front_points(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points on the front, cheapest first."""
-    front = (point for point, on in zip(frontier.points, on_front(frontier), strict=True) if on)
+    front = (point for point, on in zip(points, on_front(points), strict=True) if on)
     return tuple(sorted(front, key=lambda point: point.cost))
-
-
-def dominated_points(frontier: Frontier) -> tuple[Point, ...]:
-    """The complete points off the front, in their order."""
-    pairs = zip(frontier.points, on_front(frontier), strict=True)
-    return tuple(point for point, on in pairs if is_complete(point) and not on)
-
-
-def hypervolume(frontier: Frontier) -> float:
-    """Area between the front and the reference: decades of cost times fractions of quality."""
-    cost, quality = frontier.reference
-    return hypervolume_2d(costs_of(frontier.points), np.array([math.log10(cost), 1 - quality]))
-
-
-def standings(frontier: Frontier) -> tuple[str, ...]:
-    """For each of `points`, `rest` and `operating`, its place if it is complete, else its status.
-
-    Places are "frontier", "frontier, knee", "dominated", "confirm" in the rest, and "operating".
-    """
-    front = on_front(frontier)
-    at_knee = knee(costs_of(frontier.points)) if any(front) else -1
-    places = [
-        "frontier, knee"
-        if i == at_knee
-        else "frontier"
-        if on
-        else "dominated"
-        if is_complete(point)
-        else point.status
-        for i, (point, on) in enumerate(zip(frontier.points, front, strict=True))
-    ]
-    places += ["confirm" if is_complete(point) else point.status for point in frontier.rest]
-    return (*places, *("operating" for _ in frontier.operating))
-
-
-def family_fronts(frontier: Frontier) -> dict[str, tuple[Point, ...]]:
-    """Of each family that has a complete point: its own front, cheapest first."""
-    families = dict.fromkeys(point.family for point in frontier.points if is_complete(point))
-    return {
-        family: front_points(
-            replace(frontier, points=tuple(p for p in frontier.points if p.family == family))
-        )
-        for family in families
-    }
-
-
-def panel(frontier: Frontier, cost_name: str) -> Frontier:
-    """The same points under another of their costs, bounded at 1.1 times its highest."""
-    points, rest, operating = (
-        tuple(replace(point, cost=point.costs.get(cost_name, math.nan)) for point in group)
-        for group in (frontier.points, frontier.rest, frontier.operating)
-    )
-    highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
-    reference = (1.1 * highest, frontier.reference[1])
-    return replace(
-        frontier,
-        cost_name=cost_name,
-        points=points,
-        rest=rest,
-        operating=operating,
-        reference=reference,
-        panels=(),
-        claims=(),
-    )
-
-
-def everything(frontier: Frontier) -> tuple[Point, ...]:
-    """All that is drawn and listed, in the order of `standings`."""
-    return frontier.points + frontier.rest + frontier.operating
 
 
 def knee_point(points: Sequence[Point]) -> Point:
@@ -160,7 +94,44 @@ def knee_point(points: Sequence[Point]) -> Point:
     return points[knee(costs_of(points))]
 
 
-def costs_of(points: Sequence[Point]) -> NDArray[np.float64]:
-    """(points, 2) in the declared space, log10 cost and 1 - quality; NaN where incomplete."""
-    rows = [(math.log10(p.cost), 1 - p.quality) if is_complete(p) else (math.nan, math.nan) for p in points]
-    return np.array(rows, dtype=np.float64).reshape(-1, 2)
+def knee_points(points: Sequence[Point], count: int) -> list[Point]:
+    """The knee of the MoE points, then the knee of the others, and so on; of all points if none is MoE."""
+    complete = [point for point in points if is_complete(point)]
+    left = [point for point in complete if point.family != "dense"] or complete
+    knees: list[Point] = []
+    while left and len(knees) < count:
+        knees.append(knee_point(left))
+        left.remove(knees[-1])
+    return knees
+
+
+def hypervolume(points: Sequence[Point], reference: tuple[float, float]) -> float:
+    """Area between the front and the reference (cost, quality), in decades of cost times fractions."""
+    return hypervolume_2d(costs_of(points), _bound(reference))
+
+
+def hypervolume_by_budget(
+    points: Sequence[Point], reference: tuple[float, float], spending: Sequence[tuple[str, float]]
+) -> NDArray[np.float64]:
+    """(entries, 2): device seconds spent so far, and the hypervolume of the points known by then.
+
+    `spending` has (run id, device seconds) for each piece of work that ended, in the order in which they
+    ended, whatever came of them: the rungs of a trial that is stopped later count when they were trained. A
+    point is known with the last entry of its last run; a point with a run that has no entry never is.
+    """
+    last_entry = {run_id: number for number, (run_id, _) in enumerate(spending)}
+    known_from: dict[int, list[Point]] = {}
+    for point in points:
+        if all(run_id in last_entry for run_id in point.run_ids):
+            known_from.setdefault(max(last_entry[run_id] for run_id in point.run_ids), []).append(point)
+    front, areas = np.zeros((0, 2)), []
+    for number in range(len(spending)):
+        front = np.concatenate([front, costs_of(known_from.get(number, []))])
+        front = front[pareto_front(front)]
+        areas.append(hypervolume_2d(front, _bound(reference)))
+    return np.stack([np.cumsum([seconds for _, seconds in spending]), np.array(areas)], axis=1)
+
+
+def _bound(reference: tuple[float, float]) -> NDArray[np.float64]:
+    cost, quality = reference
+    return np.array([math.log10(cost), 1 - quality])

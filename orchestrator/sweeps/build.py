@@ -10,11 +10,8 @@ from orchestrator import storage
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import (
-    Frontier,
-    Point,
-    Status,
-)
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point, Status
 from orchestrator.sweeps.operating import (
     TABLE,
     read_operating,
@@ -25,6 +22,7 @@ from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.projection import CONSTANT
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.run_directory import (
+    Result,
     SweepRecord,
     read_error,
     read_json,
@@ -58,7 +56,7 @@ class TrialRecord:
     Attributes:
         run_id: its name in the sweep, or its MLflow run.
         metrics: as last reported.
-        ended_s: seconds since the epoch; NaN while it runs.
+        spending: (seconds since the epoch, device-seconds) of each piece of its training.
         checkpoint: folder of its last checkpoint, relative to its directory.
         weights: digest of that checkpoint's weights.
     """
@@ -68,7 +66,7 @@ class TrialRecord:
     config: RunConfig
     status: Status
     metrics: Mapping[str, float]
-    ended_s: float
+    spending: tuple[tuple[float, float], ...] = ()
     url: str | None = None
     checkpoint: str = ""
     weights: str = ""
@@ -97,7 +95,7 @@ def read_trials(directory: str, sweep: SweepRecord) -> list[TrialRecord]:
                 config=from_dict(RunConfig, record.config),
                 status=status,
                 metrics=last.metrics if last else {},
-                ended_s=result.time_s if result else math.nan,
+                spending=_spending([*pauses, *([result] if result else [])]),
                 checkpoint=result.checkpoint if result else "",
                 weights=result.weights if result else "",
             )
@@ -134,7 +132,7 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         cost=parent.tags["objective.cost"],
         seeds=list(range(int(parent.tags.get("seeds", "1")))),
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
-        reference=json.loads(parent.tags.get("reference", "null")),
+        reference=json.loads(parent.tags.get("reference", "{}")),
     )
     return with_operating(build_frontier(sweep, [_from_mlflow(run) for run in runs]), read_operating(parent))
 
@@ -147,7 +145,7 @@ def _from_mlflow(run: RunInfo) -> TrialRecord:
         config=run.config(),
         status=_mlflow_status(run),
         metrics={**run.metrics, **constants},
-        ended_s=run.end_s or math.nan,
+        spending=((run.end_s or math.inf, own_seconds(run.metrics)),),
         url=run.url,
     )
 
@@ -170,26 +168,30 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord]) -> Frontie
         marginal = "marginal" in sweep.cost
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
-    done = [p for p in points if p.status == "finished"]
-    panels = tuple(n for n in PANELS if n != sweep.cost and done and all(n in p.costs for p in done))
-    reference = sweep.reference or _reference(points, trials)
+    pieces = sorted((time_s, t.run_id, spent) for t in trials for time_s, spent in t.spending)
     return Frontier(
         name=sweep.name,
         cost_name=sweep.cost,
         quality_name=sweep.quality,
         points=points,
-        rest=retrained,
-        reference=(reference[0], reference[1]),
-        panels=panels,
+        retrained=retrained,
+        reference=complete_reference(sweep, points, trials),
         claims=tuple(sweep.claims),
+        spending=tuple((run_id, spent) for _, run_id, spent in pieces),
         note=note,
     )
 
 
-def _reference(points: Sequence[Point], trials: Sequence[TrialRecord]) -> list[float]:
-    """Chance, at 1.1 times the highest cost, of a sweep whose costs were not known before."""
-    highest = max((p.cost for p in points if 0 < p.cost < math.inf), default=1.0)
-    return [1.1 * highest, 1 / min(trial.config.model.num_classes for trial in trials)]
+def complete_reference(
+    sweep: SweepRecord, points: Sequence[Point], trials: Sequence[TrialRecord]
+) -> dict[str, float]:
+    """The sweep's reference, and for costs that it lacks 1.1 times the highest of these points."""
+    found = {sweep.quality: 1 / min(trial.config.model.num_classes for trial in trials)}
+    for name in (sweep.cost, *PANELS):
+        known = [p.cost if name == sweep.cost else p.costs.get(name, math.nan) for p in points]
+        if positive := [cost for cost in known if 0 < cost < math.inf]:
+            found[name] = 1.1 * max(positive)
+    return {sweep.cost: 1.0, **found, **sweep.reference}
 
 
 def _points(trials: Iterable[TrialRecord], sweep: SweepRecord, *, seeds: int) -> tuple[Point, ...]:
@@ -222,24 +224,24 @@ def _point(arm: str, same: Sequence[TrialRecord], sweep: SweepRecord, seeds: int
         details={label: _mean(same, name) for name, label in MEASURED if name in first.metrics},
         costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
-        spent=sum(_own_seconds(trial) for trial in same),
-        ended=max((trial.ended_s for trial in same), default=math.nan),
         runs=tuple((trial.run_id, trial.url) for trial in same[1:]),
     )
     return replace(point, qualities=qualities) if len(same) > 1 and whole else point
 
 
-def _own_seconds(trial: TrialRecord) -> float:
+def own_seconds(metrics: Mapping[str, float]) -> float:
     """Device-seconds of a trial, without those of the base run that it cools down."""
-    both = trial.metrics.get("cost/device_s", 0.0)
-    return trial.metrics.get("cost/marginal_device_s", both)
+    return metrics.get("cost/marginal_device_s", metrics.get("cost/device_s", 0.0))
+
+
+def _spending(ends: Sequence[Result]) -> tuple[tuple[float, float], ...]:
+    """When a trial's pieces ended, each with the device-seconds that it took: pauses have times too."""
+    spent = [own_seconds(end.metrics) for end in ends]
+    return tuple(
+        (end.time_s, now - before) for end, now, before in zip(ends, spent, [0.0, *spent], strict=False)
+    )
 
 
 def _mean(same: Sequence[TrialRecord], metric: str) -> float:
     values = [trial.metrics[metric] for trial in same if metric in trial.metrics]
     return fmean(values) if values else math.nan
-
-
-def ids(point: Point) -> list[str]:
-    """The runs of a point: one for each seed."""
-    return [point.run_id, *(run_id for run_id, _ in point.runs)]

@@ -19,7 +19,8 @@ from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import knee_points
 from orchestrator.sweeps.agenda import Policy, ToTheEnd
 from orchestrator.sweeps.check import check_fits, check_sweep
 from orchestrator.sweeps.prices import Budget
@@ -267,15 +268,17 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
-def _reference(sweep: Sweep) -> list[float] | None:
-    """Chance, at 1.1 times the highest cost of an arm; None for costs that are only measured.
+def _reference(sweep: Sweep) -> dict[str, float]:
+    """The worst quality and costs that hypervolumes count: chance, at 1.1 times the highest cost of an arm.
 
-    Fixed when the sweep starts, so that its hypervolumes can be compared at any time.
+    Fixed when the sweep starts, so that its hypervolumes can be compared at any time. Costs that are only
+    measured get theirs when the sweep's results are first published.
     """
-    known = [costs(run, run.train.steps).get(sweep.cost) for run in sweep.runs().values()]
-    if not known or None in known:
-        return None
-    return [1.1 * max(cost for cost in known if cost), 1 / sweep.base.model.num_classes]
+    found = {sweep.quality: 1 / sweep.base.model.num_classes}
+    for run in sweep.runs().values():
+        for name, cost in costs(run, run.train.steps).items():
+            found[name] = max(found.get(name, 0.0), 1.1 * cost)
+    return found
 
 
 def update_sweep(directory: str, **changes: Any) -> None:
@@ -296,23 +299,13 @@ def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tup
     if run.trials_left() and not any(one.reached or one.outcome for one in run.agenda.standings.values()):
         raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
     frontier = publish(directory)
-    for point in knee_points(frontier, 0 if run.trials_left() else options.retrain):
+    for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
         failed |= _retrain(sweep, run.trial_of(point.arm), watch)
         frontier = publish(directory)
     trials = [one.trial for one in run.agenda.standings.values()]
     if freed := keep_weights_only(trials, frontier):
         watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     return frontier, failed
-
-
-def knee_points(frontier: Frontier, count: int) -> list[Point]:
-    """The knee of the MoE points, then that of the rest, and so on; of all points where none is MoE."""
-    complete = [p for p in frontier.points if is_complete(p)]
-    left, found = [p for p in complete if p.family != "dense"] or complete, list[Point]()
-    while left and len(found) < count:
-        found.append(knee_point(left))
-        left.remove(found[-1])
-    return found
 
 
 def retrain_config(sweep: Sweep, trial: Trial) -> RunConfig:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from orchestrator.frontier.points import Frontier, Point, is_complete
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point, is_complete
 from orchestrator.tracking.find import RunInfo
 
 TABLE = "operating_points.json"  # artifact of the sweep's run; the tag of that name says how many it has
@@ -51,7 +52,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
         by_run.setdefault(row["run"], {})[row["point"]] = row
     points, operating = [], []
     for point in map(_untimed, frontier.points):
-        seeds = [by_run.get(run_id, {}) for run_id in (point.run_id, *(other for other, _ in point.runs))]
+        seeds = [by_run.get(run_id, {}) for run_id in point.run_ids]
         for name in seeds[0] if is_complete(point) else ():
             if not all(name in seed for seed in seeds):
                 continue
@@ -62,9 +63,18 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
             else:
                 operating.append(_operating(point, name, same, costs, frontier.cost_name))
         points.append(point)
-    rest = tuple(map(_untimed, frontier.rest))
+    retrained = tuple(map(_untimed, frontier.retrained))
     note = f"{frontier.note} {_how_timed(rows)}".strip()
-    return replace(frontier, points=tuple(points), rest=rest, operating=tuple(operating), note=note)
+    times = [point.costs[TIME] for point in points if point.costs[TIME] > 0]
+    reference = {**frontier.reference, **({TIME: 1.1 * max(times)} if times else {})}
+    return replace(
+        frontier,
+        points=tuple(points),
+        retrained=retrained,
+        operating=tuple(operating),
+        reference=reference,
+        note=note,
+    )
 
 
 def _how_timed(rows: Sequence[Row]) -> str:
@@ -95,8 +105,6 @@ def _operating(
         qualities=(),
         details=dict(shown),
         settings={**trained.settings, "operating point": name},
-        spent=0.0,
-        ended=math.nan,
     )
 
 

@@ -1,33 +1,20 @@
 """What a sweep leaves beside its runs: page, pictures, table, and a summary from which MLflow is filled."""
 
-import math
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from orchestrator import storage
-from orchestrator.frontier.operating import gains, operating_costs
+from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.picture import frontier_picture
-from orchestrator.frontier.points import (
-    Frontier,
-    Point,
-    everything,
-    front_points,
-    hypervolume,
-    is_complete,
-    knee_point,
-    on_front,
-    panel,
-    standings,
-)
-from orchestrator.sweeps.build import TrialRecord, ids, read_trials, sweep_frontier
+from orchestrator.frontier.points import Point, is_complete
+from orchestrator.sweeps.build import TrialRecord, read_trials, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
-from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep, write_json
+from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep, write_json, write_sweep
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
@@ -50,17 +37,19 @@ def publish(directory: str) -> Frontier:
     assert sweep is not None
     trials = {trial.run_id: trial for trial in read_trials(directory, sweep)}
     files = write_files(frontier, directory)
-    members = [run for p, on in zip(frontier.points, on_front(frontier), strict=True) if on for run in ids(p)]
-    metrics = {"hypervolume": hypervolume(frontier), "frontier/points": float(len(front_points(frontier)))}
-    if best := front_points(frontier):
+    if frontier.reference != sweep.reference:  # from now on it stays
+        write_sweep(directory, replace(sweep, reference=dict(frontier.reference)))
+    members = [run for point in frontier.front for run in point.run_ids]
+    metrics = {"hypervolume": frontier.hypervolume, "frontier/points": float(len(frontier.front))}
+    if best := frontier.front:
         metrics[f"frontier/best/{frontier.quality_name}"] = best[-1].quality
     for gain in gains(frontier):
         name = f"hypervolume/{gain.cost_name}/{gain.models.replace(' ', '_')}"
         metrics |= {f"{name}/as_trained": gain.without, f"{name}/operating": gain.with_points}
-    tables = {"frontier.json": table(frontier_table(frontier))}
+    tables = {"frontier.json": table(frontier.to_dataframe().to_dict("list"))}
     tags = {
-        "hypervolume.reference": f"{frontier.cost_name}={frontier.reference[0]:g}, "
-        f"{frontier.quality_name}={frontier.reference[1]:g}"
+        "hypervolume.reference": f"{frontier.cost_name}={frontier.bound[0]:g}, "
+        f"{frontier.quality_name}={frontier.bound[1]:g}"
     }
     rows = read_json(storage.join(directory, TABLE))
     if rows is not None:
@@ -84,12 +73,12 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
     """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the
     knee's arm trained for longer, if it was.
     """
-    front = front_points(frontier)
+    front = frontier.front
     if not front:
         return {}
-    knee = knee_point(frontier.points)
+    knee = frontier.knee
     named = {FAST: front[0], KNEE: knee, BEST: front[-1]}
-    for point in frontier.rest:
+    for point in frontier.retrained:
         if is_complete(point) and point.arm == knee.arm:
             named[CONFIRMED] = point
     found = {}
@@ -107,7 +96,7 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
 
 def _typical_seed(point: Point) -> str:
     """The run of the seed whose quality is nearest to the arm's mean."""
-    runs = ids(point)
+    runs = point.run_ids
     qualities = point.qualities or (point.quality,)
     return min(zip(runs, qualities, strict=True), key=lambda each: abs(each[1] - point.quality))[0]
 
@@ -133,39 +122,25 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         f"# Sweep {sweep.name}",
         "",
         f"{len(frontier.points)} arms, {seeds}; {sweep.quality} against {sweep.cost}. Data: `{data}`"
-        f" (digest `{sweep.data_digest[:12]}`). Hypervolume {hypervolume(frontier):.4f}, in decades of cost"
-        f" times fractions of quality, from {frontier.quality_name}={frontier.reference[1]:g} at"
-        f" {frontier.cost_name}={frontier.reference[0]:.4g}.",
+        f" (digest `{sweep.data_digest[:12]}`). Hypervolume {frontier.hypervolume:.4f}, in decades of cost"
+        f" times fractions of quality, from {frontier.quality_name}={frontier.bound[1]:g} at"
+        f" {frontier.cost_name}={frontier.bound[0]:.4g}.",
         "",
         f"| frontier | {sweep.quality} | {sweep.cost} |",
         "|---|---|---|",
     ]
-    for point in front_points(frontier):
+    for point in frontier.front:
         spread = f" ({min(point.qualities):.4f} to {max(point.qualities):.4f})" if point.qualities else ""
         lines.append(f"| {point.arm} | {point.quality:.4f}{spread} | {point.cost:.4g} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])
-
-
-def frontier_table(frontier: Frontier) -> dict[str, list[Any]]:
-    """Column -> values, a row for every point."""
-    rows = list(zip(everything(frontier), standings(frontier), strict=True))
-    columns: dict[str, list[Any]] = {
-        "arm": [p.arm for p, _ in rows],
-        "family": [p.family for p, _ in rows],
-        "standing": [standing for _, standing in rows],
-        frontier.cost_name: [p.cost for p, _ in rows],
-        frontier.quality_name: [p.quality for p, _ in rows],
-    }
-    columns |= {name: [p.costs.get(name, math.nan) for p, _ in rows] for name in frontier.panels}
-    return columns | {"run": [", ".join(ids(p)) for p, _ in rows]}
 
 
 def _draw(frontier: Frontier, folder: Path) -> list[Path]:
     page, *pictures = (folder / name for name in FILES)
     page.write_text(frontier_page(frontier), encoding="utf-8")
     for picture in pictures:
-        frontier_picture(frontier, picture)
+        frontier.save_picture(picture)
     for cost in operating_costs(frontier):
         pictures.append(folder / PICTURES[cost])
-        frontier_picture(panel(frontier, cost), pictures[-1])
+        frontier.at_cost(cost).save_picture(pictures[-1])
     return [page, *pictures]

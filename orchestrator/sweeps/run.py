@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.checkpoint.retention import drop_optimizer
 from orchestrator.config import RunConfig
-from orchestrator.frontier.points import Frontier, on_front
+from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing
 from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.engine import Hooks, run_jobs
@@ -201,7 +201,6 @@ def _left(trial: Trial) -> list[Result]:
 
 def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
     """Drops the optimiser states of complete trials off the frontier; returns the bytes that it freed."""
-    points = zip(frontier.points, on_front(frontier), strict=True)
-    front = {point.arm for point, on in points if on}
+    front = {point.arm for point in frontier.front}
     off = [t.run for t in trials if t.role == "trial" and t.arm not in front and result_of(t.run)]
     return sum(drop_optimizer(checkpoint_directory(run)) for run in off)

@@ -155,7 +155,7 @@ class SweepRecord:
         seeds: every arm is trained once with each; none: once, with the base's seed.
         arms: name -> dotted changes of the base, those that a search has drawn among them.
         drawn: names of the arms that a search has drawn.
-        reference: (cost, quality) that hypervolume counts from; None until a cost is known.
+        reference: metric -> the worst value that hypervolumes count; measured costs follow once known.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
         status: ``running`` until the command ends.
@@ -173,7 +173,7 @@ class SweepRecord:
     claims: list[str] = field(default_factory=list)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
-    reference: list[float] | None = None
+    reference: dict[str, float] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     status: Literal["running", "finished", "failed", "killed"] = "running"

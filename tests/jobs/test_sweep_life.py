@@ -48,7 +48,7 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     assert re.fullmatch(r"diverged at step \d", runs["hot"].data.tags["error"])
     table = json.loads(next(home.rglob("frontier.json")).read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    assert [row["arm"] for row in rows if row["standing"] == "diverged"] == ["hot"]
+    assert [row["arm"] for row in rows if row["status"] == "diverged"] == ["hot"]
     parent = runs["small"].info.run_id
     assert all(run.data.tags["mlflow.parentRunId"] == parent for name, run in runs.items() if name != "small")
     version = client.get_model_version_by_alias("small", "pareto-best")

@@ -14,7 +14,7 @@ from matplotlib.colors import LogNorm, to_rgb
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from orchestrator.frontier.style import INK, MUTED
+from orchestrator.frontier.figure import INK, MUTED
 
 DPI = 130
 SEQUENTIAL = "YlGnBu"  # light is little, also in print

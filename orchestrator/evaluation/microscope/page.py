@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from orchestrator.evaluation.microscope.drawing import DPI
 from orchestrator.evaluation.microscope.tables import Table
-from orchestrator.frontier.style import detail
+from orchestrator.frontier.figure import detail
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from orchestrator.evaluation.studies.found import Curve, Found, Panel
-from orchestrator.frontier.style import INK, MUTED
+from orchestrator.frontier.figure import INK, MUTED
 
 # told apart in the common colour vision deficiencies, as those of the frontier
 COLOURS = ("#D55E00", "#2B87C8", "#009E73", "#CC79A7", "#7A78D8", "#9A7D0A")

@@ -11,7 +11,8 @@ from tests.parts import system_program
 
 QUIET = ("background-networking", "component-update", "gpu", "quic", "sync")
 FLAGS = ["--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)]
-DRAWN = "return typeof plots === 'object' && plots.every(plot => plot.querySelector('.main-svg'))"
+DRAWN = """const all = [...document.querySelectorAll('.plot')];
+return all.length > 0 && all.every(plot => plot.querySelector('.main-svg'))"""
 
 
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
@@ -27,11 +28,10 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
     browser.quit()
 
 
-def open_page(browser: webdriver.Chrome, path: Path, text: str, drawn: bool = True) -> None:
+def open_page(browser: webdriver.Chrome, path: Path, text: str) -> None:
     """Returns once every plot of the page is there."""
     path.write_text(text, encoding="utf-8")
     browser.get_log("browser")
     browser.get_log("performance")
     browser.get(path.as_uri())
-    if drawn:
-        WebDriverWait(browser, 60).until(lambda page: page.execute_script(DRAWN))
+    WebDriverWait(browser, 60).until(lambda page: page.execute_script(DRAWN))

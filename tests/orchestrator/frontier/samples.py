@@ -1,35 +1,36 @@
-"""Frontiers for the tests of the page, small and large."""
+"""Frontiers for the tests, small and large."""
 
 import math
 import random
+from typing import Any
 
-from orchestrator.frontier.points import Frontier, Point, Status
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point, Status
 
-NAN = float("nan")
+NAN = math.nan
 LINK = "http://mlflow.test:5000/#/experiments/1/runs/"
-EVIL = "<img src=x onerror=alert(1)>\"'&</script><script>alert(2)</script><!--"
+EVIL = "<img src=x onerror=alert(1)>\"'&</script><script>alert(2)</script><!--$x^{$"
+FLOPS, SECONDS, ACC = "cost/train_flops_6mac", "cost/device_s", "val/acc1"
 
 
-def point(arm: str, family: str, cost: float, quality: float, status: Status = "finished") -> Point:
-    return Point(
-        arm=arm,
-        family=family,
-        cost=cost,
-        quality=quality,
-        size=2 if arm.endswith("2") else 1,
-        run_id=f"{arm}-0123456789abcdef",
-        run_url=f"{LINK}{arm}",
-        status=status,
-        details={"k": 2.0, "affinity": "softmax"},
-        costs={"cost/device_s": 1e12 / cost},
-        settings={"family": family, "capacity": 2.0},
-    )
+def point(
+    arm: str, family: str, cost: float, quality: float, status: Status = "finished", **more: Any
+) -> Point:
+    known: dict[str, Any] = {
+        "size": 2 if arm.endswith("2") else 1,
+        "run_id": f"{arm}-0123456789abcdef",
+        "run_url": f"{LINK}{arm}",
+        "details": {"k": 2.0, "affinity": "softmax"},
+        "costs": {SECONDS: 1e12 / cost} if cost > 0 else {},
+        "settings": {"family": family, "capacity": 2.0},
+    }
+    return Point(arm=arm, family=family, cost=cost, quality=quality, status=status, **(known | more))
 
 
 FRONTIER = Frontier(
     name="routers",
-    cost_name="cost/train_flops_6mac",
-    quality_name="val/acc1",
+    cost_name=FLOPS,
+    quality_name=ACC,
     points=(
         point("dense-s", "dense", 2e10, 0.80),
         point("dense-l", "dense", 3e11, 0.88),
@@ -43,41 +44,29 @@ FRONTIER = Frontier(
         point("ec-early", "expert_choice", 2e9, 0.99, "stopped"),
         point("soft-oom", "soft", NAN, NAN, "failed"),
     ),
-    rest=(point("soft-2-long", "soft", 9e11, 0.97),),
-    reference=(1e12, 0.1),
+    retrained=(point("soft-2-long", "soft", 9e11, 0.97),),
+    reference={FLOPS: 1e12, ACC: 0.1},
 )
-
-FAMILIES = ("dense", "soft", "token_choice", "expert_choice", "sinkhorn_expert_choice")
 
 
 def many(count: int) -> Frontier:
-    """As many trials, two costs, four of five complete, each with an end: what a large sweep leaves."""
+    """A large sweep: two costs, most trials complete, each with what it spent."""
     draw = random.Random(0)
     points = []
     for i in range(count):
-        family, cost = draw.choice(FAMILIES), 10 ** draw.uniform(9, 13)
-        status = draw.choice(("finished",) * 12 + ("stopped", "diverged", "failed"))
-        trial = Point(
-            arm=f"{family}-{i}",
-            family=family,
-            cost=cost,
-            quality=0.1 * math.log10(cost) - 0.4 + draw.gauss(0, 0.02) if status == "finished" else NAN,
-            size=draw.choice((0.5, 1, 2)),
-            run_id=f"{draw.getrandbits(128):032x}",
-            run_url=f"{LINK}{i}",
-            status=status,
-            details={"experts": 8.0, "validation loss": draw.random()},
-            costs={"cost/device_s": cost / 1e9 * draw.uniform(1, 2)},
-            settings={"capacity": 1.0, "depth": 4.0},
-            spent=cost / 1e9,
-            ended=float(i),
+        family, cost = (
+            draw.choice(["dense", "soft", "token_choice", "expert_choice"]),
+            10 ** draw.uniform(9, 13),
         )
-        points.append(trial)
+        status = draw.choice(("finished",) * 12 + ("stopped", "diverged", "failed"))
+        quality = 0.1 * math.log10(cost) - 0.4 + draw.gauss(0, 0.02) if status == "finished" else NAN
+        costs = {SECONDS: cost / 1e9 * draw.uniform(1, 2)}
+        points.append(point(f"{family}-{i}", family, cost, quality, status, costs=costs))
     return Frontier(
         name="many",
-        cost_name="cost/train_flops_6mac",
-        quality_name="val/acc1",
+        cost_name=FLOPS,
+        quality_name=ACC,
         points=tuple(points),
-        reference=(1e14, 0.1),
-        panels=("cost/device_s",),
+        reference={FLOPS: 1e14, ACC: 0.1, SECONDS: 1e5},
+        spending=tuple((p.run_id, p.cost / 1e9) for p in points),
     )

@@ -3,97 +3,118 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from orchestrator.frontier.figure import TIMES
+from orchestrator.frontier.frontier import gains
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.style import TIMES
-from tests.orchestrator.frontier.samples import EVIL, FRONTIER, many, point
+from tests.orchestrator.frontier.samples import EVIL, FRONTIER, SECONDS, many, point
+from tests.orchestrator.frontier.test_frontier import POINTS, timed, times
 
 
-def loads(page: str) -> set[str]:
-    """Addresses that tags outside scripts would load."""
-    markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    return set(
-        re.findall(r"""<(?:script|link|img|iframe|source)[^>]*?(?:src|href)\s*=\s*["']?([^"'\s>]+)""", markup)
-    )
+def plots(page: str) -> list[dict[str, Any]]:
+    return json.loads(page.split('id="data">')[1].split("</script>")[0])
 
 
-def text(html: str) -> str:
-    return re.sub("<[^>]+>", "", html)
+def markup(page: str) -> str:
+    return re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
 
 
 def test_page_loads_nothing() -> None:
     page = frontier_page(FRONTIER)
-    assert loads(page) == {"data:,"}
+    tags = r"""<(?:script|link|img|iframe|source)[^>]*?(?:src|href)\s*=\s*["']?([^"'\s>]+)"""
+    assert re.findall(tags, markup(page)) == ["data:,"]
     assert not re.findall(r"<script[^>]*\bsrc\b", page)
     assert "@import" not in page.split("</style>")[0]
     assert "default-src 'none'" in page
 
 
 def test_summary_counts() -> None:
-    """Area: .7 x log10(50) + .1 x log10(33.3) + .03 x log10(11.1) + .02 x log10(1.25) = 1.37488."""
-    summary = text(frontier_page(FRONTIER).split("<p>")[1].split("</p>")[0])
-    for fact in (
-        "11 trials",
-        "7 finished",
-        "1 stopped",
-        "1 failed",
-        "1 diverged",
-        "1 running",
-        "4 on the frontier",
-        "1 confirm",
-    ):
+    summary = re.sub("<[^>]+>", "", frontier_page(FRONTIER).split("<p>")[1].split("</p>")[0])
+    summary = " ".join(summary.split())
+    counts = {"finished": 7, "stopped": 1, "failed": 1, "diverged": 1, "running": 1, "on the frontier": 4}
+    for fact in ("11 trials", "1 retrained", *(f"{count} {what}" for what, count in counts.items())):
         assert fact in summary
-    reference = f"(1.00{TIMES}10¹²,&nbsp;0.1)"
+    assert "knee soft-1 &middot;" in summary
+    reference = f"(1.00{TIMES}10¹², 0.1)"
     assert f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}" in summary
 
 
-def data_of(page: str) -> dict[str, list[dict[str, object]]]:
-    return json.loads(page.split('id="data">')[1].split("</script>")[0])
-
-
-def test_the_points_stand_in_the_page_once() -> None:
-    page = frontier_page(replace(many(20), note="Branches pay for <themselves>."))
-    data = data_of(page)
-    assert [point["arm"] for point in data["points"]] == [point.arm for point in many(20).points]
-    assert len(data["panels"]) == 3  # two costs, and the hypervolume against the budget
-    assert len(data_of(frontier_page(FRONTIER))["panels"]) == 1  # nothing says when its trials ended
-    assert page.count(many(20).points[0].run_id) == 1
+def test_a_plot_for_each_cost_and_one_for_the_budget() -> None:
+    found = many(20)
+    page = frontier_page(replace(found, note="Branches pay for <themselves>."))
+    titles = [plot["layout"]["xaxis"]["title"]["text"] for plot in plots(page)]
+    assert titles == [f"Training FLOPs (6 {TIMES} MAC)", "Device time (s)", "Device hours spent"]
+    (budget,) = plots(page)[2]["data"]
+    assert (budget["line"]["shape"], len(budget["x"])) == ("hv", 21)
+    assert len(plots(frontier_page(FRONTIER))) == 1  # what was spent is unknown
     assert "<p>Branches pay for &lt;themselves&gt;.</p>" in page
+    assert markup(page).count("<tr") == 21
 
 
-def test_claims_are_checked_and_their_failures_named() -> None:
+def test_a_row_has_numbers_texts_and_links() -> None:
+    seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), runs=(("second", "javascript:alert(1)"),))
+    found = replace(FRONTIER, points=(seeds,), retrained=(), reference={**FRONTIER.reference, SECONDS: 1.0})
+    (row,) = re.findall('<tr class="frontier".*?</tr>', frontier_page(found), flags=re.DOTALL)
+    assert 'data-role="frontier" data-family="dense"' in row
+    numbers = re.findall('<td class="number" data-key="([^"]*)">([^<]*)<', row)
+    assert numbers == [
+        ("20000000000.0", f"2.00{TIMES}10¹⁰"),
+        ("50.0", "50"),
+        ("0.8", "0.8000 ± 0.1000"),
+        ("1", "1"),
+    ]
+    assert '<td class="status">frontier, knee</td>' in row
+    assert "affinity&nbsp;softmax" in row
+    assert "seeds&nbsp;2, from 0.7000 to 0.9000" in row
+    assert re.findall('href="([^"]*)"', row) == [seeds.run_url]
+    assert '<code title="second">second</code>' in row
+
+
+def test_claims_are_checked_and_other_cells_are_named() -> None:
     """Soft, .90 and .93, beats dense, .80 and .88, in each pair; expert choice, .95, beats both."""
     claims = (
         "family=soft beats family=dense",
         "family=soft beats family=expert_choice at equal capacity",
         "family=soft beats family=mixture",
     )
-    section = (
-        frontier_page(replace(FRONTIER, claims=claims))
-        .split('class="claims">')[1]
-        .split('<div class="wide')[0]
-    )
-    items = re.findall(
-        r'<li class="(\w+)"><span class="mark">(.)</span><div>([^<]+): <b>([^<]+)</b>', section
-    )
+    page = frontier_page(replace(FRONTIER, claims=claims))
+    items = re.findall(r'<li class="(\w+)"><span class="mark">(.)</span><div>([^<]+): <b>([^<(]+)', page)
     assert items == [
-        ("holds", "✓", claims[0], "4/4 cells"),
-        ("fails", "✗", claims[1], "0/2 cells"),
+        ("holds", "✓", claims[0], "4/4 cells "),
+        ("fails", "✗", claims[1], "0/2 cells "),
         ("open", "\N{EN DASH}", claims[2], "0/0 cells"),
     ]
-    assert "<li>capacity=2: soft-1 0.9000, ec-2 0.9500</li>" in section
+    assert "<li>fails: capacity=2: soft-1 0.9000, ec-2 0.9500</li>" in page
     with pytest.raises(ValueError, match="is not of the form"):
         frontier_page(replace(FRONTIER, claims=("soft is better",)))
 
 
+def test_the_page_states_the_gain_of_operating_points() -> None:
+    page = frontier_page(POINTS)
+    assert "<h2>Operating points</h2>" in page
+    assert f"all models: <b>{gains(POINTS)[0]}</b>" in page
+    assert "A gain in time counts only if" not in page
+    assert "<h2>Operating points</h2>" not in frontier_page(FRONTIER)
+    page = frontier_page(times(timed("soft: experts=2", 0.8, 70, 85, 90)))
+    assert "all models: <b>none: within the spread of the times</b>" in page
+    assert "A gain in time counts only if" in page
+
+
 def test_text_of_users_is_escaped() -> None:
-    evil = replace(
-        point(EVIL, EVIL, 1e10, 0.9),
+    evil = point(
+        EVIL,
+        EVIL,
+        1e10,
+        0.9,
+        run_id=EVIL,
         run_url="javascript:alert(3)",
+        runs=((EVIL, 'https://x.test/"onmouseover="alert(4)'),),
         details={EVIL: EVIL},
         settings={EVIL: EVIL},
+        costs={EVIL + "2": 1.0},
     )
     page = frontier_page(
         replace(
@@ -101,13 +122,16 @@ def test_text_of_users_is_escaped() -> None:
             name=EVIL,
             note=EVIL,
             cost_name=EVIL,
-            quality_name=EVIL,
+            quality_name=EVIL + "3",
             points=(evil,),
-            rest=(evil,),
-            panels=(EVIL + "2",),
+            retrained=(evil,),
+            operating=(replace(evil, cost=1e9),),
+            reference={EVIL: 1e12, EVIL + "2": 1e12, EVIL + "3": 0.1},
+            claims=("arm=<img beats arm=<b>x</b>",),
         )
     )
-    assert "<img src=x" not in page
+    assert "<img" not in page
     assert "<script>alert" not in page
     assert "javascript:alert" not in page
+    assert '"onmouseover=' not in page
     assert "&lt;img src=x" in page

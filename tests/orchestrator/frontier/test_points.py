@@ -1,162 +1,111 @@
-"""Points of cost and quality: who may be on the front, and in which space they are judged."""
+"""Points of cost and quality: which may be on the front, and in which space they are judged."""
 
 from dataclasses import replace
-from math import log10
 
+import numpy as np
 import pytest
 
 from orchestrator.frontier.points import (
-    Frontier,
     Point,
-    Status,
-    family_fronts,
     front_points,
     hypervolume,
+    hypervolume_by_budget,
     knee_point,
+    knee_points,
     on_front,
-    panel,
-    standings,
 )
+from tests.orchestrator.frontier.samples import NAN, point
 
-NAN = float("nan")
-
-
-def point(arm: str, cost: float, quality: float, status: Status = "finished") -> Point:
-    return Point(arm=arm, family="soft", cost=cost, quality=quality, size=1, run_id=arm, status=status)
+REFERENCE = (1e4, 0.0)
 
 
-def frontier(
-    *points: Point, rest: tuple[Point, ...] = (), reference: tuple[float, float] = (1e4, 0.0)
-) -> Frontier:
-    names = {"name": "test", "cost_name": "cost/device_s", "quality_name": "val/acc1"}
-    return Frontier(**names, points=points, rest=rest, reference=reference)
+def soft(arm: str, cost: float, quality: float, status: str = "finished") -> Point:
+    return replace(point(arm, "soft", cost, quality), status=status, run_id=arm)
 
 
-def test_cheap_and_good_are_on_the_front() -> None:
-    small, large, poor, dear = (
-        point("small", 10, 0.5),
-        point("large", 1000, 0.9),
-        point("poor", 100, 0.4),
-        point("dear", 2000, 0.9),
-    )
-    found = frontier(large, poor, small, dear)
-    assert on_front(found) == (True, False, True, False)
-    assert front_points(found) == (small, large)
+def test_cheap_and_good_points_are_on_the_front() -> None:
+    small, large = soft("small", 10, 0.5), soft("large", 1000, 0.9)
+    points = (large, soft("poor", 100, 0.4), small, soft("dear", 2000, 0.9))
+    assert on_front(points) == (True, False, True, False)
+    assert front_points(points) == (small, large)
+    assert on_front(()) == ()
 
 
 @pytest.mark.parametrize(
     "best",
     [
-        point("x", 1, 0.99, "diverged"),
-        point("x", 1, 0.99, "failed"),
-        point("x", 1, 0.99, "running"),
-        point("x", 1, 0.99, "stopped"),
-        point("x", NAN, 0.99),
-        point("x", 1, NAN),
-        point("x", 0, 0.99),
-        point("x", -1, 0.99),
-        point("x", float("inf"), 0.99),
-    ],
-    ids=[
-        "diverged",
-        "failed",
-        "running",
-        "stopped",
-        "cost nan",
-        "quality nan",
-        "cost 0",
-        "cost negative",
-        "cost inf",
+        *(soft("x", 1, 0.99, status) for status in ("diverged", "failed", "running", "stopped")),
+        *(soft("x", cost, 0.99) for cost in (NAN, 0, -1, float("inf"))),
+        soft("x", 1, NAN),
     ],
 )
 def test_an_incomplete_point_is_not_on_the_front_and_dominates_nothing(best: Point) -> None:
-    found = frontier(best, point("y", 10, 0.5))
-    assert on_front(found) == (False, True)
-    assert hypervolume(found) == hypervolume(frontier(point("y", 10, 0.5)))
-    assert knee_point(found.points).arm == "y"
+    points = (best, soft("y", 10, 0.5))
+    assert on_front(points) == (False, True)
+    assert hypervolume(points, REFERENCE) == hypervolume(points[1:], REFERENCE)
+    assert knee_point(points).arm == "y"
+    with pytest.raises(ValueError, match="no finite point among 1"):
+        knee_point([best])
 
 
 def test_hypervolume_by_hand() -> None:
     """Reference (1e4, 0): at cost 10, 3 decades x .5; from cost 1000 on, 1 decade x (.9 - .5) more."""
-    points = (point("a", 10, 0.5), point("b", 1000, 0.9), point("beyond", 2e4, 0.99))
-    assert hypervolume(frontier(*points)) == pytest.approx(3 * 0.5 + 1 * 0.4)
-    assert hypervolume(frontier(*points, reference=(1e4, 0.5))) == pytest.approx(0.4)
-
-
-def test_confirmation_runs_count_nowhere() -> None:
-    counted = frontier(point("a", 10, 0.5))
-    confirmed = replace(counted, rest=(point("a x10", 5, 0.9),))
-    assert hypervolume(confirmed) == hypervolume(counted)
-    assert front_points(confirmed) == counted.points
-
-
-def test_nothing_finished() -> None:
-    empty = frontier(point("a", NAN, NAN, "failed"))
-    assert on_front(empty) == (False,)
-    assert hypervolume(empty) == 0
-    assert on_front(frontier()) == ()
-    with pytest.raises(ValueError, match="no finite point among 1"):
-        knee_point(empty.points)
+    points = (soft("a", 10, 0.5), soft("b", 1000, 0.9), soft("beyond", 2e4, 0.99))
+    assert hypervolume(points, REFERENCE) == pytest.approx(3 * 0.5 + 1 * 0.4)
+    assert hypervolume(points, (1e4, 0.5)) == pytest.approx(0.4)
 
 
 def test_knee_is_judged_in_log_cost() -> None:
-    """By decades "middle" lies (.5, .4) and far below the chord; by linear cost "low" would be the knee."""
-    points = (
-        point("first", 1, 0.1),
-        point("low", 1e2, 0.35),
-        point("middle", 1e4, 0.7),
-        point("last", 1e8, 0.9),
-    )
-    assert log10(points[2].cost) == 4
+    """By decades "middle" is at (.5, .4), far below the chord; by linear cost "low" would be the knee."""
+    points = [soft("first", 1, 0.1), soft("low", 1e2, 0.35), soft("middle", 1e4, 0.7), soft("last", 1e8, 0.9)]
     assert knee_point(points).arm == "middle"
 
 
-@pytest.mark.parametrize("reference", [(0.0, 0.1), (NAN, 0.1), (float("inf"), 0.1), (1e9, NAN)])
-def test_a_useless_reference_is_refused(reference: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="reference needs a finite cost above 0"):
-        frontier(reference=reference)
+def test_knees_of_moe_points() -> None:
+    """The best dense point and a diverged one are left out; after the knee comes the knee of the others."""
+    dense, burnt = point("dense", "dense", 1e9, 0.99), soft("burnt", 1e9, 0.99, "diverged")
+    moe = [soft("a", 1e9, 0.2), soft("b", 2e9, 0.8), soft("c", 4e9, 0.9)]
+    assert [p.arm for p in knee_points([dense, burnt, *moe], 1)] == ["b"]
+    assert {p.arm for p in knee_points([dense, burnt, *moe], 9)} == {"a", "b", "c"}
+    assert knee_points([dense, burnt], 2) == [dense]
 
 
-def test_standings_by_hand() -> None:
-    """By decades (1, 0), (.5, .4), (0, 1) scaled: the middle lies below the chord. Equal points both stay."""
-    points = (
-        point("low", 1, 0.1),
-        point("middle", 1e2, 0.6),
-        point("high", 1e4, 0.9),
-        point("same", 1e4, 0.9),
-        point("poor", 1e4, 0.8),
-        point("early", 1, 0.99, "stopped"),
-    )
-    found = frontier(*points, rest=(point("again", 5, 0.95), point("burnt", 5, NAN, "diverged")))
-    places = (
-        "frontier",
-        "frontier, knee",
-        "frontier",
-        "frontier",
-        "dominated",
-        "stopped",
-        "confirm",
-        "diverged",
-    )
-    assert standings(found) == places
-    assert standings(frontier(point("a", NAN, NAN, "failed"))) == ("failed",)
+def test_standard_error_and_quality_text() -> None:
+    """Of .1, .2 and .3: standard deviation .1, divided by the root of 3."""
+    seeds = replace(soft("a", 1, 0.2), qualities=(0.1, 0.2, 0.3))
+    assert seeds.standard_error == pytest.approx(0.1 / 3**0.5)
+    assert seeds.quality_text == "0.2000 \N{PLUS-MINUS SIGN} 0.0577"
+    assert np.isnan(soft("a", 1, 0.2).standard_error)
+    assert (soft("a", 1, 0.2).quality_text, soft("a", 1, NAN).quality_text) == ("0.2000", "\N{EN DASH}")
 
 
-def test_each_family_has_its_own_front() -> None:
-    small, large = point("small", 10, 0.5), point("large", 100, 0.6)
-    beaten = replace(point("dense", 50, 0.4), family="dense")
-    burnt = replace(point("burnt", 1, NAN, "diverged"), family="hash")
-    found = family_fronts(frontier(large, beaten, burnt, small, point("poor", 200, 0.3)))
-    assert found == {"soft": (small, large), "dense": (beaten,)}
+def test_hypervolume_by_budget_by_hand() -> None:
+    """Reference (1e4, 0): first 3 decades x .5, then 1 decade x .4 more. A stopped trial only costs."""
+    points = [
+        soft("large", 1000, 0.9),
+        soft("small", 10, 0.5),
+        soft("early", 10, 0.99, "stopped"),
+        soft("poor", 500, 0.4),
+    ]
+    spending = [("small", 2.0), ("early", 1.0), ("large", 5.0), ("poor", 4.0), ("unlisted", 1.0)]
+    curve = hypervolume_by_budget(points, REFERENCE, spending)
+    assert curve[:, 0].tolist() == [2, 3, 8, 12, 13]
+    assert curve[:, 1].tolist() == pytest.approx([1.5, 1.5, 1.9, 1.9, 1.9])
+    assert curve[-1, 1] == pytest.approx(hypervolume(points, REFERENCE))
 
 
-def test_a_panel_judges_the_same_points_by_another_cost() -> None:
-    """By time the larger is the cheaper, hence alone on the front; the one without a time is out."""
-    small = replace(point("small", 10, 0.5), costs={"cost/device_s": 8.0})
-    large = replace(point("large", 100, 0.6), costs={"cost/device_s": 4.0})
-    found = panel(frontier(small, large, point("untimed", 1, 0.9), rest=(small,)), "cost/device_s")
-    assert (found.cost_name, found.quality_name) == ("cost/device_s", "val/acc1")
-    assert [p.arm for p in front_points(found)] == ["large"]
-    assert [p.cost for p in found.rest] == [8]
-    assert found.reference == (pytest.approx(8.8), 0)
-    assert panel(frontier(), "cost/device_s").points == ()
+def test_rungs_of_stopped_trials_are_paid_for_when_they_are_trained() -> None:
+    """Nine trials were tried for 10 s each before one was trained to its end: it is known after 100 s."""
+    stopped = [soft(f"stopped{i}", 10, NAN, "stopped") for i in range(9)]
+    tried = [(p.run_id, 10.0) for p in stopped]
+    points = [soft("won", 10, 0.9), *stopped]
+    curve = hypervolume_by_budget(points, REFERENCE, [*tried, ("won", 10.0)])
+    assert curve[0].tolist() == [10, 0]
+    assert curve[-1].tolist() == pytest.approx([100, 2.7])
+
+
+def test_a_point_is_known_with_the_last_entry_of_its_last_seed() -> None:
+    two_seeds = replace(soft("a", 10, 0.5), run_id="a0", runs=(("a1", None),))
+    spending = [("a0", 1.0), ("a1", 1.0), ("a0", 3.0)]
+    assert hypervolume_by_budget([two_seeds], REFERENCE, spending).tolist() == [[1, 0], [2, 0], [5, 1.5]]
+    assert hypervolume_by_budget([two_seeds], REFERENCE, spending[:1])[-1].tolist() == [1, 0]

@@ -13,7 +13,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import Frontier
+from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.run import keep_weights_only
@@ -96,7 +96,9 @@ def test_trunks_keep_their_optimizer(sweep, monkeypatch):
     monkeypatch.setattr(sweep_run, "result_of", bool)
     monkeypatch.setattr(sweep_run, "drop_optimizer", lambda directory: dropped.append(directory) or 1)
     points = (point("soft-at6", "soft", 1.0, 0.9), point("soft-at9", "soft", 2.0, 0.8))
-    frontier = Frontier(name="", cost_name="", quality_name="", points=points, reference=(3.0, 0.1))
+    frontier = Frontier(
+        name="", cost_name="c", quality_name="q", points=points, reference={"c": 3.0, "q": 0.1}
+    )
     trials = sweep.trials()
     assert keep_weights_only(trials.values(), frontier) == 1
     assert dropped == [checkpoint_directory(trials["soft-at9"].run)]

@@ -10,7 +10,6 @@ import pytest
 
 from moe.cost import train_flops_6mac
 from orchestrator.errors import UsageError
-from orchestrator.frontier.points import front_points, hypervolume
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
@@ -18,7 +17,7 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import open_reader, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training.run_directory import write_sweep
+from orchestrator.training.run_directory import Result, run_directory, write_result, write_sweep
 from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
 
 
@@ -31,7 +30,7 @@ def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: P
     a, b = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends)).points
     assert (a.arm, a.status, a.qualities) == ("a", "finished", (0.8, 0.9))
     assert a.quality == pytest.approx(0.85)
-    assert (a.run_id, a.runs, a.spent) == ("a-seed0", (("a-seed1", None),), 4.0)
+    assert (a.run_id, a.runs) == ("a-seed0", (("a-seed1", None),))
     assert (b.arm, b.status) == ("b", "failed")
     assert math.isnan(b.quality)
 
@@ -40,7 +39,7 @@ def test_an_arm_whose_seeds_were_not_all_begun_is_no_point(tmp_path: Path) -> No
     ends = {"a-seed0": 0.99, "b-seed0": 0.8, "b-seed1": 0.9}
     frontier = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends))
     assert {p.arm: p.status for p in frontier.points} == {"a": "stopped", "b": "finished"}
-    assert [p.arm for p in front_points(frontier)] == ["b"]
+    assert [p.arm for p in frontier.front] == ["b"]
 
 
 @pytest.mark.parametrize("how", ["stopped", "diverged", "failed"])
@@ -48,7 +47,7 @@ def test_what_did_not_finish_is_plotted_at_its_whole_cost_and_never_judged(how: 
     sweep = sweep_at(tmp_path)
     frontier = publish(end_sweep(sweep, {"a": 0.8, "b": how}))
     assert [p.status for p in frontier.points] == ["finished", how]
-    assert [p.arm for p in front_points(frontier)] == ["a"]
+    assert [p.arm for p in frontier.front] == ["a"]
     run = sweep.runs()["b"]
     whole = train_flops_6mac(run.model, images=run.train.steps * run.data.batch_size)
     assert frontier.points[1].cost == whole
@@ -70,12 +69,28 @@ def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
     """A dearer arm changes no hypervolume that was told before."""
     sweep = sweep_at(tmp_path)
     directory = end_sweep(sweep, {"a": 0.8})
-    write_sweep(directory, replace(sweep_record(directory), reference=[1e10, 0.1]))
-    before = hypervolume(sweep_frontier(directory))
+    write_sweep(
+        directory,
+        replace(sweep_record(directory), reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}),
+    )
+    before = sweep_frontier(directory).hypervolume
     run = sweep.runs()["b"]
     begin(run)
     end(run, 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
-    assert hypervolume(sweep_frontier(directory)) == before > 0
+    assert sweep_frontier(directory).hypervolume == before > 0
+
+
+def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
+    """A trial that paused early and was stopped spent its seconds before the later trials."""
+    sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abc"})
+    directory = end_sweep(sweep, {"b": 0.8})
+    for arm, time_s, step, seconds in (("a", 10.0, 1, 7.0), ("c", 30.0, 1, 5.0), ("c", 2e9, 2, 6.5)):
+        folder = run_directory(sweep.runs()[arm])
+        if step == 1:
+            begin(sweep.runs()[arm])
+        metrics = {"val/acc1": 0.5, "cost/device_s": seconds}
+        write_result(folder, Result(status="paused", step=step, metrics=metrics, time_s=time_s))
+    assert sweep_frontier(directory).spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
 def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
@@ -124,7 +139,7 @@ def test_the_summary_is_readable(tmp_path: Path) -> None:
     summary = json.loads(Path(directory, SUMMARY).read_text())
     for part in ("# Sweep s", "2 arms, one seed each", "/shards/digits", "| a | 0.8000 |", "frontier.html"):
         assert part in summary["note"]
-    assert summary["metrics"]["hypervolume"] == hypervolume(frontier)
+    assert summary["metrics"]["hypervolume"] == frontier.hypervolume
     assert summary["pareto"] == ["a"]
     assert set(summary["files"]) >= {"frontier.html", "frontier.png", "frontier.svg"}
 
@@ -140,7 +155,7 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
     assert [(p.arm, p.status, p.qualities, p.cost, p.costs) for p in again.points] == [
         (p.arm, p.status, p.qualities, p.cost, p.costs) for p in first.points
     ]
-    assert hypervolume(again) == hypervolume(first)
+    assert again.hypervolume == first.hypervolume
     write_files(again, str(tmp_path / "again"))
     assert (tmp_path / "again/frontier.html").stat().st_size > 1000
     with pytest.raises(UsageError, match="no sweep 'other'"):

@@ -1,0 +1,227 @@
+"""What a sweep found: its points, their front and knee, as numbers, as a table and as figures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from orchestrator.frontier import points as of
+from orchestrator.frontier.drawing import DPI, matplotlib_figure, plotly_data
+from orchestrator.frontier.figure import FigureData, frontier_data
+from orchestrator.frontier.points import Point, is_complete
+
+_ROUNDING = 1e-9  # relative difference of two equal hypervolumes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """A sweep's points under one cost and one quality metric.
+
+    `reference` maps the quality metric, the cost metric and further costs to the worst values that
+    hypervolumes count. It belongs to the sweep, so that hypervolumes of the same sweep compare, whichever
+    trials have ended.
+    `spending` is what the sweep spent, in order: see `points.hypervolume_by_budget`.
+    """
+
+    name: str
+    cost_name: str
+    quality_name: str
+    points: tuple[Point, ...]
+    reference: Mapping[str, float]
+    retrained: tuple[Point, ...] = ()  # trained again for longer: shown, never counted
+    operating: tuple[Point, ...] = ()  # trained models at other settings of their routers: see `gains`
+    claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
+    spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds)
+    note: str = ""  # a sentence for the reader, such as how shared training is charged
+
+    def __post_init__(self) -> None:
+        cost, quality = (self.reference.get(name, math.nan) for name in (self.cost_name, self.quality_name))
+        if not (0 < cost < math.inf and math.isfinite(quality)):
+            raise ValueError(
+                f"reference needs a finite cost above 0 for {self.cost_name!r} and a finite"
+                f" {self.quality_name!r}, got {dict(self.reference)}"
+            )
+
+    @property
+    def bound(self) -> tuple[float, float]:
+        """The reference point: cost and quality."""
+        return self.reference[self.cost_name], self.reference[self.quality_name]
+
+    @property
+    def panels(self) -> tuple[str, ...]:
+        """Further costs of the reference that all finished points have."""
+        finished = [point for point in self.points if point.status == "finished"]
+        further = [name for name in self.reference if name not in (self.cost_name, self.quality_name)]
+        return tuple(name for name in further if finished and all(name in point.costs for point in finished))
+
+    @property
+    def all_points(self) -> tuple[Point, ...]:
+        """Everything that is drawn and listed, in the order of `statuses`."""
+        return self.points + self.retrained + self.operating
+
+    @property
+    def front(self) -> tuple[Point, ...]:
+        """The points on the front, cheapest first."""
+        return of.front_points(self.points)
+
+    @property
+    def knee(self) -> Point:
+        """The front point with the best trade. Raises: ValueError if no point is complete."""
+        return of.knee_point(self.points)
+
+    @property
+    def hypervolume(self) -> float:
+        """Area between the front and the reference: decades of cost times fractions of quality."""
+        return of.hypervolume(self.points, self.bound)
+
+    def statuses(self) -> tuple[str, ...]:
+        """The place of each of `all_points` if it is complete, else its status.
+
+        Places are "frontier", "frontier, knee", "dominated", "retrained" and "operating".
+        """
+        front = of.on_front(self.points)
+        knee = self.knee if any(front) else None
+        places = [
+            ("frontier, knee" if point is knee else "frontier" if on else "dominated")
+            if is_complete(point)
+            else point.status
+            for point, on in zip(self.points, front, strict=True)
+        ]
+        places += ["retrained" if is_complete(point) else point.status for point in self.retrained]
+        return (*places, *("operating" for _ in self.operating))
+
+    def at_cost(self, cost_name: str) -> "Frontier":
+        """The same points under another of their costs."""
+
+        def moved(points: Sequence[Point]) -> tuple[Point, ...]:
+            return tuple(replace(point, cost=point.costs.get(cost_name, math.nan)) for point in points)
+
+        return replace(
+            self,
+            cost_name=cost_name,
+            points=moved(self.points),
+            retrained=moved(self.retrained),
+            operating=moved(self.operating),
+        )
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """A row for every point: its place, cost, quality with standard error, further costs and runs."""
+        rows = [
+            {
+                "arm": point.arm,
+                "family": point.family,
+                "status": status,
+                self.cost_name: point.cost,
+                self.quality_name: point.quality,
+                "standard_error": point.standard_error,
+                "seeds": max(1, len(point.qualities)),
+                **{name: point.costs.get(name, math.nan) for name in self.panels},
+                "run": ", ".join(point.run_ids),
+            }
+            for point, status in zip(self.all_points, self.statuses(), strict=True)
+        ]
+        return pd.DataFrame(rows)
+
+    def figure_data(self) -> FigureData:
+        """The plot of quality against the cost."""
+        entries = list(zip(self.all_points, self.statuses(), strict=True))
+        return frontier_data(self.name, self.cost_name, self.quality_name, entries, operating_front(self))
+
+    def figure(self) -> go.Figure:
+        """The plot as a plotly figure, which a notebook shows."""
+        return go.Figure(plotly_data(self.figure_data()))
+
+    def save_picture(self, path: Path) -> None:
+        """Writes the plot as PNG or SVG, by the suffix."""
+        matplotlib_figure(self.figure_data()).savefig(path, dpi=DPI)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Hypervolume of trained models without and with their operating points, to the same reference."""
+
+    cost_name: str
+    models: str  # "all models", or "MoE models alone" where there are others
+    without: float
+    with_points: float  # equal to `without` if the gain is none
+    at_least: float | None = None  # relative gain by the quartiles of the costs; None if costs are exact
+    none_because: str = ""  # why a gain by the medians counts as none
+
+    def __str__(self) -> str:
+        if self.none_because:
+            return f"none: {self.none_because}"
+        more = f"{self.with_points / self.without - 1:+.1%}" if self.without else ""
+        if self.at_least is not None:
+            more += f", at least {self.at_least:+.1%} by the quartiles of the times"
+        arrow = f"{self.without:.4f} \N{RIGHTWARDS ARROW} {self.with_points:.4f}"
+        return f"{arrow} ({more})" if more else arrow
+
+
+def operating_costs(frontier: Frontier) -> tuple[str, ...]:
+    """The costs that operating points have: costs of inference, since they were not trained anew."""
+    names = (frontier.cost_name, *frontier.panels)
+    return tuple(name for name in names if any(name in point.costs for point in frontier.operating))
+
+
+def operating_front(frontier: Frontier) -> tuple[Point, ...]:
+    """The front of MoE models and their operating points, cheapest first; empty without operating points.
+
+    If what the points add lies within the spread of measured costs, it is the front of the models alone.
+    """
+    if not any(map(is_complete, frontier.operating)):
+        return ()
+    alone = _moe(frontier)
+    counts = not _gain(alone, "").none_because
+    return of.front_points(alone.points + (alone.operating if counts else ()))
+
+
+def gains(frontier: Frontier) -> tuple[Gain, ...]:
+    """The gain over each cost that operating points have.
+
+    Settings are picked by the images that they are judged by, so a gain is that of a choice among them.
+    Measured costs have a spread (`Point.spreads`): a gain counts only if some of it is left with all trained
+    models at the lower quartiles of their costs and the operating points at the upper ones.
+    """
+    alone = _moe(frontier)
+    groups = [("all models", frontier)]
+    if len(alone.points) < len(frontier.points):
+        groups.append(("MoE models alone", alone))
+    costs = operating_costs(frontier)
+    return tuple(_gain(group.at_cost(cost), models) for cost in costs for models, group in groups)
+
+
+def _gain(frontier: Frontier, models: str) -> Gain:
+    """The gain over the cost of a single panel."""
+    cost_name, trained, together = frontier.cost_name, frontier.points, frontier.points + frontier.operating
+    volume = partial(of.hypervolume, reference=frontier.bound)
+    without, with_points = volume(trained), volume(together)
+    gain = Gain(cost_name=cost_name, models=models, without=without, with_points=with_points)
+    spreads = [point.spreads[cost_name] for point in frontier.operating if cost_name in point.spreads]
+    if not spreads or _equal(without, with_points):
+        return gain
+    without, with_points = (
+        volume(_at_quartile(trained, cost_name, 0)),
+        volume(_at_quartile(together, cost_name, 1)),
+    )
+    if _equal(without, with_points):
+        known = any(math.isfinite(high) for _, high in spreads)
+        why = "within the spread of the times" if known else "the spread of the times is unknown"
+        return replace(gain, with_points=gain.without, none_because=why)
+    return replace(gain, at_least=with_points / without - 1 if without else None)
+
+
+def _equal(without: float, with_points: float) -> bool:
+    return with_points - without <= _ROUNDING * with_points
+
+
+def _at_quartile(points: Sequence[Point], cost_name: str, which: int) -> list[Point]:
+    """The points at the lower (0) or upper (1) quartile of their costs; exact costs stay."""
+    return [replace(p, cost=p.spreads.get(cost_name, (p.cost, p.cost))[which]) for p in points]
+
+
+def _moe(frontier: Frontier) -> Frontier:
+    return replace(frontier, points=tuple(point for point in frontier.points if point.family != "dense"))
