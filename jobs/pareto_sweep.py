@@ -16,14 +16,13 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jobs.sweep_flags import budget, named_sweep, parse, search_of, sweep_from
+from jobs.sweep_flags import PLAN_MFU, budget_tracker, named_sweep, parse, search_of, sweep_from
 from jobs.usage import command
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from jobs.progress import TrialProgress
     from orchestrator.frontier.points import Frontier
-    from orchestrator.sweeps.budget import Plan
     from orchestrator.sweeps.run import SweepRun
     from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
@@ -53,23 +52,21 @@ def run_sweep(args: argparse.Namespace) -> None:
         print_sweep(sweep)
     if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
         connect()
-    planned = None
     if args.plan:
-        make_plan(args, sweep)
-        return
+        return make_plan(args, sweep)
     check_shared(sweep.base.storage)
     check_fits(sweep)
     if args.confirm:
         check_confirm(sweep)
-    if args.measure or args.mfu is not None:
-        planned = make_plan(args, sweep)
+    if args.mfu is not None:
+        make_plan(args, sweep)
     with tracking(args, sweep.base.name) as store:
         search = search_of(args, sweep, store)
         claim_sweep(sweep, args.mode)
         parent = open_parent(sweep, store)
         try:
             with SystemMetrics(parent):
-                failed = train_and_report(args, sweep, store, parent, planned, search)
+                failed = train_and_report(args, sweep, store, parent, search)
         except BaseException as error:
             parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             raise
@@ -79,25 +76,26 @@ def run_sweep(args: argparse.Namespace) -> None:
         sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
-def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
-    """Prints and returns the plan. Trials that the cluster can never hold are not measured."""
+def make_plan(args: argparse.Namespace, sweep: Sweep) -> None:
+    """Prints what every trial needs, and which trials the device or the connected cluster cannot hold."""
+    import ray
+
     from jobs.show import print_plan
-    from orchestrator.sweeps.budget import plan
     from orchestrator.sweeps.check import unfit
-    from orchestrator.sweeps.measure import measured_steps
+    from orchestrator.sweeps.estimate import estimate, memory_problem
 
     runs = sweep.runs()
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
-    device = args.devices[args.device]
-    if args.mfu is not None:
-        made, how = plan(runs, device=device, mfu=args.mfu), f"at {args.mfu:.0%} of its peak"
-    else:
-        too_large = unfit(sweep)
-        steps = measured_steps({name: run for name, run in runs.items() if name not in too_large})
-        made, how = plan(runs, device=device, seconds_per_step=steps, unfit=too_large), "from measured steps"
-    print_plan(made, kind=args.device, how=how)
-    return made
+    device, mfu = args.devices[args.device], args.mfu or PLAN_MFU
+    found = {name: estimate(run, flops_per_s=device.flops_per_s(mfu)) for name, run in runs.items()}
+    problems = unfit(sweep) if ray.is_initialized() else {}
+    if device.memory_gib:
+        too_large = {name: memory_problem(e.memory_gib, device.memory_gib) for name, e in found.items()}
+        problems |= {name: problem for name, problem in too_large.items() if problem}
+    print_plan(
+        found, problems, device=f"{args.device} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour
+    )
 
 
 def open_parent(sweep: Sweep, store: Tracking) -> TrackedRun:
@@ -119,37 +117,33 @@ def train_and_report(
     sweep: Sweep,
     store: Tracking,
     parent: TrackedRun,
-    planned: Plan | None,
     search: OptunaSearch | None,
 ) -> dict[str, str]:
     """run -> why it failed."""
     from jobs.progress import TrialProgress
-    from jobs.show import print_compared, status_line
+    from jobs.show import status_line
     from orchestrator.sweeps.agenda import ToTheEnd
-    from orchestrator.sweeps.budget import predicted_against_actual
     from orchestrator.sweeps.confirm import knees
     from orchestrator.sweeps.log import TrialLog
     from orchestrator.sweeps.progress import snapshot
-    from orchestrator.sweeps.purse import Purse
     from orchestrator.sweeps.report import publish
     from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
     from orchestrator.sweeps.scheduler import Halving
-    from orchestrator.training.worker import Result, run_directory
+    from orchestrator.training.worker import run_directory
 
     folder = run_directory(sweep.base)
-    predicted = {e.trial: e.device_s for e in planned.estimates if e.device_s} if planned else {}
-    purse = Purse(budget(args), folder, predicted)
+    budget = budget_tracker(args, folder)
     chance = 1 / sweep.base.model.num_classes
     policy = Halving(chance=chance) if args.stop_early else ToTheEnd()
     options = Options(policy=policy, at_once=args.max_concurrent, search=search)
-    run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, options)
+    run = SweepRun(sweep, TrialLog(sweep, store, parent), budget, options)
     run.recover()
 
     def total() -> int:
         return args.trials if args.search else len(run.agenda.standings)
 
     def status() -> str:
-        return status_line(snapshot(sweep, list(run.agenda.standings.values()), purse))
+        return status_line(snapshot(sweep, list(run.agenda.standings.values()), budget))
 
     progress = TrialProgress(run, total=total, status=status)
     with progress:
@@ -178,9 +172,6 @@ def train_and_report(
     trials = [one.trial for one in run.agenda.standings.values()]
     if freed := keep_weights_only(trials, frontier):
         print(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
-    if planned:
-        actual = {n: o.metrics["cost/device_s"] for n, o in outcomes.items() if isinstance(o, Result)}
-        print_compared(predicted_against_actual(planned, actual))
     return failed
 
 

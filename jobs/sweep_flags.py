@@ -12,7 +12,7 @@ from jobs.usage import run_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.budget import Budget, BudgetTracker
     from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking import Tracking
@@ -28,6 +28,7 @@ SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "softmax_combine",
 )
 SCALES = ("tiny", "cifar", "in1k")
+PLAN_MFU = 0.3
 PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
 
 
@@ -81,9 +82,10 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
     parser.add_argument(
         "--plan", action="store_true", help="only print what every trial needs, costs and does not fit"
     )
-    parser.add_argument("--measure", action="store_true", help="plan from measured steps, then train")
     parser.add_argument(
-        "--mfu", type=float, help="plan with this part of the device's peak, and measure nothing"
+        "--mfu",
+        type=float,
+        help=f"part of the device's peak that training reaches; default of --plan: {PLAN_MFU}",
     )
     parser.add_argument("--device", help="kind, of the price table; default: CPU-core, with GPUs H100-80")
     parser.add_argument("--prices", default=str(PRICES), help="price table (cluster/prices.yaml)")
@@ -145,7 +147,7 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     from jobs.command import run_config
     from orchestrator.codec import override
     from orchestrator.sweeps.branches import Trunk
-    from orchestrator.sweeps.prices import load_prices
+    from orchestrator.sweeps.budget import load_prices
 
     made = named_sweep(args)
     sweep = replace(made, base=run_config(args, made.base))
@@ -172,14 +174,26 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     if args.device not in args.devices:
         raise UsageError(f"--device {args.device!r} is not in {args.prices}: {', '.join(args.devices)}")
     budget(args)
+    if args.mfu is not None:
+        args.devices[args.device].flops_per_s(args.mfu)
     return sweep
 
 
 def budget(args: argparse.Namespace) -> Budget:
-    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.budget import Budget
 
     price = args.devices[args.device].usd_per_hour
     return Budget(hours=args.budget_hours, usd=args.budget_usd, usd_per_hour=price)
+
+
+def budget_tracker(args: argparse.Namespace, directory: str) -> BudgetTracker:
+    """The tracker of the sweep in `directory`; --mfu predicts until the first trial has ended."""
+    from orchestrator.sweeps.budget import BudgetTracker
+
+    if args.mfu is None:
+        return BudgetTracker(budget(args), directory)
+    rate = args.devices[args.device].flops_per_s(args.mfu)
+    return BudgetTracker(budget(args), directory, flops_per_s=rate)
 
 
 def search_of(args: argparse.Namespace, sweep: Sweep, store: Tracking) -> OptunaSearch | None:

@@ -32,6 +32,7 @@ def train(args: argparse.Namespace) -> None:
     from jobs.command import connect, print_fields, run_config, tracking
     from jobs.show import print_result, print_training
     from orchestrator.config import RunConfig
+    from orchestrator.sweeps.estimate import with_ep
     from orchestrator.training.claim import claim
     from orchestrator.training.cluster import check_resources
     from orchestrator.training.fit import check_data, check_start, identity, is_inline
@@ -40,7 +41,7 @@ def train(args: argparse.Namespace) -> None:
 
     if "help" in args.set:
         return print_fields(RunConfig())
-    run = run_config(args, RunConfig())
+    run = with_ep(run_config(args, RunConfig()))
     check_data(run, verify=args.verify)
     check_start(run)
     print_training(run)

@@ -1,4 +1,4 @@
-"""A sweep from what its storage has to its end: the agenda, the money, the log and the engine together."""
+"""A sweep from what its storage has to its end: the agenda, the budget, the log and the engine together."""
 
 import json
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ from orchestrator.checkpoint.retention import drop_optimizer
 from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
 from orchestrator.sweeps.branches import branch_step
+from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import Hooks, run_jobs
 from orchestrator.sweeps.log import TrialLog
-from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.cluster import most_resources, run_resources
@@ -58,10 +58,10 @@ class SweepRun:
     agenda: where every trial stands.
     """
 
-    def __init__(self, sweep: Sweep, log: TrialLog, purse: Purse, options: Options) -> None:
+    def __init__(self, sweep: Sweep, log: TrialLog, budget: BudgetTracker, options: Options) -> None:
         self.sweep = sweep
         self.log = log
-        self.purse = purse
+        self.budget = budget
         self.options = options
         trials = list(sweep.trials().values()) + [t for arm in _drawn(sweep) for t in sweep.of_arm(*arm)]
         self.agenda = Agenda(
@@ -70,7 +70,7 @@ class SweepRun:
             most=most_resources(),
             quality=sweep.quality,
             at_once=options.at_once,
-            admits=purse.admits,
+            admits=budget.admits,
             more=self._draw,
         )
 
@@ -91,7 +91,7 @@ class SweepRun:
         """Works until nothing is left to do, or to pay for. Then trials that stay paused are stopped."""
 
         def began(job: Job) -> None:
-            self.purse.begin(job, self.agenda.standings[job.trial.name])
+            self.budget.begin(job, self.agenda.standings[job.trial.name])
             self.log.begin(job.trial)
             watch.began(job)
 
@@ -101,7 +101,7 @@ class SweepRun:
 
         def done(job: Job, outcome: Outcome) -> None:
             one = self.agenda.standings[job.trial.name]
-            self.purse.paid(job, one)
+            self.budget.record(job, one, outcome)
             self.log.end(job.trial, outcome)
             self.agenda.done(job.trial.name, outcome)
             quality, cost = self._values(job.trial.arm)

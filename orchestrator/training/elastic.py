@@ -3,11 +3,7 @@
 import threading
 from collections.abc import Callable
 from math import gcd
-from typing import Any
 
-import ray.train
-import torch
-import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from orchestrator.codec import override
@@ -25,8 +21,8 @@ def at_size(run: RunConfig, workers: int) -> RunConfig | None:
     """
     share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
     images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
-    ep: Any = run.scale.ep if run.scale.ep == "auto" else gcd(run.scale.ep, workers)
-    copies = gcd(run.scale.dp_replicate, workers if ep == "auto" else workers // ep)
+    ep = gcd(run.ep(), workers)
+    copies = gcd(run.scale.dp_replicate, workers // ep)
     changes = {
         "scale.workers": workers,
         "scale.min_workers": min(workers, run.scale.min_workers),
@@ -38,15 +34,6 @@ def at_size(run: RunConfig, workers: int) -> RunConfig | None:
         return override(run, changes)
     except ValueError:
         return None
-
-
-def as_placed(run: RunConfig) -> RunConfig:
-    """To be called by all its workers: with `scale.ep=auto` the choice that suits the nodes they are on."""
-    if run.scale.ep != "auto":
-        return run
-    on_a_node = torch.tensor(ray.train.get_context().get_local_world_size())
-    dist.all_reduce(on_a_node, dist.ReduceOp.MAX)
-    return override(run, {"scale.workers_per_node": int(on_a_node)})
 
 
 def are_there(run: RunConfig, *, within_s: float) -> bool:

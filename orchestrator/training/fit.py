@@ -24,7 +24,7 @@ from orchestrator.data.ray_data import Feed, by_ray_data
 from orchestrator.errors import UsageError
 from orchestrator.training.claim import check_claimed, claim
 from orchestrator.training.cluster import here, placement, worker_resources
-from orchestrator.training.elastic import Missing, are_there, as_placed, smaller
+from orchestrator.training.elastic import Missing, are_there, smaller
 from orchestrator.training.reports import LogLines, Reports, Sender, hand_on
 from orchestrator.training.worker import (
     Report,
@@ -206,7 +206,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     try:
         check_claimed(run_directory(run))
         train_worker(
-            as_placed(run),
+            run,
             report=sender.report,
             read=by_ray_data(config["feed"]),
             until=config["until"],

@@ -1,23 +1,16 @@
 """`jobs/cost.py` as a user runs it, and its table against the papers."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from jobs import cost
 from moe.presets import PRESETS
+from orchestrator.errors import UsageError
 from tests.jobs.bare import run_bare
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return run_bare("jobs/cost.py", *args)
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def call(
 
 
 def test_every_row_of_the_papers():
-    job = run()
+    job = run_bare("jobs/cost.py")
     assert job.returncode == 0, job.stderr
     assert job.stderr == "computing costs: loading libraries ..\n"
     lines = job.stdout.splitlines()
@@ -64,22 +57,6 @@ def test_json(call):
     assert plain["active_params"] < plain["params"]
     assert plain["within"] is plain["train_exaflops"] is None
     assert plain["difference_percent"] == {"params": None, "gflop": None, "exaflop": None}
-
-
-@pytest.mark.smoke
-def test_unknown_model():
-    job = run("S/16", "S/17")
-    assert job.returncode == 1
-    assert job.stdout == ""
-    _, error = job.stderr.splitlines()
-    assert error.startswith("error: unknown model 'S/17'; known: debug, S/32, ")
-
-
-def test_help(call):
-    code, out = call("--help")
-    assert code == 0
-    assert "an unknown name lists all" in out
-    assert "Exit code 1" in out
 
 
 def test_a_row_that_is_out_fails(call, monkeypatch):
@@ -113,6 +90,11 @@ def test_over_forty_times_as_many():
         for name in ("soft-H/14-128e", "H/14")
     )
     assert 40 < soft / vit < 41
+
+
+def test_unknown_model():
+    with pytest.raises(UsageError, match="unknown model 'S/17'; known: debug, S/32, "):
+        cost.rows(["S/16", "S/17"])
 
 
 def test_every_preset_has_costs():

@@ -185,14 +185,14 @@ def test_only_a_whole_sweep_is_confirmed(out_of_budget, tmp_path, monkeypatch):
         "orchestrator.sweeps.run.SweepRun": lambda *_: run,
         "orchestrator.sweeps.run.keep_weights_only": lambda *_: 0,
         "orchestrator.sweeps.report.publish": lambda *_: FRONTIER,
-        "jobs.pareto_sweep.budget": lambda _: None,
+        "jobs.pareto_sweep.budget_tracker": lambda *_: None,
         "jobs.pareto_sweep.show_end": lambda *_: None,
         "jobs.pareto_sweep.confirm_arm": lambda *args: confirmed.append(args[2]) or {},
     }.items():
         monkeypatch.setattr(name, stub)
     args: Any = SimpleNamespace(stop_early=False, max_concurrent=1, search=None, confirm=2)
     nothing: Any = None
-    assert pareto_sweep.train_and_report(args, sweep, nothing, nothing, None, None) == {}
+    assert pareto_sweep.train_and_report(args, sweep, nothing, nothing, None) == {}
     assert len(confirmed) == (0 if out_of_budget else 2)
 
 

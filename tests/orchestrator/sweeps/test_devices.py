@@ -6,10 +6,9 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.check import check_fits, claim_sweep
 from orchestrator.sweeps.log import TrialLog
-from orchestrator.sweeps.prices import Budget
-from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.run import Options, SweepRun
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import open_tracking, track
@@ -35,8 +34,8 @@ def swept(digits: str, folder: Path, workers: list[int]) -> dict[str, object]:
     uri = f"sqlite:///{folder}/mlflow.db"
     with open_tracking(uri, artifacts=str(folder / "files"), spool=str(folder / "spool")) as store:
         parent = track(store, run_directory(base), "mixed", tags={"role": "sweep"})
-        purse = Purse(Budget(), run_directory(base))
-        run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, Options())
+        budget = BudgetTracker(Budget(), run_directory(base))
+        run = SweepRun(sweep, TrialLog(sweep, store, parent), budget, Options())
         run.work(Unwatched())
         return dict(run.outcomes())
 

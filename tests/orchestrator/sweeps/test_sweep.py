@@ -16,13 +16,12 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.points import on_front
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.branches import Trunk
+from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
 from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
 from orchestrator.sweeps.log import TrialLog
 from orchestrator.sweeps.models import load_model, register_frontier
-from orchestrator.sweeps.prices import Budget
-from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.report import publish
 from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch
@@ -65,8 +64,8 @@ def swept(
     claim_sweep(sweep, "auto")
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     parent = track(tracking, run_directory(sweep.base), sweep.base.name, tags=tags)
-    purse = Purse(Budget(), run_directory(sweep.base))
-    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options(at_once=1))
+    budget = BudgetTracker(Budget(), run_directory(sweep.base))
+    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), budget, options or Options(at_once=1))
     run.recover()
     run.work(Unwatched(ended))
     parent.finish("FINISHED")
