@@ -39,28 +39,31 @@ def main() -> None:
 def run_sweep(args: argparse.Namespace) -> None:
     from jobs.command import connect, print_fields, tracking
     from jobs.show import print_sweep
-    from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
-    from orchestrator.sweeps.confirm import check_confirm
+    from orchestrator.sweeps.check import claim_sweep
+    from orchestrator.sweeps.preflight import preflight, require
     from orchestrator.tracking import SystemMetrics
-    from orchestrator.training.nodes import check_shared
 
     if "help" in args.set:
         return print_fields(named_sweep(args).base)
     sweep = sweep_from(args)
-    if not args.plan:
-        check_sweep(sweep, verify=args.verify)
-        print_sweep(sweep)
-    if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
-        connect()
     if args.plan:
+        if args.mfu is None:  # with --mfu the plan may be for a cluster that is elsewhere
+            connect()
         return make_plan(args, sweep)
-    check_shared(sweep.base.storage)
-    check_fits(sweep)
-    if args.confirm:
-        check_confirm(sweep)
+    store_of_sweep = partial(tracking, args, sweep.base.name)
+    require(
+        preflight(
+            sweep,
+            connect=connect,
+            open_store=store_of_sweep,
+            confirm=bool(args.confirm),
+            verify=args.verify,
+        )
+    )
+    print_sweep(sweep)
     if args.mfu is not None:
         make_plan(args, sweep)
-    with tracking(args, sweep.base.name) as store:
+    with store_of_sweep() as store:
         search = search_of(args, sweep, store)
         claim_sweep(sweep, args.mode)
         parent = open_parent(sweep, store)
