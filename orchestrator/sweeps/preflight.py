@@ -213,7 +213,7 @@ def _gpus() -> tuple[int, float]:
     except pynvml.NVMLError:
         return 0, 0.0
     handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    sizes = [pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB for handle in handles]
+    sizes = [int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GIB for handle in handles]
     pynvml.nvmlShutdown()
     return len(sizes), min(sizes, default=0.0)
 

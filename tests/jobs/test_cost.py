@@ -1,8 +1,6 @@
 """`jobs/cost.py` as a user runs it, and its table against the papers."""
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,24 +9,6 @@ from jobs import cost
 from moe.presets import PRESETS
 from orchestrator.errors import UsageError
 from tests.jobs.bare import run_bare
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """``call("S/16", "--json")``: exit code and output, without the seconds of a new process."""
-
-    def run_here(*args: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["cost", *args])
-        code = 0
-        try:
-            cost.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, capsys.readouterr().out
-
-    return run_here
 
 
 def test_every_row_of_the_papers():
@@ -44,8 +24,8 @@ def test_every_row_of_the_papers():
 
 
 def test_json(call):
-    code, out = call("--json", "soft-B/16-128e", "vmoe-B/32")
-    assert code == 0
+    code, out = call(cost.main, "--json", "soft-B/16-128e", "vmoe-B/32")
+    assert code == ""
     printed, plain = json.loads(out)
     assert printed["params"] == 3_707_638_687
     assert printed["paper"] == {"params": 3.7e9, "gflop": 32.0, "exaflop": 1769.5}
@@ -62,8 +42,8 @@ def test_json(call):
 def test_a_row_that_is_out_fails(call, monkeypatch):
     wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in cost.PRINTED]
     monkeypatch.setattr(cost, "PRINTED", wrong)
-    code, out = call("S/16", "B/16")
-    assert code == 1
+    code, out = call(cost.main, "S/16", "B/16")
+    assert code == "1"
     lines = out.splitlines()
     assert " NO " in lines[2]
     assert " yes " in lines[3]

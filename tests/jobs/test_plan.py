@@ -1,6 +1,5 @@
 """`jobs/plan.py` as a user runs it."""
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -8,25 +7,13 @@ import pytest
 from jobs import plan
 from tests.jobs.bare import run_bare
 
-Call = Callable[..., tuple[str, list[str]]]
+Call = Callable[..., tuple[str, str]]
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """``call("S/16", "--devices", "4")``: what it exits with, empty for success, and the lines it prints
-    after the first.
-    """
-
-    def run_here(*args: str) -> tuple[str, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["plan", *args])
-        error = ""
-        try:
-            plan.main()
-        except SystemExit as stop:
-            error = str(stop.code or "")
-        return error, capsys.readouterr().out.splitlines()[1:]
-
-    return run_here
+def planned(call: Call, *args: str) -> tuple[str, list[str]]:
+    """What the command exits with, empty for success, and the lines after the first."""
+    error, out = call(plan.main, *args)
+    return error, out.splitlines()[1:]
 
 
 @pytest.mark.smoke
@@ -52,12 +39,14 @@ def test_a_model_of_3_7_billion() -> None:
 
 
 def test_nothing_fits(call: Call) -> None:
-    error, lines = call("soft-B/16-128e", "--memory", "6", "--set", "data.batch_size=256")
+    error, lines = planned(call, "soft-B/16-128e", "--memory", "6", "--set", "data.batch_size=256")
     assert sum(line.endswith("does not fit") for line in lines) == 4
     assert error.startswith("error: no layout fits 6 GiB; dp=1, ep=8 needs ")
     assert "are activations: use more workers, a smaller train.microbatch" in error
     assert not any(line.startswith("chosen") for line in lines)
-    error, lines = call("soft-B/16-128e", "--memory", "6", "--set", "data.batch_size=256", "--devices", "32")
+    error, lines = planned(
+        call, "soft-B/16-128e", "--memory", "6", "--set", "data.batch_size=256", "--devices", "32"
+    )
     assert not error
     assert lines[-1].startswith("chosen: dp=1, ep=32")
 
@@ -65,11 +54,11 @@ def test_nothing_fits(call: Call) -> None:
 def test_where_auto_does_not_fit(call: Call) -> None:
     """Few experts and many rows: traffic wants a smaller ep than memory."""
     model = ("vmoe-S/32", "--devices", "32", "--set", "data.batch_size=131072")
-    _, lines = call(*model, "--memory", "1000")
+    _, lines = planned(call, *model, "--memory", "1000")
     peaks = {row[1]: float(row[7]) for row in (line.split() for line in lines if line.endswith("  fits"))}
     ep = lines[-1].split("ep=")[1].split(",")[0]
     tight = str((peaks[ep] + min(peaks.values())) / 2)
-    _, lines = call(*model, "--memory", tight)
+    _, lines = planned(call, *model, "--memory", tight)
     assert lines[-1].startswith(
         f"scale.ep=auto ignores memory and --intra, --inter: it takes {ep}; set scale"
     )
@@ -87,7 +76,7 @@ def test_where_auto_does_not_fit(call: Call) -> None:
     ],
 )
 def test_mistakes(call: Call, args: list[str], message: str) -> None:
-    error, lines = call(*args)
+    error, lines = planned(call, *args)
     assert error.startswith("error: ")
     assert message in error
     assert "\n" not in error
