@@ -20,7 +20,7 @@ from orchestrator.errors import UsageError
 JFT_4B, JFT_300M, JFT_3B = 29_593, 18_291, 30_000  # classes; the last as V-MoE section 3.6 rounds it
 STEP = 4096  # images per step, Soft MoE section 3.3
 EPOCHS_14 = 14 * 305_000_000  # V-MoE: JFT-300M's 305M images; fits all rows of table 2 that print no epochs
-TOLERANCE = {"params": 1.0, "gflop": 1.0, "exaflop": 2.5}  # percent: softmax, LayerNorm and GELU
+TOLERANCE = {"params": 0.01, "gflop": 0.01, "exaflop": 0.025}  # softmax, LayerNorm and GELU are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Row:
         classes: outputs of the head; None keeps the preset's.
         images: seen in training.
         flops_per_mac: convention of the exaFLOP, forward and backward together.
-        params: as printed, because the last digit tells how precise the figure is.
+        params: as printed, because the last digit says how precise the figure is.
         gflop: forward, per image, two FLOPs per MAC.
     """
 
@@ -46,44 +46,33 @@ class Row:
     note: str = ""
 
 
-def _soft_moe(model: str, params: str, gflop: float, million_steps: int, exaflop: float) -> Row:
-    return Row(
-        model=model,
-        source="Soft MoE, table 1",
-        classes=JFT_4B,
-        images=million_steps * 1_000_000 * STEP,
-        flops_per_mac=3,
-        params=params,
-        gflop=gflop,
-        exaflop=exaflop,
-        note=f"{million_steps}M steps",
-    )
-
-
-def _vmoe(model: str, params: str, exaflop: float) -> Row:
-    source, images = "V-MoE, table 2", EPOCHS_14
-    return Row(model=model, source=source, classes=JFT_300M, images=images, params=params, exaflop=exaflop)
-
-
+SOFT_MOE = Row(model="", source="Soft MoE, table 1", classes=JFT_4B, flops_per_mac=3)
+VMOE = Row(model="", source="V-MoE, table 2", classes=JFT_300M, images=EPOCHS_14)
 PRINTED = [
-    _soft_moe("S/16", "33e6", 9.2, 4, 227.1),
-    _soft_moe("B/16", "108e6", 35.1, 4, 864.1),
-    _soft_moe("L/16", "333e6", 122.9, 4, 3025.4),
-    _soft_moe("H/14", "669e6", 334.2, 1, 2060.2),
-    _soft_moe("H/14", "669e6", 334.2, 2, 4120.3),
-    _soft_moe("soft-S/14-256e", "1.8e9", 13.2, 10, 814.2),
-    _soft_moe("soft-B/16-128e", "3.7e9", 32.0, 9, 1769.5),
-    _soft_moe("soft-L/16-128e", "13.1e9", 111.1, 4, 2734.1),
+    *(
+        replace(SOFT_MOE, model=m, params=p, gflop=g, images=n * 10**6 * STEP, exaflop=e, note=f"{n}M steps")
+        for m, p, g, n, e in (
+            ("S/16", "33e6", 9.2, 4, 227.1),
+            ("B/16", "108e6", 35.1, 4, 864.1),
+            ("L/16", "333e6", 122.9, 4, 3025.4),
+            ("H/14", "669e6", 334.2, 1, 2060.2),
+            ("H/14", "669e6", 334.2, 2, 4120.3),
+            ("soft-S/14-256e", "1.8e9", 13.2, 10, 814.2),
+            ("soft-B/16-128e", "3.7e9", 32.0, 9, 1769.5),
+            ("soft-L/16-128e", "13.1e9", 111.1, 4, 2734.1),
+        )
+    ),
     Row(model="soft-H/14-128e", source="Soft MoE, abstract", classes=JFT_4B, note=">40x H/14"),
     Row(model="soft-H/14-256e", source="Soft MoE, section 3.4", classes=JFT_4B, params="54e9"),
-    _vmoe("vmoe-H/14-dense", "656e6", 4270),
-    _vmoe("vmoe-L/16", "3.4e9", 2170),
-    _vmoe("vmoe-H/14-last-5", "2.7e9", 4750),
-    _vmoe("vmoe-H/14", "7.2e9", 5790),
-    Row(
+    replace(VMOE, model="vmoe-H/14-dense", params="656e6", exaflop=4270),
+    replace(VMOE, model="vmoe-L/16", params="3.4e9", exaflop=2170),
+    replace(VMOE, model="vmoe-H/14-last-5", params="2.7e9", exaflop=4750),
+    replace(VMOE, model="vmoe-H/14", params="7.2e9", exaflop=5790),
+    replace(
+        VMOE,
         model="vmoe-15B",
-        source="V-MoE, table 2",
         classes=JFT_3B,
+        images=None,
         params="14.7e9",
         exaflop=33_900,
         note="images n/a",
@@ -100,23 +89,16 @@ def costs(row: Row) -> dict[str, Any]:
     if row.classes:
         config = replace(config, num_classes=row.classes)
     train_flops = {3: cost.train_flops_3mac, 6: cost.train_flops_6mac}[row.flops_per_mac]
-    flops = train_flops(config, row.images) if row.images else None
     ours = {
         "params": cost.num_params(config),
         "gflop": cost.forward_gflops_2mac(config),
-        "exaflop": flops and flops / 1e18,
+        "exaflop": train_flops(config, row.images) / 1e18 if row.images else None,
     }
     paper = {"params": row.params and float(row.params), "gflop": row.gflop, "exaflop": row.exaflop}
-    difference, checks = {}, []
-    for name, printed in paper.items():
-        value = ours[name]
-        if printed is None or value is None:
-            difference[name] = None
-            continue
-        difference[name] = 100 * (value / printed - 1)
-        rounding = _half_of_last_digit(row.params) if name == "params" and row.params else 0.0
-        allowed = max(TOLERANCE[name] / 100 * printed, rounding)
-        checks.append(abs(value - printed) <= allowed)
+    both = {name: (ours[name], printed) for name, printed in paper.items() if printed and ours[name]}
+    allowed = {name: TOLERANCE[name] * printed for name, (_, printed) in both.items()}
+    if row.params:
+        allowed["params"] = max(allowed["params"], _half_of_last_digit(row.params))
     return {
         "model": row.model,
         "source": row.source,
@@ -129,8 +111,10 @@ def costs(row: Row) -> dict[str, Any]:
         "train_flops_per_mac": row.flops_per_mac if row.images else None,
         "train_exaflops": ours["exaflop"],
         "paper": paper,
-        "difference_percent": difference,
-        "within": all(checks) if checks else None,
+        "difference_percent": {
+            name: 100 * (both[name][0] / both[name][1] - 1) if name in both else None for name in paper
+        },
+        "within": all(abs(a - b) <= allowed[name] for name, (a, b) in both.items()) if both else None,
     }
 
 
@@ -151,34 +135,29 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     for one in found:
         paper, percent = one["paper"], one["difference_percent"]
         ok = {True: "yes", False: "NO", None: ""}[one["within"]]
-        line = (
-            f"{one['model']:{width}} {_short(one['active_params'])} {_short(one['params'])}"
-            f" {_short(paper['params'], 6)} {_percent(percent['params'])}"
-            f" {_number(one['forward_gflops_2mac'])} {_number(paper['gflop'])} {_percent(percent['gflop'])}"
-            f" {one['train_flops_per_mac'] or '':>4} {_number(one['train_exaflops'])}"
-            f" {_number(paper['exaflop'])} {_percent(percent['exaflop'])}  {ok:3} {one['note']}"
+        cells = (
+            f"{_short(one['active_params']):>7} {_short(one['params']):>7} {_short(paper['params']):>6}",
+            f"{_number(percent['params'], '+.1f'):>5} {_number(one['forward_gflops_2mac']):>7}",
+            f"{_number(paper['gflop']):>7} {_number(percent['gflop'], '+.1f'):>5}",
+            f"{one['train_flops_per_mac'] or '':>4} {_number(one['train_exaflops']):>7}",
+            f"{_number(paper['exaflop']):>7} {_number(percent['exaflop'], '+.1f'):>5}  {ok:3} {one['note']}",
         )
-        lines.append(line)
+        lines.append(f"{one['model']:{width}} {' '.join(cells)}")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _short(value: float | None, width: int = 7) -> str:
+def _short(value: float | None) -> str:
     if value is None:
-        return " " * width
-    size, unit = (1e9, "B") if value >= 1e9 else (1e6, "M")
-    return f"{f'{value / size:.4g}{unit}':>{width}}"
+        return ""
+    return f"{value / 1e9:.4g}B" if value >= 1e9 else f"{value / 1e6:.4g}M"
 
 
-def _number(value: float | None) -> str:
-    return " " * 7 if value is None else f"{value:7.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return " " * 5 if value is None else f"{value:+5.1f}"
+def _number(value: float | None, form: str = ".1f") -> str:
+    return "" if value is None else f"{value:{form}}"
 
 
 def rows(models: Sequence[str]) -> list[Row]:
-    """The papers' rows of these models; models without a row get one of their own. Without models all rows.
+    """The papers' rows of these models, or a row without printed figures; without models all rows.
 
     Raises:
         UsageError: if there is no such model.
@@ -200,12 +179,8 @@ def main() -> None:
             "have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."
         ),
     )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        metavar="MODEL",
-        help="by name, e.g. soft-S/16-128e; an unknown name lists all. Default: every row of the papers",
-    )
+    models = "by name, e.g. soft-S/16-128e; an unknown name lists all. Default: every row of the papers"
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=models)
     parser.add_argument("--json", action="store_true", help="a list of rows, figures in full")
     args = parser.parse_args()
     with command("computing costs", to=sys.stderr):

@@ -138,9 +138,8 @@ def probe_and_train(
     from orchestrator.evaluation.fewshot import probe
     from orchestrator.evaluation.finetune import failures, fine_tuned
     from orchestrator.evaluation.images import device
+    from orchestrator.sweeps.budget import Budget, BudgetTracker
     from orchestrator.sweeps.log import TrialLog
-    from orchestrator.sweeps.prices import Budget
-    from orchestrator.sweeps.purse import Purse
     from orchestrator.sweeps.run import Options, SweepRun
     from orchestrator.tracking.store import redact_uri
     from orchestrator.training.run_directory import run_directory
@@ -151,7 +150,7 @@ def probe_and_train(
     for name, accuracy in probed.accuracy.items():
         print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     folder = run_directory(sweep.base)
-    run = SweepRun(sweep, TrialLog(sweep, store, parent), Purse(Budget(), folder), Options())
+    run = SweepRun(sweep, TrialLog(sweep, store, parent), BudgetTracker(Budget(), folder), Options())
     run.recover()
 
     def status() -> str:

@@ -55,7 +55,7 @@ def find_points(args: argparse.Namespace) -> None:
     from orchestrator import storage
     from orchestrator.evaluation.point import parse_grid
     from orchestrator.sweeps.report import FILES
-    from orchestrator.training.nodes import check_shared
+    from orchestrator.training.resources import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
     if args.out:

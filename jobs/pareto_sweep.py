@@ -12,17 +12,17 @@ The same command again continues: finished trials stay, interrupted ones go on f
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import TYPE_CHECKING
 
-from jobs.sweep_flags import budget, named_sweep, parse, search_of, sweep_from
+from jobs.sweep_flags import PLAN_MFU, budget, named_sweep, parse, search_of, sweep_from
 from jobs.usage import command
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from jobs.progress import SweepProgress
     from orchestrator.frontier.frontier import Frontier
-    from orchestrator.sweeps.budget import Plan
     from orchestrator.sweeps.sweep import Sweep
 
 
@@ -36,13 +36,11 @@ def main() -> None:
 def sweep(args: argparse.Namespace) -> None:
     from jobs.command import connect, open_store, print_fields, source_labels
     from jobs.progress import SweepProgress
-    from jobs.show import print_compared, print_sweep
+    from jobs.show import print_sweep
     from orchestrator.sweeps.agenda import ToTheEnd
-    from orchestrator.sweeps.budget import predicted_against_actual
     from orchestrator.sweeps.check import check_sweep
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.scheduler import Halving
-    from orchestrator.training.run_directory import Result
 
     if "help" in args.set:
         return print_fields(named_sweep(args).base)
@@ -52,7 +50,8 @@ def sweep(args: argparse.Namespace) -> None:
         print_sweep(sweep)
     if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
         connect()
-    planned = make_plan(args, sweep) if args.plan or args.measure or args.mfu is not None else None
+    if args.plan or args.mfu is not None:
+        make_plan(args, sweep)
     if args.plan:
         return
     chance = 1 / sweep.base.model.num_classes
@@ -64,7 +63,7 @@ def sweep(args: argparse.Namespace) -> None:
         search=search_of(args, sweep),
         budget=budget(args),
         retrain=args.confirm,
-        predicted={e.trial: e.device_s for e in planned.estimates if e.device_s} if planned else {},
+        flops_per_s=args.devices[args.device].flops_per_s(args.mfu) if args.mfu is not None else math.inf,
         labels=source_labels(),
     )
     progress = SweepProgress(sweep, trials=args.trials if args.search else None)
@@ -72,33 +71,31 @@ def sweep(args: argparse.Namespace) -> None:
         frontier = run_sweep(sweep, options, watch=progress, store=store)
     outcomes = progress.outcomes()
     show_end(args, sweep, frontier, progress)
-    if planned:
-        actual = {n: o.metrics["cost/device_s"] for n, o in outcomes.items() if isinstance(o, Result)}
-        print_compared(predicted_against_actual(planned, actual))
     if failed := {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
         sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
 
 
-def make_plan(args: argparse.Namespace, sweep: Sweep) -> Plan:
-    """Prints and returns the plan. Trials that the cluster can never hold are not measured."""
+def make_plan(args: argparse.Namespace, sweep: Sweep) -> None:
+    """Prints what every trial needs, and which trials the device or the connected cluster cannot hold."""
+    import ray
+
     from jobs.show import print_plan
-    from orchestrator.sweeps.budget import plan
     from orchestrator.sweeps.check import unfit
-    from orchestrator.sweeps.measure import measured_steps
+    from orchestrator.sweeps.estimate import estimate, memory_problem
 
     runs = sweep.runs()
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
-    device = args.devices[args.device]
-    if args.mfu is not None:
-        made, how = plan(runs, device=device, mfu=args.mfu), f"at {args.mfu:.0%} of its peak"
-    else:
-        too_large = unfit(sweep)
-        steps = measured_steps({name: run for name, run in runs.items() if name not in too_large})
-        made, how = plan(runs, device=device, seconds_per_step=steps, unfit=too_large), "from measured steps"
-    print_plan(made, kind=args.device, how=how)
-    return made
+    device, mfu = args.devices[args.device], args.mfu or PLAN_MFU
+    found = {name: estimate(run, flops_per_s=device.flops_per_s(mfu)) for name, run in runs.items()}
+    problems = unfit(sweep) if ray.is_initialized() else {}
+    if device.memory_gib:
+        too_large = {name: memory_problem(e.memory_gib, device.memory_gib) for name, e in found.items()}
+        problems |= {name: problem for name, problem in too_large.items() if problem}
+    print_plan(
+        found, problems, device=f"{args.device} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour
+    )
 
 
 def show_end(args: argparse.Namespace, sweep: Sweep, frontier: Frontier, progress: SweepProgress) -> None:

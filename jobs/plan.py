@@ -1,31 +1,29 @@
-"""Plan how a model is split over devices: memory and traffic of a rank on every layout, and which to take.
+"""Plan how a model is split over devices: memory and traffic of a rank on every layout, and the best layout.
 
   python jobs/plan.py soft-B/16-128e --devices 64 --set data.batch_size=1024
   python jobs/plan.py --set model.moe.router.kind=soft --set train.compute_dtype=bfloat16
 
-Computed from the config: nothing is trained and no weights are made. Formulae, and how far they were from
-measured memory: docs/planning.md.
+Computed from the config: nothing is trained and no weights are made. docs/planning.md has the formulae, and
+how far they were from measured memory.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jobs.usage import assignment, command, plain_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from moe.plan import Layout
-    from moe.sharding import Step
     from orchestrator.config import RunConfig
+    from orchestrator.sweeps.estimate import Layout
 
-COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 CONVENTIONS = """\
-GiB: 2^30 bytes of tensors at the worst moment of a step, by part; leave a tenth for the allocator.
+GiB: 2^30 bytes of tensors at the peak of a step, by part; add a tenth for the allocator.
 GB: 1e9 bytes that a rank sends per step, inside its node | to other nodes.
-link s: at the links' nominal rates, one collective after another, none of them behind computation."""
+link s: at the links' nominal rates, without overlap of collectives with each other or with computation."""
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -34,29 +32,17 @@ def plan(args: argparse.Namespace) -> None:
     Raises:
         UsageError: after the tables, if no layout fits the memory.
     """
-    from moe.plan import GIB, Cluster, choose, layouts
-    from orchestrator.sweeps.budget import step_of
+    from orchestrator.sweeps.estimate import Links, choose, layouts, with_ep
 
-    run, memory = planned_run(args), args.memory * GIB
-    step = step_of(run)
-    try:
-        cluster = Cluster(
-            devices=args.devices,
-            devices_per_node=args.devices_per_node,
-            intra_gb_per_s=args.intra,
-            inter_gb_per_s=args.inter,
-        )
-        found = layouts(run.model, step, cluster, run.scale)
-        print(f"{summary(run, step)}\n\n{memory_table(found, memory)}\n\n{traffic_table(found)}\n")
-        print(f"{CONVENTIONS}\n", flush=True)
-        chosen = choose(found, memory=memory)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on the links of those that fit")
-    if run.ep() != chosen.ep:
-        print(
-            f"scale.ep=auto knows neither memory nor rates and takes ep={run.ep()}: set scale.ep={chosen.ep}"
-        )
+    run = planned_run(args)
+    found = layouts(run, Links(intra_gb_per_s=args.intra, inter_gb_per_s=args.inter))
+    print(
+        f"{summary(run)}\n\n{memory_table(found, args.memory)}\n\n{traffic_table(found)}\n\n{CONVENTIONS}\n"
+    )
+    chosen, auto = choose(found, memory_gib=args.memory), with_ep(run).ep()
+    print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on links among the layouts that fit")
+    if auto != chosen.ep:
+        print(f"scale.ep=auto ignores memory and --intra, --inter: it takes {auto}; set scale.ep={chosen.ep}")
 
 
 def planned_run(args: argparse.Namespace) -> RunConfig:
@@ -68,83 +54,70 @@ def planned_run(args: argparse.Namespace) -> RunConfig:
     if args.model not in PRESETS:
         raise UsageError(f"unknown model {args.model!r}; known: {', '.join(PRESETS)}")
     assigned = dict(map(assignment, args.set))
-    taken = {
-        "scale.workers": (args.devices, "use --devices"),
-        "scale.workers_per_node": (args.devices_per_node, "use --devices-per-node"),
-        "scale.ep": ("auto", "every ep is planned"),
-    }
-    for field, (_, instead) in taken.items():
+    for field, instead in {
+        "scale.workers": "use --devices",
+        "scale.workers_per_node": "use --devices-per-node",
+        "scale.ep": "every ep is planned",
+    }.items():
         if field in assigned:
             raise UsageError(f"--set {field}: {instead}")
-    mesh = {field: value for field, (value, _) in taken.items()}
+    mesh = {
+        "scale.workers": args.devices,
+        "scale.workers_per_node": args.devices_per_node,
+        "scale.ep": "auto",
+    }
     return override(RunConfig(model=PRESETS[args.model]), assigned | mesh)
 
 
-def summary(run: RunConfig, step: Step) -> str:
+def summary(run: RunConfig) -> str:
     from moe.cost import num_expert_params, num_params
-    from moe.plan import checkpoint_bytes
+    from orchestrator.sweeps.estimate import FP32, checkpoint_bytes
 
-    size = checkpoint_bytes(run.model, moments=step.moments)
+    params, experts, images = num_params(run.model), num_expert_params(run.model), run.images_per_pass()
     return (
-        f"{num_params(run.model) / 1e6:.1f}M parameters, {num_expert_params(run.model) / 1e6:.1f}M of them in"
-        f" experts; a checkpoint is {size['total'] / 1e9:.2f} GB, its weights alone"
-        f" {size['weights'] / 1e9:.2f} GB\n"
-        f"a step of a rank: {step.passes} x {step.images} images, {run.train.compute_dtype},"
-        f" {run.train.optimizer.kind}, {run.scale.workers} devices, {run.scale.workers_per_node} to a node"
+        f"{params / 1e6:.1f}M parameters, {experts / 1e6:.1f}M of them in experts; a checkpoint is"
+        f" {checkpoint_bytes(run) / 1e9:.2f} GB, its weights alone {FP32 * params / 1e9:.2f} GB\n"
+        f"a step of a rank: {run.data.batch_size // run.scale.workers // images} x {images} images,"
+        f" {run.train.compute_dtype}, {run.train.optimizer.kind}, {run.scale.workers} devices,"
+        f" {run.scale.workers_per_node} to a node"
     )
 
 
-def memory_table(found: Sequence[Layout], memory: float) -> str:
-    from moe.plan import GIB
+def memory_table(found: Sequence[Layout], memory_gib: float) -> str:
+    from orchestrator.sweeps.estimate import GIB
 
-    parts = "".join(f"{part:>12}" for part in found[0].memory)
-    lines = [f"{'GiB':<5}{'dp':>5}{'ep':>5}{parts}{'peak':>9}"]
+    lines = [f"{'GiB':<5}{'dp':>5}{'ep':>5}{''.join(f'{part:>12}' for part in found[0].memory)}{'peak':>9}"]
     for layout in found:
         parts = "".join(f"{size / GIB:12.2f}" for size in layout.memory.values())
-        fits = "fits" if layout.peak() <= memory else "does not fit"
+        fits = "fits" if layout.peak() <= memory_gib * GIB else "does not fit"
         lines.append(f"{layout.dp:10}{layout.ep:5}{parts}{layout.peak() / GIB:9.2f}  {fits}")
     return "\n".join(lines)
 
 
 def traffic_table(found: Sequence[Layout]) -> str:
-    names = "".join(f"{name:>17}" for name in (*COLLECTIVES, "sum"))
+    from orchestrator.sweeps.estimate import Sent
+
+    names = "".join(f"{name:>17}" for name in (*found[0].traffic, "sum"))
     lines = [f"{'GB':<5}{'dp':>5}{'ep':>5}{names}{'link s':>9}"]
     for layout in found:
-        sent = [total(b for name, b in layout.traffic.items() if name.startswith(c)) for c in COLLECTIVES]
-        gigabytes = (f"{intra / 1e9:.2f} | {inter / 1e9:.2f}" for intra, inter in (*sent, total(sent)))
-        cells = "".join(f"{cell:>17}" for cell in gigabytes)
+        sent = (*layout.traffic.values(), sum(layout.traffic.values(), Sent(0, 0)))
+        cells = "".join(f"{f'{one.intra / 1e9:.2f} | {one.inter / 1e9:.2f}':>17}" for one in sent)
         lines.append(f"{layout.dp:10}{layout.ep:5}{cells}{layout.seconds:9.4f}")
     return "\n".join(lines)
 
 
-def total(sent: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Adds up what several collectives send, in bytes: inside the node, and to other nodes."""
-    intra, inter = map(sum, zip(*sent, strict=True))
-    return intra, inter
-
-
 def main() -> None:
     parser = plain_parser(__doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="debug",
-        metavar="MODEL",
-        help="by name, e.g. soft-S/16-128e; an unknown name lists all (%(default)s)",
-    )
+    model = "by name, e.g. soft-S/16-128e; an unknown name lists all (%(default)s)"
+    parser.add_argument("model", nargs="?", default="debug", metavar="MODEL", help=model)
     parser.add_argument("--devices", type=int, default=8, help="with a worker each (%(default)s)")
     parser.add_argument("--devices-per-node", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of a device (%(default)s)")
-    rate = {"type": float, "metavar": "GB_PER_S"}
-    parser.add_argument("--intra", default=450.0, help="from a device to its node (%(default)s)", **rate)
-    parser.add_argument("--inter", default=50.0, help="from a device to other nodes (%(default)s)", **rate)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="any field that train.py knows, e.g. train.microbatch=8 (repeatable)",
-    )
+    for flag, default, where in (("--intra", 450.0, "its node"), ("--inter", 50.0, "other nodes")):
+        text = f"from a device to {where} (%(default)s)"
+        parser.add_argument(flag, type=float, default=default, metavar="GB_PER_S", help=text)
+    fields = "any field of train.py, e.g. train.microbatch=8 (repeatable)"
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help=fields)
     args = parser.parse_args()
     with command(f"planning {args.model} on {args.devices} devices"):
         plan(args)

@@ -134,7 +134,7 @@ class SweepProgress(Watch):
     def status(self) -> None:
         if self._run:
             states = list(self._run.agenda.standings.values())
-            line = status_line(snapshot(self._sweep, states, self._run.purse))
+            line = status_line(snapshot(self._sweep, states, self._run.budget))
             print(f"        {line}", flush=True)
 
     def say(self, line: str) -> None:

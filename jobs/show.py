@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.sweeps.agenda import Outcome
-from orchestrator.sweeps.budget import Compared, Plan, Totals
+from orchestrator.sweeps.estimate import Estimate
 from orchestrator.sweeps.progress import Snapshot
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result, run_directory
@@ -136,77 +136,47 @@ def print_frontier(frontier: Frontier) -> None:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
 
 
-def print_plan(plan: Plan, *, kind: str, how: str) -> None:
-    table = Table(title=f"plan on {kind}; device time {how}")
+def print_plan(
+    estimates: Mapping[str, Estimate], problems: Mapping[str, str], *, device: str, usd_per_hour: float
+) -> None:
+    """Prints what every trial needs, the sums by family, and the trials that do not fit."""
+    table = Table(title=f"plan on {device}")
+    families = Table(title="by family")
     for column in ("trial", "family", "devices"):
         table.add_column(column, overflow="fold")
-    numbers = (
-        "parameters",
-        "forward GFLOPs",
-        "train FLOPs",
-        "GiB/device",
-        "device time",
-        "usd",
-        "GB on disk",
-    )
-    for column in numbers:
+    for column in ("family", "trials"):
+        families.add_column(column)
+    for column in ("parameters", "forward GFLOPs", "GiB/device"):
         table.add_column(column, justify="right")
-    for e in plan.estimates:
-        table.add_row(
-            e.trial,
-            e.family,
-            str(e.workers),
-            f"{e.params / 1e6:.3g}M",
-            f"{e.forward_gflops_2mac:.3g}",
-            f"{e.train_flops_6mac:.3g}",
-            f"{e.memory_gib:.2f}",
-            _time(e.device_s),
-            _usd(e.usd),
-            f"{e.checkpoint_bytes / 1e9:.3g}",
-        )
-    print_table(table)
-    families = Table(title="by family")
-    families.add_column("family")
-    for column in ("trials", "train FLOPs", "device time", "usd", "GB on disk", "GB after the sweep"):
+    for column in ("train FLOPs", "device time", "usd", "GB on disk"):
+        table.add_column(column, justify="right")
         families.add_column(column, justify="right")
-    for name, total in {**plan.by_family(), "all": plan.total()}.items():
-        families.add_row(name, *_totals(total))
-    print_table(families)
-    trials_of: dict[str, list[str]] = {}
-    for trial, problems in plan.problems().items():
-        for problem in problems:
-            trials_of.setdefault(problem, []).append(trial)
-    for problem, trials in trials_of.items():
-        print(f"does not fit: {', '.join(trials)}: {problem}")
 
+    def totals(members: list[Estimate]) -> tuple[str, ...]:
+        device_s, usd = (
+            sum(e.device_s for e in members),
+            sum(e.device_s for e in members) / 3600 * usd_per_hour,
+        )
+        flops, disk = sum(e.train_flops_6mac for e in members), sum(e.disk_bytes for e in members)
+        return (
+            f"{flops:.3g}",
+            duration(device_s),
+            f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}",
+            f"{disk / 1e9:.3g}",
+        )
 
-def print_compared(rows: Iterable[Compared]) -> None:
-    table = Table(title="predicted against actual device seconds")
-    for column in ("family", "trials", "predicted", "actual", "ratio"):
-        table.add_column(column, justify="right" if column != "family" else "left")
-    for row in rows:
-        cells = (f"{row.predicted_s:.1f}", f"{row.actual_s:.1f}", f"{row.ratio():.2f}")
-        table.add_row(row.family, str(row.trials), *cells)
+    groups: dict[str, list[Estimate]] = {}
+    for name, e in estimates.items():
+        numbers = (f"{e.params / 1e6:.3g}M", f"{e.forward_gflops_2mac:.3g}", f"{e.memory_gib:.2f}")
+        table.add_row(name, e.family, str(e.workers), *numbers, *totals([e]))
+        groups.setdefault(e.family, []).append(e)
+    for family, members in {**groups, "all": list(estimates.values())}.items():
+        families.add_row(family, str(len(members)), *totals(members))
     print_table(table)
-
-
-def _totals(total: Totals) -> tuple[str, ...]:
-    return (
-        str(total.trials),
-        f"{total.train_flops_6mac:.3g}",
-        _time(total.device_s),
-        _usd(total.usd),
-        f"{total.checkpoint_bytes / 1e9:.3g}",
-        f"{total.weights_bytes / 1e9:.3g}",
-    )
-
-
-def _time(seconds: float | None) -> str:
-    return "unknown" if seconds is None else duration(seconds)
-
-
-def _usd(usd: float | None) -> str:
-    return "unknown" if usd is None else f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}"
+    print_table(families)
+    for problem in dict.fromkeys(problems.values()):
+        trials = ", ".join(name for name, why in problems.items() if why == problem)
+        print(f"does not fit: {trials}: {problem}")
 
 
 def print_table(table: Table) -> None:

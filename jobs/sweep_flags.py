@@ -12,7 +12,7 @@ from jobs.usage import run_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
 
@@ -27,6 +27,7 @@ SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "softmax_combine",
 )
 SCALES = ("tiny", "cifar", "in1k")
+PLAN_MFU = 0.3
 PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
 
 
@@ -80,9 +81,10 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
     parser.add_argument(
         "--plan", action="store_true", help="only print what every trial needs, costs and does not fit"
     )
-    parser.add_argument("--measure", action="store_true", help="plan from measured steps, then train")
     parser.add_argument(
-        "--mfu", type=float, help="plan with this part of the device's peak, and measure nothing"
+        "--mfu",
+        type=float,
+        help=f"part of the device's peak that training reaches; default of --plan: {PLAN_MFU}",
     )
     parser.add_argument("--device", help="kind, of the price table; default: CPU-core, with GPUs H100-80")
     parser.add_argument("--prices", default=str(PRICES), help="price table (cluster/prices.yaml)")
@@ -144,7 +146,7 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     from jobs.command import run_config
     from orchestrator.codec import override
     from orchestrator.sweeps.branches import Trunk
-    from orchestrator.sweeps.prices import load_prices
+    from orchestrator.sweeps.budget import load_prices
 
     made = named_sweep(args)
     sweep = replace(made, base=run_config(args, made.base))
@@ -171,11 +173,13 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     if args.device not in args.devices:
         raise UsageError(f"--device {args.device!r} is not in {args.prices}: {', '.join(args.devices)}")
     budget(args)
+    if args.mfu is not None:
+        args.devices[args.device].flops_per_s(args.mfu)
     return sweep
 
 
 def budget(args: argparse.Namespace) -> Budget:
-    from orchestrator.sweeps.prices import Budget
+    from orchestrator.sweeps.budget import Budget
 
     price = args.devices[args.device].usd_per_hour
     return Budget(hours=args.budget_hours, usd=args.budget_usd, usd_per_hour=price)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe.parallel import ParallelConfig, check_layout
-from moe.plan import choose_ep
 from moe.presets import PRESETS
 from moe.vit import ViTConfig
+from orchestrator.errors import UsageError
 from orchestrator.recipe import (
     AdamWConfig,
     FewShotConfig,
@@ -146,9 +146,9 @@ class CheckpointConfig:
 class ScaleConfig(ParallelConfig):
     """Attributes:
     workers: processes that train one model together, a GPU or half a CPU each.
-    ep: workers that share one set of experts, dp = workers / ep; ``auto``: what moves the fewest bytes over
-        the slowest links (`moe.plan`).
-    workers_per_node: what ``auto`` plans with, until the workers are placed.
+    ep: workers that share one set of experts, dp = workers / ep; ``auto``: commands choose the number that
+        spends the least time on links, and write it here (`sweeps.estimate`).
+    workers_per_node: what ``auto`` assumes.
     use_gpu: a GPU for every worker.
     min_workers: where nodes are lost, or not up yet, the run goes on with as few as these and the same global
         batch, until there are `workers` again.
@@ -210,23 +210,19 @@ class RunConfig:
                 f"model.moe.images_per_group={group} does not divide the {self.images_per_pass()} images of"
                 f" one forward pass (train.microbatch, else data.batch_size={batch} / workers={workers})"
             )
-        ep = self.ep()
-        check_layout(self.model, dp=workers // ep, ep=ep, dp_replicate=self.scale.dp_replicate)
+        if self.scale.ep != "auto":
+            dp = workers // self.scale.ep
+            check_layout(self.model, dp=dp, ep=self.scale.ep, dp_replicate=self.scale.dp_replicate)
 
     def ep(self) -> int:
-        """Workers that share one set of experts: `scale.ep`, or the planner's choice."""
-        if self.scale.ep != "auto":
-            return self.scale.ep
-        share = self.data.batch_size // self.scale.workers
-        return choose_ep(
-            self.model,
-            workers=self.scale.workers,
-            images_per_rank=share,
-            passes=share // self.images_per_pass(),
-            compute_bytes=2 if self.train.compute_dtype == "bfloat16" else 4,
-            devices_per_node=self.scale.workers_per_node,
-            options=self.scale,
-        )
+        """Workers that share one set of experts.
+
+        Raises:
+            UsageError: if `scale.ep` is still ``auto``.
+        """
+        if self.scale.ep == "auto":
+            raise UsageError("scale.ep=auto: `orchestrator.sweeps.estimate.with_ep(run)` chooses a number")
+        return self.scale.ep
 
     def images_per_pass(self) -> int:
         """Images of one worker's forward pass."""

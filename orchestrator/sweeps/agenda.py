@@ -57,11 +57,6 @@ class Standing:
         """The last step it paused at, else where it branches, else 0."""
         return max(self.reached, default=branch_step(self.trial.run))
 
-    def part(self, until: int) -> float:
-        """Of its own steps, those from where it stands to `until`."""
-        own = self.steps - branch_step(self.trial.run)
-        return max(0, until - self.begins_at) / own
-
     @property
     def waiting(self) -> bool:
         return not self.running and self.outcome is None
@@ -150,7 +145,7 @@ class Agenda:
 
     def _chosen(self) -> Job | None:
         overtaken: list[Standing] = []
-        self._held = False
+        self._held = self.out_of_budget = False
         for job in self.policy.jobs(list(self.standings.values())):
             one = self.standings[job.trial.name]
             if one.trial.after and not isinstance(self.standings[one.trial.after].outcome, Result):

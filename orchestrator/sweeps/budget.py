@@ -1,238 +1,204 @@
-"""Plan before you pay: what trials need, from their configs alone."""
+"""The budget of a sweep, in device-hours or money: what was spent, and whether the next job still fits."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import NamedTuple
 
-from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
-from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, layouts
-from moe.sharding import FP32, Step
-from orchestrator.checkpoint.manifest import step_of as checkpoint_step
-from orchestrator.checkpoint.retention import staying
-from orchestrator.config import RunConfig
+import numpy as np
+import yaml
+
+from orchestrator import storage
+from orchestrator.checkpoint import manifest as checkpoints
+from orchestrator.codec import from_dict
 from orchestrator.errors import UsageError
-from orchestrator.recipe import AdamWConfig
-from orchestrator.sweeps.prices import Device
+from orchestrator.sweeps.agenda import Job, Outcome, Standing
+from orchestrator.sweeps.branches import branch_step
+from orchestrator.training.run_directory import Result, checkpoint_directory
 
-MEMORY_FRAC = 0.9  # of a device, for what docs/planning.md counts; the rest is the allocator's
+NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """One trial. Attributes:
-    active_params: those that a token meets (`moe.cost`).
-    memory_gib: of a device at the peak of a step.
-    device_s: predicted seconds of training times workers, as ``cost/device_s`` counts: no start, evaluation
-        or checkpoints. None: nothing was measured and no mfu given.
-    checkpoint_bytes: that stay on disk at most: were evaluations worst at the end.
-    weights_bytes: of these, what a trial off the frontier keeps after the sweep.
-    problems: why it cannot run.
+class Device:
+    """The price and the speed of what one worker computes on: an entry of the price table.
+
+    Attributes:
+        peak_tflops: dense matmuls in the fastest format that training uses, 1e12 FLOPs per second.
+        memory_gib: None: fitting into memory is not checked.
     """
 
-    trial: str
-    family: str
-    workers: int
-    params: int
-    active_params: float
-    forward_gflops_2mac: float
-    train_flops_6mac: float
-    memory_gib: float
-    device_s: float | None
-    usd: float | None
-    checkpoint_bytes: int
-    weights_bytes: int
-    problems: tuple[str, ...] = ()
+    usd_per_hour: float
+    peak_tflops: float
+    memory_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.usd_per_hour >= 0:
+            raise ValueError(f"usd_per_hour must be at least 0, got {self.usd_per_hour}")
+        for name, value in (("peak_tflops", self.peak_tflops), ("memory_gib", self.memory_gib)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def flops_per_s(self, mfu: float) -> float:
+        """FLOPs per second at `mfu`, the part of the peak that training FLOPs (6mac) reach.
+
+        Raises:
+            UsageError: for a part outside of 0 .. 1.
+        """
+        if not 0 < mfu <= 1:
+            raise UsageError(
+                f"mfu={mfu:g} must be above 0 and at most 1: a part of {self.peak_tflops:g} TFLOP/s"
+            )
+        return mfu * self.peak_tflops * 1e12
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Sums over trials; device_s and usd are None if some trial has none."""
-
-    trials: int
-    train_flops_6mac: float
-    device_s: float | None
-    usd: float | None
-    checkpoint_bytes: int
-    weights_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """Of the trials of a family that were trained: predicted and actual device-seconds, and their ratio."""
-
-    family: str
-    trials: int
-    predicted_s: float
-    actual_s: float
-
-    def ratio(self) -> float:
-        return self.predicted_s / self.actual_s
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    estimates: tuple[Estimate, ...]
-
-    def total(self) -> Totals:
-        return _totals(self.estimates)
-
-    def by_family(self) -> dict[str, Totals]:
-        """In the order of the trials."""
-        members = _by_family(self.estimates)
-        return {name: _totals(members[name]) for name in members}
-
-    def problems(self) -> dict[str, tuple[str, ...]]:
-        """Trials that cannot run, and why."""
-        return {e.trial: e.problems for e in self.estimates if e.problems}
-
-
-def plan(
-    runs: Mapping[str, RunConfig],
-    *,
-    device: Device,
-    seconds_per_step: Mapping[str, float] | None = None,
-    mfu: float | None = None,
-    unfit: Mapping[str, str] = MappingProxyType({}),
-) -> Plan:
-    """What every trial needs.
-
-    Args:
-        seconds_per_step: by trial, of all its workers side by side (`measure.measured_steps`); it precedes
-        mfu: the part of the device's peak that training FLOPs (6mac) reach, 0 to 1.
-        unfit: trial -> why the cluster can never hold it (`check.unfit`).
+def load_prices(path: str) -> dict[str, Device]:
+    """Reads a YAML table: kind of device -> Device.
 
     Raises:
-        UsageError: for an mfu outside of 0 .. 1.
+        UsageError: if there is no such file, or an entry of it is not a device.
     """
-    if mfu is not None and not 0 < mfu <= 1:
-        raise UsageError(
-            f"mfu={mfu:g} must be above 0 and at most 1: the part of {device.peak_tflops:g} TFLOP/s"
-        )
-    measured = seconds_per_step or {}
-    rate = None if mfu is None else mfu * device.peak_tflops * 1e12
-    return Plan(
-        estimates=tuple(
-            _estimate(trial, run, device, measured.get(trial), rate, unfit.get(trial))
-            for trial, run in runs.items()
-        )
-    )
+    try:
+        table = yaml.safe_load(storage.read_bytes(path))
+    except FileNotFoundError:
+        raise UsageError(f"no price table at {path}: copy cluster/prices.yaml and edit it") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not YAML: {error}") from None
+    if not isinstance(table, Mapping) or not table:
+        raise UsageError(f"{path} holds no devices: write `H100-80: {{usd_per_hour: 7, peak_tflops: 989}}`")
+    return {str(kind): _device(f"{path}: {kind}", entry) for kind, entry in table.items()}
 
 
-def _estimate(
-    trial: str,
-    run: RunConfig,
-    device: Device,
-    step_s: float | None,
-    flops_per_s: float | None,
-    unfit: str | None,
-) -> Estimate:
-    steps, workers, batch = steps_to_train(run), run.scale.workers, run.data.batch_size
-    seconds = None
-    if step_s is not None:
-        seconds = step_s * steps * workers
-    elif flops_per_s is not None:
-        seconds = train_flops_6mac(run.model, steps * batch) / flops_per_s
-    memory = layout_of(run).peak() / GIB
-    size = checkpoint_bytes(run.model, moments=step_of(run).moments)
-    kept = checkpoints_kept(run)
-    return Estimate(
-        trial=trial,
-        family=run.model.family(),
-        workers=workers,
-        params=num_params(run.model),
-        active_params=num_active_params(run.model),
-        forward_gflops_2mac=forward_gflops_2mac(run.model),
-        train_flops_6mac=train_flops_6mac(run.model, run.train.steps * batch),
-        memory_gib=memory,
-        device_s=seconds,
-        usd=None if seconds is None else seconds / 3600 * device.usd_per_hour,
-        checkpoint_bytes=kept * size["total"],
-        weights_bytes=kept * size["weights"],
-        problems=tuple(_problems(memory, device, unfit)),
-    )
+def _device(where: str, entry: object) -> Device:
+    if not isinstance(entry, Mapping) or not {"usd_per_hour", "peak_tflops"} <= set(entry):
+        raise UsageError(f"{where} needs the fields usd_per_hour and peak_tflops, got {entry!r}")
+    try:
+        return from_dict(Device, {str(name): value for name, value in entry.items()})
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
-def _problems(memory: float, device: Device, unfit: str | None) -> Iterable[str]:
-    if device.memory_gib and memory > MEMORY_FRAC * device.memory_gib:
-        yield (
-            f"needs {memory:.1f} GiB per device, {MEMORY_FRAC:.0%} of {device.memory_gib:g} are"
-            f" {MEMORY_FRAC * device.memory_gib:.1f}: more workers, a smaller train.microbatch,"
-            " scale.activation_checkpointing=true or train.compute_dtype=bfloat16"
-        )
-    if unfit:
-        yield unfit
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """A bound on device-hours, and on money at `usd_per_hour` of a device; None: no bound."""
+
+    hours: float | None = None
+    usd: float | None = None
+    usd_per_hour: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("hours", self.hours), ("usd", self.usd)):
+            if value is not None and not value > 0:  # also refuses nan
+                raise UsageError(f"--budget-{name} must be above 0, got {value:g}")
+        if self.usd is not None and self.usd_per_hour <= 0:
+            raise UsageError(
+                f"--budget-usd {self.usd:g} needs the price of a device, which is {self.usd_per_hour:g} per"
+                " hour: name a device of cluster/prices.yaml, or use --budget-hours"
+            )
+
+    def limit_s(self) -> float:
+        """Device-seconds in all; infinite without bounds."""
+        hours = math.inf if self.hours is None else self.hours
+        return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
 
-def step_of(run: RunConfig) -> Step:
-    """What a worker of `run` computes per update."""
-    optimizer, images = run.train.optimizer, run.images_per_pass()
-    return Step(
-        images=images,
-        passes=run.data.batch_size // run.scale.workers // images,
-        compute_bytes=2 if run.train.compute_dtype == "bfloat16" else FP32,
-        moments=2 if isinstance(optimizer, AdamWConfig) else int(optimizer.momentum > 0),
-    )
+class RunningJob(NamedTuple):
+    began: float
+    predicted_s: float
+    workers: int
+    first_step: int
+
+    def held_s(self) -> float:
+        """Device-seconds since it began."""
+        return (time.monotonic() - self.began) * self.workers
 
 
-def layout_of(run: RunConfig) -> Layout:
-    """That the run will be split by."""
-    cluster = Cluster(devices=run.scale.workers, devices_per_node=run.scale.workers_per_node)
-    ep = run.ep()
-    return next(one for one in layouts(run.model, step_of(run), cluster, run.scale) if one.ep == ep)
+class BudgetTracker:
+    """Counts the device-seconds that jobs hold, from start to end, over all processes that run the sweep.
 
-
-def steps_to_train(run: RunConfig) -> int:
-    """Of a branch those after its trunk, of other runs all."""
-    return run.train.steps - ((run.train.trunk and checkpoint_step(run.train.trunk)) or 0)
-
-
-def checkpoints_kept(run: RunConfig) -> int:
-    """That stay on disk at most, once `run` is complete: were its best the earliest it measured."""
-    steps, every = run.train.steps, run.checkpoint.every or -(-run.train.steps // 10)
-    evaluated = run.train.eval_every or steps
-    saved = {*range(every, steps + 1, every), steps}
-    found = {step: -float(step) if step % evaluated == 0 or step == steps else None for step in saved}
-    return len(staying(found, run.checkpoint))
-
-
-def predicted_against_actual(plan: Plan, actual: Mapping[str, float]) -> list[Compared]:
-    """By family, and ``all`` at last where there are several.
+    The duration of a job is predicted from the ended jobs nearest in FLOPs.
 
     Args:
-        actual: ``cost/device_s`` by trial, of those that were trained to their end. Others, and trials that
-            nothing was predicted for, are left out.
+        directory: of the sweep; its file ``spent.json`` survives the process.
+        flops_per_s: of a device, until the first job has ended. By default such jobs are predicted to take
+            no time, so all of them are admitted.
     """
-    known = [e for e in plan.estimates if e.device_s is not None and e.trial in actual]
-    families = _by_family(known)
-    groups = {**families, "all": known} if len(families) > 1 else families
-    return [
-        Compared(
-            family=name,
-            trials=len(members),
-            predicted_s=sum(e.device_s or 0 for e in members),
-            actual_s=sum(actual[e.trial] for e in members),
-        )
-        for name, members in groups.items()
-    ]
+
+    def __init__(self, budget: Budget, directory: str, *, flops_per_s: float = math.inf) -> None:
+        self.budget = budget
+        self.flops_per_s = flops_per_s
+        self._file = storage.join(directory, "spent.json")
+        kept = json.loads(storage.read_bytes(self._file)) if storage.size(self._file) else {}
+        self.spent_s: float = kept.get("device_s", 0.0)
+        self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
+        self._running: dict[str, RunningJob] = {}
+
+    def admits(self, job: Job, state: Standing) -> bool:
+        """Whether the job fits beside what is spent and what running jobs still need."""
+        running = sum(max(one.predicted_s, one.held_s()) for one in self._running.values())
+        needed = self.predict_s(_flops(state, state.begins_at, job.until))
+        return self.spent_s + running + needed <= self.budget.limit_s()
+
+    def begin(self, job: Job, state: Standing) -> None:
+        """Notes the start of a job. It continues from the newest checkpoint of its run."""
+        saved = checkpoints.steps(checkpoint_directory(job.trial.run))
+        first = max([state.begins_at, *saved])
+        predicted = self.predict_s(_flops(state, first, job.until))
+        workers = job.trial.run.scale.workers
+        self._running[job.trial.name] = RunningJob(time.monotonic(), predicted, workers, first)
+
+    def record(self, job: Job, state: Standing, outcome: Outcome) -> float:
+        """Notes the end of a job: returns the device-seconds that it held, which are spent.
+
+        Later predictions use only the steps that it trained; a failed job says nothing about speed.
+        """
+        ended = self._running.pop(job.trial.name)
+        held_s = ended.held_s()
+        self.spent_s += held_s
+        if isinstance(outcome, Result) and (flops := _flops(state, ended.first_step, outcome.step)):
+            self._ended.append((flops, held_s))
+        kept = {"device_s": self.spent_s, "jobs": self._ended}
+        storage.write_bytes(self._file, json.dumps(kept).encode())
+        return held_s
+
+    def predict_s(self, flops: float) -> float:
+        """Device-seconds of a job with that many FLOPs.
+
+        A constant for starting the process plus a rate, fitted to the `NEAREST` ended jobs by least relative
+        error; a rate alone where their sizes do not determine both.
+        """
+        if not flops or not self._ended:
+            return flops / self.flops_per_s
+        nearest = sorted(self._ended, key=lambda job: abs(math.log(job[0] / flops)))[:NEAREST]
+        size, seconds = np.array(nearest).T
+        if np.ptp(size) > 0.1 * size.max():
+            columns = np.stack([1 / seconds, size / seconds], 1)
+            (constant, rate), *_ = np.linalg.lstsq(columns, np.ones(len(size)))
+            if constant >= 0 and rate >= 0:
+                return float(constant + rate * flops)
+        return float(flops * seconds.sum() / size.sum())
+
+    def can_estimate(self) -> bool:
+        """Whether enough jobs have ended to estimate the time that the others need."""
+        return len(self._ended) >= NEAREST // 2
+
+    def remaining_s(self, states: Iterable[Standing]) -> float:
+        """Device-seconds that all unfinished trials still need."""
+        total = 0.0
+        for state in states:
+            if state.outcome is not None:
+                continue
+            if job := self._running.get(state.trial.name):
+                rest = self.predict_s(_flops(state, job.first_step, state.steps)) - job.held_s()
+                total += max(0.0, rest)
+            else:
+                total += self.predict_s(_flops(state, state.begins_at, state.steps))
+        return total
 
 
-def _by_family(estimates: Iterable[Estimate]) -> dict[str, list[Estimate]]:
-    found: dict[str, list[Estimate]] = {}
-    for estimate in estimates:
-        found.setdefault(estimate.family, []).append(estimate)
-    return found
-
-
-def _totals(estimates: Sequence[Estimate]) -> Totals:
-    def total(values: Iterable[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) if len(known) == len(estimates) else None
-
-    return Totals(
-        trials=len(estimates),
-        train_flops_6mac=sum(e.train_flops_6mac for e in estimates),
-        device_s=total(e.device_s for e in estimates),
-        usd=total(e.usd for e in estimates),
-        checkpoint_bytes=sum(e.checkpoint_bytes for e in estimates),
-        weights_bytes=sum(e.weights_bytes for e in estimates),
-    )
+def _flops(state: Standing, first: int, last: int) -> float:
+    """FLOPs of a trial's steps after `first` and up to `last`."""
+    own_steps = state.steps - branch_step(state.trial.run)
+    return state.flops * max(0, last - first) / own_steps

@@ -1,9 +1,13 @@
 """Whether a sweep can be trained at all, said before anything is."""
 
+from typing import Any
+
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.claims import parse_claim
 from orchestrator.sweeps.settings import settings
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.fit import check_data, check_start
 from orchestrator.training.resources import check_resources, most_resources
 
@@ -73,3 +77,26 @@ def check_claims(sweep: Sweep) -> None:
             raise UsageError(str(error)) from None
         if runs and unknown:
             raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
+
+
+def retrain_config(sweep: Sweep, trial: Trial) -> RunConfig:
+    """The trial's run for twice its steps, on at least two workers, which share the experts between them."""
+    changes: dict[str, Any] = {
+        "name": f"{sweep.base.name}/confirm/{trial.arm}",
+        "train.steps": 2 * trial.run.train.steps,
+    }
+    if trial.run.scale.workers == 1:
+        changes |= {"scale.workers": 2, "scale.ep": 2}
+    return override(trial.run, changes)
+
+
+def check_retrain(sweep: Sweep) -> None:
+    """Raises UsageError, before anything is trained, if an arm could not be retrained."""
+    if sweep.trunk:
+        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
+    for trial in sweep.trials().values():
+        if trial.run.model.moe:
+            try:
+                check_resources(retrain_config(sweep, trial))
+            except UsageError as error:
+                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None

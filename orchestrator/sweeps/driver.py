@@ -1,6 +1,7 @@
 """Trains one run or a whole sweep, with MLflow kept up to date: what the commands and a notebook call."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
 from orchestrator import storage
-from orchestrator.codec import changed_fields, flat, override, to_dict
+from orchestrator.codec import changed_fields, flat, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
@@ -22,10 +23,11 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
 from orchestrator.sweeps.agenda import Policy, ToTheEnd
-from orchestrator.sweeps.check import check_fits, check_sweep
-from orchestrator.sweeps.prices import Budget
+from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.check import retrain_config
+from orchestrator.sweeps.estimate import with_ep
+from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.publish import publish
-from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
@@ -64,7 +66,7 @@ class SweepOptions:
         max_concurrent: trials at the same time; None: as many as the cluster holds.
         search: draws arms from the sweep's space, beside those it names.
         retrain: arms at the knee that are trained again, for twice the steps, on several workers.
-        predicted: trial -> device-seconds, if a plan knows them.
+        flops_per_s: of a device; predicts how long trials take until the first has ended.
         labels: further tags of the sweep's MLflow run.
     """
 
@@ -74,7 +76,7 @@ class SweepOptions:
     search: OptunaSearch | None = None
     budget: Budget = Budget()
     retrain: int = 0
-    predicted: Mapping[str, float] = field(default_factory=dict)
+    flops_per_s: float = math.inf
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -125,6 +127,7 @@ def train(
         UsageError: for a run that cannot be trained, or another config in its directory.
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
     """
+    run = with_ep(run)
     check_data(run)
     check_start(run)
     if not is_inline(run):
@@ -154,15 +157,14 @@ def run_sweep(
     Raises:
         UsageError: for a sweep that cannot be trained here, or another one in its directory.
     """
-    check_sweep(sweep)
-    connect()
-    check_shared(sweep.base.storage)
-    check_fits(sweep)
-    if options.retrain:
-        check_retrain(sweep)
     directory = run_directory(sweep.base)
     check_kind(directory, "sweep")
-    store = store or open_store(sweep.base.storage)
+
+    def open_mine() -> Tracking:
+        return store or open_store(sweep.base.storage)
+
+    require(preflight(sweep, connect=connect, open_store=open_mine, retrain=bool(options.retrain)))
+    store = open_mine()
     with _working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
@@ -290,8 +292,8 @@ def update_sweep(directory: str, **changes: Any) -> None:
 def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tuple[Frontier, dict[str, str]]:
     """The frontier, and why runs failed."""
     directory = run_directory(sweep.base)
-    purse = Purse(options.budget, directory, options.predicted)
-    run = SweepRun(sweep, purse, options.policy, options.max_concurrent, options.search)
+    budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s)
+    run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search)
     run.recover()
     watch.start(run)
     run.work(watch)
@@ -306,29 +308,6 @@ def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tup
     if freed := keep_weights_only(trials, frontier):
         watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     return frontier, failed
-
-
-def retrain_config(sweep: Sweep, trial: Trial) -> RunConfig:
-    """The trial's run for twice its steps, on at least two workers, which share the experts between them."""
-    changes: dict[str, Any] = {
-        "name": f"{sweep.base.name}/confirm/{trial.arm}",
-        "train.steps": 2 * trial.run.train.steps,
-    }
-    if trial.run.scale.workers == 1:
-        changes |= {"scale.workers": 2, "scale.ep": 2}
-    return override(trial.run, changes)
-
-
-def check_retrain(sweep: Sweep) -> None:
-    """Raises UsageError, before anything is trained, if an arm could not be retrained."""
-    if sweep.trunk:
-        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
-    for trial in sweep.trials().values():
-        if trial.run.model.moe:
-            try:
-                check_resources(retrain_config(sweep, trial))
-            except UsageError as error:
-                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
 
 
 def _retrain(sweep: Sweep, trial: Trial, watch: Watch) -> dict[str, str]:

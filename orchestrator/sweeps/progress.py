@@ -9,7 +9,7 @@ import numpy as np
 
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.agenda import Standing
-from orchestrator.sweeps.purse import Purse
+from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result
 
@@ -35,7 +35,7 @@ class Snapshot:
     left_s: float
 
 
-def snapshot(sweep: Sweep, standings: Sequence[Standing], purse: Purse) -> Snapshot:
+def snapshot(sweep: Sweep, standings: Sequence[Standing], budget: BudgetTracker) -> Snapshot:
     done = [(one, one.outcome) for one in standings if one.trial.role == "trial"]
     rows = [
         (math.log10(one.cost), 1 - end.metrics[sweep.quality])
@@ -57,6 +57,6 @@ def snapshot(sweep: Sweep, standings: Sequence[Standing], purse: Purse) -> Snaps
         best=1 - float(points[:, 1].min()) if rows else None,
         front=int(pareto_front(points).sum()),
         hypervolume=hypervolume_2d(points, np.array([math.log10(1.1 * highest), 1 - chance])),
-        spent_s=purse.spent_s,
-        left_s=purse.left_s(standings) / devices if devices and purse.can_estimate() else 0.0,
+        spent_s=budget.spent_s,
+        left_s=budget.remaining_s(standings) / devices if devices and budget.can_estimate() else 0.0,
     )

@@ -11,8 +11,8 @@ from orchestrator.config import RunConfig
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing
 from orchestrator.sweeps.branches import branch_step
+from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import Hooks, run_jobs
-from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.metrics_file import Metrics
@@ -65,13 +65,13 @@ class SweepRun:
     def __init__(
         self,
         sweep: Sweep,
-        purse: Purse,
+        budget: BudgetTracker,
         policy: Policy,
         max_concurrent: int | None = None,
         search: OptunaSearch | None = None,
     ) -> None:
         self.sweep = sweep
-        self.purse = purse
+        self.budget = budget
         self.search = search
         self._directory = run_directory(sweep.base)
         trials = list(sweep.trials().values())
@@ -82,7 +82,7 @@ class SweepRun:
             most=most_resources(),
             quality=sweep.quality,
             at_once=max_concurrent,
-            admits=purse.admits,
+            admits=budget.admits,
             more=self._draw,
         )
 
@@ -101,7 +101,7 @@ class SweepRun:
         """Works until nothing is left to do, or to pay for."""
 
         def began(job: Job) -> None:
-            self.purse.begin(job, self.agenda.standings[job.trial.name])
+            self.budget.begin(job, self.agenda.standings[job.trial.name])
             watch.began(job)
 
         def report(trial: Trial, step: int, metrics: Metrics) -> None:
@@ -109,7 +109,7 @@ class SweepRun:
 
         def done(job: Job, outcome: Outcome) -> None:
             one = self.agenda.standings[job.trial.name]
-            self.purse.paid(job, one)
+            self.budget.record(job, one, outcome)
             if isinstance(outcome, str):
                 write_error(run_directory(job.trial.run), outcome)
             self.agenda.done(job.trial.name, outcome)

@@ -9,6 +9,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.branches import Trunk, branch_changes, check_branches, trunk_changes
+from orchestrator.sweeps.estimate import with_ep
 from orchestrator.sweeps.search import Space
 
 Role = Literal["trial", "trunk"]
@@ -105,6 +106,6 @@ class Trial:
 def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
     """The run of one trial. Raises UsageError naming the one whose config is refused."""
     try:
-        return override(base, {**changes, "name": f"{base.name}/trials/{name}"})
+        return with_ep(override(base, {**changes, "name": f"{base.name}/trials/{name}"}))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from None

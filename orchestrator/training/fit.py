@@ -16,7 +16,6 @@ from typing import Any
 import ray
 import ray.train
 import torch
-import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -163,8 +162,8 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
     """
     share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
     images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
-    ep: Any = run.scale.ep if run.scale.ep == "auto" else gcd(run.scale.ep, workers)
-    copies = gcd(run.scale.dp_replicate, workers if ep == "auto" else workers // ep)
+    ep = gcd(run.ep(), workers)
+    copies = gcd(run.scale.dp_replicate, workers // ep)
     changes = {
         "scale.workers": workers,
         "scale.min_workers": min(workers, run.scale.min_workers),
@@ -176,15 +175,6 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
         return override(run, changes)
     except ValueError:
         return None
-
-
-def as_placed(run: RunConfig) -> RunConfig:
-    """With `scale.ep=auto` the choice that suits the nodes of the workers, all of which call this."""
-    if run.scale.ep != "auto":
-        return run
-    on_a_node = torch.tensor(ray.train.get_context().get_local_world_size())
-    dist.all_reduce(on_a_node, dist.ReduceOp.MAX)
-    return override(run, {"scale.workers_per_node": int(on_a_node)})
 
 
 def can_schedule(run: RunConfig, *, within_s: float) -> bool:
@@ -342,7 +332,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     try:
         check_run_dir_visible(directory)
         train_worker(
-            as_placed(run),
+            run,
             report=lambda step, metrics: None,
             read=by_ray_data(config["feed"]),
             until=config["until"],

@@ -1,45 +1,18 @@
 """`jobs/cost.py` as a user runs it, and its table against the papers."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from jobs import cost
 from moe.presets import PRESETS
+from orchestrator.errors import UsageError
 from tests.jobs.bare import run_bare
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return run_bare("jobs/cost.py", *args)
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
-    """``call("S/16", "--json")``: exit code and output, without the seconds of a new process."""
-
-    def run_here(*args: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["cost", *args])
-        code = 0
-        try:
-            cost.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, capsys.readouterr().out
-
-    return run_here
 
 
 def test_every_row_of_the_papers():
-    job = run()
+    job = run_bare("jobs/cost.py")
     assert job.returncode == 0, job.stderr
     assert job.stderr == "computing costs: loading libraries ..\n"
     lines = job.stdout.splitlines()
@@ -51,8 +24,8 @@ def test_every_row_of_the_papers():
 
 
 def test_json(call):
-    code, out = call("--json", "soft-B/16-128e", "vmoe-B/32")
-    assert code == 0
+    code, out = call(cost.main, "--json", "soft-B/16-128e", "vmoe-B/32")
+    assert code == ""
     printed, plain = json.loads(out)
     assert printed["params"] == 3_707_638_687
     assert printed["paper"] == {"params": 3.7e9, "gflop": 32.0, "exaflop": 1769.5}
@@ -66,27 +39,11 @@ def test_json(call):
     assert plain["difference_percent"] == {"params": None, "gflop": None, "exaflop": None}
 
 
-@pytest.mark.smoke
-def test_unknown_model():
-    job = run("S/16", "S/17")
-    assert job.returncode == 1
-    assert job.stdout == ""
-    _, error = job.stderr.splitlines()
-    assert error.startswith("error: unknown model 'S/17'; known: debug, S/32, ")
-
-
-def test_help(call):
-    code, out = call("--help")
-    assert code == 0
-    assert "an unknown name lists all" in out
-    assert "Exit code 1" in out
-
-
 def test_a_row_that_is_out_fails(call, monkeypatch):
     wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in cost.PRINTED]
     monkeypatch.setattr(cost, "PRINTED", wrong)
-    code, out = call("S/16", "B/16")
-    assert code == 1
+    code, out = call(cost.main, "S/16", "B/16")
+    assert code == "1"
     lines = out.splitlines()
     assert " NO " in lines[2]
     assert " yes " in lines[3]
@@ -113,6 +70,11 @@ def test_over_forty_times_as_many():
         for name in ("soft-H/14-128e", "H/14")
     )
     assert 40 < soft / vit < 41
+
+
+def test_unknown_model():
+    with pytest.raises(UsageError, match="unknown model 'S/17'; known: debug, S/32, "):
+        cost.rows(["S/16", "S/17"])
 
 
 def test_every_preset_has_costs():

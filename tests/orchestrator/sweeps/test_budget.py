@@ -1,4 +1,4 @@
-"""What trials need, by hand; the price table and what is wrong with one; a budget's bound."""
+"""The price table, the bound of a budget, and the tracker of what was spent."""
 
 import math
 from pathlib import Path
@@ -6,124 +6,19 @@ from typing import Any
 
 import pytest
 
-from moe.cost import num_params, train_flops_6mac
-from moe.plan import GIB
+from orchestrator.checkpoint.manifest import MANIFEST, folder_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.budget import (
-    checkpoints_kept,
-    layout_of,
-    plan,
-    predicted_against_actual,
-    steps_to_train,
-)
-from orchestrator.sweeps.prices import Budget, Device, load_prices
+from orchestrator.sweeps.agenda import Agenda, Job, Standing, ToTheEnd
+from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
+from orchestrator.sweeps.sweep import Trial
+from orchestrator.training.run_directory import Result, checkpoint_directory
 
-DEVICE = Device(usd_per_hour=1.8, peak_tflops=100.0, memory_gib=80.0)
 PRICES = str(Path(__file__).parents[3] / "cluster" / "prices.yaml")
 
 
-def run(**changes: Any) -> RunConfig:
-    named = {name.replace("__", "."): value for name, value in changes.items()}
-    return override(RunConfig(), {"model.moe": None, "train.steps": 100, "data.batch_size": 64} | named)
-
-
-SOFT = {"model__moe__router__kind": "soft", "model__moe__num_experts": 4}
-RUNS = {
-    "dense": run(),
-    "wide": run(scale__workers=2),
-    "soft": run(**SOFT),
-    "soft-2": run(**SOFT, scale__workers=2),
-}
-
-
-def test_measured_seconds_become_device_seconds_and_money() -> None:
-    """0.5 s x 100 steps x 2 workers = 100 device-seconds; at 1.8 usd an hour that is 5 cents."""
-    wide = plan(RUNS, device=DEVICE, seconds_per_step={"wide": 0.5}).estimates[1]
-    assert (wide.trial, wide.family, wide.workers) == ("wide", "dense", 2)
-    assert wide.device_s == pytest.approx(100)
-    assert wide.usd == pytest.approx(0.05)
-    assert wide.params == num_params(RUNS["wide"].model) == wide.active_params
-    assert wide.train_flops_6mac == train_flops_6mac(RUNS["wide"].model, 6400)
-    assert wide.memory_gib * GIB == pytest.approx(layout_of(RUNS["wide"]).peak())
-
-
-def test_an_mfu_stands_in_for_what_was_not_measured() -> None:
-    """FLOPs / (0.2 x 100e12), whatever the number of workers."""
-    found = plan(RUNS, device=DEVICE, seconds_per_step={"dense": 0.5}, mfu=0.2).estimates
-    assert found[0].device_s == pytest.approx(50)
-    for one in found[1:]:
-        assert one.device_s == pytest.approx(one.train_flops_6mac / 20e12)
-    with pytest.raises(UsageError, match="mfu=40 must be above 0 and at most 1"):
-        plan(RUNS, device=DEVICE, mfu=40)
-
-
-def test_totals_are_sums_and_unknown_if_a_part_is() -> None:
-    seconds = {"dense": 1.0, "wide": 2.0, "soft": 3.0}  # 100, 400, 300 device-seconds
-    known = plan({name: RUNS[name] for name in seconds}, device=DEVICE, seconds_per_step=seconds)
-    assert known.total().device_s == pytest.approx(800)
-    assert known.total().usd == pytest.approx(0.4)
-    assert {name: one.device_s for name, one in known.by_family().items()} == {"dense": 500, "soft": 300}
-    assert known.by_family()["dense"].trials == 2
-    unknown = plan(RUNS, device=DEVICE, seconds_per_step=seconds)
-    assert unknown.total().device_s is None
-    assert unknown.total().usd is None
-    assert unknown.total().train_flops_6mac == sum(e.train_flops_6mac for e in unknown.estimates)
-
-
-def test_what_will_not_fit_is_said() -> None:
-    tiny = Device(usd_per_hour=0, peak_tflops=1, memory_gib=0.0001)
-    unfit = dict.fromkeys(("wide", list(RUNS)[3]), "2 workers x 0.5 CPU + 1 CPU for data = 2 CPUs")
-    problems = plan(RUNS, device=tiny, unfit=unfit).problems()
-    assert [len(problems[name]) for name in RUNS] == [1, 2, 1, 2]
-    assert "GiB per device, 90% of 0.0001" in problems["dense"][0]
-    assert problems["wide"][1] == unfit["wide"]
-    assert not plan(RUNS, device=DEVICE).problems()
-    assert not plan(RUNS, device=Device(usd_per_hour=0, peak_tflops=1)).problems()
-
-
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({}, 2),  # of ten, the newest two; evaluated at the end only, so the best is the newest
-        ({"train__eval_every": 10}, 3),  # the best may be the first
-        ({"train__eval_every": 10, "checkpoint__keep_best": 0}, 2),
-        ({"checkpoint__keep_every": 50}, 3),  # 50 beside 90 and 100
-        ({"checkpoint__every": 60}, 2),  # 60 and 100 are all there are
-        ({"checkpoint__every": 1000}, 1),
-    ],
-)
-def test_checkpoints_that_stay(changes: dict[str, Any], kept: int) -> None:
-    """AdamW keeps two numbers per parameter: three times 4 bytes each, and a third of it without."""
-    one = run(**changes)
-    assert checkpoints_kept(one) == kept
-    estimate = plan({"one": one}, device=DEVICE).estimates[0]
-    assert estimate.weights_bytes == kept * 4 * estimate.params
-    assert estimate.checkpoint_bytes == kept * 12 * estimate.params
-
-
-def test_a_branch_pays_for_its_own_steps() -> None:
-    branch = run(train__trunk="s3://runs/trunk/checkpoints/step-00000060")
-    assert steps_to_train(branch) == 40
-    measured, by_mfu = (
-        plan({"b": branch}, device=DEVICE, seconds_per_step=seconds, mfu=0.5).estimates[0]
-        for seconds in ({"b": 0.5}, {})
-    )
-    assert measured.device_s == pytest.approx(20)
-    assert by_mfu.device_s == pytest.approx(train_flops_6mac(branch.model, 40 * 64) / 50e12)
-
-
-def test_predicted_against_actual_of_what_was_trained() -> None:
-    planned = plan(RUNS, device=DEVICE, seconds_per_step={"dense": 1.0, "wide": 1.0, "soft": 1.0})
-    rows = predicted_against_actual(planned, {"dense": 110, "soft": 80, "soft-2": 90, "elsewhere": 5})
-    found = [(row.family, row.trials, row.predicted_s, row.actual_s) for row in rows]
-    assert found == [("dense", 1, 100, 110), ("soft", 1, 100, 80), ("all", 2, 200, 190)]
-    assert rows[1].ratio() == 1.25
-    assert [row.family for row in predicted_against_actual(planned, {"dense": 110})] == ["dense"]
-
-
-def test_the_price_table_that_comes_along() -> None:
+def test_the_price_table_of_the_project() -> None:
     prices = load_prices(PRICES)
     assert {"CPU-core", "CPU-node", "A10G", "A100-40", "A100-80", "H100-80", "H200"} == prices.keys()
     assert all(device.memory_gib for device in prices.values())
@@ -132,15 +27,14 @@ def test_the_price_table_that_comes_along() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "holds no devices"),
         ("- H100", "holds no devices"),
-        ("H100: 7", "H100 is a group of fields, not a value; got 7"),
-        ("H100: {usd_per_hour: 7}", "H100 has no peak_tflops"),
+        ("H100: 7", "H100 needs the fields usd_per_hour and peak_tflops, got 7"),
+        ("H100: {usd_per_hour: 7}", "H100 needs the fields"),
         ("H100: {usd_per_hour: 7, peak_tflops: 989, price: 3}", "unknown field price"),
         ("H100: {usd_per_hour: seven, peak_tflops: 989}", "usd_per_hour='seven'"),
         ("H100: {usd_per_hour: -7, peak_tflops: 989}", "usd_per_hour must be at least 0, got -7"),
         ("H100: {usd_per_hour: 7, peak_tflops: 0}", "peak_tflops must be positive, got 0"),
-        ("H100: {usd_per_hour: 7", "is no YAML"),
+        ("H100: {usd_per_hour: 7", "is not YAML"),
     ],
 )
 def test_a_wrong_price_table_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -152,20 +46,157 @@ def test_a_wrong_price_table_is_refused(text: str, says: str, tmp_path: Path) ->
         load_prices(str(tmp_path / "none.yaml"))
 
 
-def test_a_budget_counts_what_runs() -> None:
-    """One hour: 1800 s spent, 1200 still to come from trials that run, so 600 are left."""
-    hour = Budget(hours=1)
-    assert hour.allows(600, spent_s=1800, running_predicted_s=1200)
-    assert not hour.allows(601, spent_s=1800, running_predicted_s=1200)
-    assert Budget().allows(1e12, spent_s=1e12, running_predicted_s=1e12)
-
-
 def test_money_is_device_hours_at_the_price() -> None:
-    """3 usd at 1.5 an hour are two hours; of both bounds the nearer counts."""
+    """3 usd at 1.5 an hour are two hours; the smaller of two bounds counts."""
     assert Budget(usd=3, usd_per_hour=1.5).limit_s() == 7200
     assert Budget(usd=3, hours=1, usd_per_hour=1.5).limit_s() == 3600
     assert Budget().limit_s() == math.inf
-    with pytest.raises(UsageError, match="3 usd needs the price of a device"):
+    with pytest.raises(UsageError, match="budget-usd 3 needs the price of a device"):
         Budget(usd=3)
-    with pytest.raises(UsageError, match="hours=0 allows nothing"):
+    with pytest.raises(UsageError, match="budget-hours must be above 0, got 0"):
         Budget(hours=0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that the test advances itself."""
+    now = [0.0]
+    monkeypatch.setattr("orchestrator.sweeps.budget.time.monotonic", lambda: now[0])
+    return now
+
+
+class Trials:
+    """Trials of 100 steps, and jobs of a tracker whose durations the test decides."""
+
+    def __init__(self, folder: Path, clock: list[float]) -> None:
+        self.folder = folder
+        self.clock = clock
+
+    def tracker(self, hours: float | None = None, **options: Any) -> BudgetTracker:
+        return BudgetTracker(Budget(hours=hours), str(self.folder), **options)
+
+    def make(self, name: str, flops: float, trunk: int = 0, workers: int = 1) -> Standing:
+        fields = {"train.steps": 100, "model.moe": None, "scale.workers": workers, "name": name}
+        fields["storage"] = str(self.folder)
+        if trunk:
+            fields["train.trunk"] = f"/runs/trunk/checkpoints/step-{trunk:08d}"
+        trial = Trial(name=name, arm=name, changes={}, run=override(RunConfig(), fields))
+        return Standing(trial, cost=9 * flops, need={"CPU": 1}, flops=flops)
+
+    def work(
+        self, tracker: BudgetTracker, state: Standing, seconds: float, outcome: Result | str | None = None
+    ) -> float:
+        tracker.begin(job(state), state)
+        self.clock[0] += seconds
+        return tracker.record(job(state), state, finished() if outcome is None else outcome)
+
+
+def job(state: Standing, until: int = 100) -> Job:
+    return Job(trial=state.trial, until=until)
+
+
+def finished(step: int = 100) -> Result:
+    return Result(status="finished", step=step, metrics={"val/acc1": 0.5})
+
+
+@pytest.fixture
+def trials(tmp_path: Path, clock: list[float]) -> Trials:
+    return Trials(tmp_path, clock)
+
+
+def test_predictions_follow_jobs_that_ended(trials: Trials) -> None:
+    """10 s for 1e9 FLOPs predict 30 s for 3e9, and 7.5 s for a quarter of them."""
+    tracker = trials.tracker(hours=35 / 3600)
+    small, large = trials.make("small", 1e9), trials.make("large", 3e9)
+    assert tracker.admits(job(large), large)  # nothing is known yet
+    assert trials.work(tracker, small, 10) == 10
+    assert not tracker.admits(job(large), large)  # 10 + 30 > 35
+    assert tracker.admits(job(large, until=25), large)
+    large.reached[25] = 0.5
+    small.outcome = finished()
+    assert tracker.remaining_s([small, large]) == pytest.approx(22.5)
+
+
+def test_a_rate_predicts_before_the_first_job_has_ended(trials: Trials) -> None:
+    tracker = trials.tracker(hours=35 / 3600, flops_per_s=1e8)
+    assert not tracker.admits(job(four := trials.make("four", 4e9)), four)  # 40 s
+    trials.work(tracker, trials.make("one", 1e9), 5)
+    assert tracker.admits(job(four), four)  # 5 + 20
+
+
+def test_durations_come_from_jobs_of_similar_size(trials: Trials) -> None:
+    """Small jobs took 10 s for 1e9 FLOPs, large ones 20 s for 1e11: nearly 10 s are for starting. A large job
+    to come takes 19 s, not the 900 s of the rate of small ones.
+    """
+    tracker = trials.tracker()
+    for number, (flops, seconds) in enumerate([(1e9, 10.0), (1e11, 20.0)] * 4):
+        trials.work(tracker, trials.make(f"{number}", flops), seconds)
+        assert tracker.can_estimate() == (number >= 3)  # one or two say little
+    for known in (tracker, trials.tracker()):  # the next process knows it too
+        assert known.predict_s(1.1e9) == pytest.approx(10, rel=0.01)
+        assert known.predict_s(0.9e11) == pytest.approx(19, rel=0.01)
+        assert known.spent_s == 120
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_jobs_count_their_prediction_or_more(workers: int, trials: Trials) -> None:
+    tracker = trials.tracker(hours=25 / 3600, flops_per_s=1e8)
+    a, b, c = (trials.make(name, n * 1e8, workers=workers) for name, n in (("a", 20), ("b", 10), ("c", 4)))
+    tracker.begin(job(a), a)
+    assert not tracker.admits(job(b), b)  # 20 + 10
+    assert tracker.admits(job(c), c)  # 20 + 4
+    trials.clock[0] = 15.0 / workers
+    assert tracker.remaining_s([a, b]) == pytest.approx(5 + 10)
+    trials.clock[0] = 23.0 / workers  # longer than predicted
+    assert not tracker.admits(job(c), c)
+
+
+def test_a_branch_pays_for_its_own_steps(trials: Trials) -> None:
+    branch = trials.make("branch", 1e9, trunk=75)
+    assert trials.tracker(flops_per_s=1e8).remaining_s([branch]) == pytest.approx(10)
+
+
+def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
+    """One trial took 1000 s and two failed after 2 s: the next one takes 1000 s, which half an hour minus
+    1004 s does not hold.
+    """
+    tracker = trials.tracker(hours=0.5)
+    trials.work(tracker, trials.make("whole", 1e9), 1000)
+    for name in "ab":
+        trials.work(tracker, trials.make(name, 1e9), 2, "out of memory")
+    assert tracker.spent_s == 1004
+    assert tracker.predict_s(1e9) == pytest.approx(1000)
+    assert not tracker.admits(job(late := trials.make("late", 1e9)), late)
+
+
+def test_only_steps_that_a_job_trained_count(trials: Trials) -> None:
+    """A job that continues at the checkpoint of step 80, and one that ends at step 20 of 100."""
+    resumed, early = trials.make("resumed", 1e9), trials.make("early", 1e9)
+    saved = Path(folder_of(checkpoint_directory(resumed.trial.run), 80))
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).touch()
+    for state, outcome in ((resumed, finished()), (early, finished(step=20))):
+        tracker = trials.tracker()
+        trials.work(tracker, state, 200, outcome)
+        assert tracker.predict_s(1e9) == pytest.approx(1000)
+        Path(trials.folder, "spent.json").unlink()
+
+
+def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Trials) -> None:
+    """While `a` runs its prediction of 90 s leaves no room for `b`; it ends early, and `b` fits."""
+    tracker = trials.tracker(hours=100 / 3600, flops_per_s=1e7)
+    a, b = trials.make("a", 9e8), trials.make("b", 9e8)
+    agenda = Agenda([a, b], ToTheEnd(), most={"CPU": 2}, quality="val/acc1", admits=tracker.admits)
+    for refused in (True, False):
+        started = agenda.next()
+        assert started
+        state = agenda.standings[started.trial.name]
+        tracker.begin(started, state)
+        assert agenda.next() is None
+        assert agenda.out_of_budget == refused
+        trials.clock[0] += 10.0
+        tracker.record(started, state, finished())
+        agenda.done(started.trial.name, finished())
+    assert agenda.next() is None
+    assert not agenda.out_of_budget
+    assert tracker.spent_s == 20

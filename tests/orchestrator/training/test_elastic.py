@@ -54,12 +54,6 @@ def test_copies_of_the_model_shrink_too():
     assert [resize(run, n).scale.dp_replicate for n in (8, 4, 2)] == [4, 2, 1]
 
 
-def test_the_planner_chooses_again():
-    run = run_of(**{"scale.ep": "auto"})
-    assert resize(run, 2).scale.ep == "auto"
-    assert resize(run, 2).ep() in (1, 2)
-
-
 @pytest.mark.parametrize(("there", "chosen"), [(7, 4), (2, 2), (1, None)])
 def test_as_many_workers_as_are_there_and_allowed(there, chosen, monkeypatch):
     """8, 4, 2 and 1 workers divide the batch; `min_workers=2` forbids the last."""

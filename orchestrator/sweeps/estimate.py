@@ -1,0 +1,365 @@
+"""What a run needs, computed from its config alone: memory and communication per layout, time and disk.
+
+As `moe.parallel` splits a model over a (dp, ep) mesh: dense parameters are sharded over all ranks of a copy
+of the model, experts over ep (dim 0) and dp (dim 1). FSDP gathers, frees and reduces together the parameters
+of a block's experts, its other parameters, and those outside of the blocks. ep neighbours are neighbouring
+ranks. docs/planning.md compares the result with measurements.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import NamedTuple
+
+from moe.cost import expert_rows, forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
+from moe.parallel import check_layout
+from moe.routers import MixtureConfig, SoftConfig
+from moe.stem import stem_channels
+from moe.vit import ViTConfig
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.recipe import AdamWConfig
+from orchestrator.sweeps.branches import branch_step
+
+GIB = 2**30
+FP32 = 4  # bytes
+MEMORY_FRAC = 0.9  # of a device; the allocator and the communication libraries need the rest
+MEMORY_REMEDY = (
+    "use more workers, a smaller train.microbatch, scale.activation_checkpointing=true or"
+    " train.compute_dtype=bfloat16"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What a device can send to devices of its node and of other nodes, in 1e9 bytes per second.
+
+    The defaults are nominal rates: NVLink of an H100, and 400 Gbit/s for each device.
+    """
+
+    intra_gb_per_s: float = 450.0
+    inter_gb_per_s: float = 50.0
+
+    def __post_init__(self) -> None:
+        if not min(self.intra_gb_per_s, self.inter_gb_per_s) > 0:
+            raise UsageError(f"the rates of links must be positive, got {self}")
+
+    def seconds(self, sent: "Sent") -> float:
+        return sent.intra / (1e9 * self.intra_gb_per_s) + sent.inter / (1e9 * self.inter_gb_per_s)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank sends per step to ranks of its node, and to ranks of other nodes."""
+
+    intra: float
+    inter: float
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.intra + other.intra, self.inter + other.inter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A (dp, ep) mesh, and what one of its ranks needs for a training step.
+
+    Attributes:
+        memory: bytes at the peak, by part.
+        traffic: by collective.
+        seconds: on the links, if no collective overlaps with another one or with computation.
+    """
+
+    dp: int
+    ep: int
+    memory: Mapping[str, float]
+    traffic: Mapping[str, Sent]
+    seconds: float
+
+    def peak(self) -> float:
+        return sum(self.memory.values())
+
+
+def layouts(run: RunConfig, links: Links = Links()) -> list[Layout]:
+    """All meshes of the run's workers that its model can be split over, by ep; a dense model has ep=1.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    model, workers, copies = run.model, run.scale.workers, run.scale.dp_replicate
+    found, refused = [], None
+    for ep in range(1, (model.moe.num_experts if model.moe else 1) + 1):
+        if workers % ep:
+            continue
+        try:
+            check_layout(model, dp=workers // ep, ep=ep, dp_replicate=copies)
+        except ValueError as error:
+            refused = refused or error
+        else:
+            found.append(layout(run, ep, links))
+    if not found:
+        raise UsageError(f"no ep splits the model over {workers} workers; ep=1: {refused}")
+    return found
+
+
+def layout(run: RunConfig, ep: int, links: Links = Links()) -> Layout:
+    dp, traffic = run.scale.workers // ep, _traffic(run, ep)
+    seconds = sum(map(links.seconds, traffic.values()))
+    return Layout(dp=dp, ep=ep, memory=_memory(run, ep), traffic=traffic, seconds=seconds)
+
+
+def choose(among: Sequence[Layout], *, memory_gib: float | None = None) -> Layout:
+    """The layout with the least time on links, or the smallest ep of several, of those that fit the memory.
+
+    Raises:
+        UsageError: if none fits.
+    """
+    fitting = [one for one in among if memory_gib is None or one.peak() <= memory_gib * GIB]
+    if not fitting:
+        best = min(among, key=Layout.peak)
+        raise UsageError(
+            f"no layout fits {memory_gib:g} GiB; dp={best.dp}, ep={best.ep} needs {best.peak() / GIB:.1f},"
+            f" of which {best.memory['activations'] / GIB:.1f} are activations: {MEMORY_REMEDY}"
+        )
+    return min(fitting, key=lambda one: (one.seconds, one.ep))
+
+
+def with_ep(run: RunConfig) -> RunConfig:
+    """The run with a number for `scale.ep=auto`: the choice of `choose`, whatever the memory."""
+    if run.scale.ep != "auto":
+        return run
+    return override(run, {"scale.ep": choose(layouts(run)).ep})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What one trial needs.
+
+    Attributes:
+        memory_gib: of a device at the peak of a step.
+        device_s: seconds of training times workers, without starts, evaluation and checkpoints.
+        disk_bytes: of the checkpoints that the run keeps, at most.
+    """
+
+    family: str
+    workers: int
+    params: int
+    forward_gflops_2mac: float
+    train_flops_6mac: float
+    memory_gib: float
+    device_s: float
+    disk_bytes: int
+
+
+def estimate(run: RunConfig, *, flops_per_s: float) -> Estimate:
+    """What `run` needs on devices that reach `flops_per_s` of training FLOPs (6mac).
+
+    A cooldown run trains only the steps after those of its base run.
+    """
+    flops = train_flops_6mac(run.model, (run.train.steps - branch_step(run)) * run.data.batch_size)
+    return Estimate(
+        family=run.model.family(),
+        workers=run.scale.workers,
+        params=num_params(run.model),
+        forward_gflops_2mac=forward_gflops_2mac(run.model),
+        train_flops_6mac=flops,
+        memory_gib=layout(run, run.ep()).peak() / GIB,
+        device_s=flops / flops_per_s,
+        disk_bytes=checkpoints_kept(run) * checkpoint_bytes(run),
+    )
+
+
+def memory_problem(need_gib: float, have_gib: float) -> str:
+    """Why a trial does not fit into the memory of a device; empty if it does."""
+    if need_gib <= MEMORY_FRAC * have_gib:
+        return ""
+    return (
+        f"needs {need_gib:.3g} GiB per device, and {MEMORY_FRAC:.0%} of its {have_gib:.3g} GiB are"
+        f" {MEMORY_FRAC * have_gib:.3g}: {MEMORY_REMEDY}"
+    )
+
+
+def checkpoint_bytes(run: RunConfig) -> int:
+    """Bytes of a checkpoint: weights and the optimiser's numbers in float32, without the files' headers."""
+    return (1 + _moments(run)) * FP32 * num_params(run.model)
+
+
+def checkpoints_kept(run: RunConfig) -> int:
+    """Upper bound on the checkpoints on disk after the run: newest, best, and multiples of `keep_every`."""
+    steps, kept = run.train.steps, run.checkpoint
+    saved = -(-steps // (kept.every or -(-steps // 10)))
+    return min(saved, kept.keep_last + kept.keep_best + (steps // kept.keep_every if kept.keep_every else 0))
+
+
+class _Unit(NamedTuple):
+    """Numbers of the parameters of one block, or of those outside of the blocks, that a rank holds."""
+
+    dense: int
+    experts: int
+
+    def gathered(self, dp: int, ep: int) -> int:
+        """Numbers after gathering the shares of other ranks; a rank computes with its own experts only."""
+        return self.dense * dp * ep + self.experts * dp
+
+
+def _units(model: ViTConfig, dp: int, ep: int) -> list[_Unit]:
+    """What lies outside of the blocks, then every block, on the first rank, with FSDP's padding."""
+    held = [[0, 0] for _ in range(1 + model.depth)]
+    for name, shape in param_shapes(model).items():
+        unit = held[1 + int(name.split(".")[1]) if name.startswith("blocks.") else 0]
+        if ".experts." in name:
+            unit[1] += prod(shape) // (dp * ep)
+        else:
+            unit[0] += -(-shape[0] // (dp * ep)) * prod(shape[1:])
+    return [_Unit(*numbers) for numbers in held]
+
+
+def _passes(run: RunConfig) -> int:
+    """Forward and backward passes of a worker per update."""
+    return run.data.batch_size // run.scale.workers // run.images_per_pass()
+
+
+def _compute_bytes(run: RunConfig) -> int:
+    return 2 if run.train.compute_dtype == "bfloat16" else FP32
+
+
+def _moments(run: RunConfig) -> int:
+    """Numbers that the optimiser keeps per parameter."""
+    optimizer = run.train.optimizer
+    return 2 if isinstance(optimizer, AdamWConfig) else int(optimizer.momentum > 0)
+
+
+def _memory(run: RunConfig, ep: int) -> dict[str, float]:
+    """Bytes of a rank at the peak of a step, by part: in a backward pass that begins, or at the update.
+
+    ``buffers`` are gathered weights, gradients that are being reduced, and gradients of activations. Not
+    counted: the loss, temporaries of an operation, fragmentation, communication libraries.
+    """
+    model, scale, images, number = run.model, run.scale, run.images_per_pass(), _compute_bytes(run)
+    dp, accumulates = scale.workers // ep // scale.dp_replicate, _passes(run) > 1
+    root, *blocks = units = _units(model, dp, ep)
+    own: float = FP32 * sum(map(sum, units))
+    last = max(blocks, key=lambda unit: unit.gathered(dp, ep))
+    last_gathered, everything = last.gathered(dp, ep), sum(unit.gathered(dp, ep) for unit in units)
+
+    stream = images * number * model.tokens() * model.width  # from block to block
+    outside, *saved = (images * n for n in saved_bytes(model, number))
+    backward = {
+        "gradients": FP32 * float(everything if accumulates else sum(last)),
+        "activations": outside + sum(saved),
+        "buffers": stream + images * number * max(_hidden(model, i) for i in range(model.depth)),
+    }
+    if scale.activation_checkpointing:
+        backward["activations"] = outside + model.depth * stream + max(saved)
+    plain = scale.workers == 1 and number == FP32 and not (scale.activation_checkpointing or scale.compile)
+    if not plain:
+        dense = max(unit.dense for unit in blocks) * dp * ep  # of the next block, which arrives early
+        keeps_all = accumulates or not scale.reshard_after_forward
+        weights = everything if keeps_all else root.gathered(dp, ep) + last_gathered + dense
+        backward["buffers"] = number * weights + max(
+            backward["buffers"] + number * last_gathered / 2,  # half of the block's gradients are there
+            number * 2 * last.experts * dp if dp > 1 else 0,  # sharded experts arrive, and are put together
+            FP32 * last_gathered,  # gradients that are reduced
+        )
+    update = {"gradients": own, "activations": 0.0, "buffers": 0.0}
+    peak = max(backward, update, key=lambda part: sum(part.values()))
+    return {"parameters": own, "optimizer": _moments(run) * own} | peak
+
+
+def saved_bytes(model: ViTConfig, number: int = FP32) -> list[float]:
+    """Bytes that autograd keeps of one image's forward pass: outside of the blocks, then for every block.
+
+    Counted: what matmuls, attention, LayerNorm, GELU and the routing's mixes need again. Assumed: fused
+    attention, which keeps no S x S scores, and no activation checkpointing. Not counted: router internals of
+    the size of its logits beyond gates, indices and mixing weights; the loss.
+
+    Args:
+        number: bytes of a number outside of routers, which compute in float32.
+    """
+    D, F, S, H = model.width, model.mlp_dim, model.tokens(), model.heads
+    channels = stem_channels(D, model.patch_size) if model.stem else ()
+    outside = 3 * model.image_size**2 + S * (D + 2) + D + 2 * (model.representation_size or 0)
+    outside += sum(3 * n * (model.image_size >> i) ** 2 for i, n in enumerate(channels, start=1))
+    if model.pooling == "map":
+        outside += S * D * (3 + model.qk_norm) + 2 * F + 6 * D
+    qk_norm = 2 * S * D + 4 * S * H if model.qk_norm else 0  # normalised queries, keys; means, deviations
+    # inputs and outputs of both norms; queries, keys, values; the output of the heads, log-sum-exp
+    attention_norms = S * (4 * D + 4) + 3 * S * D + qk_norm + S * D + S * H
+    found: list[float] = [number * outside]
+    for i in range(model.depth):
+        found.append(number * (attention_norms + 2 * _hidden(model, i)))  # before and after GELU
+        if i in model.moe_blocks():
+            rows, mixing = _routing_saved(model)
+            found[-1] += number * rows + FP32 * (mixing + (S * D if number < FP32 else 0))
+    return found
+
+
+def _hidden(model: ViTConfig, block: int) -> float:
+    """Numbers in the hidden layer of a block's MLP or experts, per image."""
+    if block in model.moe_blocks():
+        return model.expert_dim() * expert_rows(model)
+    return model.mlp_dim * model.tokens()
+
+
+def _routing_saved(model: ViTConfig) -> tuple[float, float]:
+    """Numbers that an MoE layer keeps per image: in rows of experts, and in mixing weights."""
+    assert model.moe
+    router, D, S, E = model.moe.router, model.width, model.tokens(), model.moe.num_experts
+    rows = expert_rows(model)
+    if isinstance(router, SoftConfig):
+        unit_x = S * D if router.learned() and router.normalize != "none" else 0
+        return 2 * rows * D, 2 * S * E * model.slots() + unit_x
+    if isinstance(router, MixtureConfig):
+        return rows * D, S * E  # dispatch copies no token
+    return 3 * rows * D, S * E  # index_add keeps what it adds, for its shape
+
+
+def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:
+    """Bytes that a rank sends to other ranks per step, by collective.
+
+    ``all_to_all``: the rows of every MoE layer travel to their experts and back, so do their gradients, and
+    with activation checkpointing the rows a second time. ``all_gather``: weights of blocks are gathered
+    forward and backward, unless a pass kept them for the next; all others once. ``reduce_scatter``, and
+    ``all_reduce`` over copies of the model: float32 gradients, once. Not counted: gradient norms, metrics.
+    """
+    model, scale, number, passes = run.model, run.scale, _compute_bytes(run), _passes(run)
+    dp, node = scale.workers // ep // scale.dp_replicate, min(scale.workers_per_node, scale.workers)
+    root, *blocks = _units(model, dp, ep)
+    dense, experts = (sum(unit[i] for unit in blocks) for i in (0, 1))
+    gathers = 1 + passes if scale.reshard_after_forward else 1
+    exchanges = 6 if scale.activation_checkpointing else 4
+    rows = run.images_per_pass() * passes * expert_rows(model) * len(model.moe_blocks()) if model.moe else 0
+    all_ranks, same_experts = _Group(dp * ep, 1, node), _Group(dp, ep, node)
+    copies = _Group(scale.dp_replicate, dp * ep, node)
+    return {
+        "all_to_all": _Group(ep, 1, node).exchange(number * exchanges * rows * model.width),
+        "all_gather": all_ranks.gather(number * (root.dense + gathers * dense))
+        + same_experts.gather(number * gathers * experts),
+        "reduce_scatter": all_ranks.gather(FP32 * (root.dense + dense)) + same_experts.gather(FP32 * experts),
+        "all_reduce": copies.gather(2 * FP32 * (root.dense + dense + experts) / scale.dp_replicate),
+    }
+
+
+class _Group(NamedTuple):
+    """Ranks that are `stride` apart, `node` devices to a node."""
+
+    size: int
+    stride: int
+    node: int
+
+    def mates(self) -> int:
+        """Members of the group in the node of any member, itself included; at least so many."""
+        return 1 if self.node % self.stride else gcd(self.size, self.node // self.stride)
+
+    def exchange(self, whole: float) -> Sent:
+        """All-to-all of `whole` bytes: an equal part for every member, itself included."""
+        part, mates = whole / self.size, self.mates()
+        return Sent(intra=(mates - 1) * part, inter=(self.size - mates) * part)
+
+    def gather(self, share: float) -> Sent:
+        """All-gather of `share` bytes of every member: between nodes first, then within each node.
+
+        A byte enters a node once. A reduce-scatter that ends with `share` bytes goes the way back.
+        """
+        nodes = self.size // self.mates()
+        return Sent(intra=(self.size - nodes) * share, inter=(nodes - 1) * share)
