@@ -7,8 +7,8 @@ from types import MappingProxyType
 from moe.cost import forward_gflops_2mac, num_active_params, num_params, train_flops_6mac
 from moe.plan import GIB, Cluster, Layout, checkpoint_bytes, layouts
 from moe.sharding import FP32, Step
+from orchestrator.checkpoint.manager import checkpoints_to_keep
 from orchestrator.checkpoint.manifest import step_of as checkpoint_step
-from orchestrator.checkpoint.retention import staying
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.recipe import AdamWConfig
@@ -192,7 +192,7 @@ def checkpoints_kept(run: RunConfig) -> int:
     evaluated = run.train.eval_every or steps
     saved = {*range(every, steps + 1, every), steps}
     found = {step: -float(step) if step % evaluated == 0 or step == steps else None for step in saved}
-    return len(staying(found, run.checkpoint))
+    return len(checkpoints_to_keep(found, run.checkpoint))
 
 
 def predicted_against_actual(plan: Plan, actual: Mapping[str, float]) -> list[Compared]:

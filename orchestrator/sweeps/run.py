@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from orchestrator import storage
-from orchestrator.checkpoint.retention import drop_optimizer
+from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
 from orchestrator.sweeps.branches import branch_step

@@ -14,7 +14,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.start import start_report
+from orchestrator.checkpoint.weights import start_report
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.check import check_shards
