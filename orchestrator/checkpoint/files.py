@@ -218,11 +218,11 @@ class Reader(HuggingFaceStorageReader):
                 self._copied.add(path)
         return super().read_data(plan, planner)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor on the meta device: shape and dtype without numbers."""
+    def tensors(self, device: str = "meta") -> dict[str, Tensor]:
+        """Returns a tensor to be filled for each that is there; on the meta device shape and dtype alone."""
         saved: Any = self.metadata.state_dict_metadata
         return {
-            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
             for name, tensor in saved.items()
         }
 

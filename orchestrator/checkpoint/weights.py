@@ -41,14 +41,12 @@ class Source(NamedTuple):
     Attributes:
     location: the checkpoint's folder, or the file.
     step: step of its run; None if the file does not say.
-    tensors: name -> tensor on the meta device.
     manifest: None if it is a file.
     """
 
     location: str
     step: int | None
     reader: Reader
-    tensors: Mapping[str, Tensor]
     manifest: Manifest | None = None
 
 
@@ -71,7 +69,7 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
         location, manifest = located(location, group)
         folder, names, step = location, manifest.weights(), manifest.step
     with open_reader(folder, names, group) as reader:
-        yield Source(location, step, reader, reader.tensors(), manifest)
+        yield Source(location, step, reader, manifest)
 
 
 def read_metadata(location: str) -> dict[str, str]:
@@ -136,7 +134,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     if storage.size(config or file) is not None and not force:
         raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; --force replaces it")
     with open_weights(location) as source:
-        tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in source.tensors.items()}
+        tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)
     assert source.manifest
     run = from_dict(RunConfig, source.manifest.config)
@@ -229,9 +227,9 @@ def start_from(
     with open_weights(location, group) as source:
         here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
         report = _compare(source, here, without)
-        transfer = report.transfer
+        transfer, there = report.transfer, source.reader.tensors()
         whole = {
-            conversion.source: torch.empty_like(source.tensors[conversion.source], device="cpu")
+            conversion.source: torch.empty_like(there[conversion.source], device="cpu")
             for conversion in transfer.converted.values()
         }
         fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
@@ -250,7 +248,7 @@ def start_report(config: ViTConfig, location: str, *, without: str | None = None
 
 def _compare(source: Source, here: Mapping[str, Tensor], without: str | None) -> StartReport:
     """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
-    there = source.tensors
+    there = source.reader.tensors()
     excluded = [name for name in here if without is not None and name.startswith(without)]
     transfer = plan_transfer(
         shapes_of({name: tensor for name, tensor in there.items() if name not in excluded}),

@@ -54,9 +54,9 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
     """
     with ExitStack() as stack:
         sources = [stack.enter_context(open_weights(location)) for location in locations]
-        first = sources[0].tensors
+        first = sources[0].reader.tensors()
         for source in sources[1:]:
-            here, there = _shapes(first), _shapes(source.tensors)
+            here, there = _shapes(first), _shapes(source.reader.tensors())
             if different := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)):
                 name = different[0]
                 raise UsageError(
