@@ -1,5 +1,5 @@
-"""Write a checkpoint's weights as one safetensors file, or as a folder with a config that needs nothing but
-`moe` and torch to be loaded; or list the checkpoints of a run.
+"""Write a checkpoint's weights as one safetensors file, or as a folder with a config; either is loaded with
+`moe`, torch and safetensors alone. Or list the checkpoints of a run.
 
 python jobs/export.py --name soft --out soft.safetensors        the newest whole checkpoint of a run
 python jobs/export.py --name soft --out soft                    model.safetensors and config.json
@@ -20,7 +20,7 @@ from orchestrator.errors import UsageError
 def main() -> None:
     parser = plain_parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--name", help="of the run; in a sweep SWEEP/trials/ARM or SWEEP/confirm/ARM")
+    source.add_argument("--name", help="name of the run; in a sweep SWEEP/trials/ARM or SWEEP/confirm/ARM")
     source.add_argument("--checkpoint", help="directory or URI of checkpoints, or the folder of one")
     parser.add_argument(
         "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
@@ -48,8 +48,8 @@ def export(args: argparse.Namespace) -> None:
     from moe.load import WEIGHTS, load
     from orchestrator import storage
     from orchestrator.checkpoint import weights
-    from orchestrator.checkpoint.manifest import MANIFEST, folder_of
-    from orchestrator.checkpoint.single_file import SUFFIX
+    from orchestrator.checkpoint.files import SUFFIX
+    from orchestrator.checkpoint.manifest import folder_of, is_there
 
     location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
     if args.list:
@@ -58,27 +58,22 @@ def export(args: argparse.Namespace) -> None:
     if args.step is not None:
         (step,) = steps_of(location, args.step)
         location = folder_of(location, step)
-    elif storage.size(storage.join(location, MANIFEST)) is not None:
+    elif is_there(location):
         directory = location.rpartition("/")[0]
     else:
         steps_of(location, None)
     out = storage.absolute(args.out)
     if args.out.endswith(SUFFIX):
         check_file("--out", out)
-        weights.export(location, out, force=args.force)
-        code = f"from {weights.__name__} import load_exported; model = load_exported({out!r})"
-    else:
-        if storage.is_local(out):
-            check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
-        weights.export_folder(location, out, force=args.force)
-        code = f"from {load.__module__} import load; model = load({out!r})"
-        out = storage.join(out, WEIGHTS)
-    print_exported(out)
-    print(code)
+    elif storage.is_local(out):
+        check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
+    weights.export(location, out, force=args.force)
+    print_exported(out if args.out.endswith(SUFFIX) else storage.join(out, WEIGHTS))
+    print(f"from {load.__module__} import load; model = load({out!r})")
 
 
 def steps_of(directory: str, step: int | None) -> list[int]:
-    """`step` if there is such a checkpoint; without it the steps of all checkpoints.
+    """Returns `step` if there is such a checkpoint; without it the steps of all checkpoints.
 
     Raises:
         UsageError: if there is none, with the runs, files or steps that are there.
@@ -103,9 +98,8 @@ def steps_of(directory: str, step: int | None) -> list[int]:
 def print_states(directory: str, steps: list[int]) -> bool:
     """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
     from orchestrator.checkpoint import manifest as manifests
-    from orchestrator.checkpoint.find import verified
-    from orchestrator.checkpoint.manifest import DamagedError
-    from orchestrator.checkpoint.retention import BEST_BY, quality_of
+    from orchestrator.checkpoint.manager import BEST_BY, quality_of
+    from orchestrator.checkpoint.manifest import DamagedError, verified
 
     print(f"{'step':>9} {BEST_BY:>9} {'MB':>9}  state")
     all_whole = True
@@ -125,16 +119,19 @@ def print_states(directory: str, steps: list[int]) -> bool:
 
 def print_exported(path: str) -> None:
     """Prints what the file holds."""
+    from safetensors import safe_open
+
     from moe.cost import num_params
     from moe.vit import ViTConfig
-    from orchestrator.checkpoint.single_file import read_header
+    from orchestrator import storage
     from orchestrator.codec import from_dict
 
-    header = read_header(path)
-    config = from_dict(ViTConfig, json.loads(header.metadata["config"])["model"])
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), len(file.keys())
+    config = from_dict(ViTConfig, json.loads(metadata["config"])["model"])
     print(
-        f"{path}: step {header.metadata['step']}, {len(header.tensors)} tensors,"
-        f" {num_params(config):,} parameters, {header.bytes / 1e6:.1f} MB"
+        f"{path}: step {metadata['step']}, {tensors} tensors,"
+        f" {num_params(config):,} parameters, {(storage.size(path) or 0) / 1e6:.1f} MB"
     )
 
 

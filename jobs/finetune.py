@@ -82,7 +82,7 @@ def finetune(args: argparse.Namespace) -> dict[str, str]:
     """Trains the runs of the flags and records them; returns the runs that failed, with the reason."""
     from jobs.command import connect, tracking
     from jobs.evaluation_flags import models_of
-    from orchestrator.checkpoint.start import start_report
+    from orchestrator.checkpoint.weights import start_report
     from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
     from orchestrator.tracking.find import create_run
     from orchestrator.tracking.system import SystemMetrics

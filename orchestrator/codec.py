@@ -5,14 +5,15 @@ fields do not say which fields and kinds there are.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from moe import codec
+from moe.codec import dataclasses_of, hints_of, member_of, to_dict
 from orchestrator.errors import UsageError
 
 T = TypeVar("T")
@@ -21,35 +22,28 @@ T = TypeVar("T")
 MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac")
 
 
-def to_dict(config: Any) -> Any:
-    """Plain JSON values; a member of a union carries its ``kind``."""
-    if isinstance(config, tuple):
-        return list(config)
-    if not is_dataclass(config):
-        return config
-    return {f.name: to_dict(getattr(config, f.name)) for f in fields(config)}
-
-
-def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
-    """Rebuilds and so re-checks a config. Strings are parsed as what their field wants.
-
-    Raises:
-        UsageError: for an unknown field or kind, naming those that exist; for a value its field refuses.
-    """
-    hints = _hints(cls)
-    if unknown := sorted(data.keys() - hints.keys()):
-        raise UsageError(
-            f"unknown field {path}{unknown[0]}; {path.rstrip('.') or 'a run'} has: {', '.join(hints)}"
-        )
-    values = {name: _value(hints[name], value, f"{path}{name}") for name, value in data.items()}
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Raises what is wrong with a config as a mistake of the user."""
     try:
-        return cls(**values)
+        yield
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(f"{path.rstrip('.')}: {error}" if path else str(error)) from None
+        raise UsageError(str(error)) from None
 
 
+@_usage_errors()
+def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Rebuilds and so re-checks a config. Strings are parsed as the types of their fields.
+
+    Raises:
+        UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
+    """
+    return codec.from_dict(cls, data, parse=_parse)
+
+
+@_usage_errors()
 def override(config: T, changes: Mapping[str, Any]) -> T:
     """`config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
 
@@ -64,14 +58,14 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
             here = ".".join(parents[:depth])
-            if name not in _hints(cls):
-                raise UsageError(f"unknown field {here}; there is: {', '.join(_hints(cls))}")
+            if name not in hints_of(cls):
+                raise UsageError(f"unknown field {here}; there is: {', '.join(hints_of(cls))}")
             if node.get(name) is None:
                 node[name] = {}
-            node, hint = node[name], _hints(cls)[name]
+            node, hint = node[name], hints_of(cls)[name]
             if not isinstance(node, dict):
                 raise UsageError(f"{here} is a value, not a group: {path} does not exist")
-            cls = _member(hint, node, here)
+            cls = member_of(hint, node, here)
         if leaf == "kind" and node.get("kind") != value:
             node.clear()
         node[leaf] = value
@@ -92,9 +86,9 @@ def flat(config: Any) -> dict[str, Any]:
 def describe(config: Any, prefix: str = "") -> list[str]:
     """Every field with its value, one per line; of unions every member, the others with their defaults."""
     lines = []
-    for name, hint in _hints(type(config)).items():
+    for name, hint in hints_of(type(config)).items():
         value, path = getattr(config, name), f"{prefix}{name}"
-        members = _dataclasses(hint)
+        members = dataclasses_of(hint)
         if not members:
             lines.append(f"{path} = {json.dumps(to_dict(value))}")
             continue
@@ -115,40 +109,12 @@ def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
     return change[0].count("."), not change[0].endswith(".kind")
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _dataclasses(hint: Any) -> list[Any]:
-    return [t for t in get_args(hint) or [hint] if is_dataclass(t)]
-
-
-def _member(hint: Any, value: Mapping[str, Any], path: str) -> Any:
-    """The dataclass that `value` describes: the one of its kind, or the field's only one."""
-    choices = _dataclasses(hint)
-    if not choices:
-        raise UsageError(f"{path} is a value, not a group of fields")
-    if len(choices) == 1 or "kind" not in value:
-        return choices[0]
-    by_kind = {get_args(_hints(t)["kind"])[0]: t for t in choices}
-    if value["kind"] not in [*by_kind]:  # a list, because a value from JSON may have no hash
-        raise UsageError(f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}")
-    return by_kind[value["kind"]]
-
-
-def _value(hint: Any, value: Any, path: str) -> Any:
-    if _dataclasses(hint):
-        if value is None and NoneType in get_args(hint):
-            return None
-        if not isinstance(value, Mapping):
-            raise UsageError(f"{path} is a group of fields, not a value; got {value!r}")
-        return from_dict(_member(hint, value, path), value, f"{path}.")
+def _parse(hint: Any, value: Any, path: str) -> Any:
     try:
         return _adapter(hint).validate_python(value)
     except ValidationError as error:
-        why = " or ".join(one["msg"] for one in error.errors())
-        raise UsageError(f"{path}={value!r}: {why}") from None
+        why = " or ".join(found["msg"] for found in error.errors())
+        raise ValueError(f"{path}={value!r}: {why}") from None
 
 
 @cache

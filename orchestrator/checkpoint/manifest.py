@@ -1,17 +1,26 @@
-"""The manifest: written last, it makes a folder a checkpoint; what it does not vouch for does not count."""
+"""The manifest, which is written last and makes a folder a checkpoint; the search for the newest whole one.
+
+A function that takes a `group` is called by all workers of the group in the same order, and returns or raises
+the same on each of them. Without a group the caller is alone.
+"""
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from orchestrator import storage
+from orchestrator.errors import UsageError
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 CHUNK = 16 << 20  # bytes that are read or written at once
-RANDOM = "keyed: every number is a function of train.seed, the step and the image; no generator has a state"
 
 
 class DamagedError(Exception):
@@ -26,11 +35,13 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Attributes:
-    step: updates that were made.
-    images: place in the run's order of images, which is a function of the config: where reading goes on.
+    """What a checkpoint holds.
+
+    Attributes:
+    step: number of updates that were made.
+    images: place in the run's order of images, which is a function of the config: where reading continues.
     progress: what else the run counts: seconds, its last report, its best.
-    config: of the run, as `codec.to_dict` gives it.
+    config: the run's config, as `codec.to_dict` returns it.
     files: name in the folder -> what must be in it.
     """
 
@@ -39,10 +50,13 @@ class Manifest:
     progress: Mapping[str, Any]
     config: Mapping[str, Any]
     files: Mapping[str, File]
-    random: str = RANDOM
+
+    def weights(self) -> list[str]:
+        """Returns the names of the files that hold weights."""
+        return [name for name in self.files if name.startswith("weights")]
 
     def has_optimizer(self) -> bool:
-        return any(name.startswith("optimizer") for name in self.files)
+        return len(self.weights()) < len(self.files)
 
     def weights_digest(self) -> str:
         """Names the weights, whatever else lies beside them."""
@@ -50,7 +64,7 @@ class Manifest:
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def size(self) -> int:
-        """Bytes of all files."""
+        """Returns the bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
 
@@ -59,49 +73,50 @@ def folder_of(directory: str, step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """None if it is not named as `folder_of` does."""
+    """Returns the step that a folder of `folder_of` is named after; None for any other name."""
     match = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", folder.rpartition("/")[2])
     return int(match[1]) if match else None
 
 
 def steps(directory: str) -> list[int]:
-    """Of all folders with a manifest, whole or damaged, oldest first."""
+    """Returns the steps of all folders with a manifest, whole or damaged, oldest first."""
     found = [step for name in storage.names(directory) if (step := step_of(name)) is not None]
     return sorted(s for s in found if is_there(folder_of(directory, s)))
 
 
 def is_there(folder: str) -> bool:
-    """Whole or damaged."""
+    """Returns whether the folder is a checkpoint, whole or damaged."""
     return storage.size(storage.join(folder, MANIFEST)) is not None
 
 
-def commit(folder: str, temporary: str, manifest: Manifest, *, replace: bool) -> None:
-    """Makes the files in `temporary` the checkpoint `folder`: from one moment to the next, or not at all.
+def commit(folder: str, attempt: str, manifest: Manifest, *, replace: bool) -> None:
+    """Makes the files in `attempt` the checkpoint `folder`: in one moment, or not at all.
 
-    On S3 files are where they stay (`temporary` is `folder`) and the manifest's appearance is that moment.
+    On S3 the files stay where they are (`attempt` is `folder`), and the manifest's appearance is that moment.
 
     Raises:
-        FileExistsError: if there is one already, and it is not to be replaced.
-        OSError: if a file was cut short on its way, or is gone: a run that took over has collected it.
+        FileExistsError: if there is a checkpoint already, and it is not to be replaced.
+        OSError: if a file was cut short on its way, or was removed by a run that took over.
     """
     for name, file in manifest.files.items():
-        if (found := storage.size(storage.join(temporary, name))) != file.bytes:
-            raise OSError(f"{temporary}/{name} has {found} bytes after {file.bytes} were written")
+        if (found := storage.size(storage.join(attempt, name))) != file.bytes:
+            raise OSError(f"{attempt}/{name} has {found} bytes after {file.bytes} were written")
     content = encode(manifest)
     if not storage.is_local(folder):
         put = storage.write_bytes if replace else storage.write_new
         return put(storage.join(folder, MANIFEST), content)
-    with storage.open_to_write(storage.join(temporary, MANIFEST)) as stream:
+    with storage.open_to_write(storage.join(attempt, MANIFEST)) as stream:
         stream.write(content)
     if replace:
         remove(folder)
-    storage.rename_folder(temporary, folder)
+    storage.rename_folder(attempt, folder)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON whose last member is the SHA-256 of the rest."""
+    """Returns JSON whose last member is the SHA-256 of the rest."""
     body = asdict(manifest)
-    return json.dumps(body | {"sha256": _digest(body)}, indent=1).encode()
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(body | {"sha256": digest}, indent=1).encode()
 
 
 def read(folder: str) -> Manifest:
@@ -122,28 +137,114 @@ def read(folder: str) -> Manifest:
     return manifest
 
 
+def hashed(location: str) -> File:
+    """Raises FileNotFoundError; OSError if reading fails otherwise."""
+    digest, size = hashlib.sha256(), 0
+    with storage.open_to_read(location) as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return File(sha256=digest.hexdigest(), bytes=size)
+
+
 def damaged(folder: str, files: Iterable[tuple[str, File]]) -> list[str]:
-    """Which of `files` are missing or not as they were written. Raises OSError if reading fails otherwise."""
-    return [name for name, file in files if _found(storage.join(folder, name)) != file]
+    """Returns which of `files` are missing or not as they were written. Raises OSError if reading fails."""
+
+    def is_whole(name: str, file: File) -> bool:
+        try:
+            return hashed(storage.join(folder, name)) == file
+        except FileNotFoundError:
+            return False
+
+    return [name for name, file in files if not is_whole(name, file)]
 
 
 def remove(folder: str) -> None:
-    """The manifest first, so that half a removal is no checkpoint."""
+    """Removes a checkpoint, the manifest first, so that half a removal is not a checkpoint."""
     storage.delete(storage.join(folder, MANIFEST))
     storage.delete(folder)
 
 
-def _found(location: str) -> File | None:
-    digest, size = hashlib.sha256(), 0
+def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str, Manifest]:
+    """Returns the checkpoint that `location` means, whose weights are whole: this very folder, or the newest
+    in a directory of checkpoints.
+
+    Raises:
+        UsageError: if the folder is damaged.
+        FileNotFoundError: if the directory holds no whole checkpoint.
+    """
+    if not agreed(lambda: is_there(location), group):
+        return newest(location, group, weights_only=True)
     try:
-        with storage.open_to_read(location) as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-    except FileNotFoundError:
-        return None
-    return File(sha256=digest.hexdigest(), bytes=size)
+        return location, verified(location, group, weights_only=True)
+    except DamagedError as error:
+        raise UsageError(f"checkpoint {location} is damaged: {error}") from None
 
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body).encode()).hexdigest()
+def newest(
+    directory: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False
+) -> tuple[str, Manifest]:
+    """Returns the folder of the newest checkpoint that passes `verified`, and its manifest; damaged
+    checkpoints are named in a warning.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        OSError: if storage does not answer, which is not damage.
+    """
+    for step in reversed(agreed(lambda: steps(directory), group)):
+        folder = folder_of(directory, step)
+        try:
+            return folder, verified(folder, group, weights_only=weights_only)
+        # FileNotFoundError: a run that continues has removed it meanwhile
+        except (DamagedError, FileNotFoundError) as error:
+            if rank_in(group) == 0:
+                log.warning("checkpoint %s is damaged (%s); trying the one before", folder, error)
+    raise FileNotFoundError(f"{directory} holds no whole checkpoint")
+
+
+def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False) -> Manifest:
+    """Returns the manifest, after every file, or every file of weights, was hashed; each worker hashes its
+    share.
+
+    Raises:
+        DamagedError: naming the files that are not as they were written.
+        FileNotFoundError: if there is no manifest.
+    """
+    manifest = agreed(lambda: read(folder), group)
+    names = manifest.weights() if weights_only else manifest.files
+    files = [(name, manifest.files[name]) for name in sorted(names)]
+    workers = dist.get_world_size(group) if group else 1
+    per_worker = gathered(lambda: damaged(folder, files[rank_in(group) :: workers]), group)
+    if bad := sorted(name for names in per_worker for name in names):
+        raise DamagedError(", ".join(bad))
+    return manifest
+
+
+def agreed(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Runs `ask` on the first worker; returns or raises what it did there on every worker."""
+    return gathered(lambda: ask() if rank_in(group) == 0 else None, group)[0]  # pyright: ignore[reportReturnType]
+
+
+def gathered(ask: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Runs `ask` on every worker and returns all answers. An error of any of them is raised on all, so that
+    none of them waits for a worker that stopped.
+    """
+    answer: T | Exception
+    try:
+        answer = ask()
+    except Exception as error:
+        if group is None:
+            raise
+        answer = error
+    answers: list[T | Exception] = [answer]
+    if group:
+        answers = [answer] * dist.get_world_size(group)
+        dist.all_gather_object(answers, answer, group=group)
+    for found in answers:
+        if isinstance(found, Exception):
+            raise found
+    return answers  # pyright: ignore[reportReturnType]
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if group else 0

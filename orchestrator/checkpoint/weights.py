@@ -1,33 +1,114 @@
-"""Weights handed on, in one process: a checkpoint's as a model, as one safetensors file, or as a folder that
-`moe.load` reads with torch alone.
-"""
+"""Weights handed on: as the start of another model, as an exported file or folder, and read one by one."""
 
 import hashlib
 import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
+from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.find import located
-from orchestrator.checkpoint.manifest import Manifest
-from orchestrator.checkpoint.single_file import SUFFIX, read_header, write
-from orchestrator.checkpoint.source import read, tensors_in, weights_reader
-from orchestrator.checkpoint.start import start_from
-from orchestrator.checkpoint.state import load
+from orchestrator.checkpoint.files import SUFFIX, Reader, fill, load, local_part, open_reader
+from orchestrator.checkpoint.manifest import Manifest, agreed, located
 from orchestrator.codec import from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
 VERSION = "1"  # of the metadata in an exported file
+SHOWN = 5  # names that a message lists; the others are counted
+
+
+class Source(NamedTuple):
+    """Weights to read.
+
+    Attributes:
+    location: the checkpoint's folder, or the file.
+    step: step of its run; None if the file does not say.
+    manifest: None if it is a file.
+    """
+
+    location: str
+    step: int | None
+    reader: Reader
+    manifest: Manifest | None = None
+
+
+@contextmanager
+def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Iterator[Source]:
+    """Opens the weights of a checkpoint, as `located` finds it, or of a `SUFFIX` file, on all workers of
+    `group` alike.
+
+    Raises:
+        UsageError: if it is damaged, or not a safetensors file.
+        FileNotFoundError: if there is nothing.
+    """
+    location, manifest = storage.absolute(location), None
+    if location.endswith(SUFFIX):
+        folder, _, name = location.rpartition("/")
+        # somebody else's file may say anything
+        said = agreed(lambda: read_metadata(location), group).get("step", "")
+        names, step = [name], int(said) if said.isdecimal() else None
+    else:
+        location, manifest = located(location, group)
+        folder, names, step = location, manifest.weights(), manifest.step
+    with open_reader(folder, names, group) as reader:
+        yield Source(location, step, reader, manifest)
+
+
+def read_metadata(location: str) -> dict[str, str]:
+    """Returns what a safetensors file says beside its tensors, without reading them; it may be on S3.
+
+    Raises:
+        UsageError: if it is not a safetensors file.
+        FileNotFoundError: if there is none.
+    """
+    try:
+        with storage.open_to_read(location) as file:
+            length = int.from_bytes(file.read_at(8, 0), "little")
+            header = file.read_at(length, 8) if length < file.size() else b""
+        return json.loads(header).get("__metadata__", {})
+    except (ValueError, AttributeError):
+        raise UsageError(f"{location} is not a safetensors file") from None
+
+
+def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a local safetensors file, whole or not at all. Raises OSError."""
+    temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
+    storage.make_folder(os.path.dirname(path))
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        try:
+            save_file(contiguous, temporary, dict(metadata))
+        except SafetensorError as error:
+            raise OSError(f"writing {path} failed: {error}") from error
+        temporary.chmod(mode)  # the library lets the owner alone read it
+        storage.flush(str(temporary))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_newest(location: str, model: nn.Module) -> Manifest:
-    """Fills `model` with the weights of a checkpoint, or the newest that are whole in a directory of them.
+    """Fills `model` with the weights of a checkpoint, or of the newest whole one in a directory.
 
     Raises as `located` and `load` do.
     """
@@ -37,68 +118,56 @@ def load_newest(location: str, model: nn.Module) -> Manifest:
 
 
 def export(location: str, out: str, *, force: bool = False) -> None:
-    """Writes the weights of a checkpoint, as `located` finds it, into the local file `out`, bit for bit.
-    Meanwhile it holds one copy of them.
+    """Writes the weights of a checkpoint, as `located` finds it, into a local `SUFFIX` file, bit for bit, or
+    into a local folder as `WEIGHTS`, with `CONFIG` beside it.
 
-    Beside them lie `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
+    The file's metadata holds `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
 
     Raises:
-        UsageError: if `out` is no name for it, or is there already and not to be replaced (`force`).
+        UsageError: if `out` is not local, or is there already and not to be replaced (`force`).
         OSError: if reading or writing fails.
     """
-    if not (storage.is_local(out) and out.endswith(SUFFIX)):
-        raise UsageError(
-            f"{out}: weights are exported to a local file that ends in {SUFFIX}, or to a local folder (--out"
-            " FOLDER)"
-        )
-    if storage.size(out) is not None and not force:
-        raise UsageError(f"{out} exists already; --force replaces it")
-    folder, manifest = located(location)
-    reader = weights_reader(folder, manifest)
-    tensors = {name: torch.empty_like(held, device="cpu") for name, held in tensors_in(reader).items()}
-    read(reader, tensors)
+    if not storage.is_local(out):
+        raise UsageError(f"{out}: weights are exported to a local file or folder")
+    file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
+    if storage.size(config or file) is not None and not force:
+        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; --force replaces it")
+    with open_weights(location) as source:
+        tensors = source.reader.tensors("cpu")
+        fill(tensors, source.reader)
+    assert source.manifest
+    run = from_dict(RunConfig, source.manifest.config)
+    classes = class_names(run)
+    digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     metadata = {
         "format": "pt",  # torch's tensors, by convention of the library
         "version": VERSION,
-        "config": json.dumps(manifest.config),
-        "step": str(manifest.step),
-        "classes": json.dumps(class_names(from_dict(RunConfig, manifest.config))),
-        "manifest_sha256": hashlib.sha256(manifests.encode(manifest)).hexdigest(),
+        "config": json.dumps(source.manifest.config),
+        "step": str(source.step),
+        "classes": json.dumps(classes),
+        "manifest_sha256": digest,
     }
-    write(out, tensors, metadata)
-
-
-def export_folder(location: str, out: str, *, force: bool = False) -> None:
-    """Writes the weights of a checkpoint as `WEIGHTS` into the local folder `out`, as `export` does, and then
-    `CONFIG`: what is needed to use them (`model`, `classes` if they are known, `eval_crop`) and where they
-    are from.
-
-    Raises as `export`.
-    """
-    if not storage.is_local(out):
-        raise UsageError(f"{out}: weights are exported to a local folder")
-    config = storage.join(out, CONFIG)
-    if storage.size(config) is not None and not force:
-        raise UsageError(f"{out} holds an export already; --force replaces it")
-    storage.delete(config)  # it must never describe other weights
-    export(location, storage.join(out, WEIGHTS), force=True)
-    metadata = read_header(storage.join(out, WEIGHTS)).metadata
-    run = from_dict(RunConfig, json.loads(metadata["config"]))
-    content = {
-        "version": VERSION,
-        "name": run.name,
-        "step": int(metadata["step"]),
-        "manifest_sha256": metadata["manifest_sha256"],
-        "eval_crop": run.data.eval_crop,
-        "classes": json.loads(metadata["classes"]),
-        "model": to_dict(run.model),
-    }
-    storage.write_bytes(config, json.dumps(content, indent=1).encode())
+    if config:
+        storage.delete(config)  # it must never describe other weights
+    write_file(file, tensors, metadata)
+    if config:
+        content = {
+            "version": VERSION,
+            "name": run.name,
+            "step": source.step,
+            "manifest_sha256": digest,
+            "eval_crop": run.data.eval_crop,
+            "classes": classes,
+            "model": to_dict(run.model),
+        }
+        storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 
 def class_names(run: RunConfig) -> tuple[str, ...] | None:
-    """Of the data set that a model was trained on; None if it is gone, or another is in its place."""
+    """Returns the classes of the data set that a model was trained on; None if it is gone, or another data
+    set is in its place.
+    """
     try:
         names = open_manifest(run.data.path).classes
     except (UsageError, OSError):
@@ -106,22 +175,131 @@ def class_names(run: RunConfig) -> tuple[str, ...] | None:
     return names if len(names) == run.model.num_classes else None
 
 
-def load_exported(location: str) -> ViT:
-    """The model of a file that `export` wrote, in evaluation mode; `location` may be on S3.
+@dataclass(frozen=True, kw_only=True)
+class StartReport:
+    """What a model took over from another's weights.
+
+    Attributes:
+    source: the checkpoint's folder, or the file.
+    step: step of the source's run; None if the file does not say.
+    numbers: how many numbers the tensors hold that were copied or converted.
+    """
+
+    source: str
+    step: int | None
+    transfer: Transfer
+    numbers: int
+
+    def __str__(self) -> str:
+        taken = self.transfer
+        converted = {name: conversion.how for name, conversion in taken.converted.items()}
+        tensors = f"{len(taken.copied)} tensors as they are, {len(converted)} converted"
+        step = "" if self.step is None else f", step {self.step}"
+        lines = [f"started from {self.source}{step}: {tensors}, {self.numbers:,} numbers"]
+        lines += [f"  converted {line}" for line in _by_reason(converted)]
+        lines += [f"  as initialised {line}" for line in _by_reason(taken.initial)]
+        lines += [f"  not used {_abridged(taken.unused)}"] if taken.unused else []
+        return "\n".join(lines)
+
+
+def start_from(
+    model: nn.Module,
+    location: str,
+    *,
+    without: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> StartReport:
+    """Fills a model in place with what fits of the weights at `location`, as `moe.adapt.plan_transfer` says;
+    the rest of it stays as initialised.
+
+    All workers of `group` call it together, each with its share of one model; without a group the caller
+    is alone. Each worker reads its share; only what is converted is read whole.
+
+    Args:
+        location: a directory of checkpoints (the newest whole one is taken), the folder of one, or one
+            `SUFFIX` file.
+        without: tensors whose names begin so stay as initialised though they fit.
 
     Raises:
-        UsageError: if the file is not whole, or not one of `export`.
-        FileNotFoundError: if there is none.
+        UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
+        FileNotFoundError: if there is nothing at `location`.
     """
-    metadata = read_header(storage.absolute(location)).metadata
-    if metadata.get("version") != VERSION:
-        raise UsageError(
-            f"{location} is no export of version {VERSION}: its metadata is {metadata or 'empty'}"
-        )
+    with open_weights(location, group) as source:
+        here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
+        report = _compare(source, here, without)
+        transfer, there = report.transfer, source.reader.tensors()
+        whole = {
+            conversion.source: torch.empty_like(there[conversion.source], device="cpu")
+            for conversion in transfer.converted.values()
+        }
+        fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
+    for name, conversion in transfer.converted.items():
+        _fill_part(here[name], conversion.of(whole[conversion.source]))
+    return report
+
+
+def start_report(config: ViTConfig, location: str, *, without: str | None = None) -> StartReport:
+    """Returns what `start_from` would do for such a model; no tensor is read. Raises as it does."""
     with torch.device("meta"):
-        model = ViT(from_dict(ViTConfig, json.loads(metadata["config"])["model"]))
-    model.to_empty(device="cpu")
-    report = start_from(model, location)
-    if len(report.transfer.copied) < len(model.state_dict()) or report.transfer.unused:
-        raise UsageError(f"{location} does not hold the model that its config describes; {report}")
-    return model.eval()
+        model = ViT(config)
+    with open_weights(location) as source:
+        return _compare(source, model.state_dict(), without)
+
+
+def _compare(source: Source, here: Mapping[str, Tensor], without: str | None) -> StartReport:
+    """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
+    there = source.reader.tensors()
+    excluded = [name for name in here if without is not None and name.startswith(without)]
+    transfer = plan_transfer(
+        shapes_of({name: tensor for name, tensor in there.items() if name not in excluded}),
+        shapes_of({name: tensor for name, tensor in here.items() if name not in excluded}),
+    )
+    initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
+    transfer = replace(transfer, initial=initial)
+    origins = {name: name for name in transfer.copied}
+    origins |= {name: conversion.source for name, conversion in transfer.converted.items()}
+    if not any(here[name].ndim > 1 for name in origins):  # vectors fit many a model
+        raise UsageError(
+            f"nothing in {source.location} fits the model: {'; '.join(_by_reason(transfer.initial))};"
+            " it must be of the same width"
+        )
+    dtypes = {name: (there[origin].dtype, here[name].dtype) for name, origin in origins.items()}
+    if wrong := {name: f"{old} there, {new} here" for name, (old, new) in dtypes.items() if old != new}:
+        raise UsageError(
+            f"{source.location} holds other dtypes: {'; '.join(_by_reason(wrong))}; cast them first, into a"
+            f" file *{SUFFIX}"
+        )
+    numbers = sum(here[name].numel() for name in origins)
+    return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
+
+
+def _fill_part(target: Tensor, whole: Tensor) -> None:
+    """Fills this rank's part of `target` from `whole`."""
+    if isinstance(target, DTensor):
+        (part,) = target.__create_chunk_list__()
+        for dim, (offset, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, length)
+    with torch.no_grad():
+        local_part(target).copy_(whole)
+
+
+def _abridged(names: Iterable[str]) -> str:
+    """Returns names in few words: ``blocks.1,3.mlp.experts.w_in_EDF, head.weight``."""
+    blocks_of: dict[str, list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+        blocks_of.setdefault(match[2] if match else name, []).append(match[1] if match else "")
+    words = [f"blocks.{','.join(found)}.{name}" if found[0] else name for name, found in blocks_of.items()]
+    return ", ".join(_shortened(words))
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[str]:
+    """Returns, for name -> reason, the names of each reason, then the reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return _shortened([f"{_abridged(alike)}: {reason}" for reason, alike in names.items()])
+
+
+def _shortened(words: list[str]) -> list[str]:
+    return words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"]

@@ -4,7 +4,8 @@ Source: Wortsman et al. 2022, "Model soups", section 2 (uniform soup), as in Sof
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,8 @@ import torch
 from torch import Tensor
 
 from orchestrator import storage
-from orchestrator.checkpoint.single_file import SUFFIX, write_each
-from orchestrator.checkpoint.source import open_source, read, tensors_in
-from orchestrator.checkpoint.weights import VERSION
+from orchestrator.checkpoint.files import SUFFIX, fill
+from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import Trained
@@ -22,15 +22,11 @@ from orchestrator.evaluation.trained import Trained
 
 def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> None:
     """Writes the average into the local file `out`, as `weights.export` writes one model, under the name of
-    the file. In memory is one tensor at a time.
-
-    Numbers are summed in float64 and rounded once: of one model they are its own bit for bit, of two their
-    mean rounded to the nearest float32; of more within half a unit in the last place and 2^-52 of the largest
-    of them.
+    the file. Memory holds the average, and one tensor of one model at a time.
 
     Raises:
         UsageError: for models of different configs or tensors, naming the difference, damaged ones, and an
-            `out` that is no name for it or is there already (`force`).
+            `out` that is not such a file or is there already (`force`).
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
@@ -38,33 +34,48 @@ def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> N
     if storage.size(out) is not None and not force:
         raise UsageError(f"{out} exists already; --force replaces it")
     check_alike(models)
-    readers = [open_source(model.location).reader for model in models]
-    first, *others = [tensors_in(reader) for reader in readers]
-    for model, tensors in zip(models[1:], others, strict=True):
-        here, there = _shapes(first), _shapes(tensors)
-        if different := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)):
-            name = different[0]
-            raise UsageError(
-                f"{model.location} holds {name} as {there.get(name)}, {models[0].location} as"
-                f" {here.get(name)}: no soup of such models"
-            )
-
-    def average(name: str) -> Tensor:
-        total, tensor = torch.tensor(-0.0, dtype=torch.float64), torch.empty_like(first[name], device="cpu")
-        for reader in readers:
-            read(reader, {name: tensor})
-            total = total + tensor.double()  # -0.0 + x is x, the sign of its zero too
-        return (total / len(readers)).to(first[name].dtype)
-
-    run = replace(models[0].run, name=Path(out).stem)
     metadata = {
         "format": "pt",
         "version": VERSION,
-        "config": json.dumps(to_dict(run)),
+        "config": json.dumps(to_dict(replace(models[0].run, name=Path(out).stem))),
         "classes": json.dumps(models[0].classes),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
-    write_each(out, first, metadata, average)
+    write_file(out, average([model.location for model in models]), metadata)
+
+
+def average(locations: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the mean of every tensor, summed in float64 and rounded once: the average of one model is that
+    model bit for bit, the average of two is their mean rounded to the nearest float32; of more it is within
+    half a unit in the last place and 2^-52 of the largest number.
+
+    Raises:
+        UsageError: if the models hold different tensors, or are damaged.
+    """
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open_weights(location)) for location in locations]
+        first = sources[0].reader.tensors()
+        for source in sources[1:]:
+            here, there = _shapes(first), _shapes(source.reader.tensors())
+            if different := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)):
+                name = different[0]
+                raise UsageError(
+                    f"{source.location} holds {name} as {there.get(name)}, {locations[0]} as"
+                    f" {here.get(name)}: there is no soup of such models"
+                )
+
+        def mean(name: str) -> Tensor:
+            # -0.0 + x is x, also for the sign of a zero
+            total, tensor = (
+                torch.tensor(-0.0, dtype=torch.float64),
+                torch.empty_like(first[name], device="cpu"),
+            )
+            for source in sources:
+                fill({name: tensor}, source.reader)
+                total = total + tensor.double()
+            return (total / len(sources)).to(tensor.dtype)
+
+        return {name: mean(name) for name in first}
 
 
 def check_alike(models: Sequence[Trained]) -> None:
@@ -76,10 +87,10 @@ def check_alike(models: Sequence[Trained]) -> None:
         for field in {**here, **there}:
             if here.get(field) != there.get(field):
                 raise UsageError(
-                    f"no soup of different models: model.{field} is {here.get(field)} in {first.location},"
-                    f" {there.get(field)} in {model.location}"
+                    f"there is no soup of different models: model.{field} is {here.get(field)} in"
+                    f" {first.location}, {there.get(field)} in {model.location}"
                 )
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, str]:
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}

@@ -8,11 +8,9 @@ import torch
 from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
-from orchestrator.checkpoint.find import located
-from orchestrator.checkpoint.manifest import MANIFEST, steps
-from orchestrator.checkpoint.single_file import SUFFIX, read_header
-from orchestrator.checkpoint.start import start_from
-from orchestrator.checkpoint.weights import class_names
+from orchestrator.checkpoint.files import SUFFIX
+from orchestrator.checkpoint.manifest import MANIFEST, located, steps
+from orchestrator.checkpoint.weights import class_names, read_metadata, start_from
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -108,7 +106,7 @@ def read_trained(location: str) -> Trained:
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
-        metadata = read_header(location).metadata
+        metadata = read_metadata(location)
         if "config" not in metadata:
             raise UsageError(f"{location} is no export of ours: its metadata has no config")
         folder, config, step = location, json.loads(metadata["config"]), int(metadata.get("step", -1))
@@ -127,7 +125,7 @@ def read_trained(location: str) -> Trained:
 
 def _of_one_run(location: str) -> bool:
     """Not a soup, whose name may be that of any run."""
-    return not location.endswith(SUFFIX) or "manifest_sha256" in read_header(location).metadata
+    return not location.endswith(SUFFIX) or "manifest_sha256" in read_metadata(location)
 
 
 def _of_run(run: RunInfo) -> Trained:

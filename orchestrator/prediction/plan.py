@@ -4,7 +4,6 @@ A part's file appears whole or not at all. `_plan.json` says whose predictions t
 another model or of other images never come among them; readers of parquet pass by names that begin with _.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator import storage
-from orchestrator.checkpoint.manifest import CHUNK, MANIFEST
-from orchestrator.checkpoint.single_file import SUFFIX
+from orchestrator.checkpoint.files import SUFFIX
+from orchestrator.checkpoint.manifest import MANIFEST, hashed
 from orchestrator.errors import UsageError
 
 PLAN = "_plan.json"
@@ -60,12 +59,7 @@ def part_size(count: int, group: int) -> int:
 
 def digest_of(model: str) -> str:
     """SHA-256 of a checkpoint's manifest, which vouches for its files, or of an exported file."""
-    digest = hashlib.sha256()
-    location = model if model.endswith(SUFFIX) else storage.join(model, MANIFEST)
-    with storage.open_to_read(location) as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
+    return hashed(model if model.endswith(SUFFIX) else storage.join(model, MANIFEST)).sha256
 
 
 def file_of(part: int) -> str:

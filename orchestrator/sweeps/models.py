@@ -1,7 +1,7 @@
 """The model behind a name of MLflow's registry."""
 
 from moe.vit import ViT
-from orchestrator.checkpoint.find import located
+from orchestrator.checkpoint.manifest import located
 from orchestrator.checkpoint.weights import load_newest
 from orchestrator.errors import UsageError
 from orchestrator.tracking.registry import checkpoint_of

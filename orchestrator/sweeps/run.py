@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from orchestrator.checkpoint.retention import drop_optimizer
+from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing

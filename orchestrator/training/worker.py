@@ -16,9 +16,8 @@ from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.retention import BEST_BY
-from orchestrator.checkpoint.run import Checkpoints
-from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
+from orchestrator.checkpoint.weights import start_from
 from orchestrator.codec import MAY_CHANGE, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.prefetch import prefetched

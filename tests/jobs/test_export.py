@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from jobs import export
+from moe.load import load
 from moe.vit import ViT
-from orchestrator.checkpoint.find import located
-from orchestrator.checkpoint.manifest import read
-from orchestrator.checkpoint.retention import drop_optimizer
-from orchestrator.checkpoint.weights import class_names, load_exported, load_newest
+from orchestrator.checkpoint.manager import drop_optimizer
+from orchestrator.checkpoint.manifest import located, read
+from orchestrator.checkpoint.weights import class_names, load_newest
 from orchestrator.codec import from_dict, override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
@@ -65,7 +65,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def damage(folder: Path) -> str:
-    (file,) = folder.glob("weights-*.bin")
+    (file,) = folder.glob("weights-*")
     file.write_bytes(file.read_bytes()[:-1])
     return file.name
 
@@ -100,8 +100,8 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
     assert torch.equal(found["model"](images).logits, expected.eval()(images).logits)
 
 
-def test_a_folder_that_needs_torch_alone(home, call, tmp_path):
-    """Loaded by `moe.load` (tests/moe/test_load.py has nothing but torch), and what it says about itself."""
+def test_a_folder(home, call, tmp_path):
+    """Loaded by `moe.load` (which tests/moe/test_load.py does alone), and what it says about itself."""
     code, out = call("--name", "soft", "--out", f"{tmp_path}/soft")
     assert code == ""
     first, line = out.splitlines()
@@ -110,7 +110,7 @@ def test_a_folder_that_needs_torch_alone(home, call, tmp_path):
     assert sorted(file.name for file in (tmp_path / "soft").iterdir()) == ["config.json", "model.safetensors"]
     found: dict[str, ViT] = {}
     exec(line, found)
-    expected = load_exported(f"{tmp_path}/soft/model.safetensors")
+    expected = load(f"{tmp_path}/soft/model.safetensors")
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(found["model"](images).logits, expected(images).logits)
     config = json.loads((tmp_path / "soft/config.json").read_text())
@@ -135,7 +135,7 @@ def test_class_names_of_data_that_is_gone(home, call, tmp_path):
 
 def test_a_folder_must_be_local_and_of_its_own(home, call, tmp_path, monkeypatch):
     """Never predictions, the folder that one stands in, or the run itself, whatever --force says."""
-    assert "local folder" in call("--name", "soft", "--out", "s3://bucket/soft/")[0]
+    assert "local file or folder" in call("--name", "soft", "--out", "s3://bucket/soft/")[0]
     place = tmp_path / "work/predictions"
     place.mkdir(parents=True)
     (place / "part-000000.parquet").touch()
@@ -211,7 +211,7 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
     assert (code, out) == (f"error: {tmp_path}/soft.safetensors exists already; --force replaces it", "")
     assert Path("soft.safetensors").read_bytes() == b"precious"
     assert call("--name", "soft", "--out", "soft.safetensors", "--force")[0] == ""
-    assert load_exported("soft.safetensors").config.width == 16
+    assert load("soft.safetensors").config.width == 16
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,10 @@ def test_a_field_below_none_starts_that_group() -> None:
             {"trian.lr": 1},
             "unknown field trian; there is: name, storage, model, data, train, checkpoint, scale",
         ),
-        ({"nmae": 1}, "unknown field nmae; a run has: name, storage, model, data, train, checkpoint, scale"),
+        (
+            {"nmae": 1},
+            "unknown field nmae; the config has: name, storage, model, data, train, checkpoint, scale",
+        ),
         ({"data.paht": 1}, "unknown field data.paht; data has: path, batch_size, lanes, shuffle_window,"),
         ({"train.lr.x": 1}, "train.lr is a value, not a group: train.lr.x does not exist"),
         ({"model": "5"}, "model is a group of fields, not a value; got '5'"),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from orchestrator.checkpoint.files import state_of
+from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.manifest import Manifest
-from orchestrator.checkpoint.run import Checkpoints
-from orchestrator.checkpoint.state import state_of
 from orchestrator.config import CheckpointConfig
 
 IN_STEP = CheckpointConfig(asynchronous=False, keep_last=9)

@@ -12,16 +12,16 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from orchestrator import storage
-from orchestrator.checkpoint.run import Checkpoints
+from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.config import CheckpointConfig
 from tests.orchestrator.checkpoint.counted import fill, odd, wrong
 from tests.orchestrator.checkpoint.operations import counting
@@ -29,19 +29,22 @@ from tests.orchestrator.checkpoint.operations import counting
 PATIENCE_S = 30
 THE_END = "the end"
 VICTIMS = {1: [(0,)], 2: [(0,), (1,), (0, 1)]}  # ranks -> which of them are killed
+Life = list[str]  # what the first rank said: "restored 3", "saving 4", "saved 4", .. or what went wrong
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    directory: of the checkpoints.
+    """What the lives do.
+
+    Attributes:
+    directory: directory of the checkpoints.
     lives: how many.
-    rows: of the matrix: the size of the state.
+    rows: rows of the matrix: the size of the state.
     asynchronous, keep_last: as in a run's config.
-    ranks: of one run; above 1 one of them is killed, or the other, or both.
+    ranks: workers of one run; above 1 one of them is killed, or the other, or both.
     template: each life has a copy of this directory, `directory`/<number>, and makes one save; the first is
         killed at its first storage operation, the second at its second .., until one comes to its end.
-        Without it they go on from each other, save on and on, and are killed at random times.
+        Without it they continue from each other, save on and on, and are killed at random times.
     environment: variables of the lives.
     """
 
@@ -55,58 +58,43 @@ class Plan:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Life:
-    """Attributes:
-    said: "restored 3", "saving 4", "saved 4", .. or what went wrong.
-    left: names in the directory and its folders, after death.
-    alone_s: how long the rank that was not killed went on.
-    """
-
-    said: list[str]
-    left: list[str]
-    alone_s: float = 0.0
-
-
 def live(plans: Mapping[str, Plan]) -> dict[str, list[Life]]:
-    """The lives of every plan; one after the other, in a process of their own."""
+    """Returns the lives of every plan, which come one after the other, in a process of their own."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_lead, args=(plans, theirs))
     process.start()
     theirs.close()
     try:
-        return {name: [Life(**life) for life in lives] for name, lives in json.loads(mine.recv()).items()}
+        return json.loads(mine.recv())
     finally:
         process.join()
 
 
 def check(lives: list[Life]) -> None:
-    """Every life went on from what is known to have been saved, or from what was being saved."""
+    """Every life continued from what is known to have been saved, or from what was being saved."""
     known, begun = 0, 0
-    for i, life in enumerate(lives):
-        if not life.said:
+    for i, said in enumerate(lives):
+        if not said:
             continue  # killed while it restored
-        verb, step = life.said[0].split()
-        assert verb == "restored", f"life {i}: {life.said}"
-        assert known <= int(step) <= begun, f"life {i}: {life.said[0]}; before, {known} was saved of {begun}"
+        verb, step = said[0].split()
+        assert verb == "restored", f"life {i}: {said}"
+        assert known <= int(step) <= begun, f"life {i}: {said[0]}; before, {known} was saved of {begun}"
         known = begun = int(step)
-        for line in life.said[1:]:
+        for line in said[1:]:
             verb, step = line.split()
             assert verb in ("saving", "saved"), f"life {i}: {line}"
-            assert int(step) == known + 1, f"life {i}: {life.said}"
+            assert int(step) == known + 1, f"life {i}: {said}"
             begun, known = int(step), int(step) if verb == "saved" else known
 
 
-def died_saving(life: Life) -> bool:
-    return bool(life.said) and life.said[-1].startswith("saving")
+def died_saving(lives: list[Life]) -> int:
+    return sum(bool(said) and said[-1].startswith("saving") for said in lives)
 
 
 def _lead(plans: Mapping[str, Plan], connection) -> None:
     fill(*odd(), 0)  # the first of its kind takes long
-    connection.send(
-        json.dumps({name: [asdict(life) for life in _lives(plan)] for name, plan in plans.items()})
-    )
+    connection.send(json.dumps({name: _lives(plan) for name, plan in plans.items()}))
 
 
 def _lives(plan: Plan) -> list[Life]:
@@ -115,7 +103,7 @@ def _lives(plan: Plan) -> list[Life]:
         storage._s3()  # as above; it connects nowhere yet
     rng, lives = random.Random(0), list[Life]()
     if plan.template:
-        while not lives or lives[-1].said[-1:] != [THE_END]:
+        while not lives or lives[-1][-1:] != [THE_END]:
             directory = f"{plan.directory}/{len(lives)}"
             shutil.copytree(plan.template, directory)
             lives.append(_one_life(replace(plan, directory=directory), len(lives), None, ()))
@@ -127,7 +115,7 @@ def _lives(plan: Plan) -> list[Life]:
 
 
 def _time_of_a_save(plan: Plan) -> float:
-    """Of the fastest of some."""
+    """Returns the seconds of the fastest of a few saves."""
     reading, pids = _start(replace(plan, directory=f"{plan.directory}-timed"), 0)
     times = []
     for line in reading:
@@ -148,17 +136,14 @@ def _one_life(plan: Plan, number: int, after_s: float | None, victims: tuple[int
         time.sleep(after_s)
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
-    died = time.perf_counter()
     for pid in pids:
         _await(pid)
-    alone_s = time.perf_counter() - died
     said += [line.strip() for line in reading]
-    left = [str(path.relative_to(plan.directory)) for path in Path(plan.directory).glob("*/*")]
-    return Life([line for line in said if line], left, alone_s)
+    return [line for line in said if line]
 
 
 def _await(pid: int) -> None:
-    """Until it ends, by itself or because it does not."""
+    """Waits until it ends, or is killed because it does not."""
     deadline = time.monotonic() + PATIENCE_S
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         time.sleep(0.001)
@@ -167,7 +152,7 @@ def _await(pid: int) -> None:
 
 
 def _start(plan: Plan, number: int):
-    """What the first rank says, and the processes."""
+    """Returns what the first rank says, and the processes."""
     read, write = os.pipe()
     pids = []
     for rank in range(plan.ranks):
@@ -180,17 +165,22 @@ def _start(plan: Plan, number: int):
 
 
 def _be_a_run(plan: Plan, rank: int, number: int, say: Callable[[str], object]) -> NoReturn:
-    """Saves until it is killed; with `at_operation` once, if that operation never came."""
+    """Saves until it is killed; with a template once, if that operation never came."""
+
+    def die_or_wait(count: int, _: str) -> None:
+        if not plan.template:
+            time.sleep(0.003)  # so that the time of a save is spread over what it does
+        elif count == number + 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     try:
         if plan.ranks > 1:
             store = f"file://{plan.directory}.store{number}"
             dist.init_process_group(
                 "gloo", init_method=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=20)
             )
-        if plan.template:
-            counting(lambda count, _: os.kill(os.getpid(), signal.SIGKILL) if count == number + 1 else None)
-        else:
-            counting(lambda *_: time.sleep(0.003))  # so that the time of a save is spread over what it does
+        patches = ExitStack()
+        patches.enter_context(counting(die_or_wait))
         say = say if rank == 0 else lambda line: None
         model, optimizer = odd(plan.rows)
         checkpoints = Checkpoints(
@@ -205,7 +195,7 @@ def _be_a_run(plan: Plan, rank: int, number: int, say: Callable[[str], object]) 
             fill(model, optimizer, step)
             say(f"saving {step}")
             checkpoints.save(step, model, optimizer, images=8 * step, progress={}, config={})
-            fill(model, optimizer, step + 1000)  # training goes on while it is written
+            fill(model, optimizer, step + 1000)  # training continues while it is written
             checkpoints.settle()
             say(f"failed at {step}" if checkpoints.failures else f"saved {step}")
             if plan.template:

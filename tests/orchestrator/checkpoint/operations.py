@@ -1,10 +1,14 @@
-"""Storage whose operations are counted, each before and after it happens, and every piece that is written."""
+"""What changes storage, met operation by operation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import count
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from orchestrator import storage
 
@@ -20,9 +24,26 @@ CHANGING = (
 )
 
 
-def counting(meet: Callable[[int, str], object]) -> Callable[[], None]:
-    """From now on `meet` (number from 1, what) is called at every point; the answer undoes it."""
-    originals = {name: getattr(storage, name) for name in (*CHANGING, "open_to_write")}
+@contextmanager
+def before_opening(meet: Callable[[str], object]) -> Iterator[None]:
+    """Calls `meet` (location) before a file is opened to be written, by torch.distributed.checkpoint too."""
+    create_stream, open_to_write = FileSystem.create_stream, storage.open_to_write
+
+    def create(system: FileSystem, path: Any, mode: str) -> Any:
+        meet(str(path))
+        return create_stream(system, path, mode)
+
+    def write(location: str) -> Any:
+        meet(location)
+        return open_to_write(location)
+
+    with patch.object(FileSystem, "create_stream", create), patch.object(storage, "open_to_write", write):
+        yield
+
+
+@contextmanager
+def counting(meet: Callable[[int, str], object]) -> Iterator[None]:
+    """Calls `meet` (number from 1, what) before and after every operation, and before a file is opened."""
     numbers = count(1)
 
     def point(what: str) -> None:
@@ -30,7 +51,7 @@ def counting(meet: Callable[[int, str], object]) -> Callable[[], None]:
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def call(location: str, *args: Any, **kwargs: Any) -> Any:
+        def call(location: Any, *args: Any, **kwargs: Any) -> Any:
             point(f"before {name} {location}")
             result = function(location, *args, **kwargs)
             point(f"after {name} {location}")
@@ -38,28 +59,8 @@ def counting(meet: Callable[[int, str], object]) -> Callable[[], None]:
 
         return call
 
-    @contextmanager
-    def open_to_write(location: str):
-        point(f"before opening {location}")
-        with originals["open_to_write"](location) as stream:
-            yield _Stream(stream, lambda: point(f"writing {location}"))
-        point(f"after closing {location}")
-
-    for name in CHANGING:
-        setattr(storage, name, watched(name, originals[name]))
-    storage.open_to_write = open_to_write
-
-    def undo() -> None:
-        for name, function in originals.items():
-            setattr(storage, name, function)
-
-    return undo
-
-
-class _Stream:
-    def __init__(self, stream: Any, meet: Callable[[], None]) -> None:
-        self.stream, self.meet = stream, meet
-
-    def write(self, content: Any) -> None:
-        self.stream.write(content)
-        self.meet()
+    functions = {name: watched(name, getattr(storage, name)) for name in CHANGING}
+    rename = patch.object(Path, "rename", watched("rename", Path.rename))
+    opening = before_opening(lambda location: point(f"opening {location}"))
+    with opening, rename, patch.multiple(storage, **functions):
+        yield

@@ -16,7 +16,7 @@ from moe.noise import mix
 from moe.parallel import build_sharded, clip_grad_norm, make_mesh, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from moe.vit import ViT
-from orchestrator.checkpoint.state import state_of
+from orchestrator.checkpoint.files import state_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.optim import build_optimizer

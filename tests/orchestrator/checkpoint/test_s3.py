@@ -1,29 +1,24 @@
-"""Checkpoints on S3, well and ill: what is reported, what stays, what a run goes on from."""
+"""Checkpoints on S3, well and ill: what is reported, what stays, what a run continues from."""
 
 import logging
-from itertools import product
+from pathlib import Path
 
 import pytest
+import torch
 
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.run import Checkpoints
+from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.config import CheckpointConfig
 from tests.lanes import mostly_slow
+from tests.moe.parity import spawn
 from tests.orchestrator.buckets import connect_anew
-from tests.orchestrator.checkpoint.counted import (
-    IN_STEP,
-    odd,
-    restored,
-    said,
-    save,
-    saved,
-    step_restored,
-)
+from tests.orchestrator.checkpoint.counted import IN_STEP, odd, restored, said, save, saved, step_restored
 from tests.orchestrator.checkpoint.lives import Plan, check, died_saving, live
+from tests.orchestrator.checkpoint.small_runs import assert_same, built, train, whole_state
 
 LARGE = 100_000  # rows: files of several parts
-KINDS = ["weights-", "optimizer-", "weights.", "optimizer.", "manifest.json"]
+KINDS = ["weights-", "optimizer-", "manifest.json"]
 each_kind = pytest.mark.parametrize("kind", mostly_slow(KINDS, fast=["weights-", "manifest.json"]))
 
 
@@ -39,18 +34,44 @@ def test_saved_and_resumed(asynchronous, bucket):
     saved(directory, 1, 2, 3, config=CheckpointConfig(asynchronous=asynchronous))
     assert step_restored(directory) == 3
     files = sorted(key.split("/")[-1].split(".")[0] for key in bucket.all_keys() if "step-00000003" in key)
-    assert files == ["manifest", "optimizer", "optimizer-00000", "weights", "weights-00000"]
+    assert files == ["manifest", "optimizer-00000-002", "weights-00000-001"]
     assert manifests.steps(directory) == [2, 3]
-    assert len(bucket.all_keys()) == 10
+    assert len(bucket.all_keys()) == 6
 
 
-@pytest.mark.parametrize("name", ["a%20b", "x#y?z=a+b", "100% ü &;"])
-def test_names_are_taken_as_they_are(name, bucket):
+def two_workers(rank: int, ranks: int, folder: str) -> None:
+    """Each uploads its files, and copies those that it needs in another layout."""
+    directory = Path(folder, "uri").read_text()
+    model, optimizer = built("soft, AdamW", seed=0, ep=2)
+    train(model, optimizer, range(2))
+    checkpoints = Checkpoints(directory, IN_STEP)
+    checkpoints.save(2, model, optimizer, images=16, progress={}, config={})
+    checkpoints.finish()
+    assert checkpoints.failures == 0
+    again, its_optimizer = built("soft, AdamW", seed=9, ep=1)
+    assert Checkpoints(directory, IN_STEP).restore(again, its_optimizer)
+    assert_same(whole_state(again, its_optimizer), whole_state(model, optimizer))
+
+
+@pytest.mark.smoke
+def test_of_two_workers(bucket, tmp_path):
+    directory = bucket.uri("checkpoints")
+    (tmp_path / "uri").write_text(directory)
+    spawn(2, two_workers, str(tmp_path), timeout_s=60)
+    assert len(bucket.all_keys()) == 5
+    model, optimizer = built("soft, AdamW", seed=0)
+    train(model, optimizer, range(2))
+    again, its_optimizer = built("soft, AdamW", seed=9)
+    assert Checkpoints(directory, IN_STEP).restore(again, its_optimizer)
+    for name, tensor in whole_state(model, optimizer).items():
+        torch.testing.assert_close(whole_state(again, its_optimizer)[name], tensor)
+
+
+def test_names_are_taken_as_they_are(bucket):
+    name = "a%20b #y?z=a+b ü &;"
     saved(bucket.uri(name, "checkpoints"), 1)
     assert step_restored(bucket.uri(name, "checkpoints")) == 1
     assert all(key.startswith(f"{name}/checkpoints/step-00000001/") for key in bucket.all_keys())
-    for other in ("a", "a%2520b", "100", "x", "a%2Bb", "u"):
-        assert restored(bucket.uri(other, "checkpoints")) is None
 
 
 def test_a_storm_that_ends(bucket):
@@ -64,31 +85,10 @@ def test_a_storm_that_ends(bucket):
     assert step_restored(directory) == 1
 
 
-def test_a_storm_that_lasts(bucket, caplog):
-    """Training goes on; the checkpoint before is intact; what the attempt left does not count."""
-    directory = bucket.uri("checkpoints")
-    checkpoints = Checkpoints(directory, CheckpointConfig())
-    save(checkpoints, 1)
-    checkpoints.settle()
-    before = bucket.all_keys()
-    with bucket.failing("busy"):
-        save(checkpoints, 2)
-        checkpoints.settle()
-    assert checkpoints.failures == 1
-    (line,) = said(caplog, logging.ERROR)
-    assert f"saving step 2 to {directory} failed: worker 0: OSError" in line
-    assert "SLOW_DOWN" in line
-    assert bucket.all_keys() == before
-    assert step_restored(directory) == 1
-    save(checkpoints, 3)
-    checkpoints.finish()
-    assert manifests.steps(directory) == [1, 3]
-    assert step_restored(directory) == 3
-
-
 @each_kind
 @pytest.mark.parametrize("fault", mostly_slow(["busy", "cut upload", "short"], fast=["cut upload"]))
 def test_one_file_that_cannot_be_written(fault, kind, bucket, caplog):
+    """Training continues; the checkpoint before is intact; what the attempt left does not count."""
     directory = bucket.uri("checkpoints")
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
     save(checkpoints, 1)
@@ -96,7 +96,8 @@ def test_one_file_that_cannot_be_written(fault, kind, bucket, caplog):
     with bucket.failing(fault, lambda request: request.startswith("PUT") and kind in request):
         save(checkpoints, 2)
     assert checkpoints.failures == 1
-    assert "saving step 2" in said(caplog, logging.ERROR)[0]
+    (line,) = said(caplog, logging.ERROR)
+    assert f"saving step 2 to {directory} failed: OSError" in line
     assert bucket.all_keys() == before
     assert step_restored(directory) == 1
     save(checkpoints, 3)
@@ -142,29 +143,19 @@ def test_parts_that_cannot_be_written(bucket):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "what"),
-    [
-        *product(
-            ["busy", "cut download"], ["everything", "list-type", "manifest.json", "weights-", "optimizer."]
-        ),
-        *product(["silent"], ["everything", "optimizer-"]),
-    ],
-)
+@pytest.mark.parametrize("fault", ["busy", "cut download", "silent"])
+@pytest.mark.parametrize("what", ["everything", "list-type", "manifest.json", "weights-"])
 def test_storage_that_does_not_answer(what, fault, bucket, monkeypatch):
-    """Is no damage: no fallback, and nothing is deleted."""
+    """That is not damage: no fallback, and nothing is deleted."""
     if fault == "silent":
         monkeypatch.setattr(storage, "TIMEOUT_S", 1)
     directory = bucket.uri("checkpoints")
     saved(directory, 1, 2)
-    storage.write_bytes(bucket.uri("checkpoints/step-00000003/weights.0123abcd.json"), b"left over")
     before = bucket.all_keys()
     picked = bucket.failing(fault, lambda request: what == "everything" or what in request)
     with picked, pytest.raises(OSError, match=r"."):
         Checkpoints(directory, IN_STEP).restore(*odd())
-    if what in ("everything", "list-type"):
-        assert bucket.all_keys() == before
-    assert set(before) - set(bucket.all_keys()) <= {"checkpoints/step-00000003/weights.0123abcd.json"}
+    assert bucket.all_keys() == before
     assert step_restored(directory) == 2
 
 
@@ -182,8 +173,7 @@ def test_killed_at_random_moments(count, bucket):
     plan = Plan(bucket.uri("checkpoints"), lives=count, environment=bucket.environment)
     lives = live({"s3": plan})["s3"]
     check(lives)
-    print(sum(map(died_saving, lives)), [life.said[-1:] for life in lives])
-    assert sum(map(died_saving, lives)) >= count / 2
+    assert died_saving(lives) >= count / 2
 
 
 @each_kind
@@ -202,7 +192,7 @@ def test_one_flipped_bit(kind, bucket, caplog):
     save(checkpoints, 2)  # in its place
     assert checkpoints.failures == 0
     assert step_restored(directory) == 2
-    assert len(bucket.all_keys()) == 10
+    assert len(bucket.all_keys()) == 6
 
 
 def test_what_killed_runs_left(bucket, caplog):
@@ -210,49 +200,41 @@ def test_what_killed_runs_left(bucket, caplog):
     directory = bucket.uri("runs/checkpoints")
     saved(directory, 1, 2)
     s3, name = storage._s3(), bucket.name
-    kept = bucket.all_keys()
-    kept += [
-        "runs/checkpoints/notes.txt",
-        "runs/checkpoints/step-by-step/notes",
-        "runs/checkpoints-2/step-00000001/x",
-    ]
-    kept += ["runs/checkpoints/step-00000002/notes", "runs/checkpoints/step-00000009/mine.bin"]
+    foreign = ["notes.txt", "step-by-step/notes", "step-00000002/notes", "step-00000009/mine.safetensors"]
+    kept = [f"runs/checkpoints/{path}" for path in foreign] + ["runs/checkpoints-2/step-00000001/x"]
     left = [
-        "runs/checkpoints/step-00000002/weights-00001.0123abcd.bin",
-        "runs/checkpoints/step-00000003/weights-00000.0123abcd.bin",
-        "runs/checkpoints/step-00000003/optimizer.0123abcd.json",
+        "runs/checkpoints/step-00000002/weights-00001-001.0123abcd.safetensors",
+        "runs/checkpoints/step-00000003/weights-00000-001.0123abcd.safetensors",
+        "runs/checkpoints/step-00000003/optimizer-00000-002.0123abcd.safetensors",
     ]
-    for key in [*kept[10:], *left]:
+    saved_keys = bucket.all_keys()
+    for key in [*kept, *left]:
         s3.put_object(Bucket=name, Key=key, Body=b"content")
-    for key in ("runs/checkpoints/step-00000003/optimizer-00000.0123abcd.bin", "runs/checkpoints-2/large"):
+    for key in (left[1].replace("00000003", "00000004"), "runs/checkpoints-2/large"):
         s3.create_multipart_upload(Bucket=name, Key=key)
     assert step_restored(directory) == 2
-    assert bucket.all_keys() == sorted(kept)
+    assert bucket.all_keys() == sorted([*saved_keys, *kept])
     assert bucket.uploads() == ["runs/checkpoints-2/large"]
     assert len(said(caplog)) == 3
 
 
-def test_who_may_not_list_uploads(bucket, caplog, monkeypatch):
-    """Some accounts may not: that is no reason not to run."""
+def test_what_may_not_be_done(bucket, caplog, monkeypatch):
+    """To list uploads is refused to some accounts; S3 answers 200 to a deletion that it refuses. Both are
+    logged, and the run continues.
+    """
+    directory = bucket.uri("checkpoints")
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=1))
+    save(checkpoints, 1)
 
     def refuse(*args):
         raise OSError("AccessDenied when calling the ListMultipartUploads operation")
 
-    saved(bucket.uri("checkpoints"), 1)
     monkeypatch.setattr(storage, "abort_uploads", refuse)
-    assert step_restored(bucket.uri("checkpoints")) == 1
-    assert "AccessDenied" in caplog.text
-
-
-def test_deletions_that_are_refused(bucket, caplog, monkeypatch):
-    """S3 answers 200 to a refused deletion: old checkpoints stay, and it is said."""
-    directory = bucket.uri("checkpoints")
-    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=1))
-    save(checkpoints, 1)
-    monkeypatch.setattr(
-        storage._s3(), "delete_objects", lambda **_: {"Errors": [{"Key": "k", "Code": "AccessDenied"}]}
-    )
+    assert step_restored(directory) == 1
+    assert "ListMultipartUploads" in caplog.text
+    refused = {"Errors": [{"Key": "k", "Code": "AccessDenied"}]}
+    monkeypatch.setattr(storage._s3(), "delete_objects", lambda **_: refused)
     save(checkpoints, 2)
     assert checkpoints.failures == 0
-    assert "AccessDenied" in said(caplog)[0]
+    assert "deleting" in said(caplog)[-1]
     assert manifests.steps(directory) == [1, 2]

@@ -1,196 +1,383 @@
-"""A checkpoint's weights as one file: bit for bit, whole or not at all, and a model again."""
+"""Weights handed on: what a model takes over from another's, alone and sharded; exports."""
 
 import hashlib
 import json
-from collections.abc import Callable
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from moe.load import CONFIG, DTYPES, WEIGHTS
+from moe.adapt import upcycle
+from moe.layer import MoEConfig
+from moe.load import CONFIG, WEIGHTS
+from moe.load import load as load_exported
+from moe.parallel import build_sharded, make_mesh
+from moe.routers import SoftConfig
 from moe.vit import ViT
-from orchestrator.checkpoint import single_file
-from orchestrator.checkpoint.retention import drop_optimizer
-from orchestrator.checkpoint.run import Checkpoints
-from orchestrator.checkpoint.weights import export, export_folder, load_exported, load_newest
+from orchestrator import storage
+from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.checkpoint.weights import export, load_newest, start_from
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training.optim import build_optimizer
 
-RUNS = {
-    kind: override(RunConfig(), {"model.moe.router.kind": kind, "model.width": 16, "model.mlp_dim": 32})
-    for kind in ("soft", "mixture")  # the second has a buffer
+SMALL = {"model.width": 16, "model.mlp_dim": 32, "data.batch_size": 8, "train.schedule.warmup_steps": 0}
+DENSE = override(RunConfig(), SMALL)
+SOFT = override(DENSE, {"model.moe.router.kind": "soft", "model.moe.num_experts": 4})
+LAYOUTS = [(1, 2), (2, 1)]  # (dp, ep)
+
+
+UPCYCLED = replace(SOFT.model, image_size=12, num_classes=7)
+CASES = {  # source -> what starts from it
+    "dense": {"the same": DENSE.model, "upcycled": UPCYCLED, "deeper": replace(DENSE.model, depth=3)},
+    "soft": {
+        "the same": SOFT.model,
+        "finer": replace(SOFT.model, image_size=12),
+        "dense": DENSE.model,
+        "more experts": replace(SOFT.model, moe=MoEConfig(router=SoftConfig(), num_experts=8)),
+    },
 }
 
 
+def save_trained(run: RunConfig, directory: str, *steps: int) -> ViT:
+    """A checkpoint of random weights at each step; returns the last of these models."""
+    model = ViT(run.model)
+    optimizer = build_optimizer(run.train.optimizer, model)
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=9))
+    for step in steps:
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                tensor.normal_(generator=torch.Generator().manual_seed(step))
+        checkpoints.save(step, model, optimizer, images=8 * step, progress={}, config=to_dict(run))
+    checkpoints.finish()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ViT]]:
+    """Source -> its directory of checkpoints (steps 2 and 4), and the model; not to be written to."""
+    folder = tmp_path_factory.mktemp("trained")
+    return {
+        name: (f"{folder}/{name}", save_trained(run, f"{folder}/{name}", 2, 4))
+        for name, run in {"dense": DENSE, "soft": SOFT}.items()
+    }
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Callable[..., tuple[str, ViT]]:
-    """``saved("soft", 3)``: a directory with a checkpoint of step 3, and its model; no weight is zero."""
-
-    def save(kind: str, *steps: int) -> tuple[str, ViT]:
-        run, directory = RUNS[kind], f"{tmp_path}/checkpoints"
-        model = ViT(run.model)
-        optimizer = build_optimizer(run.train.optimizer, model)
-        checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=9))
-        for step in steps:
-            with torch.no_grad():
-                for tensor in model.state_dict().values():
-                    tensor.normal_(generator=torch.Generator().manual_seed(step))
-            checkpoints.save(step, model, optimizer, images=0, progress={}, config=to_dict(run))
-        checkpoints.finish()
-        return directory, model
-
-    return save
+def dense(trained: dict[str, tuple[str, ViT]]) -> tuple[str, ViT]:
+    return trained["dense"]
 
 
-def assert_same(got: ViT, expected: ViT) -> None:
-    torch.testing.assert_close(dict(got.state_dict()), dict(expected.state_dict()), rtol=0, atol=0)
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(got), dict(expected), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_model_again(kind, saved, tmp_path):
-    directory, model = saved(kind, 3)
+def images(side: int = 8) -> Tensor:
+    return torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(2))
+
+
+def test_the_same_model(dense):
+    directory, model = dense
+    started = ViT(DENSE.model, seed=9)
+    report = start_from(started, directory)
+    assert_same(started.state_dict(), model.state_dict())
+    assert (report.source, report.step) == (f"{directory}/step-00000004", 4)
+    assert report.transfer.copied == tuple(model.state_dict())
+    assert report.numbers == sum(p.numel() for p in model.parameters())
+    assert "\n" not in str(report)
+    assert start_from(ViT(DENSE.model), f"{directory}/step-00000002").step == 2
+
+
+def test_upcycled_to_finer_images_and_other_classes(dense):
+    """Everything at once, against `upcycle`, which has no head of other classes."""
+    directory, model = dense
+    started, fresh = ViT(UPCYCLED, seed=9), ViT(UPCYCLED, seed=9).state_dict()
+    report = start_from(started, directory)
+    expected = upcycle(model.state_dict(), replace(UPCYCLED, num_classes=10), seed=9)
+    expected |= {name: fresh[name] for name in ("head.weight", "head.bias")}
+    assert_same(started.state_dict(), expected)
+    assert report.numbers == sum(
+        tensor.numel() for name, tensor in expected.items() if "router" not in name and "head." not in name
+    )
+    assert str(report).splitlines() == [
+        f"started from {directory}/step-00000004, step 4: 28 tensors as they are, 5 converted, 8,512 numbers",
+        "  converted position_SD: resized from 4 x 4 to 6 x 6 patches",
+        "  converted blocks.1.mlp.experts.w_in_EDF, blocks.1.mlp.experts.b_in_EF,"
+        " blocks.1.mlp.experts.w_out_EFD, blocks.1.mlp.experts.b_out_ED: each expert a copy of the block's"
+        " MLP",
+        "  as initialised blocks.1.mlp.router.phi_DEC, blocks.1.mlp.router.scale: absent there",
+        "  as initialised head.weight: (10, 16) there, (7, 16) here",
+        "  as initialised head.bias: (10,) there, (7,) here",
+    ]
+
+
+def test_experts_to_dense(trained):
+    started, fresh = ViT(DENSE.model, seed=9), ViT(DENSE.model, seed=9).state_dict()
+    report = start_from(started, trained["soft"][0])
+    mlp = {name: tensor for name, tensor in fresh.items() if name.startswith("blocks.1.mlp.")}
+    assert report.transfer.initial == dict.fromkeys(mlp, "absent there")
+    assert all(torch.equal(started.state_dict()[name], tensor) for name, tensor in mlp.items())
+    assert [line.split(" blocks.")[0] for line in str(report).splitlines()[1:]] == [
+        "  as initialised",
+        "  not used",
+    ]
+
+
+def test_a_file_of_somebody_else(dense, tmp_path, monkeypatch):
+    """A relative path, an unknown tensor, metadata of another kind."""
+    monkeypatch.chdir(tmp_path)
+    weights = dict(dense[1].state_dict())
+    save_file(weights | {"teacher.weight": torch.zeros(2)}, "weights.safetensors", {"step": "last"})
+    started = ViT(DENSE.model, seed=9)
+    report = start_from(started, "weights.safetensors")
+    assert_same(started.state_dict(), weights)
+    assert (report.step, report.transfer.unused) == (None, ("teacher.weight",))
+
+
+def test_another_width_is_refused(dense):
+    """Some vectors would fit: those of the heads' norms, and the classes'."""
+    model = ViT(replace(DENSE.model, width=32, heads=4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        UsageError, match=r"nothing in .*step-00000004 fits .* position_SD: \(16, 16\) there, "
+    ):
+        start_from(model, dense[0])
+    assert_same(model.state_dict(), before)
+
+
+def test_another_dtype_is_refused(dense, tmp_path):
+    half = {name: tensor.bfloat16() for name, tensor in dense[1].state_dict().items()}
+    save_file(half, tmp_path / "half.safetensors")
+    message = r"half.safetensors holds other dtypes: .*: torch.bfloat16 there, torch.float32 here; cast them"
+    for config in (DENSE.model, UPCYCLED):
+        with pytest.raises(UsageError, match=message):
+            start_from(ViT(config), f"{tmp_path}/half.safetensors")
+
+
+def damage(folder: Path, pattern: str = "weights-*") -> None:
+    (file,) = folder.glob(pattern)
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_source(dense, tmp_path, caplog):
+    """Of a directory the one before is taken; a folder is what was asked for, or nothing."""
+    directory = tmp_path / "copy"
+    shutil.copytree(dense[0], directory)
+    damage(directory / "step-00000004")
+    report = start_from(ViT(DENSE.model), str(directory))
+    assert report.step == 2
+    assert "step-00000004 is damaged (weights-00000-001." in caplog.text
+    damage(directory / "step-00000002", "optimizer-*")  # nobody asks for it
+    assert start_from(ViT(DENSE.model), str(directory)).step == 2
+    model = ViT(DENSE.model, seed=9)
+    with pytest.raises(UsageError, match=r"step-00000004 is damaged: weights-00000-001\.\w+\.safetensors"):
+        start_from(model, f"{directory}/step-00000004")
+    assert_same(model.state_dict(), ViT(DENSE.model, seed=9).state_dict())
+    damage(directory / "step-00000002")
+    with pytest.raises(FileNotFoundError, match="copy holds no whole checkpoint"):
+        start_from(model, str(directory))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 100, "is not a safetensors file"),
+        (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
+        (None, "holds no whole safetensors file"),
+    ],
+    ids=["empty", "noise", "no object", "cut"],
+)
+def test_a_damaged_file(content, message, dense, tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file(dense[1].state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    with pytest.raises(UsageError, match=message):
+        start_from(ViT(DENSE.model), str(path))
+
+
+@pytest.mark.parametrize("location", ["nowhere", "nowhere/model.safetensors"])
+def test_nothing_there(location, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        start_from(ViT(DENSE.model), f"{tmp_path}/{location}")
+
+
+def test_from_s3(dense, bucket, tmp_path):
+    directory, model = dense
+    export(directory, f"{tmp_path}/dense.safetensors")
+    storage.write_bytes(bucket.uri("dense.safetensors"), (tmp_path / "dense.safetensors").read_bytes())
+    for file in Path(directory).rglob("*.*"):
+        storage.write_bytes(bucket.uri("dense", str(file.relative_to(directory))), file.read_bytes())
+    expected = upcycle(model.state_dict(), SOFT.model)
+    for location in ("dense", "dense/step-00000004", "dense.safetensors"):
+        started = ViT(SOFT.model)
+        report = start_from(started, bucket.uri(location))
+        assert_same(started.state_dict(), expected)
+        assert report.step == 4
+    with pytest.raises(FileNotFoundError, match="soft holds no whole checkpoint"):
+        start_from(ViT(SOFT.model), bucket.uri("soft"))
+    with pytest.raises(FileNotFoundError, match=r"soft\.safetensors"):
+        start_from(ViT(SOFT.model), bucket.uri("soft.safetensors"))
+
+
+def test_an_export_is_a_model_again(trained, tmp_path):
+    directory, model = trained["soft"]
     export(directory, f"{tmp_path}/new/folder/model.safetensors")
     loaded = load_exported(f"{tmp_path}/new/folder/model.safetensors")
-    assert_same(loaded, model)
-    assert loaded.config == RUNS[kind].model
-    assert not loaded.training
-    assert all(param.requires_grad for param in loaded.parameters())
-    images = torch.randn(2, 3, 8, 8)
-    assert torch.equal(loaded(images).logits, model.eval()(images).logits)
+    assert_same(loaded.state_dict(), model.state_dict())
+    assert loaded.config == SOFT.model
+    assert torch.equal(loaded(images()).logits, model(images()).logits)
     assert [path.name for path in (tmp_path / "new/folder").iterdir()] == ["model.safetensors"]
 
 
-def test_anybody_can_read_it(saved, tmp_path):
+def test_anybody_can_read_it(trained, tmp_path):
     """The library itself: the tensors, and of which run and checkpoint they are."""
-    directory, model = saved("soft", 3)
-    path = tmp_path / "model.safetensors"
+    directory, model = trained["soft"]
+    path, neighbour = tmp_path / "model.safetensors", tmp_path / "neighbour"
     export(directory, str(path))
-    torch.testing.assert_close(load_file(path), dict(model.state_dict()), rtol=0, atol=0)
-    neighbour = tmp_path / "neighbour"
+    assert_same(load_file(path), model.state_dict())
     neighbour.touch()
     assert path.stat().st_mode == neighbour.stat().st_mode
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    assert from_dict(RunConfig, json.loads(metadata.pop("config"))) == RUNS["soft"]
-    manifest = Path(directory, "step-00000003/manifest.json").read_bytes()
+    assert from_dict(RunConfig, json.loads(metadata.pop("config"))) == SOFT
+    manifest = Path(directory, "step-00000004/manifest.json").read_bytes()
     assert metadata == {
         "format": "pt",
         "version": "1",
-        "step": "3",
+        "step": "4",
         "classes": "null",  # of shards that are not there
         "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
     }
 
 
-def test_weights_are_all_it_needs(saved, tmp_path):
-    directory, model = saved("soft", 3)
-    assert drop_optimizer(directory) > 0
-    export(f"{directory}/step-00000003", f"{tmp_path}/model.safetensors")
-    assert_same(load_exported(f"{tmp_path}/model.safetensors"), model)
-
-
-def test_the_newest_whole_one(saved, tmp_path, caplog):
-    _, expected = saved("soft", 3)
-    directory, _ = saved("soft", 3, 6)
-    Path(directory, "step-00000006/manifest.json").write_text("{}")
-    export(directory, f"{tmp_path}/model.safetensors")
-    assert_same(load_exported(f"{tmp_path}/model.safetensors"), expected)
-    assert "step-00000006 is damaged (manifest.json); trying the one before" in caplog.text
-    loaded = ViT(RUNS["soft"].model)
-    assert load_newest(directory, loaded).step == 3
-    assert_same(loaded, expected)
-    with pytest.raises(UsageError, match=r"step-00000006 is damaged: manifest\.json"):
-        export(f"{directory}/step-00000006", f"{tmp_path}/other.safetensors")
+def test_the_newest_whole_one_is_exported(dense, tmp_path, caplog):
+    directory, out = tmp_path / "copy", f"{tmp_path}/model.safetensors"
+    shutil.copytree(dense[0], directory)
+    (directory / "step-00000004/manifest.json").write_text("{}")
+    export(str(directory), out)
+    assert "step-00000004 is damaged (manifest.json); trying the one before" in caplog.text
+    loaded = ViT(DENSE.model)
+    assert load_newest(str(directory), loaded).step == 2
+    assert_same(load_file(out), loaded.state_dict())
+    with pytest.raises(UsageError, match=r"step-00000004 is damaged: manifest\.json"):
+        export(f"{directory}/step-00000004", f"{tmp_path}/other.safetensors")
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_a_file_that_is_there_stays(saved, tmp_path):
-    directory, model = saved("soft", 3)
-    path = tmp_path / "model.safetensors"
+def test_what_is_there_stays(dense, tmp_path, monkeypatch):
+    """Unless it is to be replaced; and when that fails."""
+    path = tmp_path / "out/model.safetensors"
+    path.parent.mkdir()
     path.write_bytes(b"precious")
     with pytest.raises(UsageError, match=r"model\.safetensors exists already; --force"):
-        export(directory, str(path))
-    assert path.read_bytes() == b"precious"
-    export(directory, str(path), force=True)
-    assert_same(load_exported(str(path)), model)
-
-
-def test_a_write_that_fails_leaves_what_was_there(saved, tmp_path, monkeypatch):
-    directory, _ = saved("soft", 3)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"precious")
+        export(dense[0], str(path))
 
     def disk_full(name):
         assert len(Path(name).read_bytes()) > 1000
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(single_file.storage, "flush", disk_full)
-    with pytest.raises(OSError, match="no space left"):
-        export(directory, str(path), force=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "flush", disk_full)
+        with pytest.raises(OSError, match="no space left"):
+            export(dense[0], str(path), force=True)
     assert path.read_bytes() == b"precious"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+    assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
+    export(dense[0], str(path), force=True)
+    assert_same(load_exported(path).state_dict(), dense[1].state_dict())
 
 
-def test_a_folder_never_describes_other_weights(saved, tmp_path, monkeypatch):
+def test_a_folder_never_describes_other_weights(dense, tmp_path, monkeypatch):
     """The second export fails while it writes weights: the description of the first is gone."""
-    directory, _ = saved("soft", 3)
     folder = tmp_path / "folder"
-    export_folder(directory, str(folder))
+    export(dense[0], str(folder))
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
+    with pytest.raises(UsageError, match="folder holds an export already; --force"):
+        export(dense[0], str(folder))
 
     def disk_full(_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(single_file.storage, "flush", disk_full)
+    monkeypatch.setattr(storage, "flush", disk_full)
     with pytest.raises(OSError, match="no space left"):
-        export_folder(directory, str(folder), force=True)
+        export(dense[0], str(folder), force=True)
     assert not (folder / CONFIG).exists()
 
 
-@pytest.mark.parametrize("out", ["s3://bucket/model.safetensors", "model.pt"])
-def test_names_that_are_refused(out, tmp_path):
-    with pytest.raises(UsageError, match=r"local file that ends in \.safetensors"):
-        export(str(tmp_path), out)
+def worker(rank: int, folder: str) -> None:
+    """Every case on every layout equals what one process got; then what goes wrong goes wrong on both."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    group = dist.new_group(backend="gloo")
+    for dp, ep in LAYOUTS:
+        mesh = make_mesh("cpu", ep=ep)
+        for path in sorted(Path(folder).glob("expected/*.safetensors")):
+            name, case = path.stem.split("-")
+            model = build_sharded(CASES[name][case], mesh, seed=9)
+            parts = {name: local(param).data_ptr() for name, param in model.named_parameters()}
+            suffix = ".safetensors" if dp == 2 else ""  # both kinds of sources
+            report = start_from(model, f"{folder}/{name}{suffix}", group=group)
+            assert_same(whole(model), load_file(path))
+            assert parts == {name: local(param).data_ptr() for name, param in model.named_parameters()}
+            expected = path.with_suffix(".txt").read_text().splitlines()
+            assert str(report).splitlines()[1:] == expected[1:], path
+            if (name, case) == ("soft", "the same"):
+                optimizer = build_optimizer(SOFT.train.optimizer, model)
+                checkpoints = Checkpoints(f"{folder}/saved-{dp}-{ep}", CheckpointConfig(asynchronous=False))
+                checkpoints.save(4, model, optimizer, images=32, progress={}, config=to_dict(SOFT))
+                checkpoints.finish()
+    model = build_sharded(DENSE.model, mesh, seed=9)
+    assert start_from(model, f"{folder}/damaged", group=group).step == 2
+    with pytest.raises(UsageError, match="step-00000004 is damaged"):
+        start_from(model, f"{folder}/damaged/step-00000004", group=group)
+    for suffix in ("", ".safetensors"):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            start_from(model, f"{folder}/nowhere{suffix}", group=group)
+    dist.destroy_process_group()
 
 
-def test_no_export(tmp_path):
-    path = str(tmp_path / "model.safetensors")
-    save_file({"head.bias": torch.zeros(10)}, path, {"format": "pt"})
-    with pytest.raises(UsageError, match=r"no export of version 1: its metadata is \{'format': 'pt'\}"):
-        load_exported(path)
-    with pytest.raises(FileNotFoundError):
-        load_exported(str(tmp_path / "nothing.safetensors"))
+def local(param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
-def test_an_export_of_another_model(change, saved, tmp_path):
-    """The metadata may have been copied to other tensors: nothing may stay as it was in memory."""
-    directory, _ = saved("soft", 3)
-    path = str(tmp_path / "model.safetensors")
-    export(directory, path)
-    tensors, metadata = load_file(path), dict(single_file.read_header(path).metadata)
-    if change == "missing":
-        del tensors["blocks.0.norm1.bias"]
-    else:
-        tensors["head.bias" if change == "shape" else "stray"] = torch.zeros(3)
-    save_file(tensors, path, metadata)
-    with pytest.raises(UsageError, match=r"does not hold the model that its config describes"):
-        load_exported(path)
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        for name, tensor in model.state_dict().items()
+    }
 
 
-def test_tensors_of_every_dtype(tmp_path):
-    """Small ones between large ones: the library demands that there is no gap and that they are aligned."""
-    path = str(tmp_path / "weights.safetensors")
-    tensors = {f"{i}": torch.ones(3, 1, dtype=dtype) for i, dtype in enumerate(DTYPES.values())}
-    tensors = {"scalar": torch.tensor(True), **tensors, "none": torch.empty(0, 4)}
-    single_file.write(path, tensors, {"some": "words"})
-    torch.testing.assert_close(load_file(path), tensors, rtol=0, atol=0)
-    header = single_file.read_header(path)
-    assert header.metadata == {"some": "words"}
-    for entry in header.tensors.values():
-        assert (header.begin + entry["data_offsets"][0]) % DTYPES[entry["dtype"]].itemsize == 0
+@pytest.mark.smoke
+def test_two_workers(trained, tmp_path):
+    """What each started from is what one process gets; what they saved is exported bit for bit."""
+    (tmp_path / "expected").mkdir()
+    for name, cases in CASES.items():
+        directory, _ = trained[name]
+        shutil.copytree(directory, tmp_path / name)
+        export(directory, f"{tmp_path}/{name}.safetensors")
+        for case, config in cases.items():
+            model = ViT(config, seed=9)
+            report = start_from(model, directory)
+            save_file(model.state_dict(), tmp_path / "expected" / f"{name}-{case}.safetensors")
+            (tmp_path / "expected" / f"{name}-{case}.txt").write_text(str(report))
+    shutil.copytree(trained["dense"][0], tmp_path / "damaged")
+    damage(tmp_path / "damaged/step-00000004", "weights-*")
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    for dp, ep in LAYOUTS:
+        folder = tmp_path / f"saved-{dp}-{ep}"
+        assert len([*folder.glob("step-00000004/weights-*")]) == 2
+        export(str(folder), f"{folder}.safetensors")
+        assert_same(load_exported(f"{folder}.safetensors").state_dict(), trained["soft"][1].state_dict())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe.vit import ViT
-from orchestrator.checkpoint.start import start_from, start_report
+from orchestrator.checkpoint.weights import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process

@@ -94,9 +94,9 @@ def test_what_is_not_there(reference: str, message: str, trained_home: Path, sto
 
 def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
     shutil.copytree(f"{trained_home}/tiny/trials/soft/checkpoints/step-00000020", tmp_path / "copy")
-    (weights,) = (tmp_path / "copy").glob("weights*.bin")
+    (weights,) = (tmp_path / "copy").glob("weights*")
     content = bytearray(weights.read_bytes())
-    content[0] ^= 1
+    content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(UsageError, match=f"checkpoint {tmp_path}/copy is damaged: {weights.name}"):
         read_trained(str(tmp_path / "copy"))

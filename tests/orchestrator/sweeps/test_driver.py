@@ -9,7 +9,7 @@ import ray
 from mlflow import MlflowClient
 
 from jobs.show import ended_line
-from orchestrator.checkpoint.find import newest
+from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def sweep_of(digits: str, root: Path, **changes: Any) -> Sweep:
 
 
 def checked(sweep: Sweep, **options: Any) -> dict[str, Finding]:
-    found = preflight(sweep, **{"connect": lambda: None, "open_store": nullcontext} | options)
+    found = preflight(sweep, **{"connect": lambda: None, "open_store": lambda: None} | options)
     return {finding.check: finding for finding in found}
 
 
@@ -86,12 +86,12 @@ def test_a_trial_that_never_fits(digits: str, tmp_path: Path) -> None:
 def test_a_trial_that_does_not_fit_the_memory(digits: str, tmp_path: Path) -> None:
     sweep, nodes = sweep_of(digits, tmp_path), {"a": NODE}
     with pytest.raises(UsageError, match=r"2 of 2 trials do not fit; a: needs .* GiB per device, and 90%"):
-        check_trials(sweep, nodes, {"a": {"CPU": 2, "memory": 2.0**20}}, confirm=False)
+        check_trials(sweep, nodes, {"a": {"CPU": 2, "memory": 2.0**20}}, retrain=False)
     larger = {"a": {"CPU": 1, "memory": 2.0**20}}  # another node is to come
-    assert check_trials(sweep, nodes, larger, confirm=False) == "2 trials fit 1 node"
+    assert check_trials(sweep, nodes, larger, retrain=False) == "2 trials fit 1 node"
     on_gpus = replace(sweep, base=override(sweep.base, {"scale.use_gpu": True}))
     with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has at most 0"):
-        check_trials(on_gpus, nodes, {"a": {"CPU": 2, "memory": 2.0**40}}, confirm=False)
+        check_trials(on_gpus, nodes, {"a": {"CPU": 2, "memory": 2.0**40}}, retrain=False)
 
 
 def test_a_bucket(bucket: Bucket, digits: str) -> None:

@@ -1,0 +1,308 @@
+"""Tensors as safetensors files and back.
+
+torch.distributed.checkpoint plans which rank moves which part of a tensor, so any layout loads any other. Its
+Hugging Face storage writes and reads the files; it knows local folders alone, so files go to S3 and come from
+there through a temporary folder of the node. Nothing is pickled.
+"""
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from orchestrator import storage
+from orchestrator.checkpoint.manifest import CHUNK, File, Manifest, agreed, gathered, hashed, rank_in
+from orchestrator.errors import UsageError
+
+SUFFIX = ".safetensors"
+OPTIMIZER = "optimizer."  # begins the names of the optimiser's tensors; weights are named as in the model
+FILE_BYTES = 128 << 20  # a file is built in memory, so large states are spread over several
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+# one process without a process group is meant
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns references to all tensors that training continues from. An optimiser without state gets the
+    state of before its first update.
+    """
+    # the weights first: this shards again what an evaluation left gathered
+    weights: dict[str, Any] = get_model_state_dict(model)
+    is_new = not optimizer.state
+    moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    if is_new:
+        # torch made the state by an update without gradients, which counted as one
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+    return weights | {f"{OPTIMIZER}{n}": value for n, value in moments.items() if isinstance(value, Tensor)}
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def write(
+    folder: str,
+    token: str,
+    state: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+) -> dict[str, File]:
+    """Writes this rank's share into `folder`, and returns the files of all ranks:
+    ``weights-<rank>-<number>.<token>.safetensors`` and ``optimizer-..``.
+
+    Args:
+        token: a name of this attempt to save, so that files of two attempts are never mixed.
+        state: tensors, which may be spread over ranks.
+        parts: this rank's parts of them, or copies that hold still while training continues.
+
+    Raises:
+        CheckpointException, OSError: if that failed on any rank.
+    """
+    rank = rank_in(group)
+    number_of = _file_numbers(state, dist.get_world_size(group) if group else 1)
+    weights = {number for name, number in number_of.items() if not name.startswith(OPTIMIZER)}
+
+    def move(source: Path) -> dict[str, File]:
+        """Gives this rank's files their names in `folder`."""
+        files = {}
+        for path in sorted(source.iterdir()) if source.exists() else []:
+            # torch calls it shard-<rank>-model-<number>-of-<count>.safetensors
+            number = int(path.name.split("-")[3])
+            kind = "weights" if number in weights else "optimizer"
+            name = f"{kind}-{rank:05d}-{number:03d}.{token}{SUFFIX}"
+            files[name] = hashed(str(path))
+            if storage.is_local(folder):
+                path.rename(Path(storage.absolute(folder), name))
+            else:
+                with path.open("rb") as file, storage.open_to_write(storage.join(folder, name)) as stream:
+                    shutil.copyfileobj(file, stream, CHUNK)
+                path.unlink()
+        with suppress(FileNotFoundError):
+            source.rmdir()
+        return files
+
+    with _local_folder(folder) as local:
+        mine = Path(local, f"rank-{rank:05d}")
+        writer = HuggingFaceStorageWriter(str(mine), fqn_to_index_mapping=number_of, save_distributed=True)
+        state_dict_saver.save(
+            dict(state),
+            storage_writer=writer,
+            planner=_SaveParts(parts),
+            process_group=group,
+            no_dist=group is None,
+        )
+        return dict(ChainMap(*gathered(lambda: move(mine), group)))
+
+
+def load(
+    folder: str,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills the model, and the optimiser if there is one, in place, whatever layout wrote the checkpoint.
+
+    Raises:
+        ValueError: if tensors are missing, unknown, or of another shape or dtype; none is converted, and
+            nothing was filled.
+        OSError: if reading fails.
+    """
+    weights: dict[str, Any] = get_model_state_dict(model)
+    wanted = weights if optimizer is None else state_of(model, optimizer)
+    if len(wanted) > len(weights) and not manifest.has_optimizer():
+        raise ValueError(f"{folder} holds weights only: training cannot continue from it")
+    names = manifest.weights() if optimizer is None else list(manifest.files)
+    with open_reader(folder, names, group) as reader:
+        _check_same(folder, reader.tensors(), wanted)
+        fill(wanted, reader, group)
+    set_model_state_dict(model, {name: wanted[name] for name in weights})
+    if optimizer is not None:
+        moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
+        moments |= {n.removeprefix(OPTIMIZER): t for n, t in wanted.items() if n not in weights}
+        set_optimizer_state_dict(model, optimizer, moments, options=FLAT)
+
+
+def fill(tensors: Mapping[str, Tensor], reader: "Reader", group: dist.ProcessGroup | None = None) -> None:
+    """Fills tensors, sharded or not, in place. Raises OSError."""
+    try:
+        state_dict_loader.load(
+            dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None
+        )
+    except CheckpointException as error:  # it is not an Exception, which callers wait for
+        worker, cause = first_failure(error)
+        location = reader.remote or reader.path
+        raise OSError(f"reading {location} failed: worker {worker}: {cause!r}") from error
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """Returns the first worker that failed and its error; the same on every worker."""
+    worker, (cause, _) = next(iter(error.failures.items()))
+    return worker, cause
+
+
+class Reader(HuggingFaceStorageReader):
+    """Reads these files of a local folder, and no others that lie there.
+
+    With `remote`, the folder is an empty one that gets copies of the files there: of all of them the headers,
+    on the first worker, and on each worker those files whole that it has to read.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        names: Sequence[str],
+        group: dist.ProcessGroup | None = None,
+        remote: str | None = None,
+    ) -> None:
+        super().__init__(folder)
+        self.fs = _Listed(names)
+        self.remote = remote
+        self.metadata = agreed(self._read_headers, group)
+        for found in (self.metadata.storage_data or {}).values():
+            found.relative_path = str(Path(folder, Path(found.relative_path).name))
+        self._copied: set[str] = set()
+
+    def _read_headers(self) -> Metadata:
+        if self.remote:
+            for path in map(Path, self.fs.ls(self.path)):
+                with storage.open_to_read(storage.join(self.remote, path.name)) as file:
+                    length = int.from_bytes(file.read_at(8, 0), "little")
+                    path.write_bytes(file.read_at(8 + length, 0))
+                    os.truncate(path, file.size())
+        try:
+            return super().read_metadata()
+        except SafetensorError as error:
+            raise UsageError(f"{self.remote or self.path} holds no whole safetensors file: {error}") from None
+
+    def read_metadata(self) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self.remote:
+            needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+            for path in needed - self._copied:
+                source = storage.join(self.remote, Path(path).name)
+                with storage.open_to_read(source) as file, open(path, "wb") as target:
+                    shutil.copyfileobj(file, target, CHUNK)
+                self._copied.add(path)
+        return super().read_data(plan, planner)
+
+    def tensors(self, device: str = "meta") -> dict[str, Tensor]:
+        """Returns a tensor to be filled for each that is there; on the meta device shape and dtype alone."""
+        saved: Any = self.metadata.state_dict_metadata
+        return {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
+            for name, tensor in saved.items()
+        }
+
+
+@contextmanager
+def open_reader(
+    folder: str, names: Sequence[str], group: dist.ProcessGroup | None = None
+) -> Iterator[Reader]:
+    """Opens files of a folder, which may be on S3: then copies of them lie in a temporary folder meanwhile.
+
+    Raises:
+        UsageError: if one of them is not a whole safetensors file.
+    """
+    if storage.is_local(folder):
+        yield Reader(storage.absolute(folder), names, group)
+    else:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-") as local:
+            yield Reader(local, names, group, remote=folder)
+
+
+class _Listed(FileSystem):
+    """A file system whose folders list these files alone."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(Path(path, name)) for name in self.names]
+
+
+class _SaveParts(DefaultSavePlanner):
+    """Plans as the state is spread over workers, and writes these parts of it."""
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.parts[index.fqn].contiguous()
+
+
+def _check_same(folder: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, on every worker alike."""
+    wrong = []
+    for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.startswith(OPTIMIZER), name)):
+        there, here = saved.get(name), wanted.get(name)
+        if here is None:
+            wrong.append(f"{name} has no place")
+        elif there is None:
+            wrong.append(f"{name} is not in it")
+        elif (there.shape, there.dtype) != (here.shape, here.dtype):
+            was, now = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (there, here))
+            wrong.append(f"{name} is {was} there, {now} here")
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(f"{folder} holds another model: {'; '.join(wrong[:5])}{more}")
+
+
+def _file_numbers(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
+    """Returns name -> number of its file, from 1: weights before the optimiser, with about `FILE_BYTES` in a
+    rank's share of each.
+    """
+    numbers: dict[str, int] = {}
+    number = 0
+    for kind in (False, True):
+        number, filled = number + 1, 0
+        for name in (name for name in state if name.startswith(OPTIMIZER) == kind):
+            size = state[name].numel() * state[name].itemsize // ranks
+            if filled and filled + size > FILE_BYTES:
+                number, filled = number + 1, 0
+            numbers[name], filled = number, filled + size
+    return numbers
+
+
+@contextmanager
+def _local_folder(folder: str) -> Iterator[str]:
+    """`folder`, made if it is not there; a temporary folder if it is on S3."""
+    if storage.is_local(folder):
+        storage.make_folder(folder)
+        yield storage.absolute(folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-") as local:
+            yield local

@@ -1,0 +1,326 @@
+"""A run's checkpoints, as all its workers see them: saved beside training, resumed from, kept and removed."""
+
+import logging
+import math
+import operator
+import re
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.files import first_failure, load, local_part, state_of, write
+from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, newest, verified
+from orchestrator.config import CheckpointConfig
+from orchestrator.errors import UsageError
+
+log = logging.getLogger(__name__)
+BEST_BY = "val/acc1"
+FILE = re.compile(
+    r"(weights|optimizer)-\d{5,}-\d{3,}\.[0-9a-f]{8}\.safetensors|manifest\.json\.[0-9a-f]{32}\.tmp"
+)
+ATTEMPT = re.compile(r"(step-\d+)\.[0-9a-f]{8}\.tmp")
+
+
+class Snapshot:
+    """A copy of this worker's share of the state in host memory, which is written while training continues.
+
+    Tensors are looked up once, because that takes as long as a copy: FSDP, optimisers and our modules write
+    into their tensors and replace none. The memory is allocated before training starts, because touching its
+    pages takes longer than the copy.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.state = state_of(model, optimizer)
+        self._tensors = _tensors_of(model, optimizer)
+        self._live = {name: local_part(tensor) for name, tensor in self.state.items()}
+        self.copies = {
+            name: torch.zeros(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
+            for name, live in self._live.items()
+        }
+
+    def is_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether these tensors still belong to the model and the optimiser."""
+        now = _tensors_of(model, optimizer)
+        return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
+
+    def take(self) -> None:
+        """Copies the state as it is now."""
+        for name, live in self._live.items():
+            self.copies[name].copy_(live, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+class Checkpoints:
+    """Every method is called by all workers of the run, in the same order.
+
+    Saving copies the state and writes the copy beside training, on a process group of its own: collectives of
+    a second thread on the training's group would interleave with it. A save that fails is counted and logged
+    at the next call, and training continues; the checkpoints before it are untouched.
+    """
+
+    def __init__(self, directory: str, config: CheckpointConfig) -> None:
+        self.directory = directory
+        self.config = config
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
+        self.first = manifests.rank_in(self.group) == 0
+        self.failures = 0
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._snapshot: Snapshot | None = None
+        self._pending: tuple[int, Future[None]] | None = None
+        self._last_failure: str | None = None
+        self._skipped: set[int] = set()
+        self._saved: set[int] = set()
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
+        """Fills both from the newest checkpoint whose every file is as it was written, whatever layout wrote
+        it; damaged checkpoints are named in a warning. Returns None if there is none.
+
+        Raises:
+            ValueError: if its tensors are not those of the model, or the optimiser's are gone.
+            OSError: if storage does not answer, which is not damage.
+        """
+        agreed(lambda: _tidy(self.directory, lambda: collect_garbage(self.directory)), self.group)
+        there = agreed(lambda: manifests.steps(self.directory), self.group)
+        manifest = None
+        if there:
+            try:
+                folder, manifest = newest(self.directory, self.group)
+            except FileNotFoundError:
+                log.warning("no checkpoint in %s is whole: the run starts anew", self.directory)
+            else:
+                load(folder, manifest, model, optimizer, group=self.group)
+        self._skipped = {step for step in there if manifest is None or step > manifest.step}
+        if self.config.asynchronous:
+            self._snapshot = Snapshot(model, optimizer)
+        return manifest
+
+    def branch(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
+        """Fills both from a checkpoint of another run; what is saved from now on belongs to this run.
+
+        Raises:
+            UsageError: if it is not there, not whole, or holds weights only.
+        """
+        try:
+            manifest = verified(folder, self.group)
+        except (DamagedError, FileNotFoundError) as error:
+            raise UsageError(f"no checkpoint to branch from at {folder}: {error}") from None
+        if not manifest.has_optimizer():
+            raise UsageError(f"{folder} holds weights only: a branch needs the state of the optimiser too")
+        load(folder, manifest, model, optimizer, group=self.group)
+        if self.config.asynchronous:
+            self._snapshot = Snapshot(model, optimizer)
+        return manifest
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        images: int,
+        progress: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ) -> None:
+        """Copies the state as it is now, and returns before it is written (unless `asynchronous` is off)."""
+        self.settle()
+        described = partial(Manifest, step=step, images=images, progress=dict(progress), config=config)
+        if self.config.asynchronous:
+            if not (self._snapshot and self._snapshot.is_of(model, optimizer)):
+                self._snapshot = Snapshot(model, optimizer)
+            self._snapshot.take()
+            state, copies = self._snapshot.state, self._snapshot.copies
+            self._pending = step, self._beside.submit(self._write, step, state, copies, described)
+        else:
+            state = state_of(model, optimizer)
+            parts = {name: local_part(tensor) for name, tensor in state.items()}
+            self._finish_save(step, lambda: self._write(step, state, parts, described))
+
+    def settle(self) -> None:
+        """Waits until the last save is written, or has failed."""
+        if self._pending:
+            step, future = self._pending
+            self._pending = None
+            self._finish_save(step, future.result)
+
+    def finish(self) -> None:
+        """Raises OSError if the last save failed: a run is not complete without its weights."""
+        self.settle()
+        self._beside.shutdown()
+        if self._last_failure:
+            raise OSError(self._last_failure)
+
+    def _write(
+        self,
+        step: int,
+        state: Mapping[str, Tensor],
+        parts: Mapping[str, Tensor],
+        described: Callable[..., Manifest],
+    ) -> None:
+        folder = manifests.folder_of(self.directory, step)
+        token = agreed(lambda: uuid.uuid4().hex[:8], self.group)
+        attempt = f"{folder}.{token}.tmp" if storage.is_local(folder) else folder
+        try:
+            files = write(attempt, token, state, parts, self.group)
+            agreed(lambda: self._commit(folder, attempt, described(files=files)), self.group)
+        except (CheckpointException, Exception):
+            if self.first:
+                _tidy(self.directory, lambda: discard(attempt, token))
+            raise
+
+    def _commit(self, folder: str, attempt: str, manifest: Manifest) -> None:
+        # a checkpoint of this step that this run neither skipped nor saved is another run's
+        replace = manifest.step in self._skipped | self._saved
+        manifests.commit(folder, attempt, manifest, replace=replace)
+        if replace:
+            _tidy(self.directory, lambda: delete_unlisted(folder))
+        self._skipped.discard(manifest.step)
+        self._saved.add(manifest.step)
+        _tidy(self.directory, lambda: retain(self.directory, manifest.step, self.config, self._skipped))
+
+    def _finish_save(self, step: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+            self._last_failure = None
+        # not RuntimeError, which collectives raise when another worker is gone: then this run ends too
+        except (CheckpointException, OSError, MemoryError) as error:
+            why = repr(error)
+            if isinstance(error, CheckpointException):
+                worker, cause = first_failure(error)
+                if not isinstance(cause, Exception):
+                    raise cause from None  # an interrupt, which DCP made an exception
+                why = f"worker {worker}: {cause!r}"
+            self.failures += 1
+            self._last_failure = f"saving step {step} to {self.directory} failed: {why}"
+            if self.first:
+                log.error("%s; training continues, older checkpoints are untouched", self._last_failure)
+
+
+def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:
+    """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
+
+    Args:
+        found: step -> its quality, higher is better; None or NaN where it was not measured at that step. Of
+            equal qualities the earliest is the best, as in the run's progress.
+    """
+    latest = sorted(found)[-keep.keep_last :]
+    measured = {s: quality for s, quality in found.items() if quality is not None and not math.isnan(quality)}
+    best = sorted(measured, key=lambda step: (-measured[step], step))[: keep.keep_best]
+    multiples = [step for step in found if keep.keep_every and step % keep.keep_every == 0]
+    return {*latest, *best, *multiples}
+
+
+def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collection[int] = ()) -> None:
+    """Removes what need not stay after `step` was saved.
+
+    Checkpoints that were `skipped` when the run resumed, and those without a readable manifest, are damaged:
+    they are removed, and do not count as kept. Other checkpoints later than `step` belong to another run.
+    """
+    ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
+    found: dict[int, float | None] = {}
+    for s in ours - set(skipped):
+        try:
+            found[s] = _quality(manifests.read(manifests.folder_of(directory, s)))
+        except (DamagedError, FileNotFoundError):
+            continue
+    for old in ours - checkpoints_to_keep(found, keep):
+        manifests.remove(manifests.folder_of(directory, old))
+
+
+def quality_of(directory: str, step: int) -> float | None:
+    """Returns `BEST_BY`, if it was measured at that very step and the manifest can be read."""
+    try:
+        return _quality(manifests.read(manifests.folder_of(directory, step)))
+    except (DamagedError, FileNotFoundError):
+        return None
+
+
+def collect_garbage(directory: str) -> None:
+    """Removes what interrupted saves and removals left: files of ours that belong to no checkpoint. May only
+    be called while no run writes to `directory`.
+    """
+    storage.abort_uploads(directory)
+    for name in storage.names(directory):
+        folder = storage.join(directory, name)
+        if ATTEMPT.fullmatch(name):
+            log.warning("removing %s: its saving was interrupted", folder)
+            storage.delete(folder)
+        elif manifests.step_of(folder) is not None:
+            delete_unlisted(folder)
+
+
+def discard(attempt: str, token: str) -> None:
+    """Removes what is left in `attempt` of a save that failed."""
+    if storage.is_local(attempt):
+        storage.delete(attempt)
+    else:
+        storage.abort_uploads(attempt, f".{token}.")
+        delete_unlisted(attempt, f".{token}.")
+
+
+def delete_unlisted(folder: str, containing: str = "") -> None:
+    """Removes files that are named as ours, and that the manifest in `folder` does not list."""
+    try:
+        listed = manifests.read(folder).files.keys()
+    except DamagedError:
+        return  # its list is unknown
+    except (FileNotFoundError, NotADirectoryError):
+        listed = set()
+    for name in storage.names(folder):
+        if FILE.fullmatch(name) and containing in name and name not in listed:
+            log.warning("removing %s/%s: it belongs to no checkpoint", folder, name)
+            storage.delete(storage.join(folder, name))
+    storage.delete_empty_folder(folder)
+
+
+def drop_optimizer(directory: str) -> int:
+    """Removes the optimiser's state from every checkpoint in `directory`, and returns the bytes that were
+    freed. A complete run needs its weights alone, unless it is to be continued.
+    """
+    freed = 0
+    for folder in (manifests.folder_of(directory, step) for step in manifests.steps(directory)):
+        try:
+            before = manifests.read(folder)
+        except DamagedError:
+            continue
+        if before.has_optimizer():
+            # the manifest first: at no moment does it list a file that is gone
+            after = replace(before, files={name: before.files[name] for name in before.weights()})
+            storage.write_bytes(storage.join(folder, MANIFEST), manifests.encode(after))
+            storage.flush(folder)
+            freed += before.size() - after.size()
+            for name in before.files.keys() - after.files.keys():
+                storage.delete(storage.join(folder, name))
+        delete_unlisted(folder)
+    return freed
+
+
+def _quality(manifest: Manifest) -> float | None:
+    progress = manifest.progress
+    return progress.get("metrics", {}).get(BEST_BY) if progress.get("reported") == manifest.step else None
+
+
+def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns what training writes to; parameters as the optimiser has them, for FSDP swaps a model's own."""
+    parameters = (param for group in optimizer.param_groups for param in group["params"])
+    moments = (value for state in optimizer.state.values() for value in state.values())
+    return [model, *parameters, *moments, *model.buffers()]
+
+
+def _tidy(directory: str, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        log.warning("what could be removed from %s stays for now: %s", directory, error)
