@@ -125,49 +125,49 @@ def train_and_report(
     """run -> why it failed."""
     from jobs.progress import TrialProgress
     from jobs.show import print_compared, status_line
-    from orchestrator.sweeps.agenda import ToTheEnd
+    from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import predicted_against_actual
     from orchestrator.sweeps.confirm import knees
     from orchestrator.sweeps.log import TrialLog
     from orchestrator.sweeps.progress import snapshot
     from orchestrator.sweeps.purse import Purse
+    from orchestrator.sweeps.queue import RunToCompletion
     from orchestrator.sweeps.report import publish
     from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
-    from orchestrator.sweeps.scheduler import Halving
     from orchestrator.training.worker import Result, run_directory
 
     folder = run_directory(sweep.base)
     predicted = {e.trial: e.device_s for e in planned.estimates if e.device_s} if planned else {}
     purse = Purse(budget(args), folder, predicted)
     chance = 1 / sweep.base.model.num_classes
-    policy = Halving(chance=chance) if args.stop_early else ToTheEnd()
-    options = Options(policy=policy, at_once=args.max_concurrent, search=search)
+    policy = MultiObjectiveASHA(chance=chance) if args.stop_early else RunToCompletion()
+    options = Options(policy=policy, max_concurrent=args.max_concurrent, search=search)
     run = SweepRun(sweep, TrialLog(sweep, store, parent), purse, options)
     run.recover()
 
     def total() -> int:
-        return args.trials if args.search else len(run.agenda.standings)
+        return args.trials if args.search else len(run.queue.states)
 
     def status() -> str:
-        return status_line(snapshot(sweep, list(run.agenda.standings.values()), purse))
+        return status_line(snapshot(sweep, list(run.queue.states.values()), purse))
 
     progress = TrialProgress(run, total=total, status=status)
     with progress:
         run.work(progress)
     outcomes = run.outcomes()
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
-    standings = run.agenda.standings.values()
-    left = sum(one.outcome is None for one in standings) if run.agenda.out_of_budget else 0
+    states = run.queue.states.values()
+    left = sum(one.outcome is None for one in states) if run.queue.out_of_budget else 0
     if left:
         print(
             f"Budget exhausted: {left} trials not finished. Run again with a larger --budget-hours or"
             " --budget-usd to continue."
         )
-        if not any(one.reached or one.outcome for one in standings):
+        if not any(one.reached or one.outcome for one in states):
             return {}
     if args.stop_early:
-        paused = sum(one.outcome is None for one in standings)
-        print(f"early stopping: {paused} of {len(standings)} trials stay paused")
+        paused = sum(one.outcome is None for one in states)
+        print(f"early stopping: {paused} of {len(states)} trials stay paused")
     frontier = publish(store, sweep.base.name, folder)
     with progress:
         for point in knees(frontier, 0 if left else args.confirm):
@@ -175,7 +175,7 @@ def train_and_report(
     if args.confirm:
         frontier = publish(store, sweep.base.name, folder)
     show_end(sweep, frontier, store, folder)
-    trials = [one.trial for one in run.agenda.standings.values()]
+    trials = [one.trial for one in run.queue.states.values()]
     if freed := keep_weights_only(trials, frontier):
         print(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     if planned:
@@ -193,9 +193,9 @@ def confirm_arm(
 
     from jobs.show import ended_line
     from orchestrator.sweeps.confirm import confirm, confirm_config, trial_of
-    from orchestrator.sweeps.trial import reason_of
+    from orchestrator.sweeps.engine import reason_of
 
-    trial = trial_of((one.trial for one in run.agenda.standings.values()), arm)
+    trial = trial_of((one.trial for one in run.queue.states.values()), arm)
     config = confirm_config(sweep, trial)
     print(f"confirming {arm}: {config.train.steps} steps on {config.scale.workers} workers", flush=True)
     name = f"confirm/{arm}"

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from jobs.show import duration, ended_line
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.agenda import Job, Outcome
+from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.training.loop import Metrics
 

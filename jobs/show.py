@@ -16,9 +16,9 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.frontier.points import Frontier, hypervolume, on_front
-from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.budget import Compared, Plan, Totals
 from orchestrator.sweeps.progress import Snapshot
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.worker import Result, run_directory
 

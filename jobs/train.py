@@ -62,7 +62,7 @@ def tracked_fit(run: RunConfig, store: Tracking) -> Result:
     """Trains `run`, with a line for every report, its metrics and its end in MLflow."""
     from jobs.progress import StepLines
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.sweeps.trial import reason_of
+    from orchestrator.sweeps.engine import reason_of
     from orchestrator.tracking import SystemMetrics, track_training
     from orchestrator.training.artifacts import finish, log_left_behind
     from orchestrator.training.fit import fit, is_inline

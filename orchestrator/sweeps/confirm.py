@@ -8,9 +8,9 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Frontier, Point, is_complete, knee_point
+from orchestrator.sweeps.engine import reason_of
 from orchestrator.sweeps.log import newest_checkpoint
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.sweeps.trial import reason_of
 from orchestrator.tracking import TrackedRun, Tracking, log_checkpoint, track_training
 from orchestrator.training.artifacts import finish, log_left_behind
 from orchestrator.training.cluster import check_resources

@@ -6,7 +6,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.sweeps.agenda import Outcome
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking import (
     TrackedRun,

@@ -1,4 +1,4 @@
-"""Where a sweep stands, in the few numbers that somebody who waits wants to see."""
+"""Where a sweep stands, in a few numbers for its status line."""
 
 import math
 from collections import Counter
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.agenda import Standing
 from orchestrator.sweeps.purse import Purse
+from orchestrator.sweeps.queue import TrialState
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.worker import Result
 
@@ -35,8 +35,8 @@ class Snapshot:
     left_s: float
 
 
-def snapshot(sweep: Sweep, standings: Sequence[Standing], purse: Purse) -> Snapshot:
-    done = [(one, one.outcome) for one in standings if one.trial.role == "trial"]
+def snapshot(sweep: Sweep, states: Sequence[TrialState], purse: Purse) -> Snapshot:
+    done = [(one, one.outcome) for one in states if one.trial.role == "trial"]
     rows = [
         (math.log10(one.cost), 1 - end.metrics[sweep.quality])
         for one, end in done
@@ -44,19 +44,17 @@ def snapshot(sweep: Sweep, standings: Sequence[Standing], purse: Purse) -> Snaps
     ]
     points = np.array(rows, dtype=np.float64).reshape(-1, 2)
     chance = 1 / sweep.base.model.num_classes
-    highest = max((one.cost for one in standings), default=1.0)
-    running = [one for one in standings if one.running]
+    highest = max((one.cost for one in states), default=1.0)
+    running = [one for one in states if one.running]
     devices = sum(one.trial.run.scale.workers for one in running)
     return Snapshot(
-        trials=len(standings),
-        complete=sum(one.outcome is not None for one in standings),
+        trials=len(states),
+        complete=sum(one.outcome is not None for one in states),
         running=len(running),
-        paused=dict(
-            sorted(Counter(one.begins_at for one in standings if one.waiting and one.reached).items())
-        ),
+        paused=dict(sorted(Counter(one.begins_at for one in states if one.waiting and one.reached).items())),
         best=1 - float(points[:, 1].min()) if rows else None,
         front=int(pareto_front(points).sum()),
         hypervolume=hypervolume_2d(points, np.array([math.log10(1.1 * highest), 1 - chance])),
         spent_s=purse.spent_s,
-        left_s=purse.left_s(standings) / devices if devices and purse.can_estimate() else 0.0,
+        left_s=purse.left_s(states) / devices if devices and purse.can_estimate() else 0.0,
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from orchestrator import storage
-from orchestrator.sweeps.agenda import Job, Standing
 from orchestrator.sweeps.prices import Budget
+from orchestrator.sweeps.queue import Job, TrialState
 
 LIKE = 8  # ended jobs nearest in size, which an estimate is fitted to
 
@@ -32,13 +32,13 @@ class Purse:
         self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # FLOPs and device-seconds of each
         self._running: dict[str, tuple[float, float, int]] = {}  # trial -> began, predicted, workers
 
-    def admits(self, job: Job, one: Standing) -> bool:
+    def admits(self, job: Job, one: TrialState) -> bool:
         """Running jobs count what they were predicted to take, or have taken already if that is more."""
         now = time.monotonic()
         running = sum(max(all_of_it, (now - began) * n) for began, all_of_it, n in self._running.values())
         return self.budget.allows(self.of_job(job, one), spent_s=self.spent_s, running_predicted_s=running)
 
-    def of_job(self, job: Job, one: Standing) -> float:
+    def of_job(self, job: Job, one: TrialState) -> float:
         """Device-seconds from where the trial stands to the step of the job."""
         whole = self.predicted.get(job.trial.name)
         return (self._like(one.flops) if whole is None else whole) * one.part(job.until)
@@ -64,11 +64,11 @@ class Purse:
         """Whether enough jobs have ended, or are predicted, to estimate the time of the rest."""
         return len(self._ended) >= LIKE // 2 or bool(self.predicted)
 
-    def begin(self, job: Job, one: Standing) -> None:
+    def begin(self, job: Job, one: TrialState) -> None:
         workers = job.trial.run.scale.workers
         self._running[job.trial.name] = time.monotonic(), self.of_job(job, one), workers
 
-    def paid(self, job: Job, one: Standing) -> float:
+    def paid(self, job: Job, one: TrialState) -> float:
         """The job ended: the device-seconds that it held, which are spent."""
         began, _, workers = self._running.pop(job.trial.name)
         held_s = (time.monotonic() - began) * workers
@@ -79,12 +79,12 @@ class Purse:
         storage.write_bytes(self._file, json.dumps(kept).encode())
         return held_s
 
-    def left_s(self, standings: Iterable[Standing]) -> float:
+    def left_s(self, states: Iterable[TrialState]) -> float:
         """Device-seconds that everything not complete would take, less what running jobs have taken."""
         left, now = 0.0, time.monotonic()
-        for one in standings:
+        for one in states:
             if one.outcome is None:
-                began, _, workers = self._running.get(one.trial.name, (now, 0.0, 0))
-                whole = self.of_job(Job(trial=one.trial, until=one.steps), one)
+                began, _, workers = self._running.get(one.name, (now, 0.0, 0))
+                whole = self.of_job(Job(state=one, until=one.steps), one)
                 left += max(0.0, whole - (now - began) * workers)
         return left

@@ -1,7 +1,7 @@
-"""A sweep from what its storage has to its end: the agenda, the money, the log and the engine together."""
+"""A sweep from what its storage has to its end: the queue, the money, the log and the engine together."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 from orchestrator import storage
 from orchestrator.checkpoint.retention import drop_optimizer
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import Frontier, on_front
-from orchestrator.sweeps.agenda import Agenda, Job, Outcome, Policy, Standing, ToTheEnd
+from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.engine import Hooks, run_jobs
 from orchestrator.sweeps.log import TrialLog
 from orchestrator.sweeps.purse import Purse
+from orchestrator.sweeps.queue import Job, Outcome, Policy, RunToCompletion, TrialQueue, TrialState, state_of
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.cluster import most_resources, run_resources
@@ -35,12 +37,12 @@ class Options:
 
     Attributes:
         policy: whose turn it is: every trial to its end, or early stopping.
-        at_once: jobs at the same time; None: as many as the cluster holds.
+        max_concurrent: jobs at the same time; None: as many as the cluster holds.
         search: draws arms from the sweep's space, beside those it names.
     """
 
-    policy: Policy = ToTheEnd()
-    at_once: int | None = None
+    policy: Policy = RunToCompletion()
+    max_concurrent: int | None = None
     search: OptunaSearch | None = None
 
 
@@ -55,7 +57,7 @@ class Watch(Protocol):
 
 class SweepRun:
     """Attributes:
-    agenda: where every trial stands.
+    queue: where every trial stands.
     """
 
     def __init__(self, sweep: Sweep, log: TrialLog, purse: Purse, options: Options) -> None:
@@ -63,24 +65,25 @@ class SweepRun:
         self.log = log
         self.purse = purse
         self.options = options
+        self._predicted = set[Hashable]()
         trials = list(sweep.trials().values()) + [t for arm in _drawn(sweep) for t in sweep.of_arm(*arm)]
-        self.agenda = Agenda(
-            map(self._standing, trials),
+        self.queue = TrialQueue(
+            map(self._state, trials),
             options.policy,
-            most=most_resources(),
+            cluster_resources=most_resources(),
             quality=sweep.quality,
-            at_once=options.at_once,
+            max_concurrent=options.max_concurrent,
             admits=purse.admits,
             more=self._draw,
         )
 
     def recover(self) -> None:
         """What earlier processes left: results and pauses in storage, ends that MLflow was not told of."""
-        told, trials = self.log.told(), [one.trial for one in self.agenda.standings.values()]
+        told, trials = self.log.told(), [one.trial for one in self.queue.states.values()]
         with ThreadPoolExecutor(16) as pool:
             for trial, found in zip(trials, pool.map(_left, trials), strict=True):
                 for outcome in found:
-                    self.agenda.record(trial.name, outcome)
+                    self.queue.record(trial.name, outcome)
                     if outcome.status != "paused" and trial.name not in told:
                         self.log.end(trial, outcome)
         if self.options.search:
@@ -91,7 +94,7 @@ class SweepRun:
         """Works until nothing is left to do, or to pay for. Then trials that stay paused are stopped."""
 
         def began(job: Job) -> None:
-            self.purse.begin(job, self.agenda.standings[job.trial.name])
+            self.purse.begin(job, self.queue.states[job.trial.name])
             self.log.begin(job.trial)
             watch.began(job)
 
@@ -100,10 +103,10 @@ class SweepRun:
             watch.report(trial.name, step, metrics)
 
         def done(job: Job, outcome: Outcome) -> None:
-            one = self.agenda.standings[job.trial.name]
+            one = self.queue.states[job.trial.name]
             self.purse.paid(job, one)
             self.log.end(job.trial, outcome)
-            self.agenda.done(job.trial.name, outcome)
+            self.queue.done(job.trial.name, outcome)
             quality, cost = self._values(job.trial.arm)
             if self.options.search and cost is not None:
                 self.options.search.tell(job.trial.arm, quality, cost)
@@ -111,48 +114,69 @@ class SweepRun:
 
         try:
             hooks = Hooks(began=began, report=report, done=done, status=watch.status)
-            run_jobs(self.sweep.base, self.agenda, hooks)
+            run_jobs(self.sweep.base, self.queue, hooks)
         except BaseException:
             self.log.abandon()
             raise
-        for one in self.agenda.standings.values():
+        self._tell_predictions()
+        for one in self.queue.states.values():
             if one.waiting and one.reached:
                 self.log.stop(one.trial, one.begins_at)
 
     def outcomes(self) -> dict[str, Outcome]:
         """trial -> how it ended, of those that did."""
-        return {name: one.outcome for name, one in self.agenda.standings.items() if one.outcome is not None}
+        return {name: one.outcome for name, one in self.queue.states.items() if one.outcome is not None}
 
-    def _standing(self, trial: Trial) -> Standing:
+    def _state(self, trial: Trial) -> TrialState:
         own = trial.run.train.steps - branch_step(trial.run)
         flops = costs(trial.run, own)["cost/train_flops_6mac"]
         known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
+        if self.sweep.cost not in known and isinstance(self.options.policy, MultiObjectiveASHA):
+            raise UsageError(
+                f"--stop-early judges by what a trial will cost, and {self.sweep.cost} is measured: leave out"
+                f" --stop-early, or use one of {', '.join(known)}"
+            )
         cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
-        return Standing(trial, cost=cost, need=run_resources(trial.run), flops=flops)
+        return state_of(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
-    def _draw(self) -> list[Standing]:
+    def _tell_predictions(self) -> None:
+        """Tells the search what is predicted of paused arms: none of them is worth going on with by now."""
+        search, policy = self.options.search, self.options.policy
+        if search is None or not isinstance(policy, MultiObjectiveASHA):
+            return
+        states = list(self.queue.states.values())
+        waiting = {state.arm: state for state in states if state.waiting}
+        running = {state.arm for state in states if state.running}
+        for arm, quality in policy.predictions(states).items():
+            if arm in waiting and arm not in running | self._predicted:
+                self._predicted.add(arm)
+                search.tell(waiting[arm].trial.arm, quality, waiting[arm].cost)
+
+    def _draw(self) -> list[TrialState]:
         if not self.options.search:
             return []
-        known = {one.trial.arm for one in self.agenda.standings.values()}
+        self._tell_predictions()
+        known = {one.trial.arm for one in self.queue.states.values()}
         while (arm := self.options.search.next()) and arm.name in known:
             pass  # an earlier process began it
         if arm is None:
             return []
         record = json.dumps({"arm": arm.name, "changes": dict(arm.changes)}, indent=1)
         storage.write_bytes(storage.join(_arms(self.sweep), f"{arm.name}.json"), record.encode())
-        return [self._standing(trial) for trial in self.sweep.of_arm(arm.name, arm.changes)]
+        return [self._state(trial) for trial in self.sweep.of_arm(arm.name, arm.changes)]
 
     def _values(self, arm: str) -> tuple[float | None, float | None]:
-        """Quality and cost of an arm, means over its seeds: both None while it is not over, the quality None
-        if it did not finish.
+        """Quality and cost of an arm as the sweep measures them, means over its seeds: both None while it is
+        not over; the quality None, and the cost 0, if it did not finish.
         """
-        ones = [one for one in self.agenda.standings.values() if one.trial.arm == arm]
+        ones = [one for one in self.queue.states.values() if one.trial.arm == arm]
         ends = [one.outcome for one in ones]
         if any(end is None for end in ends):
             return None, None
-        done = [end for end in ends if isinstance(end, Result) and end.status == "finished"]
-        quality = fmean(end.metrics[self.sweep.quality] for end in done) if len(done) == len(ones) else None
-        return quality, fmean(one.cost for one in ones)
+        done = [end.metrics for end in ends if isinstance(end, Result) and end.status == "finished"]
+        if len(done) < len(ones) or any(self.sweep.cost not in metrics for metrics in done):
+            return None, 0.0
+        return fmean(m[self.sweep.quality] for m in done), fmean(m[self.sweep.cost] for m in done)
 
 
 def _left(trial: Trial) -> list[Result]:

@@ -177,8 +177,8 @@ def test_a_sweep_may_judge_frozen_features(empty_home, monkeypatch):
 def test_only_a_whole_sweep_is_confirmed(out_of_budget, tmp_path, monkeypatch):
     sweep = Sweep(base=override(RunConfig(), {"storage": str(tmp_path)}), arms={})
     waits = SimpleNamespace(outcome=None, reached={5: 0.5}, trial=None)
-    agenda = SimpleNamespace(standings={"waits": waits}, out_of_budget=out_of_budget)
-    run = SimpleNamespace(agenda=agenda, recover=bool, work=bool, outcomes=dict)
+    queue = SimpleNamespace(states={"waits": waits}, out_of_budget=out_of_budget)
+    run = SimpleNamespace(queue=queue, recover=bool, work=bool, outcomes=dict)
     confirmed = []
     for name, stub in {
         "orchestrator.sweeps.log.TrialLog": lambda *_: None,

@@ -14,7 +14,6 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import on_front
-from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
@@ -23,6 +22,7 @@ from orchestrator.sweeps.log import TrialLog
 from orchestrator.sweeps.models import load_model, register_frontier
 from orchestrator.sweeps.prices import Budget
 from orchestrator.sweeps.purse import Purse
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.report import publish
 from orchestrator.sweeps.run import Options, SweepRun, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch
@@ -66,7 +66,7 @@ def swept(
     tags = {"role": "sweep", "objective.quality": sweep.quality, "objective.cost": sweep.cost}
     parent = track(tracking, run_directory(sweep.base), sweep.base.name, tags=tags)
     purse = Purse(Budget(), run_directory(sweep.base))
-    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options(at_once=1))
+    run = SweepRun(sweep, TrialLog(sweep, tracking, parent), purse, options or Options(max_concurrent=1))
     run.recover()
     run.work(Unwatched(ended))
     parent.finish("FINISHED")
@@ -144,19 +144,19 @@ class PauseAll:
     def __init__(self, best: str) -> None:
         self.best = best
 
-    def jobs(self, standings):
-        from orchestrator.sweeps.agenda import Job
+    def jobs(self, states):
+        from orchestrator.sweeps.queue import Job
 
-        for one in standings:
+        for one in states:
             if one.waiting and not one.reached:
-                yield Job(trial=one.trial, until=5)
-            elif one.waiting and one.trial.name == self.best:
-                yield Job(trial=one.trial, until=one.steps)
+                yield Job(state=one, until=5)
+            elif one.waiting and one.name == self.best:
+                yield Job(state=one, until=one.steps)
 
 
 @pytest.mark.smoke
 def test_stopped_trials_are_no_points_and_go_on_when_they_may(sweep, tracking):
-    outcomes = swept(sweep, tracking, Options(policy=PauseAll("soft"), at_once=1))
+    outcomes = swept(sweep, tracking, Options(policy=PauseAll("soft"), max_concurrent=1))
     assert list(outcomes) == ["soft"]
     runs = {run.name: run for run in children(tracking, find_sweep(tracking, "tiny").run_id)}
     assert {name: run.status for name, run in runs.items()} == {
@@ -204,7 +204,7 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_command_goes_on(swee
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        swept(sweep, tracking, Options(at_once=2), interrupt)
+        swept(sweep, tracking, Options(max_concurrent=2), interrupt)
     tracking.flush(timeout_s=None)
     found = children(tracking, find_sweep(tracking, "tiny").run_id)
     assert "RUNNING" not in {run.status for run in found}

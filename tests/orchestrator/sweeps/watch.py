@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from orchestrator.sweeps.agenda import Job, Outcome
+from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.training.loop import Metrics
 
 
