@@ -241,7 +241,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--curves", type=Path, nargs="+", default=CURVES, help="(all)")
-    parser.add_argument("--replays", type=int, default=210, help="of each scheduler (%(default)s)")
+    parser.add_argument("--replays", type=int, default=42, help="of each scheduler (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()

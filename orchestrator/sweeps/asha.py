@@ -30,7 +30,7 @@ PRIOR_WEIGHT = 4.0
 UNKNOWN_SD = 0.02  # among arms of like cost
 SD_PER_DECADE = 0.03  # more, for arms whose cost is that far from all that were tried
 DECADES = 0.3  # of cost, within which arms predict each other
-NEGLIGIBLE = 1e-4  # part of the hypervolume: an arm that is expected to add less is not gone on with
+NEGLIGIBLE = 3e-4  # part of the hypervolume: an arm that is expected to add less is not gone on with
 WORTH_A_PAUSE = 0.05  # part of everything spent: what a pause must be able to save
 
 
