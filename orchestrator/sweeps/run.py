@@ -61,6 +61,12 @@ class SweepRun:
     """
 
     def __init__(self, sweep: Sweep, log: TrialLog, purse: Purse, options: Options) -> None:
+        known = [*costs(sweep.base, 1), "cost/marginal_train_flops_6mac"]
+        if sweep.cost not in known and isinstance(options.policy, MultiObjectiveASHA):
+            raise UsageError(
+                f"--stop-early judges by what a trial will cost, and {sweep.cost} is measured: leave out"
+                f" --stop-early, or use one of {', '.join(known)}"
+            )
         self.sweep = sweep
         self.log = log
         self.purse = purse
@@ -131,11 +137,6 @@ class SweepRun:
         own = trial.run.train.steps - branch_step(trial.run)
         flops = costs(trial.run, own)["cost/train_flops_6mac"]
         known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
-        if self.sweep.cost not in known and isinstance(self.options.policy, MultiObjectiveASHA):
-            raise UsageError(
-                f"--stop-early judges by what a trial will cost, and {self.sweep.cost} is measured: leave out"
-                f" --stop-early, or use one of {', '.join(known)}"
-            )
         cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
         return state_of(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 

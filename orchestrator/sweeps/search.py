@@ -6,7 +6,6 @@ Sources: Bergstra et al. 2011 (TPE) as optuna extends it to several objectives (
 
 import logging
 import math
-import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,6 +22,7 @@ from optuna.distributions import (
 )
 from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
+from ray import cloudpickle
 from ray.tune.search import Searcher
 
 from orchestrator.codec import changed_fields, flat, override
@@ -279,10 +279,10 @@ class ArmSearcher(Searcher):
         self.search.tell(arm.name, quality, cost)
 
     def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).write_bytes(pickle.dumps((self.search, self._arms)))
+        Path(checkpoint_path).write_bytes(cloudpickle.dumps((self.search, self._arms)))
 
     def restore(self, checkpoint_path: str) -> None:
-        self.search, self._arms = pickle.loads(Path(checkpoint_path).read_bytes())
+        self.search, self._arms = cloudpickle.loads(Path(checkpoint_path).read_bytes())
 
 
 def _digest(path: str) -> str | None:

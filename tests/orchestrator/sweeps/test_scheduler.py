@@ -13,6 +13,7 @@ from ray import tune
 
 from orchestrator.frontier.pareto import pareto_front
 from orchestrator.sweeps.scheduler import FrontierScheduler
+from orchestrator.sweeps.search import ArmSearcher, OptunaSearch
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -55,10 +56,15 @@ def run(folder: Path, arms: list[str], *, dies_at: int = 0, **options: Any) -> t
         **options,
     )
     space = {"arm": tune.grid_search(arms), "seed": tune.grid_search([0, 1])}
-    results = tune.Tuner(
+    tuning = tune.TuneConfig(scheduler=scheduler, reuse_actors=True)
+    return scheduler, fit(folder, tuning, space | {"folder": str(folder), "dies_at": dies_at})
+
+
+def fit(folder: Path, tuning: tune.TuneConfig, space: dict[str, Any] | None = None) -> Any:
+    return tune.Tuner(
         tune.with_resources(train, {"cpu": 1}),
-        param_space=space | {"folder": str(folder), "dies_at": dies_at},
-        tune_config=tune.TuneConfig(scheduler=scheduler, reuse_actors=True),
+        param_space=space,
+        tune_config=tuning,
         run_config=tune.RunConfig(
             name="sweep",
             storage_path=str(folder),
@@ -66,7 +72,6 @@ def run(folder: Path, arms: list[str], *, dies_at: int = 0, **options: Any) -> t
             failure_config=tune.FailureConfig(max_failures=2),
         ),
     ).fit()
-    return scheduler, results
 
 
 @pytest.mark.smoke
@@ -105,3 +110,29 @@ def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     assert scheduler.spent == 0
     assert len(results) == 2
     assert not list(tmp_path.glob("good0-*"))
+
+
+def test_a_search_draws_arms_when_there_is_room(tmp_path: Path) -> None:
+    """Two at a time on two CPUs. What is stopped is told as predicted: Optuna has no trial left open."""
+
+    def space(trial: Any) -> dict[str, Any]:
+        arm = trial.suggest_categorical("arm", list(COST))
+        return {"arm": arm, "seed": 0, "folder": str(tmp_path), "dies_at": 0}
+
+    search = OptunaSearch(space, count=6, sampler="tpe", seed=0)
+    scheduler = FrontierScheduler(
+        cost=lambda config: COST[config["arm"]],
+        steps=lambda config: STEPS,
+        metric="quality",
+        time_attr="step",
+    )
+    searcher = ArmSearcher(
+        search,
+        quality="quality",
+        cost=lambda config: COST[config["arm"]],
+        wanted=lambda: scheduler.wants_more,
+        predicted=scheduler.predicted,
+    )
+    results = fit(tmp_path, tune.TuneConfig(scheduler=scheduler, search_alg=searcher, num_samples=-1))
+    assert len({result.config["arm"] for result in results}) == 6
+    assert {trial.state.name for trial in search._study.trials} == {"COMPLETE"}

@@ -14,6 +14,7 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import on_front
+from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
@@ -230,6 +231,12 @@ def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
     assert list(more) == ["random-0001", "random-0002", "random-0003"]
     assert all(isinstance(outcome, Result) for outcome in more.values()), more
     assert {name: more[name] for name in first} == first
+
+
+def test_early_stopping_needs_a_cost_that_is_known_before(sweep, tracking):
+    options = Options(policy=MultiObjectiveASHA(chance=0.1))
+    with pytest.raises(UsageError, match=r"what a trial will cost, and cost/device_s is measured: .*6mac"):
+        swept(replace(sweep, cost="cost/device_s"), tracking, options)
 
 
 def test_without_an_autoscaler_the_most_is_what_is_up():
