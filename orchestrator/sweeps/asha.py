@@ -165,13 +165,16 @@ def _regress(
     shifted = features - center
     shifted[:, 0] = 1.0
     rows, expected = shifted[known], np.array([prior, 0.0, 0.0])
-    precision = np.diag((NOISE_SD / np.array(GAIN_SD)) ** 2)
-    covariance = np.linalg.inv(rows.T @ rows + precision)
-    weights = covariance @ (rows.T @ target[known] + precision @ expected)
-    residual = target[known] - rows @ weights
-    noise = _shrunk((residual**2).sum(), len(residual), NOISE_SD)
+    precision = np.diag(np.array(GAIN_SD) ** -2.0)
+    noise = NOISE_SD**2
+    # The noise comes from the residuals of a first fit. What was assumed of the slopes does not depend on it.
+    for _ in range(2):
+        covariance = np.linalg.inv(rows.T @ rows / noise + precision)
+        weights = covariance @ (rows.T @ target[known] / noise + precision @ expected)
+        residual = target[known] - rows @ weights
+        noise = _shrunk((residual**2).sum(), len(residual), NOISE_SD)
     ahead = shifted[asked]
-    return ahead @ weights, noise * (1 + np.einsum("ij,jk,ik->i", ahead, covariance, ahead))
+    return ahead @ weights, noise + np.einsum("ij,jk,ik->i", ahead, covariance, ahead)
 
 
 def _fill_in(mean: Floats, sd: Floats, log_cost: Floats) -> tuple[Floats, Floats]:

@@ -73,7 +73,7 @@ def test_an_arm_without_hope_stops_and_every_arm_is_tried():
 def test_a_crowded_place_gains_less():
     """The cheaper of two arms goes first, until an arm like it runs: then it would add nearly nothing."""
     rises = [{40: q, 160: q + 0.1} for q in np.linspace(0.1, 0.85, 30)]
-    done = [state(f"done{i}", 100 * 1.05**i, steps) for i, steps in enumerate(rises)]
+    done = [state(f"done{i}", 10 * 1.14**i, steps) for i, steps in enumerate(rises)]
     small, large = state("small", 30.0, {10: 0.5, 40: 0.7}), state("large", 60.0, {10: 0.6, 40: 0.8})
     assert [name for name, _ in asked(*done, small, large)] == ["small", "large"]
     running = state("running", 30.0, {10: 0.5, 40: 0.7})
