@@ -1,20 +1,30 @@
-"""Learning curves of the sweep `routers` at tiny scale, recorded once for `bench/stopping.py` to replay.
+"""Learning curves of sweeps at toy size, recorded once for `bench/stopping.py` to replay.
 
-  python bench/curves.py --out bench/results/curves-routers-tiny.json
+  python bench/curves.py routers --out bench/results/curves-routers-tiny.json
+  python bench/curves.py pareto --out bench/results/curves-pareto-moved.json
 
-65 arms x 3 seeds: every arm's validation accuracy after every 10 of 220 steps, and what its steps cost.
+`routers`: 65 arms x 3 seeds on the digits. `pareto`: 36 arms x 3 seeds of other families, in other sizes and
+on other images: the digits, moved and with noise. Every arm's validation accuracy is recorded after every 10
+steps, with what its training costs.
 """
 
 import argparse
 import json
 import os
+import platform
+import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from sklearn.datasets import load_digits
 
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
@@ -22,12 +32,51 @@ from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
+from orchestrator.data.sources.source import Sample
+from orchestrator.data.sources.stored import png
+from orchestrator.sweeps.catalog.pareto import pareto
 from orchestrator.sweeps.catalog.routers import routers
-from orchestrator.sweeps.catalog.scales import SCALES
+from orchestrator.sweeps.catalog.scales import SCALES, Scale, size
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker
 
+ROOT = Path(__file__).parent.parent
 EVERY = 10
+MOVED = Scale(
+    base=override(SCALES["tiny"].base, {"train.steps": 160}),
+    sizes={
+        "w24d2": size(24, 2, 2),
+        "w40d3": size(40, 3, 2),
+        "w56d4": size(56, 4, 4),
+        "w80d4": size(80, 4, 4),
+    },
+    experts=8,
+)
+
+
+def moved_digits() -> Iterator[tuple[str, Sample[bytes]]]:
+    """(split, sample): every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
+    bundled: Any = load_digits()
+    rng = np.random.default_rng(0)
+    for i, (image, label) in enumerate(zip(bundled.images, bundled.target, strict=True)):
+        moved = np.roll(image, rng.integers(-1, 2), axis=1) + rng.normal(0, 1.5, image.shape)
+        pixels = (moved.clip(0, 16) * (255 / 16)).round().astype("uint8")
+        split = "train" if i < 0.8 * len(bundled.target) else "val"
+        yield split, Sample(png(pixels), int(label), f"digit-{i:04d}")
+
+
+def make(name: str, folder: str) -> Sweep:
+    """The sweep, with its data packed in `folder`."""
+    if name == "routers":
+        sweep, digits = routers(SCALES["tiny"]), open_source("digits")
+        classes, splits = digits.classes, digits.splits
+    else:
+        sweep, moved = pareto(MOVED), list(moved_digits())
+        classes = [str(digit) for digit in range(10)]
+        splits = {split: [sample for where, sample in moved if where == split] for split in ("train", "val")}
+    write_shards(f"{folder}/data", classes, splits)
+    return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
 def curve(run: RunConfig) -> list[float]:
@@ -42,46 +91,56 @@ def curve(run: RunConfig) -> list[float]:
     return found
 
 
-def record(seeds: int, processes: int, steps: int) -> dict[str, object]:
-    sweep = routers(SCALES["tiny"])
-    folder = tempfile.mkdtemp()
-    digits = open_source("digits")
-    write_shards(f"{folder}/digits", digits.classes, digits.splits)
-    fixed = {
-        "data.path": f"{folder}/digits",
-        "train.steps": steps,
-        "train.eval_every": EVERY,
-        "train.report_every": EVERY,
-        "checkpoint.every": steps,
+def record(name: str, seeds: int, processes: int) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = make(name, folder)
+        steps = sweep.base.train.steps
+        fixed = {"train.eval_every": EVERY, "train.report_every": EVERY, "checkpoint.every": steps}
+        runs = {
+            (arm, seed): override(sweep.base, {**changes, **fixed, "train.seed": seed})
+            for seed in range(seeds)
+            for arm, changes in sweep.arms.items()
+        }
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            futures = {key: pool.submit(curve, run) for key, run in runs.items()}
+            curves: dict[str, Any] = {}
+            for i, ((arm, seed), future) in enumerate(futures.items(), start=1):
+                run = runs[arm, seed]
+                cost = train_flops_6mac(run.model, images=steps * run.data.batch_size)
+                entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
+                entry["val/acc1"].append(future.result())
+                print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
+    told = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
+    return provenance() | told | {"arms": curves}
+
+
+def provenance() -> dict[str, Any]:
+    """The hardware and the commit that figures come from."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run(
+        [*git, "status", "--short", "orchestrator", "bench"], capture_output=True, text=True
+    )
+    return {
+        "hardware": f"{(models or [platform.processor()])[0]}, {os.cpu_count()} cores",
+        "commit": commit.stdout.strip(),
+        "changed": changed.stdout,
     }
-    runs = {
-        (arm, seed): override(sweep.base, {**changes, **fixed, "train.seed": seed})
-        for arm, changes in sweep.arms.items()
-        for seed in range(seeds)
-    }
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = {key: pool.submit(curve, run) for key, run in runs.items()}
-        curves: dict[str, dict[str, object]] = {}
-        for i, ((arm, seed), future) in enumerate(futures.items(), start=1):
-            run = runs[arm, seed]
-            cost = train_flops_6mac(run.model, images=steps * run.data.batch_size)
-            entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
-            entry["val/acc1"].append(future.result())  # pyright: ignore[reportAttributeAccessIssue]
-            print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
-    return {"sweep": "routers", "scale": "tiny", "steps": steps, "every": EVERY, "arms": curves}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", required=True, help="JSON file to write")
+    parser.add_argument("sweep", choices=("routers", "pareto"))
+    parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=220, help="of every run (%(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="(%(default)s)")
     args = parser.parse_args()
-    recorded = record(args.seeds, args.processes, args.steps)
-    Path(args.out).write_text(json.dumps(recorded, indent=None, separators=(",", ":")) + "\n")
+    recorded = record(args.sweep, args.seeds, args.processes)
+    args.out.write_text(json.dumps(recorded, indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,53 +1,17 @@
-"""Schedulers that `bench/stopping.py` compares ours with, as policies of the agenda."""
+"""Schedulers that `bench/stopping.py` compares ours with, as policies of the queue."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from orchestrator.frontier.pareto import pareto_front
-from orchestrator.sweeps.agenda import Job, Standing, ToTheEnd
+from orchestrator.sweeps.asha import expected_improvement
+from orchestrator.sweeps.queue import Job, RunToCompletion, TrialState
 
-Arrival = ToTheEnd  # every arm to its end as it arrives: a random subset, for arrivals are shuffled
-
-
-class CheapestFirst:
-    def jobs(self, standings: Sequence[Standing]) -> Iterator[Job]:
-        for one in sorted((one for one in standings if one.waiting), key=lambda one: one.cost):
-            yield Job(trial=one.trial, until=one.steps)
-
-
-class Promotion:
-    """ASHA (Li et al. 2020, algorithm 2): of those at a rung the best 1/eta go on, highest rung first; else
-    the next arm begins. `keys`: points (N, 2) of log10 cost and 1 - quality -> what is sorted by.
-    """
-
-    def __init__(self, keys: Callable[[np.ndarray], np.ndarray], *, eta: int = 4, rungs: int = 2) -> None:
-        self.keys = keys
-        self.eta = eta
-        self.rungs = rungs
-
-    def jobs(self, standings: Sequence[Standing]) -> Iterator[Job]:
-        steps = standings[0].steps
-        rungs = [max(1, math.ceil(steps / self.eta**k)) for k in range(self.rungs, 0, -1)] + [steps]
-        for rung, after in reversed(list(pairwise(rungs))):
-            here = [one for one in standings if rung in one.reached]
-            if not here:
-                continue
-            points = np.array([(math.log10(one.cost), 1 - one.reached[rung]) for one in here])
-            best = np.argsort(self.keys(points), kind="stable")[: len(here) // self.eta]
-            for one in (here[i] for i in best):
-                if one.waiting and max(one.reached) == rung:
-                    yield Job(trial=one.trial, until=after)
-        for one in standings:
-            if one.waiting and not one.reached:
-                yield Job(trial=one.trial, until=rungs[0])
-
-
-def scalarised(weight: float) -> Callable[[np.ndarray], np.ndarray]:
-    """1 - quality, plus `weight` for every decade of cost."""
-    return lambda points: points[:, 1] + weight * points[:, 0]
+# Every arm to its end as it arrives: a random subset, for arrivals are shuffled.
+Arrival = RunToCompletion
 
 
 def ranks(points: np.ndarray) -> np.ndarray:
@@ -60,6 +24,66 @@ def ranks(points: np.ndarray) -> np.ndarray:
         found[front], left[front] = rank, np.nan
         rank += 1
     return found
+
+
+class CheapestFirst:
+    def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
+        for state in sorted((state for state in states if state.waiting), key=lambda state: state.cost):
+            yield Job(state=state, until=state.steps)
+
+
+class Oracle:
+    """Knows every point before: trains the frontier's arms alone, by what each adds per cost to those before.
+
+    Args:
+        points: arm -> log10 cost and 1 - quality; bound: the limit of the hypervolume.
+    """
+
+    def __init__(self, points: Mapping[str, tuple[float, float]], bound: np.ndarray) -> None:
+        self.rank: dict[Hashable, int] = {}
+        arms, table = list(points), np.array(list(points.values()))
+        price, taken = 10 ** table[:, 0], np.zeros(len(arms), dtype=bool)
+        while (gains := expected_improvement(table[taken], table, np.zeros(len(arms)), bound)).max() > 1e-9:
+            best = int(np.argmax(gains / price))
+            taken[best] = True
+            self.rank[arms[best]] = len(self.rank)
+
+    def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
+        wanted = [state for state in states if state.waiting and state.arm in self.rank]
+        for state in sorted(wanted, key=lambda state: self.rank[state.arm]):
+            yield Job(state=state, until=state.steps)
+
+
+class Promotion:
+    """ASHA (Li et al. 2020, algorithm 2): of those at a rung the best 1/eta go on, highest rung first; else
+    the next arm begins. `keys`: points (N, 2) of log10 cost and 1 - quality -> what is sorted by.
+    """
+
+    def __init__(self, keys: Callable[[np.ndarray], np.ndarray], *, eta: int = 4, rungs: int = 2) -> None:
+        self.keys = keys
+        self.eta = eta
+        self.rungs = rungs
+
+    def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
+        steps = states[0].steps
+        rungs = [max(1, math.ceil(steps / self.eta**k)) for k in range(self.rungs, 0, -1)] + [steps]
+        for rung, after in reversed(list(pairwise(rungs))):
+            here = [state for state in states if rung in state.reached]
+            if not here:
+                continue
+            points = np.array([(math.log10(state.cost), 1 - state.reached[rung]) for state in here])
+            best = np.argsort(self.keys(points), kind="stable")[: len(here) // self.eta]
+            for state in (here[i] for i in best):
+                if state.waiting and max(state.reached) == rung:
+                    yield Job(state=state, until=after)
+        for state in states:
+            if state.waiting and not state.reached:
+                yield Job(state=state, until=rungs[0])
+
+
+def scalarised(weight: float) -> Callable[[np.ndarray], np.ndarray]:
+    """1 - quality, plus `weight` for every decade of cost."""
+    return lambda points: points[:, 1] + weight * points[:, 0]
 
 
 def non_dominated(points: np.ndarray) -> np.ndarray:
@@ -98,24 +122,24 @@ class SyneTune:
         self._told: dict[str, int] = {}
         self._stopped: set[str] = set()
 
-    def jobs(self, standings: Sequence[Standing]) -> Iterator[Job]:
-        for one in standings:
-            name, at = one.trial.name, max(one.reached, default=0)
-            if at > self._told.get(name, 0) and one.outcome is None:
-                self._tell(one, at)
-        going = [one for one in standings if one.waiting and one.trial.name not in self._stopped]
-        for one in sorted(going, key=lambda one: not one.reached):
-            at = max(one.reached, default=0)
-            yield Job(trial=one.trial, until=min(at + self.every, one.steps))
+    def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
+        for state in states:
+            name, at = state.name, max(state.reached, default=0)
+            if at > self._told.get(name, 0) and state.outcome is None:
+                self._tell(state, at)
+        going = [state for state in states if state.waiting and state.name not in self._stopped]
+        for state in sorted(going, key=lambda state: not state.reached):
+            at = max(state.reached, default=0)
+            yield Job(state=state, until=min(at + self.every, state.steps))
 
-    def _tell(self, one: Standing, at: int) -> None:
+    def _tell(self, state: TrialState, at: int) -> None:
         from syne_tune.backend.trial_status import Trial  # pyright: ignore
 
-        name = one.trial.name
+        name = state.name
         trial = Trial(trial_id=abs(hash(name)), config={}, creation_time=None)  # pyright: ignore
         if name not in self._told:
             self.scheduler.on_trial_add(trial)
         self._told[name] = at
-        result = {"step": at, "cost": math.log10(one.cost), "error": 1 - one.reached[at]}
+        result = {"step": at, "cost": math.log10(state.cost), "error": 1 - state.reached[at]}
         if self.scheduler.on_trial_result(trial, result) == "STOP":
             self._stopped.add(name)

@@ -1,12 +1,18 @@
-"""Early stopping judged by replay: what a part of the full cost finds of the frontier that all of it finds.
+"""Early stopping judged by replay: how much of the frontier a part of the full cost finds.
 
-  python bench/stopping.py --out bench/results/stopping-routers-tiny.json
+  python bench/stopping.py --out bench/results/stopping.json
 
-Replays schedulers on the learning curves that `bench/curves.py` recorded, with arms in a new order and of one
-seed in every replay, on 4 workers. At 5, 10, 20 and 40 % of the cost of training every arm to its end:
-hypervolume regret, 1 - (of the complete arms' frontier) / (of the full one), and recall, how many arms of the
-full frontier are complete; means over replays, with bootstrap intervals of 95 %. Arms that were stopped cost
-what they cost and count for nothing. Costs are FLOPs; a pause costs nothing.
+Replays schedulers on learning curves that `bench/curves.py` recorded, on 4 workers, with arms in a new order
+each time: with one seed of every arm, and with all three, where a point is the mean and counts once all seeds
+are complete. The constants of `orchestrator/sweeps/asha.py` were chosen on the curves of `routers`;
+those of `pareto` judge them.
+
+At 5, 10, 20 and 40 % of the cost of training everything to its end: hypervolume regret, 1 - (of the
+complete arms' frontier) / (of the full one), and recall, the part of the full frontier's arms that is
+complete. Without a budget: the regret, and the part of the full cost that was spent until the scheduler had
+nothing left to do. Means over replays, with bootstrap intervals of 95 %. Trials that were stopped cost what
+they cost and count for nothing. Costs are FLOPs; a pause costs nothing. Last, the time that the driver takes
+for an event, at 3,000 trials.
 """
 
 import argparse
@@ -14,147 +20,179 @@ import heapq
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from bench.rivals import Arrival, CheapestFirst, Promotion, SyneTune, non_dominated, scalarised
+from bench.curves import provenance
+from bench.rivals import Arrival, CheapestFirst, Oracle, Promotion, SyneTune, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.agenda import Policy, Standing
-from orchestrator.sweeps.catalog import make_sweep
-from orchestrator.sweeps.scheduler import Halving
-from orchestrator.sweeps.sweep import Trial
+from orchestrator.sweeps.asha import MultiObjectiveASHA
+from orchestrator.sweeps.queue import Policy, TrialQueue, TrialState
+from orchestrator.training.run_directory import Result
 
-CURVES = Path(__file__).parent / "results" / "curves-routers-tiny.json"
+RESULTS = Path(__file__).parent / "results"
+CURVES = [RESULTS / f"curves-{name}.json" for name in ("routers-tiny", "pareto-moved")]
 PARTS = (0.05, 0.1, 0.2, 0.4)
 WORKERS = 4
 CHANCE = 0.1
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "ours": lambda: Halving(chance=CHANCE),
-    "random subset": Arrival,
-    "cheapest first": CheapestFirst,
-    "ASHA, quality alone": lambda: Promotion(scalarised(0.0)),
-    "ASHA, 0.1 of quality per decade": lambda: Promotion(scalarised(0.1)),
-    "MO-ASHA, promotion": lambda: Promotion(non_dominated),
-}
-if find_spec("syne_tune"):
-    POLICIES["MOASHA of syne-tune"] = SyneTune
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Of one seed: arm -> cost of the full training, and quality by step."""
+    """Attributes:
+    cost: arm -> cost of one full training.
+    quality: (arm, seed) -> quality by step.
+    """
 
     steps: int
     cost: Mapping[str, float]
-    quality: Mapping[str, Mapping[int, float]]
+    quality: Mapping[tuple[str, int], Mapping[int, float]]
+
+    @property
+    def total(self) -> float:
+        return sum(self.cost[arm] for arm, _ in self.quality)
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for _, seed in self.quality})
+
+    def only(self, seed: int) -> "Curves":
+        chosen = {key: curve for key, curve in self.quality.items() if key[1] == seed}
+        return Curves(steps=self.steps, cost=self.cost, quality=chosen)
+
+    def point(self, arm: str) -> tuple[float, float]:
+        final = fmean(self.quality[arm, seed][self.steps] for seed in self.seeds)
+        return math.log10(self.cost[arm]), 1 - final
 
     def space(self, arms: Sequence[str]) -> np.ndarray:
-        rows = [(math.log10(self.cost[arm]), 1 - self.quality[arm][self.steps]) for arm in arms]
-        return np.array(rows, dtype=np.float64).reshape(-1, 2)
+        return np.array([self.point(arm) for arm in arms], dtype=np.float64).reshape(-1, 2)
+
+    @property
+    def bound(self) -> np.ndarray:
+        return np.array([math.log10(1.1 * max(self.cost.values())), 1 - CHANCE])
 
     def hypervolume(self, arms: Sequence[str]) -> float:
-        reference = np.array([math.log10(1.1 * max(self.cost.values())), 1 - CHANCE])
-        return hypervolume_2d(self.space(arms), reference)
+        return hypervolume_2d(self.space(arms), self.bound)
 
 
-def load_curves(path: Path) -> list[Curves]:
-    """One for each seed."""
+POLICIES: dict[str, Callable[[Curves], Policy]] = {
+    "ours": lambda curves: MultiObjectiveASHA(chance=CHANCE),
+    "oracle": lambda curves: Oracle({arm: curves.point(arm) for arm in curves.cost}, curves.bound),
+    "random subset": lambda curves: Arrival(),
+    "cheapest first": lambda curves: CheapestFirst(),
+    "ASHA, quality alone": lambda curves: Promotion(scalarised(0.0)),
+    "ASHA, 0.1 of quality per decade": lambda curves: Promotion(scalarised(0.1)),
+    "MO-ASHA, promotion": lambda curves: Promotion(non_dominated),
+}
+if find_spec("syne_tune"):
+    POLICIES["MOASHA of syne-tune"] = lambda curves: SyneTune()
+
+
+def load_curves(path: Path) -> Curves:
     table = json.loads(path.read_text())
-    steps, every = table["steps"], table["every"]
+    at = range(table["every"], table["steps"] + 1, table["every"])
     arms: dict[str, Any] = table["arms"]
-    seeds = len(next(iter(arms.values()))["val/acc1"])
-    at = range(every, steps + 1, every)
-    return [
-        Curves(
-            steps=steps,
-            cost={arm: entry["cost/train_flops_6mac"] for arm, entry in arms.items()},
-            quality={arm: dict(zip(at, entry["val/acc1"][seed], strict=True)) for arm, entry in arms.items()},
-        )
-        for seed in range(seeds)
-    ]
+    return Curves(
+        steps=table["steps"],
+        cost={arm: entry["cost/train_flops_6mac"] for arm, entry in arms.items()},
+        quality={
+            (arm, seed): dict(zip(at, curve, strict=True))
+            for arm, entry in arms.items()
+            for seed, curve in enumerate(entry["val/acc1"])
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What was complete when: (cost spent when it was, arm), in that order."""
+    """Attributes:
+    complete: (cost spent when the last seed of the arm was complete, arm), in that order.
+    spent: at the end.
+    """
 
     complete: Sequence[tuple[float, str]]
+    spent: float
 
     def arms(self, spent: float) -> list[str]:
         return [arm for at, arm in self.complete if at <= spent]
 
 
-def replay(policy: Policy, curves: Curves, order: Sequence[str], most: float) -> Replay:
+def replay(policy: Policy, curves: Curves, order: Sequence[str], most: float = math.inf) -> Replay:
     """`WORKERS` jobs at a time, each taking the time of its cost, until `most` is spent."""
-    trials = _trials()
-    standings = [Standing(trials[arm], cost=curves.cost[arm], need={}) for arm in order]
-    by_name = {one.trial.name: one for one in standings}
-    running: list[tuple[float, str, int, float]] = []
+    seeds = curves.seeds
+    states = [
+        TrialState(
+            f"{arm}/{seed}", arm=arm, cost=curves.cost[arm], steps=curves.steps, need={}, trial=(arm, seed)
+        )
+        for arm in order
+        for seed in seeds
+    ]
+    left = dict.fromkeys(order, len(seeds))
+    running: list[tuple[float, int, TrialState, float]] = []
     now, spent, complete = 0.0, 0.0, list[tuple[float, str]]()
     while spent < most:
         while len(running) < WORKERS:
-            job = next(iter(policy.jobs(standings)), None)
+            job = next(iter(policy.jobs(states)), None)
             if job is None:
                 break
-            one = by_name[job.trial.name]
-            cost = one.cost * (job.until - one.begins_at) / curves.steps
-            one.running = True
-            heapq.heappush(running, (now + cost, job.trial.name, job.until, cost))
+            state = job.state
+            cost = state.cost * (job.until - state.begins_at) / curves.steps
+            state.running, state.until = True, job.until
+            heapq.heappush(running, (now + cost, id(state), state, cost))
         if not running:
             break
-        now, name, until, cost = heapq.heappop(running)
-        one = by_name[name]
-        one.running = False
+        now, _, state, cost = heapq.heappop(running)
+        state.running = False
         spent += cost
-        at = min(curves.quality[name], key=lambda step: abs(step - until))
-        if until >= curves.steps:
-            one.outcome = "complete"
-            one.reached[until] = curves.quality[name][curves.steps]
-            complete.append((spent, name))
-        else:
-            one.reached[until] = curves.quality[name][at]
-    return Replay(complete=complete)
+        curve = curves.quality[state.trial]
+        state.reached[state.until] = curve[min(curve, key=lambda step: abs(step - state.until))]
+        if state.finished:
+            state.outcome = "complete"
+            arm, _ = state.trial
+            left[arm] -= 1
+            if not left[arm]:
+                complete.append((spent, arm))
+    return Replay(complete=complete, spent=spent)
 
 
-@cache
-def _trials() -> dict[str, Trial]:
-    return make_sweep("routers", "tiny").trials()
-
-
-def judge(name: str, path: Path, replays: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of one scheduler: regret and recall, each (replays, parts)."""
-    seeds, chance = load_curves(path), random.Random(0)  # the same orders for every scheduler
-    regret, recall = np.zeros((replays, len(PARTS))), np.zeros((replays, len(PARTS)))
+def judge(name: str, path: Path, seeds: int, replays: int) -> dict[str, np.ndarray]:
+    """Figures of one scheduler, (replays,) each."""
+    recorded, rng = load_curves(path), random.Random(0)  # the same orders for every scheduler
+    figures: dict[str, list[float]] = {}
     for i in range(replays):
-        curves = seeds[i % len(seeds)]
+        curves = recorded.only(recorded.seeds[i % len(recorded.seeds)]) if seeds == 1 else recorded
         order = list(curves.cost)
-        chance.shuffle(order)
-        whole, all_of_it = sum(curves.cost.values()), curves.hypervolume(order)
+        rng.shuffle(order)
+        full = curves.hypervolume(order)
         front = {a for a, on in zip(order, pareto_front(curves.space(order)), strict=True) if on}
-        found = replay(POLICIES[name](), curves, order, max(PARTS) * whole)
-        for k, part in enumerate(PARTS):
-            arms = found.arms(part * whole)
-            regret[i, k] = 1 - curves.hypervolume(arms) / all_of_it
-            recall[i, k] = len(front & set(arms)) / len(front)
-    return regret, recall
+        found = replay(POLICIES[name](curves), curves, order)
+        now = {"cost without a budget": found.spent / curves.total}
+        now["regret without a budget"] = 1 - curves.hypervolume(found.arms(math.inf)) / full
+        for part in PARTS:
+            arms = found.arms(part * curves.total)
+            now[f"regret at {part:g}"] = 1 - curves.hypervolume(arms) / full
+            now[f"recall at {part:g}"] = len(front & set(arms)) / len(front)
+        for what, value in now.items():
+            figures.setdefault(what, []).append(value)
+    return {what: np.array(values) for what, values in figures.items()}
 
 
-def record(name: str, judged: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-    """Means with their intervals; also of the regret beyond ours in the same replay."""
-    regret, recall = judged[name]
-    figures = {"regret": regret, "recall": recall, "regret beyond ours": regret - judged["ours"][0]}
-    return {"scheduler": name} | {
-        f"{what} at {part:g}": _interval(values[:, k])
-        for what, values in figures.items()
-        for k, part in enumerate(PARTS)
-    }
+def record(name: str, judged: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
+    """Means with their intervals; also of the regret beyond ours in the same replays."""
+    figures = dict(judged[name])
+    for part in PARTS:
+        figures[f"regret beyond ours at {part:g}"] = (
+            figures[f"regret at {part:g}"] - judged["ours"][f"regret at {part:g}"]
+        )
+    return {"scheduler": name} | {what: _interval(values) for what, values in figures.items()}
 
 
 def _interval(values: np.ndarray) -> list[float]:
@@ -168,31 +206,60 @@ def show(record: Mapping[str, Any]) -> str:
     for part in PARTS:
         mean, low, high = (100 * x for x in record[f"regret at {part:g}"])
         cells.append(f"{mean:6.2f} ({low:5.2f}-{high:5.2f}) {record[f'recall at {part:g}'][0]:.2f}")
-    return f"{record['scheduler']:32}" + "  ".join(cells)
+    end = [100 * record[f"{what} without a budget"][0] for what in ("regret", "cost")]
+    return f"{record['scheduler']:32}" + "  ".join([*cells, f"{end[0]:6.2f} at {end[1]:3.0f} % of the cost"])
+
+
+def driver_time(trials: int = 3000) -> dict[str, float]:
+    """Milliseconds of an event that changes no ranking, and of a new ranking. Half of the arms are tried."""
+    rng = random.Random(0)
+    states = [
+        TrialState(f"{i}", arm=i // 3, cost=10 ** rng.uniform(9, 12), steps=160, need={"CPU": 1.0})
+        for i in range(trials)
+    ]
+    for state in states[: trials // 2 : 3]:
+        state.reached[10] = rng.uniform(0.3, 0.8)
+    policy = MultiObjectiveASHA(chance=CHANCE)
+    queue = TrialQueue(states, policy, cluster_resources={"CPU": 8.0}, quality="quality")
+    jobs = [job for _ in range(8) if (job := queue.next())]
+    assert queue.next() is None
+    began = time.perf_counter()
+    for _ in range(1000):
+        queue.next()
+    idle = time.perf_counter() - began
+    ranked = []
+    for job in jobs:
+        queue.done(job.state.name, Result(status="paused", step=job.until, metrics={"quality": 0.5}))
+        began = time.perf_counter()
+        queue.next()
+        ranked.append(time.perf_counter() - began)
+    return {"event that changes no ranking, ms": idle, "new ranking, ms": 1000 * float(np.median(ranked))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--curves", type=Path, default=CURVES, help="(%(default)s)")
-    parser.add_argument("--replays", type=int, default=210, help="of each scheduler (%(default)s)")
+    parser.add_argument("--curves", type=Path, nargs="+", default=CURVES, help="(all)")
+    parser.add_argument("--replays", type=int, default=42, help="of each scheduler (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    print(f"{'':32}" + "  ".join(f"{f'{part:.0%}: regret % (95 %) recall':>28}" for part in PARTS))
-    with ProcessPoolExecutor(args.processes) as pool:
-        futures = {name: pool.submit(judge, name, args.curves, args.replays) for name in POLICIES}
-        judged = {name: future.result() for name, future in futures.items()}
-    records = [record(name, judged) for name in POLICIES]
-    print("\n".join(map(show, records)))
-    print("\nregret beyond ours in the same replays, % (95 %)")
-    for one in records[1:]:
-        beyond = (one[f"regret beyond ours at {part:g}"] for part in PARTS)
-        cells = (f"{100 * m:6.2f} ({100 * low:5.2f} to {100 * high:5.2f})" for m, low, high in beyond)
-        print(f"{one['scheduler']:32}" + "  ".join(cells))
+    tables = []
+    for path in args.curves:
+        for seeds, replays in ((1, args.replays), (3, max(1, args.replays // 3))):
+            with ProcessPoolExecutor(args.processes) as pool:
+                futures = {name: pool.submit(judge, name, path, seeds, replays) for name in POLICIES}
+                judged = {name: future.result() for name, future in futures.items()}
+            records = [record(name, judged) for name in POLICIES]
+            print(f"\n{path.stem}, {seeds} seeds, {replays} replays: regret %, recall; without a budget")
+            print(f"{'':32}" + "  ".join(f"{f'{part:.0%}':>24}" for part in PARTS))
+            print("\n".join(map(show, records)))
+            tables.append({"curves": path.name, "seeds": seeds, "replays": replays, "records": records})
+    driver = driver_time()
+    print("\n3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
     if args.out:
-        told = {"curves": args.curves.name, "replays": args.replays, "workers": WORKERS, "records": records}
+        told = provenance() | {"workers": WORKERS, "driver": driver, "tables": tables}
         args.out.write_text(json.dumps(told, indent=1) + "\n")
 
 

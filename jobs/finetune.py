@@ -154,10 +154,10 @@ def probe_and_train(
     run.recover()
 
     def status() -> str:
-        done, runs = len(run.outcomes()), len(run.agenda.standings)
-        return f"{done} of {runs} complete, {run.agenda.running()} running"
+        done, runs = len(run.outcomes()), len(run.queue.states)
+        return f"{done} of {runs} complete, {run.queue.running()} running"
 
-    with TrialProgress(run, total=lambda: len(run.agenda.standings), status=status) as progress:
+    with TrialProgress(run, total=lambda: len(run.queue.states), status=status) as progress:
         run.work(progress)
     outcomes = run.outcomes()
     if (tuned := fine_tuned(sweep, outcomes)).accuracy:

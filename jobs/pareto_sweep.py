@@ -37,10 +37,10 @@ def sweep(args: argparse.Namespace) -> None:
     from jobs.command import connect, open_store, print_fields, source_labels
     from jobs.progress import SweepProgress
     from jobs.show import print_sweep
-    from orchestrator.sweeps.agenda import ToTheEnd
+    from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.check import check_sweep
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
-    from orchestrator.sweeps.scheduler import Halving
+    from orchestrator.sweeps.queue import RunToCompletion
 
     if "help" in args.set:
         return print_fields(named_sweep(args).base)
@@ -58,7 +58,7 @@ def sweep(args: argparse.Namespace) -> None:
     store = open_store(args)
     options = SweepOptions(
         mode=args.mode,
-        policy=Halving(chance=chance) if args.stop_early else ToTheEnd(),
+        policy=MultiObjectiveASHA(chance=chance) if args.stop_early else RunToCompletion(),
         max_concurrent=args.max_concurrent,
         search=search_of(args, sweep),
         budget=budget(args),

@@ -8,11 +8,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from jobs.show import duration, ended_line, status_line
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.agenda import Job, Outcome
 from orchestrator.sweeps.progress import snapshot
+from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.run_directory import read_sweep, run_directory
 
 EVERY_S = 20  # between lines about one trial, where there is no terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
@@ -83,13 +84,13 @@ class SweepProgress(Watch):
         return {**(self._run.outcomes() if self._run else {}), **self._retrained}
 
     def trials(self) -> int:
-        return self._trials or (len(self._run.agenda.standings) if self._run else 0)
+        return self._trials or (len(self._run.queue.states) if self._run else 0)
 
     def trials_left(self) -> int:
         return self._run.trials_left() if self._run else 0
 
     def paused(self) -> int:
-        return sum(one.outcome is None for one in self._run.agenda.standings.values()) if self._run else 0
+        return sum(one.outcome is None for one in self._run.queue.states.values()) if self._run else 0
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -133,8 +134,10 @@ class SweepProgress(Watch):
 
     def status(self) -> None:
         if self._run:
-            states = list(self._run.agenda.standings.values())
-            line = status_line(snapshot(self._sweep, states, self._run.budget))
+            states = list(self._run.queue.states.values())
+            record = read_sweep(run_directory(self._sweep.base))
+            reference = record.reference if record else {}
+            line = status_line(snapshot(self._sweep, states, self._run.budget, reference))
             print(f"        {line}", flush=True)
 
     def say(self, line: str) -> None:

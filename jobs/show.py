@@ -18,9 +18,9 @@ from orchestrator.data.decode import BadImage, Picture
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
-from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.estimate import Estimate
 from orchestrator.sweeps.progress import Snapshot
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result, run_directory
 

@@ -54,7 +54,9 @@ def parse(doc: str | None, *more: argparse.ArgumentParser) -> argparse.Namespace
         "--confirm", type=int, help="how many knees to train again on 2 workers; default: 1, of branches 0"
     )
     parser.add_argument(
-        "--stop-early", action="store_true", help="train on only what may reach the frontier; the rest pauses"
+        "--stop-early",
+        action="store_true",
+        help="pause what is not expected to reach the frontier (docs/sweeps.md: what it saves)",
     )
     parser.add_argument(
         "--search", choices=("random", "tpe", "nsga2"), help="draw arms from the sweep's space"

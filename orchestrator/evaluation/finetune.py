@@ -18,7 +18,7 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.interval import Interval, interval
 from orchestrator.evaluation.trained import Trained
 from orchestrator.recipe import CosineConfig, SGDConfig
-from orchestrator.sweeps.agenda import Outcome
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import short_names
 from orchestrator.training.run_directory import Result

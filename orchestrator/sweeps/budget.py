@@ -14,8 +14,8 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import from_dict
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.agenda import Job, Outcome, Standing
 from orchestrator.sweeps.branches import branch_step
+from orchestrator.sweeps.queue import Job, Outcome, TrialState
 from orchestrator.training.run_directory import Result, checkpoint_directory
 
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
@@ -135,13 +135,13 @@ class BudgetTracker:
         self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
         self._running: dict[str, RunningJob] = {}
 
-    def admits(self, job: Job, state: Standing) -> bool:
+    def admits(self, job: Job, state: TrialState) -> bool:
         """Whether the job fits beside what is spent and what running jobs still need."""
         running = sum(max(one.predicted_s, one.held_s()) for one in self._running.values())
         needed = self.predict_s(_flops(state, state.begins_at, job.until))
         return self.spent_s + running + needed <= self.budget.limit_s()
 
-    def begin(self, job: Job, state: Standing) -> None:
+    def begin(self, job: Job, state: TrialState) -> None:
         """Notes the start of a job. It continues from the newest checkpoint of its run."""
         saved = checkpoints.steps(checkpoint_directory(job.trial.run))
         first = max([state.begins_at, *saved])
@@ -149,7 +149,7 @@ class BudgetTracker:
         workers = job.trial.run.scale.workers
         self._running[job.trial.name] = RunningJob(time.monotonic(), predicted, workers, first)
 
-    def record(self, job: Job, state: Standing, outcome: Outcome) -> float:
+    def record(self, job: Job, state: TrialState, outcome: Outcome) -> float:
         """Notes the end of a job: returns the device-seconds that it held, which are spent.
 
         Later predictions use only the steps that it trained; a failed job says nothing about speed.
@@ -184,7 +184,7 @@ class BudgetTracker:
         """Whether enough jobs have ended to estimate the time that the others need."""
         return len(self._ended) >= NEAREST // 2
 
-    def remaining_s(self, states: Iterable[Standing]) -> float:
+    def remaining_s(self, states: Iterable[TrialState]) -> float:
         """Device-seconds that all unfinished trials still need."""
         total = 0.0
         for state in states:
@@ -198,7 +198,7 @@ class BudgetTracker:
         return total
 
 
-def _flops(state: Standing, first: int, last: int) -> float:
+def _flops(state: TrialState, first: int, last: int) -> float:
     """FLOPs of a trial's steps after `first` and up to `last`."""
     own_steps = state.steps - branch_step(state.trial.run)
     return state.flops * max(0, last - first) / own_steps

@@ -22,12 +22,12 @@ from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
-from orchestrator.sweeps.agenda import Policy, ToTheEnd
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.check import retrain_config
 from orchestrator.sweeps.estimate import with_ep
 from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.publish import publish
+from orchestrator.sweeps.queue import Policy, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
@@ -71,7 +71,7 @@ class SweepOptions:
     """
 
     mode: str = "auto"
-    policy: Policy = ToTheEnd()
+    policy: Policy = RunToCompletion()
     max_concurrent: int | None = None
     search: OptunaSearch | None = None
     budget: Budget = Budget()
@@ -298,13 +298,13 @@ def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tup
     watch.start(run)
     run.work(watch)
     failed = {name: outcome for name, outcome in run.outcomes().items() if isinstance(outcome, str)}
-    if run.trials_left() and not any(one.reached or one.outcome for one in run.agenda.standings.values()):
+    if run.trials_left() and not any(one.reached or one.outcome for one in run.queue.states.values()):
         raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
     frontier = publish(directory)
     for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
         failed |= _retrain(sweep, run.trial_of(point.arm), watch)
         frontier = publish(directory)
-    trials = [one.trial for one in run.agenda.standings.values()]
+    trials = [one.trial for one in run.queue.states.values()]
     if freed := keep_weights_only(trials, frontier):
         watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     return frontier, failed

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.agenda import Standing
 from orchestrator.sweeps.budget import BudgetTracker
+from orchestrator.sweeps.queue import TrialState
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result
 
@@ -35,8 +35,11 @@ class Snapshot:
     left_s: float
 
 
-def snapshot(sweep: Sweep, standings: Sequence[Standing], budget: BudgetTracker) -> Snapshot:
-    done = [(one, one.outcome) for one in standings if one.trial.role == "trial"]
+def snapshot(
+    sweep: Sweep, states: Sequence[TrialState], budget: BudgetTracker, reference: Mapping[str, float]
+) -> Snapshot:
+    """Where the sweep stands. `reference`: the sweep's own, so that hypervolumes over time can be compared."""
+    done = [(one, one.outcome) for one in states if one.trial.role == "trial"]
     rows = [
         (math.log10(one.cost), 1 - end.metrics[sweep.quality])
         for one, end in done
@@ -44,19 +47,18 @@ def snapshot(sweep: Sweep, standings: Sequence[Standing], budget: BudgetTracker)
     ]
     points = np.array(rows, dtype=np.float64).reshape(-1, 2)
     chance = 1 / sweep.base.model.num_classes
-    highest = max((one.cost for one in standings), default=1.0)
-    running = [one for one in standings if one.running]
+    # Costs that are only measured are judged by FLOPs until trials end.
+    highest = reference.get(sweep.cost, reference.get("cost/train_flops_6mac", 1.0))
+    running = [one for one in states if one.running]
     devices = sum(one.trial.run.scale.workers for one in running)
     return Snapshot(
-        trials=len(standings),
-        complete=sum(one.outcome is not None for one in standings),
+        trials=len(states),
+        complete=sum(one.outcome is not None for one in states),
         running=len(running),
-        paused=dict(
-            sorted(Counter(one.begins_at for one in standings if one.waiting and one.reached).items())
-        ),
+        paused=dict(sorted(Counter(one.begins_at for one in states if one.waiting and one.reached).items())),
         best=1 - float(points[:, 1].min()) if rows else None,
         front=int(pareto_front(points).sum()),
-        hypervolume=hypervolume_2d(points, np.array([math.log10(1.1 * highest), 1 - chance])),
+        hypervolume=hypervolume_2d(points, np.array([math.log10(highest), 1 - chance])),
         spent_s=budget.spent_s,
-        left_s=budget.remaining_s(standings) / devices if devices and budget.can_estimate() else 0.0,
+        left_s=budget.remaining_s(states) / devices if devices and budget.can_estimate() else 0.0,
     )

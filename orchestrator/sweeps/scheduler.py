@@ -1,137 +1,210 @@
-"""Early stopping for quality against cost: asynchronous successive halving by what the frontier would gain.
+"""A queue of trials as a scheduler of Ray Tune, and early stopping for any `ray.tune.Tuner`.
 
-Source: the rungs, and promotion without waiting, are those of ASHA (Li et al. 2020, algorithm 2). MO-ASHA
-(Schmucker et al. 2021) promotes a fixed part of a rung, by non-dominated sorting and an epsilon-net. Here the
-cost of an arm is known before it starts, so more can be said: whom the frontier could not gain by is not
-promoted at all, and the others come in the order of what it would gain per FLOP. An arm next to another
-gains little, which is the diversity. `bench/stopping.py` compares them.
+docs/scheduler.md shows its use, and what Tune lacks for it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+import ray
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import TrialScheduler
 
-from orchestrator.frontier.pareto import pareto_front
-from orchestrator.sweeps.agenda import Job, Standing
+from orchestrator.sweeps.asha import MultiObjectiveASHA
+from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
+from orchestrator.training.run_directory import Result
 
-Floats = NDArray[np.float64]
-
-UNKNOWN_GAIN = 0.15  # of quality between two rungs, before any trial has made it
-UNKNOWN_SD = 0.04  # of quality, among arms of like cost, and of what a rung foretells
-SD_PER_DECADE = 0.03  # more, for arms whose cost is that far from all that are known
-DECADES = 0.3  # of cost, within which arms foretell each other
-HOPELESS_SD = 4.0  # by which a trial would have to do better than foretold, and still add nothing
-WORTH_A_PAUSE = 0.05  # of all that was spent: what a pause must be able to save
+Config = Mapping[str, Any]
 
 
-class Halving:
-    """Every trial pauses at its rungs, 1/16 and 1/4 of its steps by default, and goes on when it is the one
-    that the frontier gains most by, per cost. Those that it could not gain by, even if they did much better
-    than foretold, are not gone on with, and are stopped when the sweep ends.
+class QueueScheduler(TrialScheduler):
+    """Lets Tune run the jobs of a `TrialQueue`: it starts, pauses and resumes trials, and ends the sweep.
+
+    Tune starts what is pending without asking its scheduler, so a trial is held as paused until the queue
+    says that it is next. A trial of a searcher that asked `new_job` starts at once.
 
     Args:
-        chance: quality that the hypervolume counts from.
-        eta: rungs are a factor of it apart.
-        rungs: how many there are before the end.
-        optimism: standard deviations by which a trial is thought to do better than foretold.
+        time_attr: the reported step. It must count on after a pause: `training_iteration` begins at 1 again
+            if the trainable reports no checkpoints. A report without it is never a rung.
     """
 
-    def __init__(self, *, chance: float, eta: int = 4, rungs: int = 2, optimism: float = 0.5) -> None:
-        self.chance = chance
-        self.parts = [eta**-k for k in range(rungs, 0, -1)] + [1.0]
-        self.optimism = optimism
+    def __init__(self, queue: TrialQueue, *, time_attr: str) -> None:
+        super().__init__()
+        self.queue = queue
+        self.time_attr = time_attr
+        self._trials: dict[str, Trial] = {}  # by the name of their state
+        self._states: dict[str, TrialState] = {}  # by Tune's trial id
+        self._due: list[Job] = []  # admitted, but not started yet
 
-    def jobs(self, standings: Sequence[Standing]) -> Iterator[Job]:
-        """By hypervolume gained per cost still to pay; of those that are foretold to add none, the cheapest
-        first. Every trial is tried to its first rung.
-        """
-        if not standings:
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        return True  # two metrics, not one with a mode
+
+    def state_of(self, trial: Trial) -> TrialState:
+        """The state of a trial that Tune adds."""
+        raise NotImplementedError
+
+    def ended(self, state: TrialState, outcome: Outcome) -> None:
+        """The running job of `state` has ended, perhaps with a pause."""
+        self.queue.done(state.name, outcome)
+
+    def new_job(self) -> Job | None:
+        """The job to start now, if it is the first of a trial that Tune does not know yet."""
+        return self._next_job(lambda job: job.state.name not in self._trials)
+
+    def active(self) -> bool:
+        """Whether a job runs, or is about to."""
+        return self.queue.running() > 0
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        if (state := self._states.get(trial.trial_id)) is not None:
+            # Its process died. Tune starts another one by itself, unless it was just pausing.
+            if not state.running or any(job.state is state for job in self._due):
+                tune_controller._set_trial_status(trial, Trial.PAUSED)
             return
-        cost = np.array([one.cost for one in standings])
-        space = np.log10(cost)
-        mean, sd = self._foretell(standings, space)
-        taken = np.array([one.running or self._level(one) == len(self.parts) - 1 for one in standings])
-        bound = np.array([space.max() + math.log10(1.1), 1 - self.chance])
-        front = np.column_stack([space, 1 - mean])[taken]
+        state = self._states[trial.trial_id] = self.state_of(trial)
+        self._trials[state.name] = trial
+        if not state.running:
+            self.queue.add(state)
+            # Without it, Tune raises at the very end if the trial never has a process.
+            trial.init_local_path()
+            trial.set_status(Trial.PAUSED if state.outcome is None else Trial.TERMINATED)
 
-        def gains_at(deviations: float) -> Floats:
-            best = np.minimum(1, mean + deviations * sd)
-            return gained(front, np.column_stack([space, 1 - best]), bound)
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        state, step = self._states[trial.trial_id], result.get(self.time_attr, 0)
+        if result.get("done") or step < state.until or step >= state.steps:
+            return self.CONTINUE  # after the last step the function returns by itself
+        self.ended(state, self._result("paused", state.until, result))
+        if (job := self._fetch()) is not None and job.state is state:
+            self._due.remove(job)
+            return self.CONTINUE
+        return self.PAUSE
 
-        gains, hopeless = gains_at(self.optimism), gains_at(HOPELESS_SD) <= 0
-        left = np.array([1 - self._done(one) for one in standings])
-        spent = float((cost * (1 - left)).sum())
-        order = np.lexsort((cost, -gains / (cost * np.maximum(left, 1e-9))))
-        for i in order:
-            one = standings[i]
-            if one.waiting and not (hopeless[i] and one.reached):
-                small = one.cost * left[i] <= WORTH_A_PAUSE * spent
-                yield Job(trial=one.trial, until=one.steps if small else self._next(one))
+    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
+        state = self._states[trial.trial_id]
+        self.ended(state, self._result("finished", state.steps, result))
 
-    def _foretell(self, standings: Sequence[Standing], space: Floats) -> tuple[Floats, Floats]:
-        """Final quality of every trial, mean and standard deviation.
+    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+        # Tune calls this before a restart too, and has set the status then.
+        if trial.status != Trial.ERROR:
+            self.ended(
+                self._states[trial.trial_id], f"its process died {trial.run_metadata.num_failures} times"
+            )
 
-        Of one that has reached a rung: its quality there, and what others have gained since. Of one that has
-        not: what is foretold of the others, weighted by how near their cost is.
-        """
-        gain, spread = self._gains_to_the_end(standings)
-        levels = [self._level(one) for one in standings]
-        mean = np.array(
-            [_at(one) + gain[k] if k >= 0 else math.nan for one, k in zip(standings, levels, strict=True)]
-        )
-        sd = np.array([spread[k] if k >= 0 else 0.0 for k in levels])
-        known = np.isfinite(mean)
-        if not known.any():
-            return np.full(len(mean), 0.5), np.full(len(mean), 0.2)
-        apart = np.abs(space[:, None] - space[known])
-        weight = np.exp(-((apart / DECADES) ** 2)) + 1e-9 * (apart == apart.min(axis=1, keepdims=True))
-        near = (weight @ mean[known]) / weight.sum(axis=1)
-        loose = UNKNOWN_SD + SD_PER_DECADE * np.minimum(apart.min(axis=1), 1)
-        return np.where(known, mean, near), np.where(known, sd, loose)
+    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
+        """A held trial is stopped."""
 
-    def _gains_to_the_end(self, standings: Sequence[Standing]) -> tuple[list[float], list[float]]:
-        """For each rung: quality gained from there to the end, mean and standard deviation, rung by rung."""
-        gain, spread = [0.0], [0.0]
-        for k in range(len(self.parts) - 2, -1, -1):
-            steps = [(self._step(one, k), self._step(one, k + 1), one.reached) for one in standings]
-            made = [at[after] - at[before] for before, after, at in steps if before in at and after in at]
-            own = max(float(np.std(made)), 0.005) if len(made) > 3 else UNKNOWN_SD
-            gain.insert(0, gain[0] + (float(np.mean(made)) if made else UNKNOWN_GAIN))
-            spread.insert(0, math.hypot(spread[0], own))
-        return gain, spread
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        job = self._next_job(self._is_paused)
+        if job is not None:
+            return self._trials[job.state.name]
+        over = self.queue.out_of_budget or tune_controller.search_alg.is_finished()
+        if over and not self.active():
+            tune_controller.search_alg.set_finished()
+            # Else Tune would wait for ever for something to go on with them.
+            for trial in self._trials.values():
+                tune_controller.stop_trial(trial)
+        return None
 
-    def _step(self, one: Standing, level: int) -> int:
-        return max(1, math.ceil(self.parts[level] * one.steps))
+    def debug_string(self) -> str:
+        return f"{type(self).__name__}: {self.queue.running()} of {len(self.queue.states)} trials run"
 
-    def _level(self, one: Standing) -> int:
-        """The last rung that it has reached; -1: none."""
-        if not one.reached or math.isnan(_at(one)):
-            return -1
-        return max((k for k in range(len(self.parts)) if self._step(one, k) <= max(one.reached)), default=-1)
+    def _is_paused(self, job: Job) -> bool:
+        # The process of a trial that was just paused may not have ended yet.
+        trial = self._trials.get(job.state.name)
+        return trial is not None and trial.status == Trial.PAUSED
 
-    def _next(self, one: Standing) -> int:
-        begun = max(one.reached, default=0)
-        return next(step for k in range(len(self.parts)) if (step := self._step(one, k)) > begun)
+    def _next_job(self, startable: Callable[[Job], bool]) -> Job | None:
+        while (job := next(filter(startable, self._due), None)) is None:
+            if self._fetch() is None:
+                return None
+        self._due.remove(job)
+        return job
 
-    def _done(self, one: Standing) -> float:
-        return max(one.reached, default=0) / one.steps
+    def _fetch(self) -> Job | None:
+        if (job := self.queue.next()) is not None:
+            self._due.append(job)
+        return job
+
+    def _result(self, status: Literal["finished", "paused"], step: int, result: dict[str, Any]) -> Result:
+        quality = self.queue.quality
+        return Result(status=status, step=step, metrics={quality: result.get(quality, math.nan)})
 
 
-def gained(front: Floats, points: Floats, bound: Floats) -> Floats:
-    """(F, 2), (N, 2), (2,) -> (N,): what each point alone would add to the hypervolume of `front`, smaller
-    being better and `bound` its limit.
+class FrontierScheduler(QueueScheduler):
+    """Early stopping for the frontier of quality against cost, in any `ray.tune.Tuner` with a function.
+
+    The function reports `metric` and `time_attr` with a checkpoint at every rung, and goes on from
+    `tune.get_checkpoint()`: the process of a paused trial ends.
+
+    Args:
+        cost: of a whole trial, by its config; smaller is better.
+        steps: the last step of a trial.
+        metric: the quality; larger is better, and `chance` is where the hypervolume counts from.
+        arm: trials with the same value are seeds of one arm; by default all that differ in ``seed`` alone.
+        need: resources that a trial takes beside what Tune reserves for it.
+        cluster_resources: by default those that are up when the first trial is added.
+        known: step -> quality, of what an earlier sweep did with the config.
+        budget: bounds the cost that is begun.
     """
-    front = np.unique(front[pareto_front(front)], axis=0)
-    front = front[(front < bound).all(axis=1)]
-    start = np.concatenate([[-np.inf], front[:, 0]])  # of the steps of the staircase, (F + 1,)
-    end = np.concatenate([front[:, 0], bound[:1]])
-    height = np.concatenate([bound[1:], front[:, 1]])
-    width = np.clip(end - np.maximum(start, points[:, :1]), 0, None)
-    return (width * np.clip(height - points[:, 1:], 0, None)).sum(axis=1)
 
+    def __init__(
+        self,
+        *,
+        cost: Callable[[Config], float],
+        steps: Callable[[Config], int],
+        metric: str,
+        time_attr: str = "training_iteration",
+        arm: Callable[[Config], Hashable] = lambda config: str({k: config[k] for k in config if k != "seed"}),
+        need: Callable[[Config], Mapping[str, float]] = lambda config: {},
+        cluster_resources: Mapping[str, float] | None = None,
+        known: Callable[[Config], Mapping[int, float]] = lambda config: {},
+        budget: float = math.inf,
+        chance: float = 0.0,
+    ) -> None:
+        self.policy = MultiObjectiveASHA(chance=chance)
+        resources = cluster_resources or {}
+        queue = TrialQueue(
+            (), self.policy, cluster_resources=resources, quality=metric, admits=self._affords, more=self._ask
+        )
+        super().__init__(queue, time_attr=time_attr)
+        self._metric = metric
+        self.cost, self.steps, self.arm, self.need, self.known = cost, steps, arm, need, known
+        self.budget = budget
+        self.spent = 0.0  # cost of everything that was begun
+        self.wants_more = True  # there is room that no known trial is worth; a searcher may ask
 
-def _at(one: Standing) -> float:
-    """Its last quality."""
-    return one.reached[max(one.reached)]
+    def state_of(self, trial: Trial) -> TrialState:
+        self.wants_more = False
+        if not self.queue.free:
+            self.queue.free = dict(ray.cluster_resources())
+        config = trial.config
+        need = dict(trial.placement_group_factory.required_resources)
+        for name, amount in self.need(config).items():
+            need[name] = need.get(name, 0.0) + amount
+        state = TrialState(
+            trial.trial_id, arm=self.arm(config), cost=self.cost(config), steps=self.steps(config), need=need
+        )
+        state.reached = dict(self.known(config))
+        if state.finished:
+            state.outcome = self._result(
+                "finished", state.steps, {self.queue.quality: state.reached[state.steps]}
+            )
+        return state
+
+    def predicted(self, trial_id: str) -> float | None:
+        """The final quality that is predicted of the arm of a trial; None before it has reached a rung."""
+        states = list(self.queue.states.values())
+        return self.policy.predictions(states).get(self._states[trial_id].arm)
+
+    def _affords(self, job: Job, state: TrialState) -> bool:
+        return self.spent + state.cost * state.part(job.until) <= self.budget
+
+    def _ask(self) -> Sequence[TrialState]:
+        self.wants_more = True
+        return ()
+
+    def _fetch(self) -> Job | None:
+        if (job := super()._fetch()) is not None:
+            self.spent += job.state.cost * job.state.part(job.until)
+        return job

@@ -1,4 +1,4 @@
-"""Who decides the next trial, from the results so far: random, TPE or NSGA-II over a conditional space.
+"""Which arm is tried next, from the results so far: random, TPE or NSGA-II over a conditional space.
 
 Sources: Bergstra et al. 2011 (TPE) as optuna extends it to several objectives (Ozaki et al. 2022); Deb et al.
 2002 (NSGA-II).
@@ -6,9 +6,11 @@ Sources: Bergstra et al. 2011 (TPE) as optuna extends it to several objectives (
 
 import logging
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import optuna
@@ -20,18 +22,22 @@ from optuna.distributions import (
 )
 from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import TrialState, create_trial
+from ray import cloudpickle
+from ray.tune.search import Searcher
 
 from orchestrator.codec import changed_fields, flat, override
 from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
 log = logging.getLogger(__name__)
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # a line for every trial
 
 Kind = Literal["random", "tpe", "nsga2"]
-DRAWS = 100  # for one trial; the second half at random, for a sampler may be in love with what it has seen
-# of earlier runs: may differ from what the space proposes, for none of them says how good an arm is
-INCIDENTAL = ("name", "data.path", "train.seed", "train.report_every", "train.eval_every")
+DRAWS = 50  # of one arm; a space that refuses them all is an error
+DUPLICATES = 5  # draws of known arms, after which a new neighbour of the last one is taken
+# Fields in which an earlier run may differ from what the space proposes: they do not say how good an arm is.
+INCIDENTAL = ("name", "train.seed", "train.report_every", "train.eval_every")
 
 
 class Suggest(Protocol):
@@ -48,10 +54,8 @@ Space = Callable[[Suggest], Mapping[str, Any]]  # -> dotted changes of the base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Attributes:
-    changes: dotted fields of the base, and their values.
-    """
+class Arm:
+    """A name, and dotted fields of the base with their values."""
 
     name: str
     changes: Mapping[str, Any]
@@ -66,10 +70,15 @@ class OptunaSearch:
 
     ``tpe`` fits every field on the trials that had it. ``nsga2`` crosses only fields that all trials have and
     draws the others at random: not for spaces in which most depends on a kind.
+
+    Args:
+        base: the run that an arm changes; None: the changes are a config by themselves.
+        count: arms in all, those that are restored among them.
     """
 
-    def __init__(self, space: Space, *, base: RunConfig, count: int, sampler: Kind, seed: int) -> None:
-        """`count`: trials in all, those that are restored among them."""
+    def __init__(
+        self, space: Space, *, base: RunConfig | None = None, count: int, sampler: Kind, seed: int
+    ) -> None:
         if count < 1:
             raise UsageError(f"a search needs at least 1 trial, got {count}")
         self.space, self.base, self.count, self.seed = space, base, count, seed
@@ -77,13 +86,17 @@ class OptunaSearch:
         self._study = optuna.create_study(
             directions=["maximize", "minimize"], sampler=_sampler(sampler, count, seed)
         )
+        self._neighbours = optuna.create_study(sampler=RandomSampler(seed=seed))
+        self._rng = random.Random(seed)
         self._asked: dict[str, optuna.Trial] = {}
-        self._seen: set[RunConfig] = set()
-        self._again = deque[Trial]()
+        self._names: dict[Hashable, str] = {}  # of what was proposed
+        self._values: dict[str, tuple[float, float]] = {}
+        self._told = set[int]()  # numbers of Optuna's trials
+        self._again = deque[Arm]()
         self._number = self._proposed = 0
 
-    def next(self) -> Trial | None:
-        """None once `count` were proposed, or the space has nothing new.
+    def next(self) -> Arm | None:
+        """Returns None once `count` arms were proposed, or the space has nothing new.
 
         Raises:
             UsageError: if all of `DRAWS` suggestions are refused, with the last reason.
@@ -92,34 +105,42 @@ class OptunaSearch:
             return self._again.popleft()
         if self._proposed >= self.count:
             return None
-        refused, reason = 0, ""
-        usual, at_random = self._study.sampler, RandomSampler(seed=self.seed + self._number)
-        for draw in range(DRAWS):
-            self._study.sampler = usual if draw < DRAWS // 2 else at_random
+        duplicates, reason = 0, ""
+        for _ in range(DRAWS):
             asked = self._study.ask()
             try:
                 changes = dict(self.space(asked))
-                run = override(self.base, changes)
+                key = self._key(changes)
             except UsageError as error:
-                refused, reason = refused + 1, str(error)
-            else:
-                if run not in self._seen:
-                    self._study.sampler = usual
-                    return self._propose(asked, changes, run)
-            self._study.tell(asked, state=TrialState.FAIL)
-        self._study.sampler = usual
-        if refused == DRAWS:
+                reason = str(error)
+                self._study.tell(asked, state=TrialState.FAIL)
+                continue
+            if key not in self._names:
+                return self._propose(asked, changes, key)
+            self._tell_again(asked, self._names[key])
+            duplicates += 1
+            if duplicates == DUPLICATES:
+                break
+        if not duplicates:
             raise UsageError(f"the space's last {DRAWS} suggestions were all refused: {reason}")
-        log.warning("%d suggestions in a row were nothing new: %d trials", DRAWS, self._proposed)
-        return None
+        return self._neighbour(asked.params)
 
     def tell(self, name: str, quality: float | None, cost: float | None) -> None:
-        """Not finite counts as None."""
-        asked = self._asked.pop(name)
-        if quality is None or cost is None or not math.isfinite(quality):
-            self._study.tell(asked, state=TrialState.FAIL)
-        else:
-            self._study.tell(asked, (quality, math.log10(cost)))
+        """The result of an arm, or what is predicted of it. A value that is not finite counts as None; a
+        second result is one more observation.
+        """
+        known = None
+        if quality is not None and cost is not None and math.isfinite(quality):
+            known = self._values[name] = quality, math.log10(cost)
+        asked = self._asked[name]
+        if asked.number in self._told:
+            if known is not None:
+                self._study.add_trial(
+                    create_trial(params=asked.params, distributions=asked.distributions, values=known)
+                )
+            return
+        self._told.add(asked.number)
+        self._study.tell(asked, known, state=None if known else TrialState.FAIL)
 
     def restore(self, trials: Sequence[tuple[str, Mapping[str, Any], float | None, float | None]]) -> None:
         """Before the first `next`: what an earlier process proposed, as (name, changes, quality, cost).
@@ -130,9 +151,10 @@ class OptunaSearch:
         Raises:
             UsageError: for a trial that the space does not offer any more.
         """
+        assert self.base is not None
         for name, changes, quality, cost in trials:
             run = override(self.base, changes)
-            self._seen.add(run)
+            self._names[run] = name
             self._number = max(self._number, int(name.rpartition("-")[2]))
             self._proposed += 1
             try:
@@ -140,7 +162,7 @@ class OptunaSearch:
             except _OutsideError as error:
                 raise UsageError(f"trial {name} is of another space, {error}: --fresh begins anew") from None
             if quality is None and cost is None:
-                self._again.append(Trial(name=name, changes=changes))
+                self._again.append(Arm(name=name, changes=changes))
             else:
                 self.tell(name, quality, cost)
         self._study.sampler = _sampler(self.sampler, self.count, self.seed + len(trials))
@@ -148,28 +170,60 @@ class OptunaSearch:
     def warm_start(self, runs: Sequence[tuple[RunConfig, float, float]]) -> int:
         """Learns from runs of other sweeps, as (run, quality, cost); how many the space has.
 
-        Left out are those with a value that the space does not offer, and those that differ from what it
-        proposes in anything that bears on quality or cost (not: `INCIDENTAL`, nor what may change when a run
-        is resumed). They do not count as proposed: a sweep has all of its own frontier.
+        Left out are runs on other data, runs with a value that the space does not offer, and those that
+        differ from what it proposes in anything that bears on quality or cost (not: `INCIDENTAL`, nor what
+        may change when a run is resumed). They do not count as proposed: a sweep has all of its own frontier.
         """
+        assert self.base is not None
         taken = 0
         for run, quality, cost in runs:
             try:
                 params, changes = _read(self.space, run)
-                differs = changed_fields(flat(override(self.base, changes)), flat(run))
+                differs = changed_fields(flat(override(self.base, changes)), flat(run)).keys() - {*INCIDENTAL}
             except (_OutsideError, UsageError):
                 continue
-            if not differs.keys() - set(INCIDENTAL) and math.isfinite(quality):
+            if (digest := _digest(run.data.path)) is not None and digest == _digest(self.base.data.path):
+                differs -= {"data.path"}
+            if not differs and math.isfinite(quality):
                 self._study.tell(self._ask_for(params), (quality, math.log10(cost)))
                 taken += 1
         return taken
 
-    def _propose(self, asked: optuna.Trial, changes: dict[str, Any], run: RunConfig) -> Trial:
+    def _key(self, changes: Mapping[str, Any]) -> Hashable:
+        return tuple(sorted(changes.items())) if self.base is None else override(self.base, changes)
+
+    def _propose(self, asked: optuna.Trial, changes: dict[str, Any], key: Hashable) -> Arm:
         self._number, self._proposed = self._number + 1, self._proposed + 1
         name = f"{self.sampler}-{self._number:04}"
         self._asked[name] = asked
-        self._seen.add(run)
-        return Trial(name=name, changes=changes)
+        self._names[key] = name
+        return Arm(name=name, changes=changes)
+
+    def _tell_again(self, asked: optuna.Trial, name: str) -> None:
+        """The result of a known arm for another draw of it: TPE would not learn from a failure, and draw it
+        again. While it still runs, the worst result so far keeps the sampler away from it.
+        """
+        values = self._values.get(name)
+        if values is None and self._values:
+            qualities, costs = zip(*self._values.values(), strict=True)
+            values = min(qualities), max(costs)
+        self._study.tell(asked, values, state=None if values else TrialState.FAIL)
+
+    def _neighbour(self, params: dict[str, Any]) -> Arm | None:
+        """A new arm that differs from `params` in one field, or in the fewest that are tried."""
+        for draw in range(200):
+            changed = self._rng.sample(list(params), min(len(params), 1 + draw // 40))
+            self._neighbours.enqueue_trial({k: v for k, v in params.items() if k not in changed})
+            asked = self._neighbours.ask()
+            try:
+                changes = dict(self.space(asked))
+                key = self._key(changes)
+            except UsageError:
+                continue
+            if key not in self._names:
+                return self._propose(self._ask_for(asked.params), changes, key)
+        log.warning("the space has nothing new after %d trials", self._proposed)
+        return None
 
     def _ask_for(self, params: dict[str, Any]) -> optuna.Trial:
         """A trial of these; in a generation, for NSGA-II puts in and sees only those that ask it for them."""
@@ -179,6 +233,64 @@ class OptunaSearch:
         if isinstance(sampler, NSGAIISampler):
             sampler.get_trial_generation(self._study, self._study.get_trials(deepcopy=False)[asked.number])
         return asked
+
+
+class ArmSearcher(Searcher):
+    """`OptunaSearch` for any `ray.tune.Tuner`, with ``num_samples=-1``: the config is the changes of an arm.
+
+    Args:
+        quality, cost: names of reported metrics; `cost` may be a function of the config instead.
+        wanted: whether another arm may be drawn now. `FrontierScheduler` knows; without it Tune asks as often
+            as it has room.
+        predicted: final quality of a trial that was stopped, by its id.
+    """
+
+    def __init__(
+        self,
+        search: OptunaSearch,
+        *,
+        quality: str,
+        cost: str | Callable[[Mapping[str, Any]], float],
+        wanted: Callable[[], bool] = lambda: True,
+        predicted: Callable[[str], float | None] = lambda trial_id: None,
+    ) -> None:
+        super().__init__()
+        self.search = search
+        self.quality, self.cost = quality, cost
+        self.wanted, self.predicted = wanted, predicted
+        self._arms: dict[str, Arm] = {}
+
+    def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
+        return True  # two metrics, and a space of its own
+
+    def suggest(self, trial_id: str) -> Any:
+        if not self.wanted():
+            return None
+        arm = self.search.next()
+        if arm is None:
+            return Searcher.FINISHED
+        self._arms[trial_id] = arm
+        return dict(arm.changes)
+
+    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        arm, result = self._arms[trial_id], result or {}
+        quality = None if error else result.get(self.quality, self.predicted(trial_id))
+        cost = result.get(self.cost) if isinstance(self.cost, str) else self.cost(arm.changes)
+        self.search.tell(arm.name, quality, cost)
+
+    def save(self, checkpoint_path: str) -> None:
+        Path(checkpoint_path).write_bytes(cloudpickle.dumps((self.search, self._arms)))
+
+    def restore(self, checkpoint_path: str) -> None:
+        self.search, self._arms = cloudpickle.loads(Path(checkpoint_path).read_bytes())
+
+
+def _digest(path: str) -> str | None:
+    """What a data set holds. One that is not there is like no other."""
+    try:
+        return open_manifest(path).digest()
+    except (UsageError, OSError):
+        return None
 
 
 def _sampler(kind: Kind, count: int, seed: int) -> BaseSampler:

@@ -1,85 +1,142 @@
-"""Early stopping: what a point adds, who goes on, who never does."""
+"""The scheduler in a plain Tuner, with a function that knows nothing of this project."""
+
+import json
+import os
+import signal
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
+from ray import tune
 
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
-from orchestrator.frontier.pareto import hypervolume_2d
-from orchestrator.sweeps.agenda import Standing
-from orchestrator.sweeps.scheduler import Halving, gained
-from orchestrator.sweeps.sweep import Trial
+from orchestrator.frontier.pareto import pareto_front
+from orchestrator.sweeps.scheduler import FrontierScheduler
+from orchestrator.sweeps.search import ArmSearcher, OptunaSearch
 
-BOUND = np.array([10.0, 10.0])
-coordinates = st.tuples(st.integers(0, 12), st.integers(0, 12))
+pytestmark = pytest.mark.usefixtures("cluster")
 
-
-@given(front=st.lists(coordinates, max_size=8), points=st.lists(coordinates, min_size=1, max_size=6))
-def test_what_a_point_adds_is_the_difference_of_two_hypervolumes(front, points):
-    before = np.array(front, dtype=np.float64).reshape(-1, 2)
-    new = np.array(points, dtype=np.float64)
-    expected = [
-        hypervolume_2d(np.vstack([before, one]), BOUND) - hypervolume_2d(before, BOUND) for one in new
-    ]
-    np.testing.assert_allclose(gained(before, new, BOUND), expected, atol=1e-9)
+STEPS = 32
+# Two arms of each of six sizes; the second is worse everywhere, and all learn at the same pace.
+COST = {f"{name}{size}": 2.0**size for size in range(6) for name in ("good", "bad")}
 
 
-def standing(name: str, cost: float, reached: dict[int, float] | None = None) -> Standing:
-    run = override(RunConfig(), {"train.steps": 160, "model.moe": None})
-    one = Standing(Trial(name=name, arm=name, changes={}, run=run), cost=cost, need={"CPU": 1})
-    one.reached = reached or {}
-    if 160 in one.reached:
-        one.outcome = "complete"
-    return one
+def quality(arm: str, seed: int, step: int) -> float:
+    final = 0.3 + 0.1 * np.log2(COST[arm]) - (0.25 if arm.startswith("bad") else 0.0)
+    return float(final * (1 - 0.6 * step**-0.5)) + 0.002 * seed
 
 
-def asked(*standings: Standing) -> list[tuple[str, int]]:
-    return [(job.trial.name, job.until) for job in Halving(chance=0.1).jobs(standings)]
+def train(config: dict[str, Any]) -> None:
+    """Goes on from its checkpoint. `config["dies_at"]` kills its process once at that step."""
+    start = 0
+    if checkpoint := tune.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            start = json.loads(Path(folder, "step.json").read_text())
+    for step in range(start + 1, STEPS + 1):
+        mark = Path(config["folder"], f"{config['arm']}-{config['seed']}")
+        with mark.open("a") as file:
+            file.write(f"{step}\n")
+        if step == config["dies_at"] and mark.read_text().count(f"\n{step}\n") == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step in (2, 8, STEPS):
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "step.json").write_text(json.dumps(step))
+                value = quality(config["arm"], config["seed"], step)
+                saved = tune.Checkpoint.from_directory(folder)
+                tune.report({"step": step, "quality": value}, checkpoint=saved)
 
 
-def test_the_first_rungs_are_a_sixteenth_and_a_quarter_cheapest_first():
-    """Nothing is known: all may be as good, so the cheapest adds most, for least."""
-    assert asked(standing("dear", 10.0), standing("cheap", 1.0)) == [("cheap", 10), ("dear", 10)]
-    cheap, dear = standing("cheap", 1.0, {10: 0.3}), standing("dear", 2.0, {10: 0.3, 40: 0.5})
-    assert asked(cheap, dear) == [("cheap", 40), ("dear", 160)]
+def run(folder: Path, arms: list[str], *, dies_at: int = 0, **options: Any) -> tuple[FrontierScheduler, Any]:
+    scheduler = FrontierScheduler(
+        cost=lambda config: COST[config["arm"]],
+        steps=lambda config: STEPS,
+        metric="quality",
+        time_attr="step",
+        **options,
+    )
+    space = {"arm": tune.grid_search(arms), "seed": tune.grid_search([0, 1])}
+    tuning = tune.TuneConfig(scheduler=scheduler, reuse_actors=True)
+    return scheduler, fit(folder, tuning, space | {"folder": str(folder), "dies_at": dies_at})
 
 
-def test_whom_the_frontier_cannot_gain_by_is_not_promoted():
-    """Others rose by .2 from the first rung to the second, by .4 from there to the end: "bad" at .1 will come
-    to .7, far below the .9 that a cheaper one has; "good" at .35 to .95.
-    """
-    complete = [standing(f"done{i}", 1 + i / 100, {10: 0.3, 40: 0.5, 160: 0.9}) for i in range(5)]
-    good, bad = standing("good", 500.0, {10: 0.35}), standing("bad", 500.0, {10: 0.1})
-    assert asked(*complete, good, bad) == [("good", 40)]
+def fit(folder: Path, tuning: tune.TuneConfig, space: dict[str, Any] | None = None) -> Any:
+    return tune.Tuner(
+        tune.with_resources(train, {"cpu": 1}),
+        param_space=space,
+        tune_config=tuning,
+        run_config=tune.RunConfig(
+            name="sweep",
+            storage_path=str(folder),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=2),
+        ),
+    ).fit()
 
 
-def test_every_trial_is_tried_at_least_to_its_first_rung():
-    complete = [standing(f"done{i}", 1.0, {10: 0.5, 40: 0.7, 160: 1.0}) for i in range(5)]
-    assert asked(*complete, standing("hopeless", 800.0)) == [("hopeless", 10)]
+@pytest.mark.smoke
+def test_the_exhaustive_frontier_at_lower_cost(tmp_path: Path) -> None:
+    """Ends although trials stay paused, and trains no step of a trial twice."""
+    scheduler, results = run(tmp_path, list(COST))
+    final: dict[str, list[float]] = {}
+    for result in results:
+        if result.metrics.get("step") == STEPS:
+            final.setdefault(result.config["arm"], []).append(result.metrics["quality"])
+    complete = [arm for arm, seeds in final.items() if len(seeds) == 2]
+
+    def front(arms: list[str]) -> set[str]:
+        points = np.array([(COST[arm], -quality(arm, 0, STEPS)) for arm in arms])
+        return {arm for arm, on in zip(arms, pareto_front(points), strict=True) if on}
+
+    assert front(complete) == front(list(COST)) == {arm for arm in COST if arm.startswith("good")}
+    assert scheduler.spent < 0.8 * 2 * sum(COST.values())
+    for mark in tmp_path.glob("*-[01]"):
+        steps = [int(line) for line in mark.read_text().split()]
+        assert steps == sorted(set(steps)), mark.name
 
 
-def test_a_crowded_place_gains_less():
-    """Two arms are foretold to be as good. The cheaper one goes first, until an arm like it runs: then what
-    it would add is nearly nothing, and the other one goes first.
-    """
-    done = [standing(f"done{i}", 1.0, {10: 0.3, 40: 0.5, 160: 0.6}) for i in range(5)]
-    small, large = standing("small", 30.0, {10: 0.5, 40: 0.7}), standing("large", 60.0, {10: 0.6, 40: 0.8})
-    assert [name for name, _ in asked(*done, small, large)] == ["small", "large"]
-    running = standing("running", 30.0, {10: 0.5, 40: 0.7})
-    running.running = True
-    assert [name for name, _ in asked(*done, running, small, large)] == ["large", "small"]
+def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) -> None:
+    """Every trial dies once after its first rung; the budget holds the small arm, and a rung of the large."""
+    scheduler, results = run(tmp_path, ["good0", "good5"], dies_at=4, budget=4.5)
+    ended = {(r.config["arm"], r.config["seed"]): r.metrics["step"] for r in results if r.config}
+    assert ended == {("good0", 0): STEPS, ("good0", 1): STEPS, ("good5", 0): 2}
+    assert scheduler.spent == 4
+    assert "4\n3\n4\n5" in (tmp_path / "good0-0").read_text()
+    assert not results.errors
 
 
-def test_what_is_paid_already_does_not_count():
-    """Two arms of like cost and quality: the one with a quarter of its steps trained goes first."""
-    rises = {10: 0.3, 40: 0.5, 160: 0.6}
-    done = [standing(f"done{i}", cost, rises) for i, cost in enumerate([1, 1, 1, 1, 3000])]
-    begun, fresh = standing("begun", 33.0, {10: 0.5, 40: 0.7}), standing("fresh", 30.0, {10: 0.5})
-    assert [name for name, _ in asked(*done, fresh, begun)] == ["begun", "fresh"]
+def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
+    scheduler, results = run(tmp_path, ["good0"], known=lambda config: {STEPS: 0.3})
+    assert scheduler.spent == 0
+    assert len(results) == 2
+    assert not list(tmp_path.glob("good0-*"))
 
 
-def test_a_pause_must_be_able_to_save_something():
-    """The small arm costs less than a twentieth of what was spent: it goes to its end at once."""
-    big = standing("big", 100.0, {10: 0.3, 40: 0.5, 160: 0.6})
-    assert ("small", 160) in asked(big, standing("small", 1.0))
+def test_a_search_draws_arms_when_there_is_room(tmp_path: Path) -> None:
+    """Two at a time on two CPUs. What is stopped is told as predicted: Optuna has no trial left open."""
+
+    def space(trial: Any) -> dict[str, Any]:
+        arm = trial.suggest_categorical("arm", list(COST))
+        return {"arm": arm, "seed": 0, "folder": str(tmp_path), "dies_at": 0}
+
+    search = OptunaSearch(space, count=6, sampler="tpe", seed=0)
+    scheduler = FrontierScheduler(
+        cost=lambda config: COST[config["arm"]],
+        steps=lambda config: STEPS,
+        metric="quality",
+        time_attr="step",
+    )
+    searcher = ArmSearcher(
+        search,
+        quality="quality",
+        cost=lambda config: COST[config["arm"]],
+        wanted=lambda: scheduler.wants_more,
+        predicted=scheduler.predicted,
+    )
+    results = fit(tmp_path, tune.TuneConfig(scheduler=scheduler, search_alg=searcher, num_samples=-1))
+    assert len({result.config["arm"] for result in results}) == 6
+    # An arm that was drawn again before there was any result failed.
+    states = Counter(trial.state.name for trial in search._study.trials)
+    assert states["COMPLETE"] >= 6
+    assert states.keys() <= {"COMPLETE", "FAIL"}

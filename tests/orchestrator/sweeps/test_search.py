@@ -1,6 +1,7 @@
 """Search over a conditional space with a known front: what it learns, never proposes twice, and restarts."""
 
 import math
+import shutil
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d
-from orchestrator.sweeps.search import DRAWS, Kind, OptunaSearch, Space
+from orchestrator.sweeps.search import DRAWS, Arm, Kind, OptunaSearch, Space
 
 BASE = RunConfig()
 KIND, SLOTS, CAPACITY = (
@@ -217,3 +218,41 @@ def test_a_warm_start_helps(sampler: Kind) -> None:
 
     gain = [volume(seed, warm=True) - volume(seed, warm=False) for seed in range(6)]
     assert np.mean(gain) > 0.05
+
+
+def hundred(trial: Any) -> dict[str, Any]:
+    """A grid of 1,000 points, and quality that rises with each of its fields."""
+    return {name: trial.suggest_categorical(name, list(range(10))) for name in ("a", "b", "c")}
+
+
+def test_tpe_learns_from_what_it_drew_again() -> None:
+    """Half of a small grid is tried: all arms differ, and few draws are needed for each of them."""
+    searching = OptunaSearch(hundred, count=100, sampler="tpe", seed=0)
+    tried: list[Arm] = []
+    while (arm := searching.next()) is not None:
+        tried.append(arm)
+        searching.tell(arm.name, sum(arm.changes.values()) / 27, 1.0 + sum(arm.changes.values()))
+    assert len({tuple(arm.changes.values()) for arm in tried}) == 100
+    assert len(searching._study.trials) < 400
+
+
+def test_a_stopped_arm_is_told_what_is_predicted_and_later_what_it_has() -> None:
+    searching = OptunaSearch(hundred, count=3, sampler="tpe", seed=0)
+    arms = [arm for arm in iter(searching.next, None) if arm]
+    searching.tell(arms[0].name, 0.5, 10.0)
+    searching.tell(arms[0].name, 0.7, 10.0)
+    searching.tell(arms[1].name, None, None)
+    searching.tell(arms[2].name, 0.6, 10.0)
+    told = [(trial.state.name, trial.values) for trial in searching._study.trials]
+    assert told == [("COMPLETE", [0.5, 1]), ("FAIL", None), ("COMPLETE", [0.6, 1]), ("COMPLETE", [0.7, 1])]
+
+
+def test_a_warm_start_leaves_out_other_data(digits: str, tmp_path: Any) -> None:
+    """The same data at another place is taken; data that hold something else are not."""
+    copy, other = shutil.copytree(digits, tmp_path / "copy"), shutil.copytree(digits, tmp_path / "other")
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"rows": ', '"rows": 1', 1))
+    base = override(BASE, {"data.path": digits})
+    searching = OptunaSearch(space, base=base, count=3, sampler="tpe", seed=0)
+    runs = [(run_of(None, data__path=str(path)), 0.9, 1e6) for path in (digits, copy, other)]
+    assert [searching.warm_start([run]) for run in runs] == [1, 1, 0]
