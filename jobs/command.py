@@ -22,8 +22,8 @@ from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.trained import model_location
-from orchestrator.prediction.plan import PLAN
+from orchestrator.evaluation.models import model_location
+from orchestrator.evaluation.predict import PLAN
 from orchestrator.tracking import Tracking, open_tracking
 
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jobs.usage import POINT, at_least_one, command, evaluation_parser, named
@@ -23,8 +23,8 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.evaluation.scores import Scores
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.data.stream import Batch
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking import Tracking
 
 
@@ -53,7 +53,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from jobs.command import check_file, tracking
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
-    from orchestrator.evaluation.point import parse_point
+    from orchestrator.evaluation.points import parse_point
 
     point = parse_point(args.set)
     if args.out:
@@ -67,9 +67,9 @@ def evaluate(args: argparse.Namespace) -> None:
         print(f"figures  {args.out}")
 
 
-def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]:
+def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRef]:
     """The models that can run at the point; names the others. Raises UsageError if none can."""
-    from orchestrator.evaluation.grid import why_impossible
+    from orchestrator.evaluation.points import why_impossible
 
     reasons = [why_impossible(model.run.model, point) for model in models]
     refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
@@ -81,24 +81,23 @@ def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]
 
 
 def evaluated(
-    args: argparse.Namespace, model: Trained, point: RoutingOverrides, store: Tracking
+    args: argparse.Namespace, model: ModelRef, point: RoutingOverrides, store: Tracking
 ) -> dict[str, Any]:
-    """Quality, cost and speed of the model at the point, as JSON has them."""
-    from jobs.evaluation_flags import images_path, tell_other_classes
+    """The quality, cost and speed of the model at the point, as JSON has them. Records them in its run."""
+    from jobs.evaluation_flags import images_path
     from moe.cost import forward_gflops_2mac
+    from orchestrator.data.manifest import open_manifest
     from orchestrator.data.transforms import normalize
-    from orchestrator.evaluation.images import device, images_of
-    from orchestrator.evaluation.latency import latencies
-    from orchestrator.evaluation.point import point_key, point_name
-    from orchestrator.evaluation.scores import evaluate_at
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of, latencies
+    from orchestrator.evaluation.points import point_key, point_name
 
-    path, where = images_path(args, model), device()
-    names = tell_other_classes(model, path).names
-    vit = model.load(where)
+    path, device = images_path(args, model), default_device()
+    model.check_classes(path)
 
-    def batches() -> Any:
-        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=where)
+    def batches() -> Iterator[Batch]:
+        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device)
 
+    vit = model.load(device)
     (scores,) = evaluate_at(vit, batches(), [point])
     (latency,) = latencies(vit, normalize(next(batches()).image), [point], repeats=args.repeats)
     metrics = scores.metrics() | {
@@ -118,24 +117,11 @@ def evaluated(
         "unread": scores.unread,
         "metrics": metrics,
         "latency": latency.summary(),
-        "classes": by_class(scores, names),
+        "classes": scores.by_class(open_manifest(path).classes),
     }
     if model.run_id:
         record(store, model.run_id, report, point_key(point))
     return report
-
-
-def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """A table with a row for every class: column -> values."""
-    rows = list(zip(names, scores.classes, strict=False))
-    return {
-        "class": [name for name, _ in rows],
-        "images": [one.images for _, one in rows],
-        "acc1": [_or_none(one.recall()) for _, one in rows],
-        "acc5": [_or_none(one.hits5 / one.images if one.images else math.nan) for _, one in rows],
-        "precision": [_or_none(one.precision()) for _, one in rows],
-        "loss": [_or_none(one.loss_sum / one.images if one.images else math.nan) for _, one in rows],
-    }
 
 
 def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str) -> None:
@@ -176,7 +162,7 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
     print_table(table)
     unknown = [report["model"] for report in reports if not report["run_id"]]
     if unknown:
-        print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
+        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}")
     for report in reports if per_class else []:
         table = Table(title=f"{report['model']} by class")
         for column in report["classes"]:
@@ -188,10 +174,6 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
 
 def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from jobs.usage import MODELS, add_places, at_least_one, command, named, plain_p
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.recipe import FewShotConfig
     from orchestrator.tracking import Tracking
     from orchestrator.training.fewshot import FewShotResult
@@ -54,10 +54,9 @@ def classify(args: argparse.Namespace) -> None:
     """Classifies, records and prints, model by model."""
     from jobs.command import tracking
     from jobs.evaluation_flags import models_of
-    from orchestrator.evaluation.fewshot import few_shot, short_of_images
-    from orchestrator.evaluation.images import device
+    from orchestrator.evaluation.evaluate import default_device
     from orchestrator.tracking.store import shown
-    from orchestrator.training.fewshot import short_names
+    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
 
     shots, results, unknown = shots_of(args.shots), {}, []
     with tracking(args, "fewshot") as store:
@@ -65,9 +64,11 @@ def classify(args: argparse.Namespace) -> None:
             config = config_of(args, model, shots)
             sets = short_names(config.paths)
             for name, path in sets.items():
-                if not results and (few := short_of_images(model.run, path, shots)):
+                run = model.run_on(path, batch_size=args.batch_size)
+                if not results and (few := rare_classes(run, max(shots))):
                     print(f"{name}: {few}", flush=True)
-            result = few_shot(model, config, batch_size=args.batch_size, device=device())
+            run = model.run_on(model.run.data.path, batch_size=args.batch_size)
+            result = FewShot(run, config).measure(model.load(default_device()), default_device())
             if model.run_id is None:
                 unknown.append(model.name)
             else:
@@ -76,7 +77,9 @@ def classify(args: argparse.Namespace) -> None:
             print(f"{model.name}: {summary(result)}", flush=True)
         print_results(results, seeds=args.seeds)
         if unknown:
-            print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
+            print(
+                f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}"
+            )
         if len(unknown) < len(results):
             where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
             print(f"MLflow   {shown(store.uri)}: {where}")
@@ -89,12 +92,11 @@ def shots_of(text: str) -> tuple[int, ...]:
         raise UsageError(f"--shots {text!r}: write numbers, e.g. 1,5,10,25") from None
 
 
-def config_of(args: argparse.Namespace, model: Trained, shots: tuple[int, ...]) -> FewShotConfig:
+def config_of(args: argparse.Namespace, model: ModelRef, shots: tuple[int, ...]) -> FewShotConfig:
     from jobs.evaluation_flags import images_path
     from orchestrator.recipe import FewShotConfig
 
-    flags = [argparse.Namespace(**{**vars(args), "data": data}) for data in args.data or [None]]
-    paths = tuple(images_path(one, model) for one in flags)
+    paths = tuple(images_path(args, model, data) for data in args.data) or (model.run.data.path,)
     try:
         return FewShotConfig(paths=paths, shots=shots, seeds=args.seeds)
     except ValueError as error:

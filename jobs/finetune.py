@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from jobs.usage import MODEL, add_places, at_least_one, command, plain_parser, run_name
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.fewshot import Probe
-    from orchestrator.evaluation.finetune import FineTuned
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.finetune import FineTuned, Probe
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking import TrackedRun, Tracking
 
@@ -114,28 +113,27 @@ def finetune(args: argparse.Namespace) -> dict[str, str]:
     return failed
 
 
-def sweep_of(args: argparse.Namespace, model: Trained) -> Sweep:
+def sweep_of(args: argparse.Namespace, model: ModelRef) -> Sweep:
     """The sweep of the flags, with an arm for each data set. Raises UsageError for impossible values."""
     from jobs.command import run_config
     from jobs.evaluation_flags import images_path
     from orchestrator.evaluation.finetune import finetune_run, finetune_sweep
 
-    paths = [images_path(argparse.Namespace(**{**vars(args), "data": data}), model) for data in args.data]
+    paths = [images_path(args, model, data) for data in args.data]
     flags = argparse.Namespace(**{**vars(args), "data": paths[0]})
     base = run_config(flags, finetune_run(model, image_size=args.image_size))
     return finetune_sweep(base, paths, seeds=args.seeds)
 
 
 def probe_and_train(
-    args: argparse.Namespace, sweep: Sweep, model: Trained, store: Tracking, parent: TrackedRun
+    args: argparse.Namespace, sweep: Sweep, model: ModelRef, store: Tracking, parent: TrackedRun
 ) -> dict[str, str]:
     """Prints and records the figures of the probe and of all runs; returns the runs that failed, with the
     reason.
     """
     from jobs.progress import TrialProgress
-    from orchestrator.evaluation.fewshot import probe
-    from orchestrator.evaluation.finetune import failures, fine_tuned
-    from orchestrator.evaluation.images import device
+    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.evaluation.finetune import failures, fine_tuned, probe
     from orchestrator.sweeps.log import TrialLog
     from orchestrator.sweeps.prices import Budget
     from orchestrator.sweeps.purse import Purse
@@ -144,8 +142,8 @@ def probe_and_train(
     from orchestrator.training.worker import run_directory
 
     paths = [str(changes["data.path"]) for changes in sweep.arms.values()]
-    where = device()
-    probed = probe(model.load(where), model.run, paths, batch_size=args.batch_size, device=where)
+    device = default_device()
+    probed = probe(model.load(device), model, paths, batch_size=args.batch_size, device=device)
     for name, accuracy in probed.accuracy.items():
         print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     folder = run_directory(sweep.base)
@@ -166,7 +164,7 @@ def probe_and_train(
     return failures(outcomes)
 
 
-def print_results(sweep: Sweep, model: Trained, tuned: FineTuned, probed: Probe) -> None:
+def print_results(sweep: Sweep, model: ModelRef, tuned: FineTuned, probed: Probe) -> None:
     from rich.table import Table
 
     from jobs.show import print_table

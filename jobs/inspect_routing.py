@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.microscope.examples import Examples
     from orchestrator.evaluation.microscope.survey import Survey
     from orchestrator.evaluation.microscope.tables import Table
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking import TrackedRun
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run
@@ -65,9 +65,10 @@ def inspect(args: argparse.Namespace) -> None:
         UsageError: for flags that do not fit the model, and a --out that holds other files.
     """
     from jobs.command import check_out, root, tracking
-    from jobs.evaluation_flags import images_path, models_of, results_of, tell_other_classes
+    from jobs.evaluation_flags import images_path, models_of, results_of
     from orchestrator import storage
-    from orchestrator.evaluation.images import device
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.evaluation.evaluate import default_device as device
 
     with tracking(args, FOLDER) as store:
         (trained,) = models_of(args, store)
@@ -77,7 +78,8 @@ def inspect(args: argparse.Namespace) -> None:
             out = storage.absolute(args.out).rstrip("/")
             check_out(out, own=(PAGE,), apart=(path,))
         blocks = blocks_of(trained, args.layers)
-        names = tell_other_classes(trained, path).names
+        trained.check_classes(path)
+        names = open_manifest(path).classes
         model = trained.load(device())
         found, drawn = look(args, trained, model, blocks=blocks, path=path, classes=len(names))
         print_layers(found)
@@ -98,7 +100,7 @@ def inspect(args: argparse.Namespace) -> None:
             print("MLflow knows no run of this model: nothing is logged there")
 
 
-def blocks_of(trained: Trained, asked: str | None) -> list[int]:
+def blocks_of(trained: ModelRef, asked: str | None) -> list[int]:
     """The MoE blocks of --layers. Raises UsageError for other blocks, and for a dense model."""
     blocks = trained.run.model.moe_blocks()
     if not blocks:
@@ -119,11 +121,12 @@ def numbers(flag: str, text: str) -> list[float]:
 
 
 def look(
-    args: argparse.Namespace, trained: Trained, model: ViT, *, blocks: list[int], path: str, classes: int
+    args: argparse.Namespace, trained: ModelRef, model: ViT, *, blocks: list[int], path: str, classes: int
 ) -> tuple[Survey, Examples]:
     """The measurements, and the images that are drawn on."""
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.images import device, images_of
+    from orchestrator.evaluation.evaluate import default_device as device
+    from orchestrator.evaluation.evaluate import images_of
     from orchestrator.evaluation.microscope.discarded import drops, settings
     from orchestrator.evaluation.microscope.examples import examples
     from orchestrator.evaluation.microscope.survey import survey
@@ -184,7 +187,7 @@ def print_layers(found: Survey) -> None:
 
 def drawings(
     args: argparse.Namespace,
-    trained: Trained,
+    trained: ModelRef,
     model: ViT,
     found: Survey,
     drawn: Examples,

@@ -17,10 +17,10 @@ from orchestrator.checkpoint.source import open_source, read, tensors_in
 from orchestrator.checkpoint.weights import VERSION
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.trained import Trained
+from orchestrator.evaluation.models import ModelRef
 
 
-def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> None:
+def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> None:
     """Writes the average into the local file `out`, as `weights.export` writes one model, under the name of
     the file. In memory is one tensor at a time.
 
@@ -67,7 +67,7 @@ def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> N
     write_each(out, first, metadata, average)
 
 
-def check_alike(models: Sequence[Trained]) -> None:
+def check_alike(models: Sequence[ModelRef]) -> None:
     """Raises UsageError, naming the first field, if their architectures differ."""
     first = models[0]
     here = flat(first.run.model)

@@ -1,10 +1,8 @@
-"""Models of a sweep by name: those of the frontier get an alias in MLflow, and any is loaded by it."""
+"""Models of a sweep by name: models of the frontier get an alias in MLflow."""
 
-from moe.vit import ViT
-from orchestrator.checkpoint.weights import load_newest
 from orchestrator.frontier.points import Frontier, front_points, is_complete, knee_point
 from orchestrator.sweeps.log import newest_checkpoint
-from orchestrator.tracking import Tracking, checkpoint_of, register
+from orchestrator.tracking import Tracking, register
 from orchestrator.tracking.find import found_run
 
 FAST, KNEE, BEST = "pareto-fast", "pareto-knee", "pareto-best"
@@ -24,15 +22,3 @@ def register_frontier(tracking: Tracking, frontier: Frontier) -> dict[str, str]:
         if kept := newest_checkpoint(found_run(tracking, point.run_id).config()):
             versions[alias] = register(tracking, point.run_id, kept, alias)
     return versions
-
-
-def load_model(uri: str, tracking_uri: str | None = None) -> ViT:
-    """The torch module behind ``models:/<name>@<alias>`` or ``models:/<name>/<version>``, its weights read
-    from the checkpoint in the run's storage.
-
-    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none.
-    """
-    checkpoint, run = checkpoint_of(uri, tracking_uri)
-    model = ViT(run.model)
-    load_newest(checkpoint, model)
-    return model.eval()

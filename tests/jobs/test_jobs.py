@@ -20,8 +20,8 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import load_model
 from orchestrator.sweeps.check import check_metrics
-from orchestrator.sweeps.models import load_model
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
 from tests.orchestrator.frontier.samples import FRONTIER
@@ -220,11 +220,11 @@ def test_the_quickstart_from_shards_to_a_registered_model(empty_home):
     assert confirmed.data.params["scale.ep"] == "2"
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
-    model = load_model("models:/moe-frontier@pareto-knee", uri)
+    model = load_model("models:/moe-frontier@pareto-knee", tracking_uri=uri)
     assert model.config.moe is not None
     version = client.get_model_version_by_alias("moe-frontier", "pareto-knee")
     assert version.run_id == confirmed.info.run_id
-    same = load_model(f"models:/moe-frontier/{version.version}", uri)
+    same = load_model(f"models:/moe-frontier/{version.version}", tracking_uri=uri)
     images = torch.rand(4, 3, 8, 8)
     assert torch.equal(model(images).logits, same(images).logits)
     assert model(images).logits.abs().sum() > 0

@@ -13,8 +13,8 @@ from orchestrator.checkpoint import single_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.evaluation.soup import write_soup
-from orchestrator.evaluation.trained import Trained, read_trained
 
 RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16})
 
@@ -23,25 +23,25 @@ RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16}
 def trained(tmp_path):
     """``trained(seed, **changes)``: a model of random weights in an exported file."""
 
-    def make(seed: int, **changes) -> Trained:
+    def make(seed: int, **changes) -> ModelRef:
         run = replace(override(RUN, changes), name=f"seed{seed}")
         model = ViT(run.model, seed=seed)
         torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
         path = str(tmp_path / f"seed{seed}.safetensors")
         metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
         single_file.write(path, model.state_dict(), metadata)
-        return read_trained(path)
+        return read_model(path)
 
     return make
 
 
-def weights(model: Trained) -> dict[str, torch.Tensor]:
+def weights(model: ModelRef) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.load().state_dict().items()}
 
 
-def soup(tmp_path, *models: Trained) -> dict[str, torch.Tensor]:
+def soup(tmp_path, *models: ModelRef) -> dict[str, torch.Tensor]:
     write_soup(models, f"{tmp_path}/soup.safetensors", force=True)
-    return weights(read_trained(f"{tmp_path}/soup.safetensors"))
+    return weights(read_model(f"{tmp_path}/soup.safetensors"))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_it_is_a_model_like_others(trained, tmp_path):
     """Of its own name, so that no run of MLflow passes for the one that trained it; `moe.load` reads it."""
     one, two = trained(0), trained(1)
     write_soup([one, two], f"{tmp_path}/broth.safetensors")
-    found = read_trained(f"{tmp_path}/broth.safetensors")
+    found = read_model(f"{tmp_path}/broth.safetensors")
     assert found.step == -1
     assert found.run == replace(one.run, name="broth")
     images = torch.rand(2, 3, 8, 8)

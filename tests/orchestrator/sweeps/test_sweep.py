@@ -13,6 +13,7 @@ from orchestrator.checkpoint.find import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.points import on_front
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.branches import Trunk
@@ -20,7 +21,7 @@ from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
 from orchestrator.sweeps.check import check_fits, check_sweep, claim_sweep
 from orchestrator.sweeps.log import TrialLog
-from orchestrator.sweeps.models import load_model, register_frontier
+from orchestrator.sweeps.models import register_frontier
 from orchestrator.sweeps.prices import Budget
 from orchestrator.sweeps.purse import Purse
 from orchestrator.sweeps.report import publish
@@ -117,7 +118,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_command(sweep, tracking
 
     versions = register_frontier(tracking, frontier)
     assert set(versions) == {"pareto-fast", "pareto-knee", "pareto-best"}
-    model = load_model("models:/moe-frontier@pareto-best", tracking.uri)
+    model = load_model("models:/moe-frontier@pareto-best", tracking_uri=tracking.uri)
     assert not model.training
 
     before = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
