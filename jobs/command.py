@@ -23,7 +23,6 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import model_location
-from orchestrator.evaluation.predict import PLAN
 from orchestrator.tracking import Tracking, open_tracking
 
 
@@ -68,7 +67,7 @@ def results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files that are not ours."""
     if storage.size(storage.join(folder, "fields.json")) is not None:
         return "a run or a sweep"
-    if storage.size(storage.join(folder, PLAN)) is not None:
+    if storage.size(storage.join(folder, "_plan.json")) is not None:
         return "predictions"
     try:
         open_manifest(folder)  # other projects have a manifest.json too

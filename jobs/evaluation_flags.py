@@ -23,7 +23,7 @@ def models_of(args: argparse.Namespace, store: Tracking) -> list[ModelRef]:
 
 
 def images_path(args: argparse.Namespace, model: ModelRef, data: str | None = None) -> str:
-    """The shards at `data`, by default those of --data, else those that the model was trained on."""
+    """The shards at `data`, by default at --data, else the shards that the model was trained on."""
     if not (data := data or args.data):
         return model.run.data.path
     path = storage.absolute(data)

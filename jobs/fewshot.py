@@ -39,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
         "--data",
         action="append",
         default=[],
-        help="shards, as for training (repeatable); default: those that the model was trained on",
+        help="shards, as for training (repeatable); default: the shards that the model was trained on",
     )
     made.add_argument("--shots", default="1,5,10,25", help="images per class (%(default)s)")
-    made.add_argument("--seeds", type=int, default=3, help="how often they are drawn (%(default)s)")
+    made.add_argument("--seeds", type=int, default=3, help="draws of the shots (%(default)s)")
     made.add_argument(
         "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
     )

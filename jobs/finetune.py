@@ -5,7 +5,7 @@
       --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
 
 The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the experts, capacity 1.5. The runs
-train at the same time where the cluster holds them. The same command again continues what was interrupted.
+train at the same time where the cluster holds them. Run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def parser() -> argparse.ArgumentParser:
     made = plain_parser(__doc__)
     made.add_argument("model", help=MODEL)
     made.add_argument("--data", action="append", required=True, help="shards, as for training (repeatable)")
-    made.add_argument("--image-size", type=int, help="default: that of the model")
+    made.add_argument("--image-size", type=int, help="pixels; default: the model's own")
     made.add_argument("--seeds", type=at_least_one, default=3, help="runs of each data set (%(default)s)")
     made.add_argument(
-        "--name", type=run_name, help="of the directory and the MLflow run; default: finetune-MODEL"
+        "--name", type=run_name, help="name of the directory and the MLflow run; default: finetune-MODEL"
     )
     made.add_argument(
         "--set",
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         " model.moe.router.capacity_factor=1.5",
     )
     made.add_argument("--workers", type=int, help="processes that train one model together (scale.workers)")
-    made.add_argument("--ep", help="of them, those that share one set of experts, or auto (scale.ep)")
+    made.add_argument("--ep", help="workers that share one set of experts, or auto (scale.ep)")
     made.add_argument(
         "--batch-size",
         type=at_least_one,
@@ -70,9 +70,10 @@ def parser() -> argparse.ArgumentParser:
         action="store_const",
         const="fresh",
         default="auto",
-        help="move what is there aside",
+        help="move the earlier run aside and start over",
     )
-    made.set_defaults(profile=None, seed=None, init_from=None)  # flags of a run that this command decides
+    # `run_config` reads these flags of train.py, which this command decides itself.
+    made.set_defaults(profile=None, seed=None, init_from=None)
     return made
 
 
@@ -158,19 +159,18 @@ def probe_and_train(
         run.work(progress)
     outcomes = run.outcomes()
     if (tuned := fine_tuned(sweep, outcomes)).accuracy:
-        print_results(sweep, model, tuned, probed)
-        log(parent, sweep, tuned, probed)
+        report(parent, sweep, model, tuned, probed)
         print(f"\nfiles    {folder}\nMLflow   {shown(store.uri)}: {sweep.base.name}, finetune.json")
     return failures(outcomes)
 
 
-def print_results(sweep: Sweep, model: ModelRef, tuned: FineTuned, probed: Probe) -> None:
+def report(parent: TrackedRun, sweep: Sweep, model: ModelRef, tuned: FineTuned, probed: Probe) -> None:
+    """Prints the accuracies by data set, and writes them to the sweep's MLflow run."""
     from rich.table import Table
 
     from jobs.show import print_table
 
-    base = sweep.base
-    size, was = base.model.image_size, model.run.model.image_size
+    base, size, was = sweep.base, sweep.base.model.image_size, model.run.model.image_size
     print(
         f"\naccuracy after {base.train.steps} steps at {size} x {size}, mean +- 95 % interval over seeds;"
         f" probe: ridge (L2 2^{log2(probed.strength):.0f}) on the frozen features at {was} x {was}"
@@ -179,28 +179,23 @@ def print_results(sweep: Sweep, model: ModelRef, tuned: FineTuned, probed: Probe
     table.add_column("data", overflow="fold")
     for column in ("seeds", "fine-tuned", "probe", "gain"):
         table.add_column(column, justify="right")
+    metrics = {f"probe/{name}/acc1": accuracy for name, accuracy in probed.accuracy.items()}
+    metrics["probe/acc1"] = fmean(probed.accuracy.values())
+    rows = []
     for name, seeds in tuned.accuracy.items():
         found, frozen = tuned.of(name), probed.accuracy[name]
         table.add_row(name, str(len(seeds)), str(found), f"{frozen:.4f}", f"{found.mean - frozen:+.4f}")
-    if len(tuned.accuracy) > 1 and (overall := tuned.overall()):
-        frozen = fmean(probed.accuracy[name] for name in tuned.accuracy)
-        table.add_section()
-        table.add_row("mean", "", str(overall), f"{frozen:.4f}", f"{overall.mean - frozen:+.4f}")
-    print_table(table)
-
-
-def log(parent: TrackedRun, sweep: Sweep, tuned: FineTuned, probed: Probe) -> None:
-    metrics = {f"probe/{name}/acc1": accuracy for name, accuracy in probed.accuracy.items()}
-    rows = []
-    for name, seeds in tuned.accuracy.items():
-        found = tuned.of(name)
         metrics |= {f"finetune/{name}/acc1": found.mean, f"finetune/{name}/acc1_ci95": found.half}
-        rows += [(name, seed, accuracy, probed.accuracy[name]) for seed, accuracy in seeds.items()]
+        rows += [(name, seed, accuracy, frozen) for seed, accuracy in seeds.items()]
     if overall := tuned.overall():
         metrics |= {"finetune/acc1": overall.mean, "finetune/acc1_ci95": overall.half}
-    metrics |= {"probe/acc1": fmean(probed.accuracy.values())}
-    finite = {name: value for name, value in metrics.items() if isfinite(value)}
-    parent.log_at(int(time.time()), finite)
+        if len(tuned.accuracy) > 1:
+            frozen = fmean(probed.accuracy[name] for name in tuned.accuracy)
+            gain = f"{overall.mean - frozen:+.4f}"
+            table.add_section()
+            table.add_row("mean", "", str(overall), f"{frozen:.4f}", gain)
+    print_table(table)
+    parent.log_at(int(time.time()), {name: value for name, value in metrics.items() if isfinite(value)})
     columns = ("data", "seed", "accuracy", "probe")
     parent.write_table("finetune.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
 

@@ -1,4 +1,4 @@
-"""What trained models could be without training again: other k, capacity, priority, expert subsets.
+"""Evaluate trained models at other settings of their routers: k, capacity, priority, expert subsets.
 
   python jobs/operating_points.py sweep:quickstart
   python jobs/operating_points.py sweep:quickstart --grid routing.capacity=0.3,0.5,1 routing.priority=none,max
@@ -6,7 +6,8 @@
 
 A grid of settings over every model, in parallel by Ray, in one pass over the images for each: quality against
 forward GFLOPs and ms per image. Points of a sweep are drawn on its frontier page, with the hypervolume that
-they add. Settings that a router does not have are left out. The same command again goes on where it ended.
+they add, if they were measured on its own validation images. Settings that a router does not have are left
+out. Run the same command again to continue after an interruption.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
         default=5,
         help="timed forward passes of each point in each round (%(default)s)",
     )
-    parser.add_argument("--out", help="directory or URI for page and pictures; of a sweep beside its own")
+    parser.add_argument("--out", help="directory or URI for page and pictures, for a sweep beside its own")
     args = parser.parse_args()
     with command(f"operating points of {named(args.model)}"):
         find_points(args)

@@ -6,8 +6,8 @@ python jobs/predict.py vmoe --images /data/photos --out /data/photos-k1 --set ro
 
 Images are files at any depth below --images, or the rows of shards (a directory with manifest.json). An image
 that cannot be decoded is a row with the reason in the column error. --out must be a folder of its own, apart
-from the images. Killed, the same command continues; then pandas.read_parquet(OUT), or any reader of parquet,
-has every image once.
+from the images. After a kill, run the same command again to continue; then pandas.read_parquet(OUT), or any
+reader of parquet, has every image once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", required=True, help="folder or URI that the parquet files go to, apart from the images"
     )
-    parser.add_argument("--split", choices=("train", "val"), help="of shards; default: both")
+    parser.add_argument("--split", choices=("train", "val"), help="the split of shards; default: both")
     parser.add_argument(
         "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
     )

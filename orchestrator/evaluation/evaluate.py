@@ -59,9 +59,12 @@ def images_of(
 
 
 class Scores:
-    """Counts by class while images come in, on the device: ``counts`` (C, 5) has the images of a class, those
-    whose best answer it is, those that have it among the best five, the images of any class whose best answer
-    it is, and the sum of cross-entropies in nats. `unread` images could not be decoded, and count nowhere.
+    """Counts by class while images come in, on the device.
+
+    Attributes:
+        counts: (C, 5): images of a class, how many of them have it as best answer or among the best five,
+            how many images of any class have it as best answer, and the sum of cross-entropies in nats.
+        unread: images that could not be decoded, which count nowhere else.
     """
 
     def __init__(self, num_classes: int, device: torch.device) -> None:

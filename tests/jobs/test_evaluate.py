@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from jobs import evaluate, operating_points
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
+from orchestrator.evaluation.evaluate import EvalTask
+from orchestrator.evaluation.models import read_model
 from orchestrator.tracking import Found, children, find_sweep, open_reader
 
 Call = Callable[..., tuple[str, str]]
@@ -158,3 +161,19 @@ def test_data_of_the_same_folder_name_has_a_key_of_its_own(
     keys = {name.split("/")[1] for name in run.metrics if "others-shards" in name}
     assert keys == {"others-shards"}, "the second look too"
     assert run.tags["eval.data.others-shards"] == f"{tmp_path}/others/shards"
+
+
+def test_which_images_a_sweep_is_judged_by(
+    home: Path, digits: str, pack_greys: Callable[..., Any], tmp_path: Path
+):
+    """Its own validation split, wherever it lies; a data set that changed since the training is another."""
+    model = read_model(f"{home}/tiny/trials/soft/checkpoints")
+    own = EvalTask(model=model, points=(), path=digits, split="val", batch_size=8, results="")
+    copy, others = str(shutil.copytree(digits, tmp_path / "copy")), pack_greys(train=4)[0]
+    judged = operating_points.on_images_of_training
+    assert judged([own, replace(own, path=copy)])
+    assert not judged([own, replace(own, split="train")])
+    assert not judged([own, replace(own, path=others)])
+    manifest = Path(copy, "manifest.json")
+    manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    assert not judged([replace(own, path=copy)])
