@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,8 +19,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.adopt import adopt
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.trained import model_location
-from orchestrator.prediction.plan import PLAN
+from orchestrator.evaluation.models import model_location
 from orchestrator.sweeps import driver
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.run_directory import CONFIG, SWEEP, read_run
@@ -68,7 +66,7 @@ def results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files that are not ours."""
     if any(storage.size(storage.join(folder, name)) is not None for name in (CONFIG, SWEEP)):
         return "a run or a sweep"
-    if storage.size(storage.join(folder, PLAN)) is not None:
+    if storage.size(storage.join(folder, "_plan.json")) is not None:
         return "predictions"
     try:
         open_manifest(folder)  # other projects have a manifest.json too
@@ -171,10 +169,6 @@ def open_store(args: argparse.Namespace) -> Tracking:
     if storage.is_local(root(args)):
         check_storage(args)
     return driver.open_store(root(args), args.tracking_uri)
-
-
-def tracking(args: argparse.Namespace, name: str) -> AbstractContextManager[Tracking]:
-    return nullcontext(open_store(args))
 
 
 def tracking_uri(args: argparse.Namespace) -> str:

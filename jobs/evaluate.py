@@ -1,7 +1,7 @@
 """Evaluate trained models on any shards, as they were trained or at another operating point.
 
   python jobs/evaluate.py quickstart/trials/soft1
-  python jobs/evaluate.py models:/quickstart@pareto-knee --data /data/flowers-shards --per-class
+  python jobs/evaluate.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --per-class
   python jobs/evaluate.py sweep:quickstart --set routing.experts=2
   python jobs/evaluate.py vmoe --set routing.k=1 routing.capacity=0.3 routing.priority=max
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jobs.usage import POINT, at_least_one, command, evaluation_parser, named
@@ -23,8 +22,8 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.evaluation.scores import Scores
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.data.stream import Batch
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.store import Tracking
 
 
@@ -50,26 +49,26 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Evaluates, records and prints every model that can run at the point."""
-    from jobs.command import check_file, tracking
+    from jobs.command import check_file, open_store
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
-    from orchestrator.evaluation.point import parse_point
+    from orchestrator.evaluation.points import parse_point
 
     point = parse_point(args.set)
     if args.out:
         check_file("--out", storage.absolute(args.out))
-    with tracking(args, "evaluate") as store:
-        models = possible_at(point, models_of(args, store))
-        reports = [evaluated(args, model, point, store) for model in models]
+    store = open_store(args)
+    models = possible_at(point, models_of(args, store))
+    reports = [evaluated(args, model, point, store) for model in models]
     print_reports(reports, per_class=args.per_class)
     if args.out:
         storage.write_bytes(storage.absolute(args.out), json.dumps(reports, indent=1).encode())
         print(f"figures  {args.out}")
 
 
-def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]:
+def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRef]:
     """The models that can run at the point; names the others. Raises UsageError if none can."""
-    from orchestrator.evaluation.grid import why_impossible
+    from orchestrator.evaluation.points import why_impossible
 
     reasons = [why_impossible(model.run.model, point) for model in models]
     refused = [f"{model.name}: {why}" for model, why in zip(models, reasons, strict=True) if why]
@@ -81,24 +80,23 @@ def possible_at(point: RoutingOverrides, models: list[Trained]) -> list[Trained]
 
 
 def evaluated(
-    args: argparse.Namespace, model: Trained, point: RoutingOverrides, store: Tracking
+    args: argparse.Namespace, model: ModelRef, point: RoutingOverrides, store: Tracking
 ) -> dict[str, Any]:
-    """Quality, cost and speed of the model at the point, as JSON has them."""
-    from jobs.evaluation_flags import images_path, tell_other_classes
+    """The quality, cost and speed of the model at the point, as JSON has them. Records them in its run."""
+    from jobs.evaluation_flags import images_path
     from moe.cost import forward_gflops_2mac
+    from orchestrator.data.manifest import open_manifest
     from orchestrator.data.transforms import normalize
-    from orchestrator.evaluation.images import device, images_of
-    from orchestrator.evaluation.latency import latencies
-    from orchestrator.evaluation.point import point_key, point_name
-    from orchestrator.evaluation.scores import evaluate_at
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of, latencies
+    from orchestrator.evaluation.points import point_key, point_name
 
-    path, where = images_path(args, model), device()
-    names = tell_other_classes(model, path).names
-    vit = model.load(where)
+    path, device = images_path(args, model), default_device()
+    model.check_classes(path)
 
-    def batches() -> Any:
-        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=where)
+    def batches() -> Iterator[Batch]:
+        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device)
 
+    vit = model.load(device)
     (scores,) = evaluate_at(vit, batches(), [point])
     (latency,) = latencies(vit, normalize(next(batches()).image), [point], repeats=args.repeats)
     metrics = scores.metrics() | {
@@ -118,24 +116,11 @@ def evaluated(
         "unread": scores.unread,
         "metrics": metrics,
         "latency": latency.summary(),
-        "classes": by_class(scores, names),
+        "classes": scores.by_class(open_manifest(path).classes),
     }
     if model.run_id:
         record(store, model.run_id, report, point_key(point))
     return report
-
-
-def by_class(scores: Scores, names: tuple[str, ...]) -> dict[str, list[Any]]:
-    """A table with a row for every class: column -> values."""
-    rows = list(zip(names, scores.classes, strict=False))
-    return {
-        "class": [name for name, _ in rows],
-        "images": [one.images for _, one in rows],
-        "acc1": [_or_none(one.recall()) for _, one in rows],
-        "acc5": [_or_none(one.hits5 / one.images if one.images else math.nan) for _, one in rows],
-        "precision": [_or_none(one.precision()) for _, one in rows],
-        "loss": [_or_none(one.loss_sum / one.images if one.images else math.nan) for _, one in rows],
-    }
 
 
 def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str) -> None:
@@ -147,7 +132,7 @@ def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str) 
     run, (data,) = results_of(store, run_id, report["data"])
     where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
     finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
-    run.log_at(int(time.time()), {f"{where}/{name}": value for name, value in finite.items()})
+    run.log({f"{where}/{name}": value for name, value in finite.items()})
     run.write_table(f"{where}/classes.json", report["classes"])
     run.tag(**{"eval.latency": timing(report)})
 
@@ -176,7 +161,7 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
     print_table(table)
     unknown = [report["model"] for report in reports if not report["run_id"]]
     if unknown:
-        print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
+        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}")
     for report in reports if per_class else []:
         table = Table(title=f"{report['model']} by class")
         for column in report["classes"]:
@@ -188,10 +173,6 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
 
 def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

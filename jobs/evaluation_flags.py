@@ -1,58 +1,38 @@
-"""The models and the images that the flags of `usage.evaluation_parser` name."""
+"""The models, the images and the MLflow runs that the flags of the evaluation commands name."""
 
 import argparse
 
 from jobs.command import root
 from orchestrator import storage
 from orchestrator.data.adopt import adopt
-from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.manifest import has_manifest
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.classes import Classes, classes_of, few
-from orchestrator.evaluation.trained import Trained, find_trained
+from orchestrator.evaluation.models import ModelRef, find_models
 from orchestrator.tracking.find import RunWriter, find_run, metric_name
 from orchestrator.tracking.store import Tracking
 
 
-def models_of(args: argparse.Namespace, store: Tracking) -> list[Trained]:
-    """Finds every model that was named, once. Raises UsageError for a model that is not there."""
+def models_of(args: argparse.Namespace, store: Tracking) -> list[ModelRef]:
+    """Every model of the command line, once. Raises UsageError for a model that does not exist."""
     references = args.model if isinstance(args.model, list) else [args.model]
-    found = [model for name in references for model in find_trained(name, root=root(args), tracking=store)]
-    if not isinstance(args.model, list) and len(found) > 1:
-        raise UsageError(f"{args.model} names {len(found)} models, but this command takes one")
-    return list({model.location: model for model in found}.values())
+    models = [model for name in references for model in find_models(name, root=root(args), tracking=store)]
+    if not isinstance(args.model, list) and len(models) > 1:
+        raise UsageError(f"{args.model} names {len(models)} models, but this command takes one")
+    return list({model.location: model for model in models}.values())
 
 
-def images_path(args: argparse.Namespace, model: Trained) -> str:
-    """The shards of --data, else those that the model was trained on."""
-    if not args.data:
+def images_path(args: argparse.Namespace, model: ModelRef, data: str | None = None) -> str:
+    """The shards at `data`, by default at --data, else the shards that the model was trained on."""
+    if not (data := data or args.data):
         return model.run.data.path
-    path = storage.absolute(args.data)
+    path = storage.absolute(data)
     return path if has_manifest(path) else adopt(path, root(args))
 
 
-def tell_other_classes(model: Trained, path: str) -> Classes:
-    """The classes of the images. Prints a note if the model learned other classes, or they are unknown.
-
-    Raises:
-        UsageError: if labels fit neither by name nor by number.
-    """
-    found, here = classes_of(model, path), open_manifest(path).classes
-    if not model.classes:
-        print(
-            f"note: the classes of {model.name} are unknown: {model.run.data.path} is missing or has changed."
-            f" Labels of {path} ({few(here)}) are compared by number",
-            flush=True,
-        )
-    elif here != model.classes[: len(here)]:
-        classes = f"other classes ({few(here)}) than {model.name} learned ({few(model.classes)})"
-        how = "name" if found.labels else "number"
-        print(f"note: {path} has {classes}: labels are compared by {how}", flush=True)
-    return found
-
-
 def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, list[str]]:
-    """The run, and a name for its figures of each data set: the last part of the path, or as many parts as
-    tell it from other data that the run was evaluated on. Tags ``eval.data.<name>`` store the names.
+    """The MLflow run, and a name for its figures on each data set: the last part of the path, or as many
+    parts as distinguish it from other data that the run was evaluated on. Tags ``eval.data.<name>`` hold
+    the paths.
     """
     found = find_run(store, run_id)
     tags, names = dict(found.tags), []
@@ -61,6 +41,6 @@ def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, li
         tails = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
         names.append(next((t for t in tails if tags.get(f"eval.data.{t}", path) == path), tails[-1]))
         tags[f"eval.data.{names[-1]}"] = path
-    run = RunWriter(store, found)
+    run = RunWriter(store, run_id)
     run.tag(**{f"eval.data.{name}": path for name, path in zip(names, paths, strict=True)})
     return run, names

@@ -2,7 +2,7 @@
 
   python jobs/fewshot.py soft
   python jobs/fewshot.py soft quickstart/trials/dense --data /data/flowers --data /data/pets --shots 1,5,10,25
-  python jobs/fewshot.py sweep:quickstart models:/quickstart@pareto-knee --seeds 5
+  python jobs/fewshot.py sweep:quickstart models:/moe-frontier@pareto-knee --seeds 5
 
 The train split of each data set gives the shots, its val split is tested. The same during training:
 `--set train.fewshot={}` of train.py and pareto_sweep.py.
@@ -11,7 +11,6 @@ The train split of each data set gives the shots, its val split is tested. The s
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping
 from math import log2
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from jobs.usage import MODELS, add_places, at_least_one, command, named, plain_p
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.recipe import FewShotConfig
     from orchestrator.tracking.store import Tracking
     from orchestrator.training.fewshot import FewShotResult
@@ -39,10 +38,10 @@ def parser() -> argparse.ArgumentParser:
         "--data",
         action="append",
         default=[],
-        help="shards, as for training (repeatable); default: those that the model was trained on",
+        help="shards, as for training (repeatable); default: the shards that the model was trained on",
     )
     made.add_argument("--shots", default="1,5,10,25", help="images per class (%(default)s)")
-    made.add_argument("--seeds", type=int, default=3, help="how often they are drawn (%(default)s)")
+    made.add_argument("--seeds", type=int, default=3, help="draws of the shots (%(default)s)")
     made.add_argument(
         "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
     )
@@ -52,34 +51,35 @@ def parser() -> argparse.ArgumentParser:
 
 def classify(args: argparse.Namespace) -> None:
     """Classifies, records and prints, model by model."""
-    from jobs.command import tracking
+    from jobs.command import open_store
     from jobs.evaluation_flags import models_of
-    from orchestrator.evaluation.fewshot import few_shot, short_of_images
-    from orchestrator.evaluation.images import device
+    from orchestrator.evaluation.evaluate import default_device
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.fewshot import short_names
+    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
 
     shots, results, unknown = shots_of(args.shots), {}, []
-    with tracking(args, "fewshot") as store:
-        for model in models_of(args, store):
-            config = config_of(args, model, shots)
-            sets = short_names(config.paths)
-            for name, path in sets.items():
-                if not results and (few := short_of_images(model.run, path, shots)):
-                    print(f"{name}: {few}", flush=True)
-            result = few_shot(model, config, batch_size=args.batch_size, device=device())
-            if model.run_id is None:
-                unknown.append(model.name)
-            else:
-                log(store, model.run_id, model.step, sets, result)
-            results[model.name] = result
-            print(f"{model.name}: {summary(result)}", flush=True)
-        print_results(results, seeds=args.seeds)
-        if unknown:
-            print(f"not recorded, for MLflow does not know the runs that trained them: {', '.join(unknown)}")
-        if len(unknown) < len(results):
-            where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
-            print(f"MLflow   {redact_uri(store.uri)}: {where}")
+    store = open_store(args)
+    for model in models_of(args, store):
+        config = config_of(args, model, shots)
+        sets = short_names(config.paths)
+        for name, path in sets.items():
+            run = model.run_on(path, batch_size=args.batch_size)
+            if not results and (few := rare_classes(run, max(shots))):
+                print(f"{name}: {few}", flush=True)
+        run = model.run_on(model.run.data.path, batch_size=args.batch_size)
+        result = FewShot(run, config).measure(model.load(default_device()), default_device())
+        if model.run_id is None:
+            unknown.append(model.name)
+        else:
+            log(store, model.run_id, model.step, sets, result)
+        results[model.name] = result
+        print(f"{model.name}: {summary(result)}", flush=True)
+    print_results(results, seeds=args.seeds)
+    if unknown:
+        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}")
+    if len(unknown) < len(results):
+        where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
+        print(f"MLflow   {redact_uri(store.uri)}: {where}")
 
 
 def shots_of(text: str) -> tuple[int, ...]:
@@ -89,12 +89,11 @@ def shots_of(text: str) -> tuple[int, ...]:
         raise UsageError(f"--shots {text!r}: write numbers, e.g. 1,5,10,25") from None
 
 
-def config_of(args: argparse.Namespace, model: Trained, shots: tuple[int, ...]) -> FewShotConfig:
+def config_of(args: argparse.Namespace, model: ModelRef, shots: tuple[int, ...]) -> FewShotConfig:
     from jobs.evaluation_flags import images_path
     from orchestrator.recipe import FewShotConfig
 
-    flags = [argparse.Namespace(**{**vars(args), "data": data}) for data in args.data or [None]]
-    paths = tuple(images_path(one, model) for one in flags)
+    paths = tuple(images_path(args, model, data) for data in args.data) or (model.run.data.path,)
     try:
         return FewShotConfig(paths=paths, shots=shots, seeds=args.seeds)
     except ValueError as error:
@@ -110,10 +109,7 @@ def log(store: Tracking, run_id: str, step: int, sets: Mapping[str, str], result
     run, names = results_of(store, run_id, *sets.values())
     for data, name in zip(names, sets, strict=True):
         where = f"fewshot/{data}/step-{step}"
-        run.log_at(
-            int(time.time()),
-            {f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength},
-        )
+        run.log({f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength})
         rows = [
             (shots, seed, accuracy, strength)
             for shots, strength in result.strength.items()

@@ -1,7 +1,7 @@
 """Look into the routers of a trained model: what they follow, what they discard, how much they matter.
 
   python jobs/inspect_routing.py soft                               a run below the storage
-  python jobs/inspect_routing.py models:/quickstart@pareto-knee --data /data/flowers-shards --split train
+  python jobs/inspect_routing.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --split train
   python jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
 
 Prints a row per MoE layer. Below --out lie routing.html, one page that needs nothing else, its pictures and
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.microscope.examples import Examples
     from orchestrator.evaluation.microscope.survey import Survey
     from orchestrator.evaluation.microscope.tables import Table
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.find import RunWriter
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run
@@ -64,41 +64,43 @@ def inspect(args: argparse.Namespace) -> None:
     Raises:
         UsageError: for flags that do not fit the model, and a --out that holds other files.
     """
-    from jobs.command import check_out, root, tracking
-    from jobs.evaluation_flags import images_path, models_of, results_of, tell_other_classes
+    from jobs.command import check_out, open_store, root
+    from jobs.evaluation_flags import images_path, models_of, results_of
     from orchestrator import storage
-    from orchestrator.evaluation.images import device
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.evaluation.evaluate import default_device as device
 
-    with tracking(args, FOLDER) as store:
-        (trained,) = models_of(args, store)
-        path = images_path(args, trained)
-        out = storage.join(root(args), FOLDER, trained.name.replace("/", "-"))
-        if args.out:
-            out = storage.absolute(args.out).rstrip("/")
-            check_out(out, own=(PAGE,), apart=(path,))
-        blocks = blocks_of(trained, args.layers)
-        names = tell_other_classes(trained, path).names
-        model = trained.load(device())
-        found, drawn = look(args, trained, model, blocks=blocks, path=path, classes=len(names))
-        print_layers(found)
-        html, pictures, figures = drawings(args, trained, model, found, drawn, names, path)
-        storage.make_folder(out)
-        storage.write_bytes(storage.join(out, PAGE), html.encode())
-        for name, content in pictures.items():
-            storage.write_bytes(storage.join(out, name), content)
-        for name, table in figures.items():
-            storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
-        print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
-        if trained.run_id:
-            run, (data,) = results_of(store, trained.run_id, path)
-            folder = f"{FOLDER}/{data}/step-{trained.step}"
-            log(run, folder, html, pictures, figures)
-            print(f"MLflow run {trained.run_id}: artifacts below {folder}")
-        else:
-            print("MLflow knows no run of this model: nothing is logged there")
+    store = open_store(args)
+    (trained,) = models_of(args, store)
+    path = images_path(args, trained)
+    out = storage.join(root(args), FOLDER, trained.name.replace("/", "-"))
+    if args.out:
+        out = storage.absolute(args.out).rstrip("/")
+        check_out(out, own=(PAGE,), apart=(path,))
+    blocks = blocks_of(trained, args.layers)
+    trained.check_classes(path)
+    names = open_manifest(path).classes
+    model = trained.load(device())
+    found, drawn = look(args, trained, model, blocks=blocks, path=path, classes=len(names))
+    print_layers(found)
+    html, pictures, figures = drawings(args, trained, model, found, drawn, names, path)
+    storage.make_folder(out)
+    storage.write_bytes(storage.join(out, PAGE), html.encode())
+    for name, content in pictures.items():
+        storage.write_bytes(storage.join(out, name), content)
+    for name, table in figures.items():
+        storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
+    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
+    if trained.run_id:
+        run, (data,) = results_of(store, trained.run_id, path)
+        folder = f"{FOLDER}/{data}/step-{trained.step}"
+        log(run, folder, html, pictures, figures)
+        print(f"MLflow run {trained.run_id}: artifacts below {folder}")
+    else:
+        print("MLflow knows no run of this model: nothing is logged there")
 
 
-def blocks_of(trained: Trained, asked: str | None) -> list[int]:
+def blocks_of(trained: ModelRef, asked: str | None) -> list[int]:
     """The MoE blocks of --layers. Raises UsageError for other blocks, and for a dense model."""
     blocks = trained.run.model.moe_blocks()
     if not blocks:
@@ -119,11 +121,12 @@ def numbers(flag: str, text: str) -> list[float]:
 
 
 def look(
-    args: argparse.Namespace, trained: Trained, model: ViT, *, blocks: list[int], path: str, classes: int
+    args: argparse.Namespace, trained: ModelRef, model: ViT, *, blocks: list[int], path: str, classes: int
 ) -> tuple[Survey, Examples]:
     """The measurements, and the images that are drawn on."""
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.images import device, images_of
+    from orchestrator.evaluation.evaluate import default_device as device
+    from orchestrator.evaluation.evaluate import images_of
     from orchestrator.evaluation.microscope.discarded import drops, settings
     from orchestrator.evaluation.microscope.examples import examples
     from orchestrator.evaluation.microscope.survey import survey
@@ -173,7 +176,7 @@ class Progress:
 
 def print_layers(found: Survey) -> None:
     from orchestrator.evaluation.microscope.tables import layer_table
-    from orchestrator.frontier.figure import detail
+    from orchestrator.frontier.style import detail
 
     table = layer_table(found)
     print(f"{found.images} images, accuracy {found.acc:.4f} as trained")
@@ -184,7 +187,7 @@ def print_layers(found: Survey) -> None:
 
 def drawings(
     args: argparse.Namespace,
-    trained: Trained,
+    trained: ModelRef,
     model: ViT,
     found: Survey,
     drawn: Examples,

@@ -1,4 +1,4 @@
-"""What trained models could be without training again: other k, capacity, priority, expert subsets.
+"""Evaluate trained models at other settings of their routers: k, capacity, priority, expert subsets.
 
   python jobs/operating_points.py sweep:quickstart
   python jobs/operating_points.py sweep:quickstart --grid routing.capacity=0.3,0.5,1 routing.priority=none,max
@@ -6,7 +6,8 @@
 
 A grid of settings over every model, in parallel by Ray, in one pass over the images for each: quality against
 forward GFLOPs and ms per image. Points of a sweep are drawn on its frontier page, with the hypervolume that
-they add. Settings that a router does not have are left out. The same command again goes on where it ended.
+they add, if they were measured on its own validation images. Settings that a router does not have are left
+out. Run the same command again to continue after an interruption.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.evaluation.parallel import Question, Row
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.evaluate import EvalTask, Row
+    from orchestrator.evaluation.models import ModelRef
     from orchestrator.frontier.frontier import Frontier
-    from orchestrator.tracking import Tracking
+    from orchestrator.tracking.store import Tracking
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
         default=5,
         help="timed forward passes of each point in each round (%(default)s)",
     )
-    parser.add_argument("--out", help="directory or URI for page and pictures; of a sweep beside its own")
+    parser.add_argument("--out", help="directory or URI for page and pictures, for a sweep beside its own")
     args = parser.parse_args()
     with command(f"operating points of {named(args.model)}"):
         find_points(args)
@@ -50,140 +51,156 @@ def main() -> None:
 
 def find_points(args: argparse.Namespace) -> None:
     """Measures, records and draws what the models can do at every point."""
-    from jobs.command import check_out, connect, root, tracking
+    from jobs.command import check_out, connect, open_store, root
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
-    from orchestrator.evaluation.point import parse_grid
-    from orchestrator.sweeps.report import FILES
+    from orchestrator.evaluation.points import parse_grid
+    from orchestrator.sweeps.publish import FILES
     from orchestrator.training.resources import check_shared
 
     wanted = parse_grid(args.grid) if args.grid else None
     if args.out:
         check_out(storage.absolute(args.out), own=FILES)
-    with tracking(args, "operating-points") as store:
-        models = models_of(args, store)
-        if wanted:
-            check_possible(args, models, wanted)
-        questions = [question_of(args, model, wanted) for model in models]
-        connect()
-        check_shared(root(args))
-        rows = measured(args, questions)
-        record(store, questions, rows)
-        frontier = drawn(args, store, models, rows)
+    store = open_store(args)
+    tasks = tasks_of(args, models_of(args, store), wanted)
+    connect()
+    check_shared(root(args))
+    rows = measured(args, tasks)
+    record(store, tasks, rows)
+    frontier = drawn(args, store, tasks, rows)
     show(frontier)
 
 
-def check_possible(args: argparse.Namespace, models: list[Trained], wanted: list[RoutingOverrides]) -> None:
-    """Raises UsageError, with the reasons, if none of the models can run at any point of the grid."""
-    from orchestrator.evaluation.grid import why_impossible
-
-    reasons: dict[str, str] = {}
-    for model in models:
-        for point in wanted:
-            if (reason := why_impossible(model.run.model, point)) is None:
-                return
-            reasons.setdefault(reason, model.name)
-    listed = "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
-    raise UsageError(f"--grid {' '.join(args.grid)}: none of the models can run at these points: {listed}")
-
-
-def question_of(args: argparse.Namespace, model: Trained, wanted: list[RoutingOverrides] | None) -> Question:
+def tasks_of(
+    args: argparse.Namespace, models: list[ModelRef], wanted: list[RoutingOverrides] | None
+) -> list[EvalTask]:
+    """A task for each model. Raises UsageError if none of them can run at any of the wanted points."""
     from jobs.command import root
-    from jobs.evaluation_flags import images_path, tell_other_classes
+    from jobs.evaluation_flags import images_path
     from orchestrator import storage
-    from orchestrator.evaluation.grid import default_grid, possible
-    from orchestrator.evaluation.parallel import Question
+    from orchestrator.evaluation.evaluate import EvalTask
+    from orchestrator.evaluation.points import default_grid, possible, why_impossible
 
-    config, path = model.run.model, images_path(args, model)
-    tell_other_classes(model, path)
-    return Question(
-        model=model,
-        points=tuple(default_grid(config) if wanted is None else possible(config, wanted)),
-        path=path,
-        split=args.split,
-        batch_size=args.batch_size,
-        answers=storage.join(root(args), "evaluation"),
-    )
+    tasks = []
+    for model in models:
+        config, path = model.run.model, images_path(args, model)
+        model.check_classes(path)
+        task = EvalTask(
+            model=model,
+            points=tuple(default_grid(config) if wanted is None else possible(config, wanted)),
+            path=path,
+            split=args.split,
+            batch_size=args.batch_size,
+            results=storage.join(root(args), "evaluation"),
+        )
+        tasks.append(task)
+    if wanted and all(len(task.points) == 1 for task in tasks):
+        reasons = "; ".join(f"{model.name}: {why_impossible(model.run.model, wanted[0])}" for model in models)
+        raise UsageError(
+            f"--grid {' '.join(args.grid)}: none of the models can run at these points: {reasons}"
+        )
+    return tasks
 
 
-def measured(args: argparse.Namespace, questions: list[Question]) -> dict[str, list[Row]]:
+def measured(args: argparse.Namespace, tasks: list[EvalTask]) -> dict[str, list[Row]]:
     """Maps each model's location to a row for each point, with its quality and its costs."""
-    from orchestrator.evaluation.parallel import ROUNDS, qualities, times
+    from orchestrator.evaluation.evaluate import ROUNDS, benchmark_all, evaluate_all
     from orchestrator.sweeps.operating import QUALITY, QUARTILES, TIME
 
     rows: dict[str, list[Row]] = {}
-    began, count = time.monotonic(), sum(len(question.points) for question in questions)
-    print(f"{count} operating points of {len(questions)} models", flush=True)
-    for question, found in qualities(questions):
-        rows[question.model.location] = found
+    began, count = time.monotonic(), sum(len(task.points) for task in tasks)
+    print(f"{count} operating points of {len(tasks)} models", flush=True)
+    for task, found in evaluate_all(tasks):
+        rows[task.model.location] = found
         best = max(found, key=lambda row: row[QUALITY])
         print(
-            f"[{len(rows):2}/{len(questions)}] {question.model.name:24} {len(found):3} points, as trained"
+            f"[{len(rows):2}/{len(tasks)}] {task.model.name:24} {len(found):3} points, as trained"
             f" {found[0][QUALITY]:.4f}, best {best[QUALITY]:.4f} ({best['point']}), weights"
-            f" {found[0]['weights'][:12]} as before, {time.monotonic() - began:.0f} s",
+            f" {found[0]['weights'][:12]} unchanged, {time.monotonic() - began:.0f} s",
             flush=True,
         )
-    turns = len(questions) * ROUNDS
-    for done, (question, timed) in enumerate(times(questions, repeats=args.repeats), start=1):
-        location = question.model.location
+    for done, (task, timed) in enumerate(benchmark_all(tasks, repeats=args.repeats), start=1):
+        location = task.model.location
         rows[location] = [row | time for row, time in zip(rows[location], timed, strict=True)]
         ms, (low, high) = [row[TIME] for row in timed], (timed[0][name] for name in QUARTILES)
         print(
-            f"[{done:2}/{turns}] {question.model.name:24} round {timed[0]['rounds']}, as trained {ms[0]:.4g}"
-            f" ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
+            f"[{done:2}/{len(tasks) * ROUNDS}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
+            f" {ms[0]:.4g} ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
             flush=True,
         )
     return rows
 
 
-def record(store: Tracking, questions: list[Question], rows: dict[str, list[Row]]) -> None:
+def record(store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> None:
     """Writes the table of each model to its run, which may hold several: one for each step and data set."""
     from jobs.evaluation_flags import results_of
     from orchestrator.sweeps.operating import table_of
 
-    for model, path in ((question.model, question.path) for question in questions):
+    for task in tasks:
+        model = task.model
         if model.run_id:
             found = [{"run": model.run_id, **row} for row in rows[model.location]]
-            run, (data,) = results_of(store, model.run_id, path)
-            run.write_table(f"operating_points/{data}/step-{model.step}.json", table_of(found))
+            run, (data,) = results_of(store, model.run_id, task.path)
+            split = "" if task.split == "val" else f"-{task.split}"
+            run.write_table(f"operating_points/{data}{split}/step-{model.step}.json", table_of(found))
 
 
 def drawn(
-    args: argparse.Namespace, store: Tracking, models: list[Trained], rows: dict[str, list[Row]]
+    args: argparse.Namespace, store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]
 ) -> Frontier:
-    """Draws the sweep's frontier anew with these points; that of other models on a page of its own."""
+    """Draws the points on the frontier of their sweep if they were measured on the images that it is judged
+    by; else on a page of their own.
+    """
     from jobs.command import root
     from orchestrator import storage
-    from orchestrator.sweeps.operating import TABLE, TAG, table_of, with_operating
-    from orchestrator.sweeps.report import publish, write_files
-    from orchestrator.tracking import find_sweep, writer
+    from orchestrator.sweeps.operating import TABLE, with_operating
+    from orchestrator.sweeps.publish import publish, write_files
+    from orchestrator.tracking.sync import Sync
+    from orchestrator.training.run_directory import locked, read_sweep, write_json
 
+    out = storage.absolute(args.out) if args.out else storage.join(root(args), "operating-points")
     names = [name.removeprefix("sweep:") for name in args.model if name.startswith("sweep:")]
-    if len(names) == len(args.model) == 1:
-        found = [{"run": m.run_id, **row} for m in models for row in rows[m.location]]
-        if args.data or args.split != "val":
-            print("other images than those of the sweep's quality: its page shows what they say", flush=True)
-        parent = writer(store, find_sweep(store, names[0]))
-        parent.write_table(TABLE, table_of(found))
-        parent.tag(**{TAG: str(len(found))})
-        folder = storage.join(root(args), names[0])
-        frontier = publish(store, names[0], folder)
+    sweep = names[0] if len(names) == len(args.model) == 1 else ""
+    folder = storage.join(root(args), sweep) if sweep else out
+    if sweep and read_sweep(folder) is not None and on_images_of_training(tasks):
+        found = [{"run": task.model.name, **row} for task in tasks for row in rows[task.model.location]]
+        with locked(folder):
+            write_json(storage.join(folder, TABLE), found)
+            frontier = publish(folder)
+            Sync(store, folder).update()
+        if args.out:
+            write_files(frontier, out)
     else:
-        found = [{"run": m.location, **row} for m in models for row in rows[m.location]]
-        folder = storage.absolute(args.out or storage.join(root(args), "operating-points"))
-        frontier = with_operating(as_trained(models, rows), found)
+        if sweep:
+            print(
+                f"The frontier of {sweep} stays as it is: its quality is that of its own validation images,"
+                f" and these points were measured on others ({tasks[0].split} of {tasks[0].path}).",
+                flush=True,
+            )
+        found = [{"run": task.model.location, **row} for task in tasks for row in rows[task.model.location]]
+        folder, frontier = out, with_operating(as_trained([task.model for task in tasks], rows), found)
         write_files(frontier, folder)
-    if args.out:
-        write_files(frontier, storage.absolute(args.out))
     print(f"page     {storage.join(folder, 'frontier.html')}")
     return frontier
 
 
-def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
+def on_images_of_training(tasks: list[EvalTask]) -> bool:
+    """Whether all models were evaluated on the validation split of the data that they were trained with."""
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.training.run_directory import read_run, run_directory
+
+    def digest(task: EvalTask) -> str:
+        record = read_run(run_directory(task.model.run))
+        return record.data_digest if record else ""
+
+    return all(task.split == "val" and open_manifest(task.path).digest() == digest(task) for task in tasks)
+
+
+def as_trained(models: list[ModelRef], rows: dict[str, list[Row]]) -> Frontier:
     """The frontier of the models themselves, each named by its place, for a run may have several."""
+    from orchestrator.frontier.frontier import Frontier
     from orchestrator.frontier.points import Point
     from orchestrator.sweeps.operating import COSTS, QUALITY
-    from orchestrator.sweeps.report import Axes, make_frontier
     from orchestrator.sweeps.settings import settings
 
     points = []
@@ -203,8 +220,13 @@ def as_trained(models: list[Trained], rows: dict[str, list[Row]]) -> Frontier:
             )
         )
     chance = 1 / min(model.run.model.num_classes for model in models)
-    return make_frontier(
-        "Operating points", tuple(points), Axes(quality=QUALITY, cost=COSTS[0], chance=chance)
+    highest = max(point.cost for point in points)
+    return Frontier(
+        name="Operating points",
+        quality_name=QUALITY,
+        cost_name=COSTS[0],
+        points=tuple(points),
+        reference={QUALITY: chance, COSTS[0]: 1.1 * highest},
     )
 
 

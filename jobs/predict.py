@@ -6,8 +6,8 @@ python jobs/predict.py vmoe --images /data/photos --out /data/photos-k1 --set ro
 
 Images are files at any depth below --images, or the rows of shards (a directory with manifest.json). An image
 that cannot be decoded is a row with the reason in the column error. --out must be a folder of its own, apart
-from the images. Killed, the same command continues; then pandas.read_parquet(OUT), or any reader of parquet,
-has every image once.
+from the images. After a kill, run the same command again to continue; then pandas.read_parquet(OUT), or any
+reader of parquet, has every image once.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.usage import MODEL, POINT, add_places, at_least_one, command, plain_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from moe.overrides import RoutingOverrides
-    from orchestrator.evaluation.trained import Trained
-    from orchestrator.prediction.inputs import Files, Rows
-    from orchestrator.prediction.plan import Plan
+    from orchestrator.evaluation.predict import Part
 
 log = logging.getLogger("orchestrator.predict")
 
 EVERY_S = 5.0  # between lines of progress
+NAMED = 5  # bad images that are named
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", required=True, help="folder or URI that the parquet files go to, apart from the images"
     )
-    parser.add_argument("--split", choices=("train", "val"), help="of shards; default: both")
+    parser.add_argument("--split", choices=("train", "val"), help="the split of shards; default: both")
     parser.add_argument(
         "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
     )
@@ -72,83 +70,70 @@ def predict(args: argparse.Namespace) -> None:
     Raises:
         UsageError: for flags that do not fit, and an --out that holds other files or lies among the images.
     """
-    from jobs.command import check_out, tracking
+    from jobs.command import check_out, open_store
     from jobs.evaluation_flags import models_of
     from orchestrator import storage
-    from orchestrator.evaluation.point import parse_point, settings_of
-    from orchestrator.prediction.inputs import open_inputs
-    from orchestrator.prediction.plan import PART, PLAN, Plan, digest_of, part_size, settle, tidy
+    from orchestrator.evaluation.points import parse_point, settings_of
+    from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
     point = parse_point(args.set)
-    with tracking(args, "predict") as store:
-        (model,) = models_of(args, store)
+    store = open_store(args)
+    (model,) = models_of(args, store)
     moe = model.run.model.moe
     group = moe.images_per_group if moe else 1
     if args.batch_size % group:
         raise UsageError(f"--batch-size {args.batch_size} must be a multiple of {group}, the routing group")
     out, images = (storage.absolute(place).rstrip("/") for place in (args.out, args.images))
-    parts_there = [name for name in storage.names(out) if PART.fullmatch(name)]  # `settle` judges them
+    parts_there = [name for name in storage.names(out) if PART.fullmatch(name)]  # `begin` judges them
     check_out(out, own=(PLAN, *parts_there), apart=(images,))
-    inputs = open_inputs(images, args.split, cache_bytes=int(model.run.data.cache_gb * 1e9))
-    plan = Plan(
-        model=model.location,
-        model_sha256=digest_of(model.location),
-        images=inputs.location,
-        images_sha256=inputs.sha256,
-        count=inputs.count,
-        split=args.split,
-        routing=settings_of(point),
-        group=group,
-        part=part_size(inputs.count, group),
-        classes=model.classes,
-    )
-    plan, there = settle(out, plan, fresh=args.fresh)
-    parts = dict(enumerate(inputs.parts(plan.part)))
-    missing = {number: part for number, part in parts.items() if number not in there}
+    digest, parts = list_parts(images, args.split, group=group)
+    plan = {
+        "model": model.location,
+        "model_sha256": digest_of(model.location),
+        "images": images,
+        "images_sha256": digest,
+        "split": args.split,
+        "routing": settings_of(point),
+        "group": group,
+        "classes": model.classes,
+    }
+    plan, done = begin(out, plan, fresh=args.fresh)
+    missing = [part for part in parts if part["number"] not in done]
+    count, left = (sum(part["stop"] - part["first"] for part in some) for some in (parts, missing))
     if missing:
-        predict_parts(args, plan, missing, model, point, out)
-    tidy(out)
-    print(f"{inputs.count:,} images in {len(parts)} files: {out}")
+        log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
+        predict_parts(
+            args, missing, out, left, model=model, point=point, images=images, classes=plan["classes"]
+        )
+    print(f"{count:,} images in {len(parts)} files: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
 
 
 def predict_parts(
-    args: argparse.Namespace,
-    plan: Plan,
-    missing: dict[int, Files | Rows],
-    model: Trained,
-    point: RoutingOverrides,
-    out: str,
+    args: argparse.Namespace, missing: list[Part], out: str, left: int, **settings: Any
 ) -> None:
-    """Predicts the parts that are missing, with a line about progress now and then."""
+    """Predicts the missing parts, with a line about progress every few seconds; names the bad images."""
     from jobs.command import connect
     from jobs.show import duration
-    from orchestrator.prediction.predictor import Settings
-    from orchestrator.prediction.run import pool_size, run
+    from orchestrator.evaluation import predict
 
-    left = sum(part.count() for part in missing.values())
-    before = plan.count - left
-    log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{plan.count:,}", model.location)
     connect()
-    workers, each = pool_size(args.workers)
-    settings = Settings(
-        model=model,
-        point=point,
-        out=out,
-        batch_size=args.batch_size,
-        threads=max(1, int(each["num_cpus"])),
-        classes=plan.classes,
-    )
-    images = errors = 0
-    began = said = time.monotonic()
-    for done in run(missing, settings, workers=workers, each=each):
-        images, errors, now = images + done.images, errors + done.errors, time.monotonic()
-        if now - said > EVERY_S or images == left:
-            said, speed = now, images / (now - began)
+    workers, each = predict.pool_size(args.workers)
+    settings |= {"batch_size": args.batch_size}
+    images, bad = 0, []
+    began = printed = time.monotonic()
+    for rows in predict.predict(missing, out, workers=workers, each=each, **settings):
+        images, now = images + len(rows), time.monotonic()
+        bad += [f"{row['key']}: {row['error']}" for row in rows.to_pylist() if row["error"]]
+        if now - printed > EVERY_S or images == left:
+            printed, speed = now, images / (now - began)
             about = f", about {duration((left - images) / speed)} left" if images < left else ""
-            log.info("%s of %s images, %.0f/s%s", f"{before + images:,}", f"{plan.count:,}", speed, about)
-    if errors:
-        log.info("%d of the %s cannot be decoded: column error says why", errors, f"{images:,}")
+            log.info("%s of %s images, %.0f/s%s", f"{images:,}", f"{left:,}", speed, about)
+    if bad:
+        named = "; ".join(bad[:NAMED]) + ("; .." if len(bad) > NAMED else "")
+        log.info(
+            "%d of %s images cannot be decoded, see the column error: %s", len(bad), f"{images:,}", named
+        )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ class SweepProgress(Watch):
         self._sweep = sweep
         self._trials = trials
         self._run: SweepRun | None = None
-        self._retrained: dict[str, Outcome] = {}
         self._running: dict[str, tuple[RunProgress, TaskID]] = {}
         self._printed_s: dict[str, float] = {}
         pace = TextColumn("{task.fields[pace]}")
@@ -81,7 +80,7 @@ class SweepProgress(Watch):
 
     def outcomes(self) -> dict[str, Outcome]:
         """run -> how it ended, of those that did."""
-        return {**(self._run.outcomes() if self._run else {}), **self._retrained}
+        return {**self._run.outcomes(), **self._run.retrained} if self._run else {}
 
     def trials(self) -> int:
         return self._trials or (len(self._run.queue.states) if self._run else 0)
@@ -126,7 +125,6 @@ class SweepProgress(Watch):
         if name in self._running:  # else it failed before it began
             self._bars.remove_task(self._running.pop(name)[1])
         if name.startswith("confirm/"):
-            self._retrained[name] = outcome
             done = " " * 7
         else:
             done = f"[{len(self.outcomes()):2}/{self.trials()}]"

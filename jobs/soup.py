@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from jobs.usage import command, evaluation_parser, named
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.trained import Trained
+    from orchestrator.evaluation.models import ModelRef
 
 log = logging.getLogger("orchestrator.soup")
 
@@ -40,38 +40,37 @@ def make_soup(args: argparse.Namespace) -> None:
     """Writes the soup; with --evaluate prints the figures of each model and of the soup."""
     from rich.table import Table
 
-    from jobs.command import check_file, tracking
-    from jobs.evaluation_flags import images_path, models_of, tell_other_classes
+    from jobs.command import check_file, open_store
+    from jobs.evaluation_flags import images_path, models_of
     from jobs.show import print_table
     from orchestrator import storage
+    from orchestrator.evaluation.models import read_model
     from orchestrator.evaluation.soup import check_alike, write_soup
-    from orchestrator.evaluation.trained import read_trained
 
     check_file("--out", storage.absolute(args.out))
-    with tracking(args, "soup") as store:
-        models, out = models_of(args, store), storage.absolute(args.out)
+    store = open_store(args)
+    models, out = models_of(args, store), storage.absolute(args.out)
     check_alike(models)
     if args.evaluate:
-        tell_other_classes(models[0], images_path(args, models[0]))
+        models[0].check_classes(images_path(args, models[0]))
     rows = [row(args, model) for model in models] if args.evaluate else []
     write_soup(models, out, force=args.force)
     if args.evaluate:
         table = Table("model", "step", "images", "acc1", "loss", title=f"{args.split} split")
-        for cells in (*rows, row(args, replace(read_trained(out), name="soup"))):
+        for cells in (*rows, row(args, replace(read_model(out), name="soup"))):
             table.add_row(*cells)
         print_table(table)
     print(f"soup of {len(models)}  {out}  {(storage.size(out) or 0) / 1e6:.1f} MB")
 
 
-def row(args: argparse.Namespace, model: Trained) -> tuple[str, ...]:
+def row(args: argparse.Namespace, model: ModelRef) -> tuple[str, ...]:
     """The model's row of the table. Raises UsageError if the images do not fit the model."""
     from jobs.evaluation_flags import images_path
-    from orchestrator.evaluation.images import device, images_of
-    from orchestrator.evaluation.scores import evaluate_at
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of
 
-    path = images_path(args, model)
-    images = images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device())
-    (found,) = evaluate_at(model.load(device()), images)
+    path, device = images_path(args, model), default_device()
+    images = images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device)
+    (found,) = evaluate_at(model.load(device), images)
     metrics = found.metrics()
     log.info("%s: acc1 %.4f", model.location, metrics["acc1"])
     step = str(model.step) if model.step >= 0 else ""

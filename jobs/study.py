@@ -64,7 +64,7 @@ def run_study(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from jobs.command import check_writable, root, tracking
+    from jobs.command import check_writable, open_store, root
     from orchestrator import storage
     from orchestrator.evaluation.studies import catalog
 
@@ -80,11 +80,11 @@ def run_study(args: argparse.Namespace) -> None:
     folder = storage.join(root(args), "studies", name)
     out = storage.absolute(args.out) if args.out else folder
     check_writable("--out" if args.out else "--storage", out)
-    with tracking(args, name) as store:
-        found = study(args.seeds, lambda line: print(line, flush=True))
-        print_found(found)
-        publish(found, args.name, store, folder=folder, out=out, seeds=args.seeds)
-        print(f"{out}/{args.name}.png and .json; MLflow run {name}")
+    store = open_store(args)
+    found = study(args.seeds, lambda line: print(line, flush=True))
+    print_found(found)
+    publish(found, args.name, store, folder=folder, out=out, seeds=args.seeds)
+    print(f"{out}/{args.name}.png and .json; MLflow run {name}")
 
 
 def print_found(found: Found) -> None:
@@ -113,7 +113,7 @@ def publish(found: Found, study: str, store: Tracking, *, folder: str, out: str,
 
     run = create_run(store, folder, folder.rsplit("/", 1)[-1], tags={"role": "study", "study": study})
     run.tag(seeds=str(seeds), title=found.title)
-    run.log_at(0, {f"study/{name}": value for name, value in found.figures.items()})
+    run.log({f"study/{name}": value for name, value in found.figures.items()})
     tables = {"table": found.table, **found.details}
     for name, table in tables.items():
         run.write_table(f"{name}.json", table)

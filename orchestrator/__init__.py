@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
+    from orchestrator.evaluation.models import load_model
     from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
-    from orchestrator.sweeps.models import load_model
     from orchestrator.sweeps.sweep import Sweep
 
 __all__ = ["RunConfig", "Sweep", "SweepOptions", "digits", "load_model", "override", "run_sweep", "train"]
@@ -27,7 +27,7 @@ _HOMES = {
     "Sweep": "sweeps.sweep",
     "SweepOptions": "sweeps.driver",
     "digits": "sweeps.driver",
-    "load_model": "sweeps.models",
+    "load_model": "evaluation.models",
     "override": "codec",
     "run_sweep": "sweeps.driver",
     "train": "sweeps.driver",

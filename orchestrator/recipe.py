@@ -126,7 +126,7 @@ ScheduleConfig = RsqrtConfig | ConstantConfig | CosineConfig | LinearConfig
 @dataclass(frozen=True, kw_only=True)
 class FewShotConfig:
     """What frozen features are worth, as ``fewshot/acc_<n>shot`` at every evaluation: classes from a few
-    images, by ridge regression (`orchestrator.fewshot`).
+    images, by ridge regression (`orchestrator.training.fewshot`).
 
     Attributes:
     paths: data sets, whose train split gives the shots and whose val split is tested; none: the run's own.

@@ -1,1 +1,1 @@
-"""What a trained model is worth, what it could be without training again, and how it decides."""
+"""Evaluation of trained models: scores, operating points, times, fine-tuning, predictions."""

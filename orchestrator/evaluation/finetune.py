@@ -1,26 +1,30 @@
-"""Fine-tuning as a sweep: an arm for each data set, a trial for each seed of it.
+"""Fine-tuning as a sweep, with an arm for each data set and a trial for each seed; and the linear probe.
 
 Source: V-MoE section 3.5 and the configs of the authors' code: SGD with momentum 0.9, a rate of 3e-3 that
 falls by a cosine to 1e-5 after a warm-up, gradients clipped at 10, experts with dropout 0.1 and capacity 1.5,
 a new head, often a higher resolution with the position embedding resized. They take 10,000 steps (1,000 for
-small data sets) of 1024 images; here the defaults are for data sets of some thousand images.
+small data sets) of 1024 images; the defaults here are for data sets of some thousand images.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import numpy as np
+import torch
+from scipy import stats
+
 from moe.routers.capacity import CapacityConfig
-from moe.vit import ViTConfig
+from moe.vit import ViT, ViTConfig
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.interval import Interval, interval
-from orchestrator.evaluation.trained import Trained
+from orchestrator.evaluation.models import ModelRef
 from orchestrator.recipe import CosineConfig, SGDConfig
-from orchestrator.sweeps.queue import Outcome
+from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.fewshot import short_names
+from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features, short_names
 from orchestrator.training.run_directory import Result
 
 EXPERT_DROPOUT, CAPACITY = 0.1, 1.5
@@ -28,20 +32,20 @@ LR, LAST_LR, STEPS, BATCH = 3e-3, 1e-5, 500, 64
 NEW = "head"
 
 
-def finetune_run(trained: Trained, *, image_size: int | None = None) -> RunConfig:
-    """The recipe for a trained model; None: at the resolution that it was trained with.
+def finetune_run(model: ModelRef, *, image_size: int | None = None) -> RunConfig:
+    """The recipe for a trained model, by default at its own resolution.
 
     Raises:
-        UsageError: for an image size that its patches do not fill.
+        UsageError: for an image size that its patches do not divide.
     """
-    was = trained.run
+    was = model.run
     return RunConfig(
-        model=finetune_model(was.model, image_size or was.model.image_size),
+        model=_finetune_model(was.model, image_size or was.model.image_size),
         data=DataConfig(batch_size=BATCH, eval_crop=was.data.eval_crop, cache_gb=was.data.cache_gb),
         train=TrainConfig(
             steps=STEPS,
             lr=LR,
-            init_from=trained.location,
+            init_from=model.location,
             init_without=NEW,
             report_every=50,
             compute_dtype=was.train.compute_dtype,
@@ -53,8 +57,8 @@ def finetune_run(trained: Trained, *, image_size: int | None = None) -> RunConfi
     )
 
 
-def finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
-    """Larger images; dropout on the experts, and more capacity where the router has one."""
+def _finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
+    """With larger images, dropout on the experts, and more capacity if the router has a capacity."""
     moe = config.moe
     if moe:
         router = moe.router
@@ -68,7 +72,7 @@ def finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
 
 
 def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Sweep:
-    """Raises UsageError for data that is not there, or a batch that does not fit the model."""
+    """Raises UsageError for a missing data set, or a batch that does not fit the model."""
     arms = {
         name: {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
         for name, path in short_names(paths).items()
@@ -77,10 +81,26 @@ def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Swee
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean, and the half width of its 95 % interval; nan for a single value."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if np.isnan(self.half) else f"{self.mean:.4f} +- {self.half:.4f}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Student's t-interval of the mean: t * s / sqrt(n), with n - 1 degrees of freedom."""
+    n = len(values)
+    half = stats.t.ppf(0.975, n - 1) * stats.sem(values) if n > 1 else np.nan
+    return Interval(mean=fmean(values), half=float(half))
+
+
+@dataclass(frozen=True, kw_only=True)
 class FineTuned:
-    """Attributes:
-    accuracy: data set -> of each seed that finished, by seed.
-    """
+    """Accuracies of the runs that finished: data set -> seed -> accuracy."""
 
     accuracy: Mapping[str, Mapping[int, float]]
 
@@ -88,7 +108,7 @@ class FineTuned:
         return interval(list(self.accuracy[name].values()))
 
     def overall(self) -> Interval | None:
-        """Of the mean over data sets, seed by seed: those that finished on all of them; None if none did."""
+        """The mean over data sets, over the seeds that finished on all of them; None without such a seed."""
         done = set.intersection(*(set(seeds) for seeds in self.accuracy.values()))
         if not done:
             return None
@@ -96,7 +116,7 @@ class FineTuned:
 
 
 def fine_tuned(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> FineTuned:
-    """What the trials that finished have reached."""
+    """The accuracies of the trials that finished."""
     accuracy: dict[str, dict[int, float]] = {}
     for name, trial in sweep.trials().items():
         outcome = outcomes.get(name)
@@ -106,9 +126,31 @@ def fine_tuned(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> FineTuned:
 
 
 def failures(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
-    """trial -> why it has no figure."""
-    found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
+    """Trial -> the reason why it has no accuracy."""
+    reasons = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
     for name, outcome in outcomes.items():
         if isinstance(outcome, Result) and outcome.status == "diverged":
-            found[name] = f"diverged at step {outcome.step}: try a lower --set train.lr"
-    return found
+            reasons[name] = f"diverged at step {outcome.step}: try a lower --set train.lr"
+    return reasons
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A linear classifier on frozen features: the strength chosen for all data sets, accuracy by data set."""
+
+    strength: float
+    accuracy: Mapping[str, float]
+
+
+def probe(vit: ViT, model: ModelRef, paths: Sequence[str], *, batch_size: int, device: torch.device) -> Probe:
+    """Ridge regression on the frozen features of all training images, at the model's own resolution, with the
+    strength that few-shot evaluation would choose.
+    """
+    by_data = {}
+    for name, path in short_names(paths).items():
+        run = model.run_on(path, batch_size=batch_size)
+        train, test = (frozen_features(vit, in_order(run, split), device) for split in ("train", "val"))
+        by_data[name] = accuracies(train, test)
+    best = best_strength(np.stack(list(by_data.values())))
+    accuracy = {name: float(by_strength[best]) for name, by_strength in by_data.items()}
+    return Probe(strength=STRENGTHS[best], accuracy=accuracy)

@@ -17,10 +17,10 @@ from orchestrator.checkpoint.files import SUFFIX, fill
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.trained import Trained
+from orchestrator.evaluation.models import ModelRef
 
 
-def write_soup(models: Sequence[Trained], out: str, *, force: bool = False) -> None:
+def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> None:
     """Writes the average into the local file `out`, as `weights.export` writes one model, under the name of
     the file. Memory holds the average, and one tensor of one model at a time.
 
@@ -78,7 +78,7 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
         return {name: mean(name) for name in first}
 
 
-def check_alike(models: Sequence[Trained]) -> None:
+def check_alike(models: Sequence[ModelRef]) -> None:
     """Raises UsageError, naming the first field, if their architectures differ."""
     first = models[0]
     here = flat(first.run.model)

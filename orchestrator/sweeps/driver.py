@@ -30,7 +30,7 @@ from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.queue import Policy, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
 from orchestrator.sweeps.search import OptunaSearch
-from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
@@ -158,6 +158,28 @@ def run_sweep(
         UsageError: for a sweep that cannot be trained here, or another one in its directory.
     """
     directory = run_directory(sweep.base)
+    with trained_trials(sweep, options, watch=watch, store=store) as run:
+        if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
+            raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
+        frontier = publish(directory)
+        for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
+            _retrain(run, point.arm, watch)
+            frontier = publish(directory)
+        if freed := keep_weights_only([s.trial for s in run.queue.states.values()], frontier):
+            watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
+    return frontier
+
+
+@contextmanager
+def trained_trials(
+    sweep: Sweep, options: SweepOptions, *, watch: Watch = QUIET, store: Tracking | None = None
+) -> Iterator[SweepRun]:
+    """Trains the trials of a sweep, and yields them while its directory is still locked and MLflow follows.
+
+    Raises:
+        UsageError: for a sweep that cannot be trained here, or another one in its directory.
+    """
+    directory = run_directory(sweep.base)
     check_kind(directory, "sweep")
 
     def open_mine() -> Tracking:
@@ -170,14 +192,18 @@ def run_sweep(
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
             status = "killed"
             try:
-                frontier, failed = _train_and_publish(sweep, options, watch)
-                status = "failed" if failed else "finished"
+                budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s)
+                run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search)
+                run.recover()
+                watch.start(run)
+                run.work(watch)
+                yield run
+                status = "failed" if run.failures() else "finished"
             except Exception:
                 status = "failed"
                 raise
             finally:
                 update_sweep(directory, status=status)
-    return frontier
 
 
 @contextmanager
@@ -289,41 +315,19 @@ def update_sweep(directory: str, **changes: Any) -> None:
         write_sweep(directory, replace(record, **changes))
 
 
-def _train_and_publish(sweep: Sweep, options: SweepOptions, watch: Watch) -> tuple[Frontier, dict[str, str]]:
-    """The frontier, and why runs failed."""
-    directory = run_directory(sweep.base)
-    budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s)
-    run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search)
-    run.recover()
-    watch.start(run)
-    run.work(watch)
-    failed = {name: outcome for name, outcome in run.outcomes().items() if isinstance(outcome, str)}
-    if run.trials_left() and not any(one.reached or one.outcome for one in run.queue.states.values()):
-        raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
-    frontier = publish(directory)
-    for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
-        failed |= _retrain(sweep, run.trial_of(point.arm), watch)
-        frontier = publish(directory)
-    trials = [one.trial for one in run.queue.states.values()]
-    if freed := keep_weights_only(trials, frontier):
-        watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
-    return frontier, failed
-
-
-def _retrain(sweep: Sweep, trial: Trial, watch: Watch) -> dict[str, str]:
-    """Trains `retrain_config` as a child outside the frontier. Returns why it failed, if it did."""
-    run, name = retrain_config(sweep, trial), f"confirm/{trial.arm}"
-    directory = run_directory(sweep.base)
+def _retrain(run: SweepRun, arm: str, watch: Watch) -> None:
+    """Trains `retrain_config` of an arm as a child outside the frontier."""
+    sweep, name = run.sweep, f"confirm/{arm}"
+    longer, directory = retrain_config(sweep, run.trial_of(arm)), run_directory(sweep.base)
     if (record := read_sweep(directory)) is not None:
-        labels = {"directory": name, "role": "confirm", "arm": trial.arm}
+        labels = {"directory": name, "role": "confirm", "arm": arm}
         write_sweep(directory, replace(record, trials={**record.trials, name: labels}))
-    watch.retraining(trial.arm, run)
+    watch.retraining(arm, longer)
     try:
-        check_resources(run)
-        with _recording_errors(run_directory(run)):
-            result = fit(run, lambda step, metrics: watch.report(name, step, metrics), inline=False)
+        check_resources(longer)
+        with _recording_errors(run_directory(longer)):
+            outcome = fit(longer, lambda step, metrics: watch.report(name, step, metrics), inline=False)
     except (UsageError, TrainingFailedError, RayError) as error:
-        watch.ended(name, reason_of(error))
-        return {name: reason_of(error)}
-    watch.ended(name, result)
-    return {}
+        outcome = reason_of(error)
+    run.retrained[name] = outcome
+    watch.ended(name, outcome)

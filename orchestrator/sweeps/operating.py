@@ -11,7 +11,7 @@ from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.tracking.find import RunInfo
 
-TABLE = "operating_points.json"  # artifact of the sweep's run; the tag of that name says how many it has
+TABLE = "operating_points.json"  # artifact of the sweep's run, whose tag TAG says how many rows it has
 TAG = "operating_points"
 AS_TRAINED = "as trained"
 QUALITY = "val/acc1"
@@ -27,23 +27,26 @@ Row = Mapping[str, Any]
 
 
 def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Column -> values, as MLflow stores a table."""
     return {name: [row[name] for row in rows] for name in COLUMNS}
 
 
 def read_operating(sweep: RunInfo) -> list[Row]:
-    """The rows of `jobs/operating_points.py`; none if it did not look at the sweep."""
+    """The rows that `jobs/operating_points.py` wrote for the sweep; empty if it never ran on it."""
     if TAG not in sweep.tags:
         return []
-    found = json.loads(sweep.read_text(TABLE))
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+    table = json.loads(sweep.read_text(TABLE))
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
 def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
-    """The frontier with its operating points. The time of a model as trained is then the one that was taken
-    beside theirs; without one it is unknown, for the time of a training's validation compares to none.
+    """The frontier with its operating points.
 
-    A point is the mean over the seeds of an arm, its quartiles too, and is left out where one of them has it
-    not. There are none where quality is another metric.
+    The time of a model as trained becomes the one that was measured beside its operating points, and is
+    unknown without such a measurement: the time of a training's validation does not compare with these.
+
+    An operating point is the mean over the seeds of an arm, and left out if a seed was not measured there.
+    Nothing changes where quality is another metric.
     """
     if frontier.quality_name != QUALITY or not rows:
         return frontier
@@ -51,19 +54,16 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     for row in rows:
         by_run.setdefault(row["run"], {})[row["point"]] = row
     points, operating = [], []
-    for point in map(_untimed, frontier.points):
+    for point in frontier.points:
         seeds = [by_run.get(run_id, {}) for run_id in point.run_ids]
+        trained = _timed(point, [seed.get(AS_TRAINED, {}) for seed in seeds], frontier.cost_name)
+        points.append(trained)
         for name in seeds[0] if is_complete(point) else ():
-            if not all(name in seed for seed in seeds):
-                continue
-            same = [seed[name] for seed in seeds]
-            costs = {cost: _mean(same, cost) for cost in COSTS}
-            if name == AS_TRAINED:
-                point = replace(point, costs={**point.costs, **costs}, spreads=_spreads(same))
-            else:
-                operating.append(_operating(point, name, same, costs, frontier.cost_name))
-        points.append(point)
-    retrained = tuple(map(_untimed, frontier.retrained))
+            if name != AS_TRAINED and all(name in seed for seed in seeds):
+                operating.append(
+                    _operating(trained, name, [seed[name] for seed in seeds], frontier.cost_name)
+                )
+    retrained = tuple(_timed(point, [{}], frontier.cost_name) for point in frontier.retrained)
     note = f"{frontier.note} {_how_timed(rows)}".strip()
     times = [point.costs[TIME] for point in points if point.costs[TIME] > 0]
     reference = {**frontier.reference, **({TIME: 1.1 * max(times)} if times else {})}
@@ -77,6 +77,39 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     )
 
 
+def _timed(point: Point, seeds: Sequence[Row], cost_name: str) -> Point:
+    """A trained point with the costs measured for its seeds as trained; its time is unknown without them."""
+    costs = {cost: _mean(seeds, cost) for cost in COSTS if is_complete(point)}
+    known = {cost: value for cost, value in costs.items() if math.isfinite(value)}
+    time = known.get(TIME, math.nan)
+    return replace(
+        point,
+        cost=time if cost_name == TIME else point.cost,
+        costs={**point.costs, TIME: time, **known},
+        spreads=_spreads(seeds) if TIME in known else point.spreads,
+    )
+
+
+def _operating(trained: Point, name: str, seeds: Sequence[Row], cost_name: str) -> Point:
+    costs = {cost: _mean(seeds, cost) for cost in COSTS}
+    details = {
+        label: _mean(seeds, column) if column.startswith("val/") else seeds[0][column]
+        for column, label in DETAILS.items()
+        if all(seed.get(column) is not None for seed in seeds)
+    }
+    return replace(
+        trained,
+        arm=f"{trained.arm}: {name}",
+        cost=costs.get(cost_name, math.nan),
+        costs=costs,
+        spreads=_spreads(seeds),
+        quality=_mean(seeds, QUALITY),
+        qualities=(),
+        details=details,
+        settings={**trained.settings, "operating point": name},
+    )
+
+
 def _how_timed(rows: Sequence[Row]) -> str:
     row = rows[0]
     if any(row.get(column) is None for column in TIMING):
@@ -87,33 +120,12 @@ def _how_timed(rows: Sequence[Row]) -> str:
     )
 
 
-def _untimed(point: Point) -> Point:
-    return replace(point, costs={**point.costs, TIME: math.nan})
-
-
-def _operating(
-    trained: Point, name: str, same: Sequence[Row], costs: Mapping[str, float], cost_name: str
-) -> Point:
-    shown = [(label, same[0][column]) for column, label in DETAILS.items() if same[0].get(column) is not None]
-    return replace(
-        trained,
-        arm=f"{trained.arm}: {name}",
-        cost=costs.get(cost_name, math.nan),
-        costs=costs,
-        spreads=_spreads(same),
-        quality=_mean(same, QUALITY),
-        qualities=(),
-        details=dict(shown),
-        settings={**trained.settings, "operating point": name},
-    )
-
-
-def _spreads(same: Sequence[Row]) -> dict[str, tuple[float, float]]:
+def _spreads(seeds: Sequence[Row]) -> dict[str, tuple[float, float]]:
     low, high = QUARTILES
-    return {TIME: (_mean(same, low), _mean(same, high))}
+    return {TIME: (_mean(seeds, low), _mean(seeds, high))}
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:
-    """NaN where a row has no such column: tables of earlier versions have no quartiles."""
+    """The mean over seeds; NaN if a row lacks the column: tables of earlier versions have no quartiles."""
     values: list[Any] = [row.get(column) for row in rows]
     return math.nan if None in values else fmean(values)

@@ -62,6 +62,7 @@ class SweepRun:
 
     Attributes:
         queue: where every trial stands.
+        retrained: how the retrained arms ended.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class SweepRun:
         self.budget = budget
         self.policy = policy
         self.search = search
+        self.retrained: dict[str, Outcome] = {}
         self._predicted = set[Hashable]()
         self._directory = run_directory(sweep.base)
         trials = list(sweep.trials().values())
@@ -136,6 +138,11 @@ class SweepRun:
         """Trials that the budget did not hold."""
         waiting = sum(one.outcome is None for one in self.queue.states.values())
         return waiting if self.queue.out_of_budget else 0
+
+    def failures(self) -> dict[str, str]:
+        """run -> why it failed, of trials and retrained arms."""
+        ends = {**self.outcomes(), **self.retrained}
+        return {name: end for name, end in ends.items() if isinstance(end, str)}
 
     def trial_of(self, arm: str) -> Trial:
         """The first seed of an arm."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 from jobs import evaluate, operating_points
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
-from orchestrator.tracking import Found, children, find_sweep, open_reader
+from orchestrator.evaluation.evaluate import EvalTask
+from orchestrator.evaluation.models import read_model
+from orchestrator.tracking.find import RunInfo, children, find_sweep
+from orchestrator.tracking.store import open_reader
 
 Call = Callable[..., tuple[str, str]]
 
 
-def trial(home: Path, arm: str) -> Found:
+def trial(home: Path, arm: str) -> RunInfo:
     reader = open_reader(f"sqlite:///{home}/mlflow.db")
     return next(run for run in children(reader, find_sweep(reader, "tiny").run_id) if run.tags["arm"] == arm)
 
@@ -71,7 +75,9 @@ def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Pat
         evaluate.main, str(tmp_path / "soft.safetensors"), "--repeats", "1", "--tracking-uri", uri
     )
     assert stopped == ""
-    assert "not recorded, for MLflow does not know the runs that trained them: tiny/trials/soft" in printed
+    assert (
+        "not recorded, because MLflow does not know the runs that trained them: tiny/trials/soft" in printed
+    )
 
 
 @pytest.mark.parametrize("main", [evaluate.main, operating_points.main], ids=["evaluate", "operating_points"])
@@ -98,7 +104,7 @@ def test_bad_input_is_one_line(
             "soft: a router of kind 'soft' has no k",
         ),
         (evaluate.main, ["tiny/trials/token", "--set", "routing.k=9"], "token: k=9 exceeds num_experts=8"),
-        (evaluate.main, ["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k=1"),
+        (evaluate.main, ["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k, "),
         (
             operating_points.main,
             ["tiny/trials/soft", "tiny/trials/dense", "--grid", "routing.k=1,2"],
@@ -156,3 +162,19 @@ def test_data_of_the_same_folder_name_has_a_key_of_its_own(
     keys = {name.split("/")[1] for name in run.metrics if "others-shards" in name}
     assert keys == {"others-shards"}, "the second look too"
     assert run.tags["eval.data.others-shards"] == f"{tmp_path}/others/shards"
+
+
+def test_which_images_a_sweep_is_judged_by(
+    home: Path, digits: str, pack_greys: Callable[..., Any], tmp_path: Path
+):
+    """Its own validation split, wherever it lies; a data set that changed since the training is another."""
+    model = read_model(f"{home}/tiny/trials/soft/checkpoints")
+    own = EvalTask(model=model, points=(), path=digits, split="val", batch_size=8, results="")
+    copy, others = str(shutil.copytree(digits, tmp_path / "copy")), pack_greys(train=4)[0]
+    judged = operating_points.on_images_of_training
+    assert judged([own, replace(own, path=copy)])
+    assert not judged([own, replace(own, split="train")])
+    assert not judged([own, replace(own, path=others)])
+    manifest = Path(copy, "manifest.json")
+    manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
+    assert not judged([replace(own, path=copy)])

@@ -10,7 +10,7 @@ import pytest
 from jobs import inspect_routing, train
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.trained import Trained
+from orchestrator.evaluation.models import ModelRef
 from orchestrator.training.fit import fit
 from tests.lanes import mostly_slow
 
@@ -114,7 +114,7 @@ def test_where_pages_go(
     for _ in range(2):
         assert not call(*few, "--out", "page")[0]
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
-    monkeypatch.setattr(Trained, "load", None)
+    monkeypatch.setattr(ModelRef, "load", None)
     holds = "holds other files (page): choose a new or an empty folder"
     assert call(*few, "--out", ".")[0] == f"error: --out {tmp_path} {holds}"
     stopped, _ = call(*few, "--out", f"{digits}/page")

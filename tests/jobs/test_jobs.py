@@ -17,8 +17,8 @@ from jobs.usage import assignment
 from orchestrator.codec import flat
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import load_model
 from orchestrator.sweeps.check import check_metrics
-from orchestrator.sweeps.models import load_model
 from orchestrator.tracking.find import find_run
 from orchestrator.tracking.store import EXPERIMENT, open_reader
 
@@ -193,11 +193,11 @@ def test_the_quickstart_from_shards_to_a_registered_model(empty_home):
     assert confirmed.data.params["scale.ep"] == "2"
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
-    model = load_model("models:/quickstart@confirmed", uri)
+    model = load_model("models:/quickstart@confirmed", tracking_uri=uri)
     assert model.config.moe is not None
     version = client.get_model_version_by_alias("quickstart", "confirmed")
     assert version.run_id == confirmed.info.run_id
-    same = load_model(f"models:/quickstart/{version.version}", uri)
+    same = load_model(f"models:/quickstart/{version.version}", tracking_uri=uri)
     images = torch.rand(4, 3, 8, 8)
     assert torch.equal(model(images).logits, same(images).logits)
     assert model(images).logits.abs().sum() > 0

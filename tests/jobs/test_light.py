@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from jobs.usage import POINT
-from orchestrator.evaluation import finetune, point
+from orchestrator.evaluation import finetune
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +69,6 @@ def test_the_first_line_comes_before_torch():
 
 def test_help_states_what_holds(answers: list[Any]):
     """Numbers and names that stand in libraries too, which help does not load."""
-    assert point.HELP == POINT
     shown = {name: " ".join(said.split()) for name, flag, _, _, said in answers if flag == "--help"}
     assert f"train.steps={finetune.STEPS}, train.lr={finetune.LR}," in shown["finetune.py"]
     assert f"data.batch_size={finetune.BATCH}," in shown["finetune.py"]

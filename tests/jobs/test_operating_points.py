@@ -9,7 +9,8 @@ from mlflow import MlflowClient
 
 from jobs import evaluate, operating_points
 from orchestrator.sweeps.report import read_frontier
-from orchestrator.tracking import children, find_sweep, open_reader
+from orchestrator.tracking.find import children, find_sweep
+from orchestrator.tracking.store import open_reader
 from tests.trained_sweep import train_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
@@ -80,3 +81,17 @@ def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
         facts = json.loads(page.split('id="data">')[1].split("</script>")[0])["points"]
         (drawn,) = [fact["texts"] for fact in facts if fact["arm"] == point]
         assert f"{report['metrics']['acc1']:.4f}" in drawn
+
+
+def test_points_on_training_images_stay_off_the_sweeps_frontier(home: Path, call: Call):
+    """They get a page of their own."""
+    arguments = ["sweep:tiny", "--split", "train", "--repeats", "1", "--grid", "routing.experts=2"]
+    stopped, printed = call(operating_points.main, *arguments)
+    assert stopped == ""
+    assert "The frontier of tiny stays as it is" in printed
+    assert f"page     {home}/operating-points/frontier.html" in printed
+    assert "soft: experts=2" in (home / "operating-points/frontier.html").read_text()
+    assert not (home / "tiny/frontier.html").exists()
+    reader = open_reader(f"sqlite:///{home}/mlflow.db")
+    assert read_frontier(reader, "tiny").operating == ()
+    assert "operating_points" not in find_sweep(reader, "tiny").tags

@@ -15,13 +15,10 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from jobs import predict
-from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.prediction.inputs import open_inputs
-from orchestrator.prediction.plan import Plan, digest_of, settle
-from orchestrator.prediction.predictor import Predictor, Settings
+from orchestrator.evaluation.predict import begin, digest_of
 from tests.orchestrator.buckets import connect_anew
-from tests.orchestrator.prediction.models import exported
+from tests.orchestrator.evaluation.exported import exported
 from tests.parts import png
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +102,8 @@ def test_killed_in_the_middle_and_run_again(tmp_path):
     assert after.items() >= before.items()
     assert f"{10_000 - 64 * len(before):,} of 10,000 images are left to predict" in said
     assert sorted(set(os.listdir(out)) - set(after)) == ["_plan.json"]
+    assert "1 of " in said or "2 of " in said
+    assert "9/09999.png: " in said
 
     table = pq.read_table(out)  # as a user would: without naming the files
     keys = table["key"].to_pylist()
@@ -136,42 +135,34 @@ def test_model_shards_and_results_on_s3(server, tmp_path, pack_greys, monkeypatc
 
 
 def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, empty_home, call):
-    path, _ = pack_greys(train=6)
+    path, manifest = pack_greys(train=6)
     model = exported(tmp_path / "model.safetensors")
     flags = (model.location, "--images", path, "--split", "val", "--out", f"{tmp_path}/out")
-    inputs = open_inputs(path, "val", cache_bytes=10**9)
-    plan = Plan(
-        model=model.location,
-        model_sha256=digest_of(model.location),
-        images=inputs.location,
-        images_sha256=inputs.sha256,
-        count=3,
-        split="val",
-        routing={},
-        group=1,
-        part=64,
-        classes=None,
-    )
-    settle(f"{tmp_path}/out", plan, fresh=False)
-    settings = Settings(
-        model=model,
-        point=RoutingOverrides(),
-        out=f"{tmp_path}/out",
-        batch_size=64,
-        threads=1,
-        classes=None,
-    )
-    (part,) = inputs.parts(64)
-    Predictor(settings).do(0, part)
+    plan = {
+        "model": model.location,
+        "model_sha256": digest_of(model.location),
+        "images": path,
+        "images_sha256": manifest.digest(),
+        "split": "val",
+        "routing": {},
+        "group": 1,
+        "classes": None,
+    }
+    begin(f"{tmp_path}/out", plan, fresh=False)
+    (tmp_path / "out/part-000000.parquet").touch()
     stopped, out = call(predict.main, *flags)
     assert (stopped, out.splitlines()[1]) == ("", f"3 images in 1 files: {tmp_path}/out")
-    assert pq.read_table(tmp_path / "out")["key"].to_pylist() == ["grey-6", "grey-7", "grey-8"]
 
     other = exported(tmp_path / "other.safetensors", seed=1)
     stopped, _ = call(predict.main, other.location, *flags[1:])
+    assert stopped.startswith(
+        f"error: {tmp_path}/out has 1 files of predictions by {model.location} for {path} with another"
+        " model_sha256 (was "
+    )
+    (tmp_path / "out/_plan.json").unlink()
+    stopped, _ = call(predict.main, *flags)
     assert stopped == (
-        f"error: {tmp_path}/out holds 1 files of predictions of another model ({model.location}; now"
-        f" {other.location}): choose another --out, or use --fresh to begin again"
+        f"error: {tmp_path}/out has parquet files and no _plan.json: choose another --out, or use --fresh"
     )
 
 
@@ -184,7 +175,7 @@ def test_what_is_refused(tmp_path, pack_greys, empty_home, call):
         (("nothing", *flags), "error: no trained model 'nothing'"),
         ((model, *flags, "--batch-size", "6"), "error: --batch-size 6 must be a multiple of 4, the routing"),
         ((model, *flags, "--batch-size", "0"), "2"),
-        ((model, *flags, "--set", "routing.magic=1"), "error: --set 'routing.magic=1': an operating point"),
+        ((model, *flags, "--set", "routing.magic=1"), "error: 'routing.magic=1': an operating point"),
         ((model, *flags, "--workers", "0"), "2"),
     ]:
         stopped, out = call(predict.main, *args)
@@ -214,15 +205,3 @@ def test_never_among_images_or_other_results(tmp_path, empty_home, call):
     stopped, _ = call(predict.main, model, "--images", nowhere, "--out", "/proc/nope")
     assert stopped == "error: --out /proc/nope cannot be written to: No such file or directory"
     assert [file.name for file in photos.iterdir()] == ["a.png"]
-
-
-def test_predictions_without_a_plan(tmp_path, empty_home, call):
-    model = exported(tmp_path / "model.safetensors").location
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images/a.png").write_bytes(png(np.zeros((8, 8))))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/part-000003.parquet").touch()
-    stopped, _ = call(predict.main, model, "--images", f"{tmp_path}/images", "--out", f"{tmp_path}/out")
-    assert stopped == (
-        f"error: {tmp_path}/out holds parquet files and no _plan.json: choose another --out, or use --fresh"
-    )

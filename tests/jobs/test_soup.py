@@ -1,8 +1,8 @@
 """`jobs/soup.py` as a user runs it."""
 
 from jobs import soup
-from orchestrator.evaluation.trained import read_trained
-from tests.orchestrator.prediction.models import SOFT, exported
+from orchestrator.evaluation.models import read_model
+from tests.orchestrator.evaluation.exported import SOFT, exported
 
 
 def table(said: str) -> list[list[str]]:
@@ -20,7 +20,7 @@ def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
     assert code == ""
     assert [row[0].partition("@")[0] for row in table(said)] == ["1", "2", "soup"]
     assert said.splitlines()[-1].startswith(f"soup of 2  {out}  ")
-    assert read_trained(out).run.name == "soup"
+    assert read_model(out).run.name == "soup"
 
     code, said = call(soup.main, one, one, *flags)
     assert code == f"error: {out} exists already; --force replaces it"

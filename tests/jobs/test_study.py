@@ -12,7 +12,8 @@ from jobs import study
 from orchestrator.evaluation.studies import l2norm
 from orchestrator.evaluation.studies.catalog import STUDIES
 from orchestrator.evaluation.studies.specialisation import STOP_AT
-from orchestrator.tracking import EXPERIMENT, find_runs, open_reader
+from orchestrator.tracking.store import EXPERIMENT, open_reader
+from orchestrator.tracking.UNKNOWN import find_runs
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from orchestrator.errors import UsageError
-from orchestrator.tracking import open_reader
+from orchestrator.tracking.store import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
 from tests.orchestrator.frontier.browser import DRAWN, chromium
 from tests.orchestrator.tracking.stores import Postgres

@@ -15,8 +15,8 @@ from jobs import fewshot, train
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
-from orchestrator.tracking import Found, children, find_sweep, open_reader
-from orchestrator.tracking.find import newest_of
+from orchestrator.tracking.find import RunInfo, children, find_sweep, newest_of
+from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker
 from tests.moe.parity import spawn
 
@@ -136,11 +136,11 @@ def finetune(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def sweep_at(home: Path, name: str) -> Found:
+def sweep_at(home: Path, name: str) -> RunInfo:
     return find_sweep(open_reader(f"sqlite:///{home}/mlflow.db"), name)
 
 
-def run_of(home: Path, name: str) -> Found:
+def run_of(home: Path, name: str) -> RunInfo:
     run = newest_of(open_reader(f"sqlite:///{home}/mlflow.db"), str(home / name))
     assert run is not None
     return run

@@ -19,7 +19,7 @@ from moe.layer import MoEConfig
 from moe.overrides import RoutingOverrides
 from moe.routers import SoftConfig
 from moe.vit import ViT
-from orchestrator.evaluation.latency import Latency, device_name, latencies
+from orchestrator.evaluation.evaluate import Latency, device_name, latencies
 from orchestrator.evaluation.studies.digits import TESTED, digits, vit_config
 from orchestrator.evaluation.studies.found import Curve, Found, Panel, Say
 

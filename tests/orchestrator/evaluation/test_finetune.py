@@ -1,19 +1,31 @@
 """Fine-tuning: the recipe, what is new in the model, and the figures of several seeds."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import Ridge
 
 from moe.vit import ViT
 from orchestrator.checkpoint.weights import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.in_process import in_process
+from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.finetune import failures, fine_tuned, finetune_run, finetune_sweep
-from orchestrator.evaluation.trained import Trained, read_trained
+from orchestrator.evaluation.finetune import (
+    failures,
+    fine_tuned,
+    finetune_run,
+    finetune_sweep,
+    interval,
+    probe,
+)
+from orchestrator.evaluation.models import ModelRef, read_model
+from orchestrator.training.fewshot import augmented
 from orchestrator.training.optim import learning_rate
 from orchestrator.training.run_directory import Result, checkpoint_directory
 from orchestrator.training.worker import train_worker
@@ -22,14 +34,14 @@ SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "tr
 
 
 @pytest.fixture(scope="module")
-def trained(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(digits: str, tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
     home = str(tmp_path_factory.mktemp("home"))
     run = override(RunConfig(), {**SMALL, "data.path": digits, "storage": home})
     train_worker(run, report=lambda step, metrics: None, read=in_process)
-    return read_trained(checkpoint_directory(run))
+    return read_model(checkpoint_directory(run))
 
 
-def test_the_recipe(trained: Trained) -> None:
+def test_the_recipe(trained: ModelRef) -> None:
     """V-MoE 3.5: SGD .9, 3e-3 by a cosine to 1e-5, clip 10, dropout .1 on experts, capacity 1.5."""
     run = finetune_run(trained, image_size=16)
     assert run.train.optimizer.kind == "sgd"
@@ -44,15 +56,15 @@ def test_the_recipe(trained: Trained) -> None:
     assert run.model.slots() > trained.run.model.slots()
 
 
-def test_a_soft_router_has_slots_and_no_capacity(trained: Trained) -> None:
-    soft = Trained(**{**vars(trained), "run": override(trained.run, {"model.moe.router.kind": "soft"})})
+def test_a_soft_router_has_slots_and_no_capacity(trained: ModelRef) -> None:
+    soft = replace(trained, run=override(trained.run, {"model.moe.router.kind": "soft"}))
     moe = finetune_run(soft, image_size=16).model.moe
     assert moe is not None
     assert moe.router == soft.run.model.moe.router  # pyright: ignore
     assert moe.expert_dropout == 0.1
 
 
-def test_the_head_is_new_though_it_would_fit(trained: Trained) -> None:
+def test_the_head_is_new_though_it_would_fit(trained: ModelRef) -> None:
     """It starts at zero; the rest is the trained model's, the position embedding resized."""
     run = finetune_run(trained, image_size=16)
     assert run.train.init_from
@@ -71,18 +83,12 @@ def test_the_head_is_new_though_it_would_fit(trained: Trained) -> None:
     assert str(planned) == str(report)
 
 
-def test_without_it_the_head_is_copied(trained: Trained) -> None:
-    model = ViT(trained.run.model, seed=1)
-    start_from(model, trained.location)
-    assert torch.equal(model.head.weight, trained.load().head.weight)
-
-
-def test_a_size_that_patches_do_not_fill(trained: Trained) -> None:
+def test_a_size_that_patches_do_not_fill(trained: ModelRef) -> None:
     with pytest.raises(UsageError, match=r"--image-size 15: patch_size=2 does not divide image_size=15"):
         finetune_run(trained, image_size=15)
 
 
-def test_figures_of_seeds_and_data_sets(trained: Trained, digits: str, tmp_path: Path) -> None:
+def test_figures_of_seeds_and_data_sets(trained: ModelRef, digits: str, tmp_path: Path) -> None:
     """a: 0.8 and 0.6; b: 0.5, and seed 1 diverged. Mean over data sets of seed 0 alone: 0.65."""
     (tmp_path / "b").symlink_to(digits)
     sweep = finetune_sweep(finetune_run(trained), [digits, str(tmp_path / "b")], seeds=2)
@@ -108,3 +114,35 @@ def test_figures_of_seeds_and_data_sets(trained: Trained, digits: str, tmp_path:
     assert failures(outcomes) == {"b-seed1": "diverged at step 500: try a lower --set train.lr"}
     assert failures({"b-seed0": "no space"}) == {"b-seed0": "no space"}
     assert fine_tuned(sweep, {}).accuracy == {}
+
+
+def test_intervals_of_a_mean():
+    """Values 1, 2, 3: mean 2, deviation 1; Student's t is 4.303 for 2 degrees of freedom, 12.706 for 1."""
+    assert interval([1.0, 2.0, 3.0]).mean == 2
+    assert interval([1.0, 2.0, 3.0]).half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert interval([0.0, 2.0]).half == pytest.approx(12.706205, rel=1e-6)
+    assert str(interval([0.5])) == "0.5000"
+    assert str(interval([0.5, 0.5])) == "0.5000 +- 0.0000"
+
+
+def test_the_probe_is_scikit_learns_ridge(trained: ModelRef, digits: str):
+    """On the features of all 1,433 training images; equal float64 numbers may differ by one tied image."""
+    model = trained.load()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = probe(model, trained, [digits], batch_size=64, device=torch.device("cpu"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    x, y = {}, {}
+    for split in ("train", "val"):
+        stream = in_order(override(trained.run, {"data.batch_size": 2000, "data.lanes": 1}), split)
+        (batch,) = in_process(stream, stream.steps())
+        whole = batch.valid > 0
+        with torch.no_grad():
+            x[split] = model.features(batch.image[whole].float() / 127.5 - 1)[0].double().numpy()
+        y[split] = batch.label[whole].numpy()
+    mean, scale = x["train"].mean(0), x["train"].std(0) + 1e-5
+    ridge = Ridge(alpha=found.strength, fit_intercept=False, solver="svd")
+    ridge.fit(augmented(x["train"], mean, scale), 2 * np.eye(10)[y["train"]] - 1)
+    answers = ridge.predict(augmented(x["val"], mean, scale)).argmax(-1)
+    (accuracy,) = found.accuracy.values()
+    assert abs((answers == y["val"]).mean() - accuracy) <= 1.01 / len(answers)
+    assert accuracy > 0.2

@@ -9,12 +9,12 @@ import torch
 
 from moe.load import load
 from moe.vit import ViT
-from orchestrator.checkpoint.weights import read_metadata, write_file
+from orchestrator.checkpoint import single_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.evaluation.soup import write_soup
-from orchestrator.evaluation.trained import Trained, read_trained
 
 RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16})
 
@@ -23,25 +23,25 @@ RUN = override(RunConfig(), {"model.moe.router.kind": "soft", "model.width": 16}
 def trained(tmp_path):
     """``trained(seed, **changes)``: a model of random weights in an exported file."""
 
-    def make(seed: int, **changes) -> Trained:
+    def make(seed: int, **changes) -> ModelRef:
         run = replace(override(RUN, changes), name=f"seed{seed}")
         model = ViT(run.model, seed=seed)
         torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
         path = str(tmp_path / f"seed{seed}.safetensors")
         metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
-        write_file(path, model.state_dict(), metadata)
-        return read_trained(path)
+        single_file.write(path, model.state_dict(), metadata)
+        return read_model(path)
 
     return make
 
 
-def weights(model: Trained) -> dict[str, torch.Tensor]:
+def weights(model: ModelRef) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.load().state_dict().items()}
 
 
-def soup(tmp_path, *models: Trained) -> dict[str, torch.Tensor]:
+def soup(tmp_path, *models: ModelRef) -> dict[str, torch.Tensor]:
     write_soup(models, f"{tmp_path}/soup.safetensors", force=True)
-    return weights(read_trained(f"{tmp_path}/soup.safetensors"))
+    return weights(read_model(f"{tmp_path}/soup.safetensors"))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_of_one_it_is_that_model_bit_for_bit(trained, tmp_path):
     one = trained(0)
     tensors = weights(one)
     tensors["head.bias"][:3] = torch.tensor([-0.0, 1e-45, 3.4e38])  # sign of zero, subnormal, nearly infinite
-    write_file(one.location, tensors, read_metadata(one.location))
+    single_file.write(one.location, tensors, single_file.read_header(one.location).metadata)
     found = soup(tmp_path, one)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(bits(found[name]), bits(tensors[name])) for name in tensors)
@@ -85,12 +85,12 @@ def test_it_is_a_model_like_others(trained, tmp_path):
     """Of its own name, so that no run of MLflow passes for the one that trained it; `moe.load` reads it."""
     one, two = trained(0), trained(1)
     write_soup([one, two], f"{tmp_path}/broth.safetensors")
-    found = read_trained(f"{tmp_path}/broth.safetensors")
+    found = read_model(f"{tmp_path}/broth.safetensors")
     assert found.step == -1
     assert found.run == replace(one.run, name="broth")
     images = torch.rand(2, 3, 8, 8)
     assert torch.equal(load(found.location)(images).logits, found.load()(images).logits)
-    made_of = json.loads(read_metadata(found.location)["soup"])
+    made_of = json.loads(single_file.read_header(found.location).metadata["soup"])
     assert [part["location"] for part in made_of] == [one.location, two.location]
     assert made_of[0]["step"] == 7
 
@@ -112,7 +112,7 @@ def test_different_models_are_refused(changes, message, trained, tmp_path):
 def test_tensors_that_the_config_does_not_describe(trained, tmp_path):
     one, two = trained(0), trained(1)
     tensors = weights(two) | {"head.bias": torch.zeros(9)}
-    write_file(two.location, tensors, read_metadata(two.location))
+    single_file.write(two.location, tensors, single_file.read_header(two.location).metadata)
     with pytest.raises(UsageError, match=r"seed1\.safetensors holds head\.bias as torch\.float32 \[9\], "):
         soup(tmp_path, one, two)
 

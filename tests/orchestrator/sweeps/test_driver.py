@@ -13,6 +13,7 @@ from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.points import Frontier, on_front
 from orchestrator.sweeps.agenda import Outcome
 from orchestrator.sweeps.branches import Trunk
@@ -20,7 +21,6 @@ from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
 from orchestrator.sweeps.check import check_fits, check_sweep
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
-from orchestrator.sweeps.models import load_model
 from orchestrator.sweeps.run import Watch
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
@@ -122,7 +122,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
 
     aliases = dict(client.get_registered_model("tiny").aliases)
     assert set(aliases) == {"pareto-fast", "pareto-knee", "pareto-best"}
-    assert not load_model("models:/tiny@pareto-best", tracking.uri).training
+    assert not load_model("models:/tiny@pareto-best", tracking_uri=tracking.uri).training
     manifests = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
     assert {arm for arm, manifest in manifests.items() if manifest.has_optimizer()} == on
 
@@ -142,18 +142,18 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
     """After --fresh the first version still loads its own weights, from where they were moved to."""
     sweep = replace(sweep, arms={"dense": {}})
     swept(sweep, tracking)
-    first = load_model("models:/tiny/1", tracking.uri).state_dict()
+    first = load_model("models:/tiny/1", tracking_uri=tracking.uri).state_dict()
     other = replace(sweep, base=override(sweep.base, {"train.seed": 5}))
     swept(other, tracking, SweepOptions(mode="fresh"))
-    again = load_model("models:/tiny/1", tracking.uri).state_dict()
+    again = load_model("models:/tiny/1", tracking_uri=tracking.uri).state_dict()
     assert all(first[name].equal(again[name]) for name in first)
-    newer = load_model("models:/tiny@pareto-best", tracking.uri).state_dict()
+    newer = load_model("models:/tiny@pareto-best", tracking_uri=tracking.uri).state_dict()
     assert any(not first[name].equal(newer[name]) for name in first)
     weights = Path(f"{run_directory(sweep.base)}.old-1/trials/dense/checkpoints")
     weights.rename(weights.with_name("gone"))
     Path(run_directory(sweep.base), "trials/dense/checkpoints").rename(weights)
     with pytest.raises(UsageError, match="holds other weights than were registered"):
-        load_model("models:/tiny/1", tracking.uri)
+        load_model("models:/tiny/1", tracking_uri=tracking.uri)
 
 
 def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path):

@@ -6,19 +6,19 @@ from pathlib import Path
 import torch
 
 from moe.vit import ViT
-from orchestrator.checkpoint.weights import write_file
+from orchestrator.checkpoint import single_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.trained import Trained, read_trained
+from orchestrator.evaluation.models import ModelRef, read_model
 
 SOFT = {"model.moe.router.kind": "soft", "model.width": 16}
 
 
-def exported(path: Path, changes: dict | None = None, seed: int = 0) -> Trained:
+def exported(path: Path, changes: dict | None = None, seed: int = 0) -> ModelRef:
     """As `weights.export` writes one; its head is not at its zero start."""
     run = override(RunConfig(), {"name": path.stem, **(SOFT if changes is None else changes)})
     model = ViT(run.model, seed=seed)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
     metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
-    write_file(str(path), model.state_dict(), metadata)
-    return read_trained(str(path))
+    single_file.write(str(path), model.state_dict(), metadata)
+    return read_model(str(path))

@@ -1,18 +1,21 @@
 """Trained models by every name that a user may have for them."""
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import ModelRef, find_models, load_model, read_model
 from orchestrator.evaluation.soup import write_soup
-from orchestrator.evaluation.trained import Trained, find_trained, read_trained
-from orchestrator.tracking import Tracking, find_sweep, log_checkpoint, register
-from orchestrator.tracking.find import newest_of
-from orchestrator.tracking.runs import TrackedRun, writer
+from orchestrator.tracking.find import RunWriter, find_sweep, newest_of
+from orchestrator.tracking.store import Tracking
+from orchestrator.tracking.UNKNOWN import log_checkpoint, register
 from tests.trained_sweep import open_store
 
 
@@ -22,9 +25,9 @@ def store(trained_home: Path) -> Iterator[Tracking]:
         yield store
 
 
-def found(reference: str, home: Path, store: Tracking) -> Trained:
-    (one,) = find_trained(reference, root=str(home), tracking=store)
-    return one
+def found(reference: str, home: Path, store: Tracking) -> ModelRef:
+    (model,) = find_models(reference, root=str(home), tracking=store)
+    return model
 
 
 def test_one_model_by_five_names(trained_home: Path, store: Tracking):
@@ -43,7 +46,7 @@ def test_one_model_by_five_names(trained_home: Path, store: Tracking):
     assert all(torch.equal(weights[name], of_export[name]) for name in weights)
     earlier = found(f"{folder}/step-00000010", trained_home, store)
     assert earlier.step == 10
-    assert [one.name for one in (by_name, exported, earlier)] == [
+    assert [model.name for model in (by_name, exported, earlier)] == [
         "tiny/trials/soft",
         "tiny/trials/soft@20",
         "tiny/trials/soft@10",
@@ -51,7 +54,7 @@ def test_one_model_by_five_names(trained_home: Path, store: Tracking):
 
 
 def test_a_sweep_means_its_finished_trials(trained_home: Path, store: Tracking):
-    models = find_trained("sweep:tiny", root=str(trained_home), tracking=store)
+    models = find_models("sweep:tiny", root=str(trained_home), tracking=store)
     assert [model.name for model in models] == ["dense", "token", "soft"]
     assert all(model.run_id for model in models)
 
@@ -71,10 +74,44 @@ def test_a_registered_model(trained_home: Path, store: Tracking):
     soft = found("tiny/trials/soft", trained_home, store)
     run = newest_of(store, f"{trained_home}/tiny/trials/soft")
     assert run
-    tracked: TrackedRun = writer(store, run)
+    tracked: RunWriter = RunWriter(store, run)
     log_checkpoint(tracked, "soft", soft.location, 20, {})
     register(store, run.run_id, soft.location, "fast")
     assert found("models:/moe-frontier@fast", trained_home, store).location == soft.location
+    for reference in ("models:/moe-frontier@fast", "tiny/trials/soft", f"runs:/{run.run_id}"):
+        loaded = load_model(reference, root=str(trained_home), tracking_uri=store.uri)
+        assert torch.equal(loaded.head.weight, soft.load().head.weight)
+        assert not loaded.training
+    with pytest.raises(UsageError, match="say which MLflow store has this run"):
+        load_model(f"runs:/{run.run_id}")
+
+
+def test_labels_must_mean_what_the_model_learned(
+    trained_home: Path, pack_greys: Callable[..., Any], caplog: pytest.LogCaptureFixture
+):
+    """The same names in the same order, or the first of them; by number alone if the names are unknown."""
+    model = read_model(f"{trained_home}/tiny/trials/soft/checkpoints")
+    path, _ = pack_greys(train=4)
+    manifest = Path(path, "manifest.json")
+    names = list("0123456789")
+
+    def relabel(names: list[str]) -> None:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"classes": names}))
+
+    model.check_classes(path)
+    relabel(names[:9])
+    model.check_classes(path)
+    unknown = replace(model, classes=None)
+    for others in (names[::-1], ["zero", *names[1:]], [*names, "ten"]):
+        relabel(others)
+        with pytest.raises(UsageError, match=r"soft learned the classes \(0, 1, 2, .. 10\): its predictions"):
+            model.check_classes(path)
+        if len(others) == 10:
+            caplog.clear()
+            unknown.check_classes(path)
+            assert "The classes of tiny/trials/soft are unknown" in caplog.text
+    with pytest.raises(UsageError, match=r"learned unknown classes \(10 outputs\)"):
+        unknown.check_classes(path)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +126,7 @@ def test_a_registered_model(trained_home: Path, store: Tracking):
 )
 def test_what_is_not_there(reference: str, message: str, trained_home: Path, store: Tracking):
     with pytest.raises(UsageError, match=message):
-        find_trained(reference, root=str(trained_home), tracking=store)
+        find_models(reference, root=str(trained_home), tracking=store)
 
 
 def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
@@ -99,10 +136,10 @@ def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(UsageError, match=f"checkpoint {tmp_path}/copy is damaged: {weights.name}"):
-        read_trained(str(tmp_path / "copy"))
+        read_model(str(tmp_path / "copy"))
 
 
 def test_the_sweep_is_no_model_itself(trained_home: Path, store: Tracking):
     sweep = find_sweep(store, "tiny")
     with pytest.raises(UsageError, match="has no config of ours"):
-        find_trained(f"runs:/{sweep.run_id}", root=str(trained_home), tracking=store)
+        find_models(f"runs:/{sweep.run_id}", root=str(trained_home), tracking=store)

@@ -1,0 +1,330 @@
+"""How good trained models are, at one or many operating points, and how fast.
+
+Ray evaluates many models in parallel, with a task for each. What a task finds is stored before it is
+returned, so the same task is answered from the store after a restart. Times are measured afterwards, one
+model at a time on one node, because parallel models would disturb each other. Models take turns in several
+rounds, so that a change of the node's speed affects all of them alike.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.nn.functional as F
+from ray.exceptions import RayTaskError
+from torch import Tensor, nn
+
+from moe.cost import forward_gflops_2mac
+from moe.operating import forward_at
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.vit import ViT
+from orchestrator import storage
+from orchestrator.codec import to_dict
+from orchestrator.data.in_process import in_process
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.prefetch import prefetched
+from orchestrator.data.stream import Batch, Split, in_order
+from orchestrator.data.transforms import normalize
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import ModelRef
+from orchestrator.evaluation.points import point_name
+from orchestrator.threads import one_thread
+from orchestrator.training.metrics import device_sync
+
+TOP = 5
+WARM_UP = 3  # untimed passes of each operating point
+ROUNDS = 3  # of timing
+
+Row = dict[str, Any]
+
+
+def default_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def images_of(
+    model: ModelRef, *, path: str, split: Split, batch_size: int, device: torch.device
+) -> Iterator[Batch]:
+    """Every image of a split once, as the model sees it in evaluation; empty slots fill the last batch."""
+    stream = in_order(model.run_on(path, batch_size=batch_size), split)
+    return prefetched(in_process(stream, stream.steps()), device)
+
+
+class Scores:
+    """Counts by class while images come in, on the device.
+
+    Attributes:
+        counts: (C, 5): images of a class, how many of them have it as best answer or among the best five,
+            how many images of any class have it as best answer, and the sum of cross-entropies in nats.
+        unread: images that could not be decoded, which count nowhere else.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        # Float64 holds whole numbers exactly up to 2^53, more than any data set has images.
+        self.counts = torch.zeros(num_classes, 5, dtype=torch.float64, device=device)
+        self.unread = 0
+
+    def add(self, logits: Tensor, label: Tensor, valid: Tensor) -> None:
+        """Counts logits (B, classes); images with `valid` 0 do not count."""
+        top5 = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
+        best = logits.argmax(-1)  # the first of equal logits, as in training's validation
+        hit = best == label
+        hit5 = hit | (top5 == label.unsqueeze(-1)).any(-1)
+        loss = F.cross_entropy(logits.float(), label, reduction="none")
+        rows = torch.stack([torch.ones_like(loss), hit, hit5, torch.zeros_like(loss), loss], 1)
+        self.counts.index_add_(0, label, (rows * valid.unsqueeze(1)).double())
+        self.counts[:, 3].index_add_(0, best, valid.double())
+
+    def images(self) -> int:
+        return int(self.counts[:, 0].sum())
+
+    def metrics(self) -> dict[str, float]:
+        """``acc1``, ``acc5``: fraction of images whose class is the best answer, or among the best five;
+        ``prec1``: V-MoE's precision@1, which equals acc1, as each image has one label; ``loss``: in nats.
+        """
+        images, hits, hits5, _, loss = self.counts.sum(0).tolist()
+        return {"acc1": hits / images, "acc5": hits5 / images, "prec1": hits / images, "loss": loss / images}
+
+    def by_class(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        """A table with a row for each named class: column -> values, None for a mean over no images."""
+        images, hits, hits5, answers, loss = self.counts[: len(names)].cpu().T
+        means = {
+            "acc1": hits / images,
+            "acc5": hits5 / images,
+            "precision": hits / answers,
+            "loss": loss / images,
+        }
+        columns = {
+            name: [value if math.isfinite(value) else None for value in mean.tolist()]
+            for name, mean in means.items()
+        }
+        return {"class": list(names), "images": images.long().tolist(), **columns}
+
+
+def evaluate_at(
+    model: ViT, batches: Iterable[Batch], points: Sequence[RoutingOverrides] = (AS_TRAINED,)
+) -> list[Scores]:
+    """The scores at each operating point, in one pass over the images that computes shared parts once.
+
+    Raises:
+        UsageError: if an image has a class that the model has no output for, if the model has no such
+            routing, or if none of the images can be decoded.
+    """
+    scores: list[Scores] = []
+    for batch in batches:
+        num_classes = model.config.num_classes
+        scores = scores or [Scores(num_classes, batch.label.device) for _ in points]
+        if (highest := int(batch.label.max())) >= num_classes:
+            raise UsageError(f"class {highest} in the data, but the model has {num_classes} outputs")
+        try:
+            logits = forward_at(model, normalize(batch.image), batch.valid, points)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        for of_point, at_point in zip(scores, logits, strict=True):
+            of_point.add(at_point, batch.label, batch.valid)
+            of_point.unread += len(batch.bad)
+    if not all(of_point.images() for of_point in scores):
+        raise UsageError("none of the images of the split can be decoded")
+    return scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Milliseconds per image of each timed forward pass, over batches of `batch` images, on `device`."""
+
+    ms: tuple[float, ...]
+    batch: int
+    device: str
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.ms))
+
+    @property
+    def low(self) -> float:
+        """The lower quartile."""
+        return float(np.quantile(self.ms, 0.25))
+
+    @property
+    def high(self) -> float:
+        """The upper quartile."""
+        return float(np.quantile(self.ms, 0.75))
+
+    def summary(self) -> dict[str, Any]:
+        """Median, quartiles and how they were measured, as JSON has them."""
+        figures = {"median": self.median, "low": self.low, "high": self.high}
+        return figures | {"batch": self.batch, "repeats": len(self.ms), "device": self.device}
+
+
+@torch.no_grad()
+def latencies(
+    model: ViT, images: Tensor, points: Sequence[RoutingOverrides] = (AS_TRAINED,), *, repeats: int = 10
+) -> list[Latency]:
+    """The latency of each operating point on these images (B, 3, H, W), with one CPU thread.
+
+    `WARM_UP` passes come first, and each timed pass waits for the device at its begin and end. The points
+    take turns, so that a change of the machine's speed affects all of them alike.
+    """
+    ms: list[list[float]] = [[] for _ in points]
+    with one_thread():
+        for turn in range(WARM_UP + repeats):
+            for point, taken in zip(points, ms, strict=True):
+                device_sync()
+                began = time.perf_counter()
+                model(images, routing_overrides=point)
+                device_sync()
+                if turn >= WARM_UP:
+                    taken.append(1000 * (time.perf_counter() - began) / len(images))
+    device = device_name(images.device)
+    return [Latency(ms=tuple(taken), batch=len(images), device=device) for taken in ms]
+
+
+def device_name(device: torch.device) -> str:
+    """The device that `latencies` measures on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, 1 thread"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTask:
+    """A model, and the operating points and images to evaluate it with.
+
+    Attributes:
+        path, split: the images.
+        batch_size: images per forward pass.
+        results: folder or URI that all nodes see, where results are kept.
+    """
+
+    model: ModelRef
+    points: tuple[RoutingOverrides, ...]
+    path: str
+    split: Split
+    batch_size: int
+    results: str
+
+    def key(self, weights: str) -> str:
+        """The same for equal tasks on equal weights and images."""
+        task = {
+            "weights": weights,
+            "model": to_dict(self.model.run.model),
+            "points": [asdict(point) for point in self.points],
+            "data": open_manifest(self.path).digest(),
+            "eval_crop": self.model.run.data.eval_crop,
+            "split": self.split,
+            "batch_size": self.batch_size,
+        }
+        return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()[:32]
+
+    def images(self) -> Iterator[Batch]:
+        return images_of(
+            self.model,
+            path=self.path,
+            split=self.split,
+            batch_size=self.batch_size,
+            device=default_device(),
+        )
+
+
+def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:
+    """Yields each task when it is done, with a row per operating point: ``point``, ``val/acc1``,
+    ``val/acc5``, ``val/loss``, ``cost/forward_gflops_2mac``, and ``weights``, the SHA-256 of the weights.
+
+    Raises:
+        UsageError: for data or weights that are damaged or incomplete.
+    """
+    evaluate: Any = _evaluate
+    running = {evaluate.options(num_gpus=_gpus()).remote(task): task for task in tasks}
+    while running:
+        (done,), _ = ray.wait(list(running))
+        yield running.pop(done), _result(done)
+
+
+def benchmark_all(tasks: Sequence[EvalTask], *, repeats: int) -> Iterator[tuple[EvalTask, list[Row]]]:
+    """Times the operating points of each task, as `in_rounds`, in one process that holds one model."""
+    clock: Any = _Clock.options(num_gpus=_gpus()).remote()
+    yield from in_rounds(tasks, lambda task: _result(clock.time.remote(task, repeats)))
+
+
+def in_rounds(
+    tasks: Sequence[EvalTask], measure: Callable[[EvalTask], list[Latency]]
+) -> Iterator[tuple[EvalTask, list[Row]]]:
+    """Times every task once in each of `ROUNDS` rounds, and yields it each time, with a row per point.
+
+    A row has ``perf/ms_per_image``, the median over all passes of all rounds so far, its quartiles
+    (``.._q25``, ``.._q75``), ``batch``, ``device``, ``rounds`` and ``repeats``, the passes in a round.
+    """
+    measured: list[list[list[Latency]]] = [[] for _ in tasks]
+    for rounds in range(1, ROUNDS + 1):
+        for task, turns in zip(tasks, measured, strict=True):
+            turns.append(measure(task))
+            yield task, [_time_row(of_point, rounds) for of_point in zip(*turns, strict=True)]
+
+
+def _time_row(turns: Sequence[Latency], rounds: int) -> Row:
+    merged = replace(turns[0], ms=tuple(ms for turn in turns for ms in turn.ms))
+    return {
+        "perf/ms_per_image": merged.median,
+        "perf/ms_per_image_q25": merged.low,
+        "perf/ms_per_image_q75": merged.high,
+        "batch": merged.batch,
+        "device": merged.device,
+        "rounds": rounds,
+        "repeats": len(merged.ms) // rounds,
+    }
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """SHA-256 over the names and bytes of all tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@ray.remote(num_cpus=1)
+def _evaluate(task: EvalTask) -> list[Row]:
+    model = task.model.load(default_device())
+    weights = weights_sha256(model)
+    file = storage.join(task.results, f"{task.key(weights)}.json")
+    if storage.size(file) is not None:
+        return json.loads(storage.read_bytes(file))
+    all_scores = evaluate_at(model, task.images(), task.points)
+    assert weights_sha256(model) == weights, "evaluation changed the weights"
+    rows = [
+        {
+            "point": point_name(point),
+            **{f"val/{name}": value for name, value in scores.metrics().items() if name != "prec1"},
+            "cost/forward_gflops_2mac": forward_gflops_2mac(task.model.run.model, point),
+            "weights": weights,
+        }
+        for point, scores in zip(task.points, all_scores, strict=True)
+    ]
+    storage.write_bytes(file, json.dumps(rows).encode())
+    return rows
+
+
+@ray.remote(num_cpus=1)
+class _Clock:
+    def time(self, task: EvalTask, repeats: int) -> list[Latency]:
+        model = task.model.load(default_device())
+        images = normalize(next(task.images()).image)
+        return latencies(model, images, task.points, repeats=repeats)
+
+
+def _result(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause from None
+
+
+def _gpus() -> int:
+    return 1 if ray.cluster_resources().get("GPU") else 0

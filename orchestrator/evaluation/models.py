@@ -1,0 +1,247 @@
+"""Trained models by every name that a user may have for them."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe.load import WEIGHTS
+from moe.vit import ViT
+from orchestrator import storage
+from orchestrator.checkpoint.manifest import MANIFEST, located, steps
+from orchestrator.checkpoint.single_file import SUFFIX, read_header
+from orchestrator.checkpoint.weights import class_names, start_from
+from orchestrator.codec import from_dict
+from orchestrator.config import DataConfig, RunConfig, ScaleConfig
+from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
+from orchestrator.threads import set_threads
+from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
+from orchestrator.tracking.registry import checkpoint_of
+from orchestrator.tracking.store import Tracking, open_reader
+from orchestrator.training.run_directory import (
+    checkpoint_directory,
+    read_result,
+    read_sweep,
+    run_directory,
+)
+
+IMAGES_PER_PASS = 64  # the default of --batch-size in all commands that use trained models
+MODEL_REF_HELP = (
+    "a run, a folder of checkpoints, an exported file, models:/NAME@ALIAS, runs:/ID or sweep:NAME"
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRef:
+    """A trained model: where its weights lie, and what is known about it.
+
+    Attributes:
+        name: for tables and charts: the name of its run, with the step if a step was named or lies in a file.
+        location: the folder of its checkpoint, or an exported file.
+        run: the config that it was trained with.
+        step: the training step; -1 if the file does not say.
+        classes: the names of the classes that it learned, by label; None if they are unknown.
+        run_id: the MLflow run that trained it; None if MLflow does not know it.
+    """
+
+    name: str
+    location: str
+    run: RunConfig
+    step: int
+    classes: tuple[str, ...] | None = None
+    run_id: str | None = None
+
+    def load(self, device: torch.device | None = None) -> ViT:
+        """The model in evaluation mode. Sets torch's number of threads for it.
+
+        Raises:
+            UsageError: if the weights are damaged or incomplete.
+        """
+        set_threads(self.run.model, IMAGES_PER_PASS)
+        with torch.device("meta"):
+            model = ViT(self.run.model)
+        model.to_empty(device=device or torch.device("cpu"))
+        report = start_from(model, self.location)
+        if len(report.transfer.copied) < len(model.state_dict()) or report.transfer.unused:
+            raise UsageError(f"{self.location} does not hold the model that its config describes; {report}")
+        return model.eval()
+
+    def run_on(self, path: str, *, batch_size: int) -> RunConfig:
+        """The config of this model's run with other images, in one process and without augmentation.
+
+        Raises:
+            UsageError: if the batch does not hold whole routing groups.
+        """
+        was = self.run.data
+        try:
+            data = DataConfig(
+                path=path, batch_size=batch_size, eval_crop=was.eval_crop, cache_gb=was.cache_gb
+            )
+            train = replace(self.run.train, microbatch=None)
+            return replace(self.run, data=data, scale=ScaleConfig(), train=train)
+        except ValueError as error:
+            raise UsageError(f"--batch-size {batch_size}: {error}") from None
+
+    def check_classes(self, path: str) -> None:
+        """Checks that the labels of a data set mean the classes that this model learned.
+
+        Classes that are unknown are compared by their number alone, with a warning.
+
+        Raises:
+            UsageError: if the data set has other classes, or has them in another order.
+        """
+        classes = open_manifest(path).classes
+        if self.classes is None:
+            outputs = self.run.model.num_classes
+            fits, known = len(classes) <= outputs, f"unknown classes ({outputs} outputs)"
+        else:
+            fits, known = classes == self.classes[: len(classes)], f"the classes {_first(self.classes)}"
+        if not fits:
+            raise UsageError(
+                f"{path} has the classes {_first(classes)}, but {self.name} learned {known}: its predictions"
+                " do not compare with these labels. Pack the images with the model's classes in its order,"
+                " or fine-tune the model on this data: jobs/finetune.py"
+            )
+        if self.classes is None:
+            log.warning(
+                "The classes of %s are unknown, because %s is missing or has changed: the labels of %s are"
+                " compared by number.",
+                self.name,
+                self.run.data.path,
+                path,
+            )
+
+
+def load_model(reference: str, *, root: str = "~/moe-frontier", tracking_uri: str | None = None) -> ViT:
+    """The torch module that `reference` names, in evaluation mode: ``model(images in -1 .. 1).logits``.
+
+    Args:
+        reference: a run below `root`, a folder of checkpoints, an exported file, or
+            ``models:/NAME@ALIAS``, ``models:/NAME/VERSION`` or ``runs:/ID`` of MLflow.
+        tracking_uri: the MLflow store; without it MLflow's own setting holds (MLFLOW_TRACKING_URI).
+
+    Raises:
+        UsageError: if there is no such model, or its weights are damaged.
+    """
+    location = model_location(reference, root=storage.absolute(root), tracking_uri=tracking_uri)
+    return read_model(location).load()
+
+
+def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelRef]:
+    """The models that `reference` means: one model, or the finished trials of a sweep.
+
+    Raises:
+        UsageError: if there is no such model, or none that is whole.
+    """
+    if reference.startswith("sweep:"):
+        name = reference.removeprefix("sweep:")
+        models = _models_below(storage.join(root, name), tracking)
+        if models is None:
+            runs = children(tracking, find_sweep(tracking, name).run_id)
+            trials = [run for run in runs if run.tags.get("role") == "trial"]
+            models = [_model_of(run) for run in trials if run.status == "FINISHED"]
+        if not models:
+            raise UsageError(f"{reference} has no finished trial")
+        return models
+    if reference.startswith("runs:/"):
+        return [_model_of(find_run(tracking, reference.removeprefix("runs:/")))]
+    model = read_model(model_location(reference, root=root, tracking_uri=tracking.uri))
+    run = newest_of(tracking, run_directory(model.run)) if _has_one_run(model.location) else None
+    return [replace(model, run_id=run.run_id if run else None)]
+
+
+def model_location(reference: str, *, root: str, tracking_uri: str | None) -> str:
+    """The directory of checkpoints, the folder of one checkpoint, or the file of the model.
+
+    Raises:
+        UsageError: if there is no such model, or `reference` may name several.
+    """
+    if reference.startswith("sweep:"):
+        raise UsageError(f"{reference} names several models: name one of its trials")
+    if reference.startswith("models:/"):
+        location, _, digest = checkpoint_of(reference, tracking_uri)
+        folder, manifest = located(location)
+        if manifest.weights_digest() != digest:
+            raise UsageError(
+                f"{reference}: {folder} holds other weights than were registered under that name"
+            )
+        return location
+    if reference.startswith("runs:/"):
+        if tracking_uri is None:
+            raise UsageError(f"{reference}: say which MLflow store has this run")
+        run = find_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
+        return checkpoint_directory(run.config())
+    path = storage.absolute(reference)
+    exported = storage.join(path, WEIGHTS)
+    if storage.size(exported) is not None:
+        return exported
+    if reference.endswith(SUFFIX) or storage.size(storage.join(path, MANIFEST)) is not None or steps(path):
+        return path
+    for checkpoints in (storage.join(path, "checkpoints"), storage.join(root, reference, "checkpoints")):
+        if steps(checkpoints):
+            return checkpoints
+    raise UsageError(
+        f"no trained model {reference!r}: neither {path} nor {root}/{reference} has a checkpoint;"
+        f" name {MODEL_REF_HELP}"
+    )
+
+
+def read_model(location: str) -> ModelRef:
+    """The model in a checkpoint's folder, a directory of checkpoints or an exported file, without MLflow.
+
+    Raises:
+        UsageError: if there is no whole model.
+    """
+    classes = None
+    if location.endswith(SUFFIX):
+        if storage.size(location) is None:
+            raise UsageError(f"no file {location}")
+        metadata = read_header(location).metadata
+        if "config" not in metadata:
+            raise UsageError(f"{location} was not exported by jobs/export.py: its metadata has no config")
+        folder, config, step = location, json.loads(metadata["config"]), int(metadata.get("step", -1))
+        classes = json.loads(metadata.get("classes", "null"))
+    else:
+        try:
+            folder, manifest = located(location)
+        except FileNotFoundError as error:
+            raise UsageError(str(error)) from None
+        config, step = manifest.config, manifest.step
+    run = from_dict(RunConfig, config)
+    name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
+    classes = tuple(classes) if classes else class_names(run)
+    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes)
+
+
+def _has_one_run(location: str) -> bool:
+    """Whether one run trained these weights. A soup has several, and its name may be that of any run."""
+    return not location.endswith(SUFFIX) or "manifest_sha256" in read_header(location).metadata
+
+
+def _models_below(directory: str, tracking: Tracking) -> list[ModelRef] | None:
+    """The finished trials of the sweep in a directory; None if there is no sweep."""
+    if (sweep := read_sweep(directory)) is None:
+        return None
+    models = []
+    for name, labels in sweep.trials.items():
+        folder = storage.join(directory, labels["directory"])
+        result = read_result(folder)
+        if labels["role"] == "trial" and result is not None and result.status == "finished":
+            run, model = newest_of(tracking, folder), read_model(storage.join(folder, "checkpoints"))
+            models.append(replace(model, name=name, run_id=run.run_id if run else None))
+    return models
+
+
+def _model_of(run: RunInfo) -> ModelRef:
+    model = read_model(checkpoint_directory(run.config()))
+    return replace(model, name=run.tags.get("trial", run.name), run_id=run.run_id)
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names and their count, in parentheses."""
+    return f"({', '.join(names[:3])}{f', .. {len(names)}' if len(names) > 3 else ''})"

@@ -1,0 +1,123 @@
+"""Operating points: what ``--set routing.*`` and ``--grid`` mean, their names, and the points worth trying.
+
+Source: V-MoE section 4.2 and appendix C (k, capacity and priority at inference); Implicit Bias in Soft MoE,
+section 4.3 (expert subsets).
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from moe.cost import forward_macs
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routers import ExpertChoiceConfig, TokenChoiceConfig
+from moe.vit import ViTConfig, check_overrides
+from orchestrator.codec import override
+from orchestrator.errors import UsageError
+
+FIELDS = {  # what users write -> field of RoutingOverrides
+    "routing.k": "k",
+    "routing.capacity": "capacity_factor",
+    "routing.priority": "priority",
+    "routing.experts": "experts",
+    "routing.random_blocks": "random_blocks",
+}
+CAPACITIES = (0.15, 0.3, 0.5, 0.75, 1.0, 1.5)
+PRIORITIES = ("none", "max")
+
+
+def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
+    """The point of ``routing.k=1`` and the like. Raises UsageError for unknown settings and wrong values."""
+    (point, *more) = parse_grid(assignments)
+    if more:
+        raise UsageError(f"--set {' '.join(assignments)}: give one value each; a list is written [0,5]")
+    return point
+
+
+def parse_grid(assignments: Sequence[str]) -> list[RoutingOverrides]:
+    """The product of ``routing.k=1,2`` and the like; a list among the values has brackets: ``[0,5],[1]``."""
+    choices: dict[str, list[Any]] = {}
+    for text in assignments:
+        name, equals, values = text.partition("=")
+        if not equals or name not in FIELDS:
+            raise UsageError(f"{text!r}: an operating point has {', '.join(FIELDS)}; write e.g. routing.k=1")
+        choices.setdefault(FIELDS[name], []).extend(_values(values))
+    try:
+        return [
+            override(AS_TRAINED, dict(zip(choices, values, strict=True)))
+            for values in product(*choices.values())
+        ]
+    except UsageError as error:
+        raise UsageError(f"{' '.join(assignments)}: {error}") from None
+
+
+def _values(text: str) -> list[Any]:
+    try:
+        return json.loads(f"[{text}]")
+    except ValueError:  # words, such as max
+        return text.split(",")
+
+
+def point_name(point: RoutingOverrides) -> str:
+    """``k=1 capacity=0.3``; ``as trained`` without changes."""
+    settings = settings_of(point).items()
+    return " ".join(f"{name.removeprefix('routing.')}={_text(value)}" for name, value in settings) or (
+        "as trained"
+    )
+
+
+def point_key(point: RoutingOverrides) -> str:
+    """`point_name` in characters that MLflow accepts in a metric's name."""
+    return point_name(point).replace("=", "-").replace(" ", "_").replace(",", ".")
+
+
+def settings_of(point: RoutingOverrides) -> Mapping[str, Any]:
+    """What differs from the model as trained: ``{"routing.k": 1}``."""
+    return {
+        name: getattr(point, field)
+        for name, field in FIELDS.items()
+        if getattr(point, field) != getattr(AS_TRAINED, field)
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def default_grid(config: ViTConfig) -> list[RoutingOverrides]:
+    """The model as trained, and the settings that its router can run with; a dense model has none."""
+    if not config.moe:
+        return [AS_TRAINED]
+    router, E = config.moe.router, config.moe.num_experts
+    if isinstance(router, TokenChoiceConfig):
+        ks = sorted({1, 2, 4, router.k})
+        wanted = [
+            RoutingOverrides(k=k, capacity_factor=capacity, priority=priority)
+            for k, capacity, priority in product(ks, CAPACITIES, PRIORITIES)
+        ]
+    elif isinstance(router, ExpertChoiceConfig):
+        wanted = [RoutingOverrides(capacity_factor=capacity) for capacity in (*CAPACITIES, 2.0)]
+        wanted += [RoutingOverrides(experts=E * quarters // 4) for quarters in (1, 2, 3)]
+    else:
+        subsets = sorted({*(2**power for power in range(E.bit_length())), 3 * E // 4})
+        wanted = [RoutingOverrides(experts=experts) for experts in subsets if experts < E]
+    return possible(config, wanted)
+
+
+def possible(config: ViTConfig, wanted: Iterable[RoutingOverrides]) -> list[RoutingOverrides]:
+    """The model as trained, then the wanted points that it can run."""
+    points = dict.fromkeys(wanted)
+    return [AS_TRAINED, *(p for p in points if p != AS_TRAINED and why_impossible(config, p) is None)]
+
+
+def why_impossible(config: ViTConfig, point: RoutingOverrides) -> str | None:
+    """The reason why a model cannot run at a point; None if it can."""
+    try:
+        check_overrides(config, point)
+        forward_macs(config, point)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -1,0 +1,296 @@
+"""Batch inference: the five best classes of each of many images, as parquet files, by Ray Data.
+
+The images, in their order, are cut into parts of whole routing groups. Each part is a row of a Ray Data set;
+a pool of actors turns it into predictions, which the driver writes as the part's file: whole or not at all.
+The same call later computes only the parts without a file.
+
+`write_parquet` with `ray.data.checkpoint` was tried instead (Ray 2.60): it needs keys that are unique over
+all shards, reads everything again to skip what is done, tears routing groups apart where images are done, and
+on a machine of two CPUs a resumed execution never ended.
+"""
+
+import hashlib
+import json
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from threading import Semaphore
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+import ray.data
+import torch
+from ray.exceptions import RayTaskError
+from torch import Tensor
+
+from moe.overrides import RoutingOverrides
+from orchestrator import storage
+from orchestrator.checkpoint.manifest import MANIFEST
+from orchestrator.checkpoint.single_file import SUFFIX
+from orchestrator.data.decode import BadImage
+from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.shards import DataSet
+from orchestrator.data.sources.files import may_be_image
+from orchestrator.data.sources.listing import files_below
+from orchestrator.data.transforms import Transform, normalize
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.evaluate import TOP, default_device
+from orchestrator.evaluation.models import ModelRef
+from orchestrator.threads import CORES
+from orchestrator.training.resources import most_resources
+
+PLAN = "_plan.json"  # says whose predictions a folder holds; readers of parquet skip names that begin with _
+IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group")  # of a plan: may not change
+PART = re.compile(r"part-(\d{6,})\.parquet")
+FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
+READERS = 16  # files that an actor reads at a time: S3 answers slowly
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("top5_index", pa.list_(pa.int32())),
+        ("top5_class", pa.list_(pa.string())),
+        ("top5_prob", pa.list_(pa.float32())),
+        ("error", pa.string()),
+    ]
+)
+Part = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
+
+log = logging.getLogger(__name__)
+
+
+def part_size(count: int, group: int) -> int:
+    """Images of a part: few enough that little is lost with one, and that many actors have work."""
+    wanted = min(MOST, max(FEWEST, count // PARTS))
+    return max(group, wanted // group * group)
+
+
+def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, list[Part]]:
+    """A digest of the images below `location`, and their parts; of both splits of shards if `split` is None.
+
+    Raises:
+        UsageError: if there are no images, or a folder of files is asked for a split.
+    """
+    if has_manifest(location):
+        manifest = open_manifest(location)
+        digest, rows = (
+            manifest.digest(),
+            {s: manifest.rows(s) for s in ("train", "val") if split in (None, s)},
+        )
+        names: list[str] = []
+    else:
+        if split:
+            raise UsageError(f"--split {split}: {location} has no manifest.json and so no splits")
+        sizes = files_below(location)
+        names = [name for name in sizes if may_be_image(name)]
+        others = [name for name in sizes if not may_be_image(name)]
+        if not names:
+            raise UsageError(
+                f"no images below {location}, but {len(others)} other files, such as {others[0]}; shards need"
+                " a manifest.json, as jobs/pack_shards.py writes it"
+            )
+        if others:
+            log.info("%d files are not images by their names and left out: %s ..", len(others), others[0])
+        digest = hashlib.sha256(json.dumps([(name, sizes[name]) for name in names]).encode()).hexdigest()
+        rows = {"": len(names)}
+    size = part_size(sum(rows.values()), group)
+    cuts = [(s, at, min(at + size, count)) for s, count in rows.items() for at in range(0, count, size)]
+    return digest, [
+        {"number": number, "names": names[first:stop], "split": split, "first": first, "stop": stop}
+        for number, (split, first, stop) in enumerate(cuts)
+    ]
+
+
+def digest_of(model: str) -> str:
+    """SHA-256 of an exported file, or of a checkpoint's manifest, which has the digests of its files."""
+    location = model if model.endswith(SUFFIX) else storage.join(model, MANIFEST)
+    with storage.open_to_read(location) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+
+
+def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[str, Any], set[int]]:
+    """The plan of `out`, which is `plan` unless an earlier call began there, and the parts that are done.
+
+    Raises:
+        UsageError: if `out` has predictions of something else, and they are not to be deleted (`fresh`).
+    """
+    names = storage.names(out)
+    done = {int(match[1]) for name in names if (match := PART.fullmatch(name))}
+    for name in names:
+        if re.fullmatch(rf"{PART.pattern}\..*\.tmp", name):  # a killed process began to write it
+            storage.delete(storage.join(out, name))
+    if done and not fresh:
+        if PLAN not in names:
+            raise UsageError(f"{out} has parquet files and no {PLAN}: choose another --out, or use --fresh")
+        before = json.loads(storage.read_bytes(storage.join(out, PLAN)))
+        for field in IDENTITY:
+            if before[field] != plan[field]:
+                raise UsageError(
+                    f"{out} has {len(done)} files of predictions by {before['model']} for {before['images']}"
+                    f" with another {field} (was {before[field]}, now {plan[field]}): choose another --out,"
+                    " or use --fresh to begin again"
+                )
+        return before, done
+    for number in done:
+        storage.delete(storage.join(out, file_of(number)))
+    storage.write_bytes(storage.join(out, PLAN), json.dumps(plan, indent=1).encode())
+    return plan, set()
+
+
+def file_of(number: int) -> str:
+    return f"part-{number:06d}.parquet"
+
+
+class Predictor:
+    """An actor of Ray Data that predicts the images of parts, on a GPU where there is one."""
+
+    def __init__(
+        self,
+        model: ModelRef,
+        point: RoutingOverrides,
+        images: str,
+        batch_size: int,
+        classes: Sequence[str] | None,
+    ) -> None:
+        """Raises UsageError if the model is damaged."""
+        self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
+        self.device = default_device()
+        self.model = model.load(self.device)
+        self.transform = Transform(size=model.run.model.image_size, eval_crop=model.run.data.eval_crop)
+        self.cache_bytes = int(model.run.data.cache_gb * 1e9)
+        self.decoding = Semaphore(CORES)
+
+    def __call__(self, parts: pa.Table) -> pa.Table:
+        """A row for each image of the parts, in their order, with the number of its part.
+
+        Raises:
+            UsageError: if a shard is damaged, or the model has no such routing.
+            OSError: if reading fails.
+        """
+        tables = []
+        for part in parts.to_pylist():
+            rows = [row for batch in self._batches(part) for row in self._predict(batch)]
+            number = pa.array([part["number"]] * len(rows), pa.int64())
+            tables.append(pa.Table.from_pylist(rows, SCHEMA).append_column("part", number))
+        return pa.concat_tables(tables)
+
+    def _batches(self, part: Part) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
+        """Images by key, (3, size, size) uint8; a batch is decoded while the one before is predicted."""
+        places, waiting = self._places(part), deque()
+        with ThreadPoolExecutor(READERS) as pool:
+            while chunk := list(islice(places, self.batch_size)):
+                waiting.append([(key, pool.submit(self._decoded, read)) for key, read in chunk])
+                if len(waiting) > 1:
+                    yield [(key, image.result()) for key, image in waiting.popleft()]
+            while waiting:
+                yield [(key, image.result()) for key, image in waiting.popleft()]
+
+    def _places(self, part: Part) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        """The key of each image, and how its bytes are read."""
+        for name in part["names"]:
+            yield name, partial(storage.read_bytes, storage.join(self.images, name))
+        if part["split"]:
+            manifest, begin = open_manifest(self.images), 0
+            data = DataSet(path=self.images, manifest=manifest, cache_bytes=self.cache_bytes)
+            for number, shard in enumerate(manifest.splits[part["split"]]):
+                wanted = range(max(part["first"] - begin, 0), min(part["stop"] - begin, shard.rows))
+                if wanted:
+                    rows = data.open(part["split"], number)
+                    yield from ((rows.keys[row], partial(rows.image, row)) for row in wanted)
+                begin += shard.rows
+
+    def _decoded(self, read: Callable[[], bytes]) -> Tensor | BadImage:
+        try:
+            encoded = read()
+            with self.decoding:
+                return self.transform(encoded)
+        except BadImage as error:
+            return error
+        except FileNotFoundError:
+            return BadImage("no such file")
+        except PermissionError:
+            return BadImage("permission denied")
+
+    @torch.inference_mode()
+    def _predict(self, batch: Sequence[tuple[str, Tensor | BadImage]]) -> Iterator[dict[str, Any]]:
+        size = self.transform.size
+        pixels = torch.zeros(len(batch), 3, size, size, dtype=torch.uint8)
+        valid = torch.zeros(len(batch))  # a bad image takes no capacity from the others of its group
+        for i, (_, image) in enumerate(batch):
+            if isinstance(image, Tensor):
+                pixels[i], valid[i] = image, 1
+        inputs = normalize(pixels.to(self.device)), valid.to(self.device)
+        try:
+            logits = self.model(*inputs, routing_overrides=self.point).logits
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        probs, indices = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
+        for (key, image), p, top in zip(batch, probs.tolist(), indices.tolist(), strict=True):
+            if isinstance(image, BadImage):
+                yield {"key": key, "error": str(image)}
+            else:
+                names = [self.classes[i] if self.classes else str(i) for i in top]
+                yield {"key": key, "top5_index": top, "top5_class": names, "top5_prob": p}
+
+
+def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
+    """The number of actors, by default as many as the cluster holds, and the resources of each: a GPU and its
+    share of CPUs, or a CPU where there are no GPUs.
+
+    Raises:
+        UsageError: if the cluster can never hold them.
+    """
+    most = most_resources()
+    what = "GPU" if most.get("GPU", 0) >= 1 else "CPU"
+    room = int(most.get(what, 0))
+    if not room or (workers or 0) > room:
+        raise UsageError(f"--workers {workers or 1}: each takes one of the {room} {what}s of the cluster")
+    if what == "CPU":
+        return workers or room, {"num_cpus": 1.0}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    share = min((node.get("CPU", 0) // node["GPU"] for node in nodes), default=1.0)
+    return workers or room, {"num_gpus": 1.0, "num_cpus": max(1.0, share)}
+
+
+def predict(
+    parts: Sequence[Part], out: str, *, workers: int, each: Mapping[str, float], **settings: Any
+) -> Iterator[pa.Table]:
+    """Predicts the parts in any order, writes the file of each, and yields its rows.
+
+    Args:
+        each: the resources of an actor.
+        settings: the arguments of `Predictor`.
+
+    Raises:
+        UsageError, OSError: as `Predictor`; OSError also if writing fails.
+    """
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.raise_original_map_exception = True
+    predictions = ray.data.from_items(list(parts), override_num_blocks=len(parts)).map_batches(
+        Predictor,
+        batch_size=1,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=min(workers, len(parts))),
+        fn_constructor_kwargs=settings,
+        num_cpus=each["num_cpus"],
+        num_gpus=each.get("num_gpus"),
+    )
+    try:
+        tables: Any = predictions.iter_batches(batch_size=None, batch_format="pyarrow")
+        for table in tables:
+            for number in table["part"].unique().to_pylist():  # a part is never split over tables
+                rows = table.filter(pc.field("part") == number).select(SCHEMA.names).cast(SCHEMA)
+                content = pa.BufferOutputStream()
+                pq.write_table(rows, content, compression="zstd")
+                storage.write_bytes(storage.join(out, file_of(number)), content.getvalue().to_pybytes())
+                yield rows
+    except RayTaskError as error:
+        raise error.cause from None

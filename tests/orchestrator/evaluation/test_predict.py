@@ -1,0 +1,256 @@
+"""Predictions without Ray: which images there are, what the model says of them, and what is kept."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from moe.overrides import RoutingOverrides
+from orchestrator import storage
+from orchestrator.data.decode import decode
+from orchestrator.data.transforms import normalize
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import ModelRef
+from orchestrator.evaluation.predict import (
+    PLAN,
+    SCHEMA,
+    Predictor,
+    begin,
+    file_of,
+    list_parts,
+    part_size,
+    pool_size,
+    predict,
+)
+from tests.orchestrator.buckets import Bucket
+from tests.orchestrator.evaluation.exported import exported
+from tests.parts import png
+
+GROUPS = {
+    "model.moe.router.kind": "token_choice",
+    "model.moe.router.k": 2,
+    "model.moe.router.capacity_factor": 0.5,
+    "model.moe.images_per_group": 4,
+    "model.moe.num_experts": 4,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Ten images; the third and the sixth are not images, the last is cut short. And other files."""
+    (tmp_path / "images/.git").mkdir(parents=True)
+    for n in range(10):
+        pixels = np.random.default_rng(n).integers(0, 256, (8, 8, 3))
+        (tmp_path / f"images/{n}.png").write_bytes(png(pixels))
+    (tmp_path / "images/2.png").write_bytes(b"nonsense")
+    (tmp_path / "images/5.png").write_bytes(b"")
+    (tmp_path / "images/9.png").write_bytes((tmp_path / "images/9.png").read_bytes()[:-40])
+    for name in ("notes.txt", ".hidden.png", ".git/x.png"):
+        (tmp_path / "images" / name).write_bytes(b"text")
+    return str(tmp_path / "images")
+
+
+def predictor(model: ModelRef, images: str, **settings: Any) -> Predictor:
+    given = {"point": RoutingOverrides(), "batch_size": 4, "classes": None, **settings}
+    return Predictor(model=model, images=images, **given)
+
+
+def rows_of(predictor: Predictor, split: str | None = None) -> list[dict[str, Any]]:
+    _, parts = list_parts(predictor.images, split, group=1)
+    return predictor(pa.Table.from_pylist(parts)).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("count", "group", "size"),
+    [
+        (1, 1, 64),
+        (10_000, 1, 64),  # 157 parts
+        (1_281_167, 1, 4096),  # 313 parts: 1,281,167 / 256 = 5004 would be too much to lose
+        (256 * 100, 8, 96),  # whole groups
+        (10, 1000, 1000),
+    ],
+)
+def test_size_of_parts(count: int, group: int, size: int):
+    assert part_size(count, group) == size
+
+
+def test_files_below_a_folder(folder: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="orchestrator"):
+        digest, (part,) = list_parts(folder, None, group=1)
+    assert part["names"] == [f"{n}.png" for n in range(10)]
+    assert "1 files are not images by their names and left out: notes.txt" in caplog.text
+    Path(folder, "notes.txt").write_bytes(b"other text")
+    assert list_parts(folder, None, group=1)[0] == digest, "covers names and sizes of images alone"
+    Path(folder, "1.png").write_bytes(b"another size")
+    assert list_parts(folder, None, group=1)[0] != digest
+    Path(folder, "8.png").rename(f"{folder}/x.png")
+    assert list_parts(folder, None, group=1)[1][0]["names"][-2:] == ["9.png", "x.png"]
+
+
+@pytest.mark.parametrize("group", [1, 48])
+def test_rows_of_shards(
+    group: int, pack_greys: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """100 and 70 images in shards of 4: parts cut across shards, never across splits, in whole groups."""
+    path, manifest = pack_greys(train=100, val=70)
+    digest, parts = list_parts(path, None, group=group)
+    assert digest == manifest.digest()
+    assert parts[0]["stop"] - parts[0]["first"] == (64 if group == 1 else 48)
+    predict_rows = predictor(exported(tmp_path / "model.safetensors"), path, batch_size=48)
+    rows = predict_rows(pa.Table.from_pylist(parts)).to_pylist()
+    assert [row["key"] for row in rows] == [f"grey-{n}" for n in range(170)]
+    numbers = [row["part"] for row in rows]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == {part["number"] for part in parts}
+    assert [row["key"] for row in rows_of(predict_rows, "val")] == [f"grey-{n}" for n in range(100, 170)]
+
+
+def test_where_there_are_no_images(tmp_path: Path):
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars/0.tar").write_bytes(b"")
+    for place, split, message in [
+        ("nothing", None, "no folder .*nothing"),
+        ("tars", None, r"no images below .*tars, but 1 other files, such as 0\.tar; shards need a manifest"),
+        ("tars", "val", r"--split val: .*tars has no manifest\.json"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            list_parts(str(tmp_path / place), split, group=1)
+
+
+@pytest.mark.parametrize("changes", [None, GROUPS], ids=["soft", "groups of 4"])
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_what_the_model_says(changes: dict[str, Any] | None, batch_size: int, folder: str, tmp_path: Path):
+    """Against one forward pass of all images, in which the bad images are padding: in groups that compete for
+    capacity a bad image takes none, and the size of a batch does not matter.
+    """
+    model = exported(tmp_path / "model.safetensors", changes)
+    rows = rows_of(predictor(model, folder, batch_size=batch_size))
+    assert [row["key"] for row in rows] == [f"{n}.png" for n in range(10)]
+    images, valid = torch.zeros(10, 3, 8, 8, dtype=torch.uint8), torch.ones(10)
+    for n in range(10):
+        if n in {2, 5, 9}:
+            valid[n] = 0
+        else:
+            images[n] = decode(Path(folder, f"{n}.png").read_bytes())
+    with torch.inference_mode():
+        best = model.load()(normalize(images), valid).logits.softmax(-1).topk(5)
+    for n, row in enumerate(rows):
+        if not valid[n]:
+            assert row["top5_index"] is row["top5_class"] is row["top5_prob"] is None
+            assert row["error"]
+        else:
+            assert row["error"] is None
+            assert row["top5_index"] == best.indices[n].tolist()
+            assert row["top5_class"] == [str(i) for i in row["top5_index"]]
+            np.testing.assert_allclose(row["top5_prob"], best.values[n], rtol=1e-5)
+    assert rows[2]["error"].startswith("not an image of a known format")
+
+
+def test_a_file_that_is_gone_is_bad_and_not_the_end(folder: str, tmp_path: Path):
+    _, parts = list_parts(folder, None, group=1)
+    Path(folder, "1.png").unlink()
+    rows = predictor(exported(tmp_path / "model.safetensors"), folder)(pa.Table.from_pylist(parts))
+    assert rows["error"][1].as_py() == "no such file"
+    assert rows["error"].null_count == 6
+
+
+def test_class_names_operating_points_and_crop(folder: str, tmp_path: Path):
+    few = exported(tmp_path / "few.safetensors", {"model.num_classes": 3, "model.width": 16})
+    row = rows_of(predictor(few, folder, classes=("ant", "bee", "cat")))[0]
+    assert row["top5_class"] == [("ant", "bee", "cat")[i] for i in row["top5_index"]]
+    assert sum(row["top5_prob"]) == pytest.approx(1)
+
+    model = exported(tmp_path / "groups.safetensors", GROUPS)
+    as_trained = rows_of(predictor(model, folder))
+    assert rows_of(predictor(model, folder, point=RoutingOverrides(k=1))) != as_trained
+    with pytest.raises(UsageError, match="k=9 exceeds num_experts=4"):
+        rows_of(predictor(model, folder, point=RoutingOverrides(k=9)))
+
+    (tmp_path / "large").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3))
+    (tmp_path / "large/0.png").write_bytes(png(pixels))
+    middle = torch.from_numpy(pixels[4:12, 4:12].astype("uint8")).permute(2, 0, 1)[None]
+    cropped = exported(tmp_path / "crop.safetensors", {"model.width": 16, "data.eval_crop": 0.5})
+    (row,) = rows_of(predictor(cropped, str(tmp_path / "large")))
+    expected = cropped.load()(normalize(middle)).logits.softmax(-1).max().item()
+    assert row["top5_prob"][0] == pytest.approx(expected, rel=1e-5)
+
+
+PLANNED = {
+    "model": "/runs/soft/checkpoints/step-00000200",
+    "model_sha256": "a",
+    "images": "/data/photos",
+    "images_sha256": "b",
+    "split": None,
+    "routing": {},
+    "group": 1,
+    "classes": ["cat", "dog"],
+}
+
+
+def test_a_call_that_continues(tmp_path: Path):
+    """It keeps the parts and the class names that it began with, whatever moved meanwhile."""
+    out = str(tmp_path / "out")
+    assert begin(out, PLANNED, fresh=False) == (PLANNED, set())
+    for part in (0, 7, 1_234_567):
+        (tmp_path / "out" / file_of(part)).write_bytes(b"")
+    torn = tmp_path / "out/part-000002.parquet.0abc.tmp"
+    torn.write_bytes(b"")
+    moved = {**PLANNED, "model": "/elsewhere", "images": "/elsewhere", "classes": None}
+    assert begin(out, moved, fresh=False) == (PLANNED, {0, 7, 1_234_567})
+    assert not torn.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model_sha256", "c"), ("images_sha256", "c"), ("split", "val"), ("routing", {"k": 1}), ("group", 8)],
+)
+def test_nothing_is_mixed(field: str, value: Any, tmp_path: Path):
+    out, other = str(tmp_path), {**PLANNED, field: value}
+    begin(out, PLANNED, fresh=False)
+    assert begin(out, other, fresh=False) == (other, set())  # nothing is lost as long as nothing is there
+    begin(out, PLANNED, fresh=False)
+    (tmp_path / file_of(3)).write_bytes(b"")
+    (tmp_path / "notes.txt").write_bytes(b"")
+    with pytest.raises(UsageError, match=rf"another {field} \(was .*, now .*\): choose another --out"):
+        begin(out, other, fresh=False)
+    assert begin(out, other, fresh=True) == (other, set())
+    assert sorted(file.name for file in tmp_path.iterdir()) == [PLAN, "notes.txt"]
+
+
+@pytest.mark.slow
+def test_the_pool_and_what_goes_wrong_in_it(
+    cluster: None, tmp_path: Path, pack_greys: Callable[..., Any], bucket: Bucket
+):
+    """One Ray for all of it. An error in an actor is the error that it raised, without what Ray wraps it in;
+    a write that fails leaves no file.
+    """
+    assert pool_size(None) == (2, {"num_cpus": 1.0})
+    with pytest.raises(UsageError, match="--workers 3: each takes one of the 2 CPUs of the cluster"):
+        pool_size(3)
+    path, _ = pack_greys(train=150, val=3)
+    settings = {
+        "model": exported(tmp_path / "model.safetensors"),
+        "point": RoutingOverrides(),
+        "images": path,
+        "batch_size": 50,
+        "classes": None,
+        "each": {"num_cpus": 1.0},
+    }
+    _, parts = list_parts(path, None, group=1)
+    tables = list(predict(parts, str(tmp_path / "out"), workers=2, **settings))
+    assert sorted(len(table) for table in tables) == [3, 22, 64, 64]
+    assert all(table.schema.equals(SCHEMA) for table in tables)
+    assert sorted(storage.names(str(tmp_path / "out"))) == [file_of(n) for n in range(4)]
+    with bucket.failing("busy"), pytest.raises(OSError, match="out/part-00000"):
+        list(predict(parts, bucket.uri("out"), workers=1, **settings))
+    assert bucket.all_keys() == []
+    shard = next(Path(path).glob("val/*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    with pytest.raises(UsageError, match=shard.name):
+        list(predict(parts, str(tmp_path / "again"), workers=1, **settings))
