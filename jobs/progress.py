@@ -124,10 +124,8 @@ class SweepProgress(Watch):
     def ended(self, name: str, outcome: Outcome) -> None:
         if name in self._running:  # else it failed before it began
             self._bars.remove_task(self._running.pop(name)[1])
-        if name.startswith("confirm/"):
-            done = " " * 7
-        else:
-            done = f"[{len(self.outcomes()):2}/{self.trials()}]"
+        ended = len(self._run.outcomes()) if self._run else 0
+        done = " " * 7 if name.startswith("confirm/") else f"[{ended:2}/{self.trials()}]"
         print(f"{done} {name:18} {ended_line(self._sweep, outcome)}", flush=True)
 
     def status(self) -> None:

@@ -22,7 +22,7 @@ from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.recipe import CosineConfig, SGDConfig
-from orchestrator.sweeps.agenda import Outcome
+from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features, short_names
 from orchestrator.training.run_directory import Result

@@ -10,9 +10,9 @@ import torch
 from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
+from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST, located, steps
-from orchestrator.checkpoint.single_file import SUFFIX, read_header
-from orchestrator.checkpoint.weights import class_names, start_from
+from orchestrator.checkpoint.weights import class_names, read_metadata, start_from
 from orchestrator.codec import from_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
@@ -201,7 +201,7 @@ def read_model(location: str) -> ModelRef:
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
-        metadata = read_header(location).metadata
+        metadata = read_metadata(location)
         if "config" not in metadata:
             raise UsageError(f"{location} was not exported by jobs/export.py: its metadata has no config")
         folder, config, step = location, json.loads(metadata["config"]), int(metadata.get("step", -1))
@@ -220,7 +220,7 @@ def read_model(location: str) -> ModelRef:
 
 def _has_one_run(location: str) -> bool:
     """Whether one run trained these weights. A soup has several, and its name may be that of any run."""
-    return not location.endswith(SUFFIX) or "manifest_sha256" in read_header(location).metadata
+    return not location.endswith(SUFFIX) or "manifest_sha256" in read_metadata(location)
 
 
 def _models_below(directory: str, tracking: Tracking) -> list[ModelRef] | None:

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
+from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
-from orchestrator.checkpoint.single_file import SUFFIX
 from orchestrator.data.decode import BadImage
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.shards import DataSet

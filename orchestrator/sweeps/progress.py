@@ -38,7 +38,7 @@ class Snapshot:
 def snapshot(
     sweep: Sweep, states: Sequence[TrialState], budget: BudgetTracker, reference: Mapping[str, float]
 ) -> Snapshot:
-    """Where the sweep stands. `reference`: the sweep's own, so that hypervolumes over time can be compared."""
+    """Where the sweep stands. `reference`: the sweep's own, so that its hypervolumes can be compared."""
     done = [(one, one.outcome) for one in states if one.trial.role == "trial"]
     rows = [
         (math.log10(one.cost), 1 - end.metrics[sweep.quality])
