@@ -171,7 +171,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def libraries() -> Iterator[tuple[str, Path]]:
-    return ((m, path) for m, path in sources() if m.split(".")[0] in ("moe", "orchestrator"))
+    return ((m, path) for m, path in sources() if m.split(".")[0] in ("moe", "orchestrator", "experiments"))
 
 
 def test_layers() -> None:
