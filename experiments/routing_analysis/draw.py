@@ -56,7 +56,8 @@ def draw_tiles(
     text: dict[str, Any] = {"ha": "center", "color": INK, "parse_math": False}
     for row, (label, tiles) in enumerate(rows):
         y = (row + 1) * STEP - 1
-        axes.text(-0.1, y + 0.5, label, va="center", fontsize=9, **text | {"ha": "right"})
+        label_style = text | {"ha": "right", "va": "center", "fontsize": 9}
+        axes.text(-0.1, y + 0.5, label, **label_style)
         for column, tile in enumerate(tiles):
             x = column * STEP
             axes.imshow(tile.image, extent=(x, x + 1, y + 1, y), interpolation="nearest", **tile.look or {})
