@@ -2,7 +2,7 @@
 
   python bench/subsets.py [--repeats N] [--out FILE]
 
-One thread, the model of `orchestrator/evaluation/studies/faster_inference.py`, k of 8 experts for each image
+One thread, the model of `experiments/studies/faster_inference.py`, k of 8 experts for each image
 (algorithm 1 of Implicit Bias in Soft MoE). Wall time: median and quartiles; the lower quartile is nearer to
 what this machine can do where others use it, too.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.evaluation.studies.faster_inference import EXPERTS, measure, wide_model
+from experiments.studies.faster_inference import EXPERTS, measure, wide_model
 
 ROOT = Path(__file__).parent.parent
 TARGET = (1, 2, 2.0)  # batch, experts that run, times faster than all

@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,12 +24,8 @@ from jobs.usage import at_least_one, command, evaluation_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from moe.overrides import RoutingOverrides
-    from moe.vit import ViT
+    from experiments.routing_analysis.report import Table
     from orchestrator.data.stream import Batch
-    from orchestrator.evaluation.microscope.examples import Examples
-    from orchestrator.evaluation.microscope.survey import Survey
-    from orchestrator.evaluation.microscope.tables import Table
     from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.find import RunWriter
 
@@ -68,7 +64,6 @@ def inspect(args: argparse.Namespace) -> None:
     from jobs.evaluation_flags import images_path, models_of, results_of
     from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device as device
 
     store = open_store(args)
     (trained,) = models_of(args, store)
@@ -80,24 +75,21 @@ def inspect(args: argparse.Namespace) -> None:
     blocks = blocks_of(trained, args.layers)
     trained.check_classes(path)
     names = open_manifest(path).classes
-    model = trained.load(device())
-    found, drawn = look(args, trained, model, blocks=blocks, path=path, classes=len(names))
-    print_layers(found)
-    html, pictures, figures = drawings(args, trained, model, found, drawn, names, path)
+    html, pictures, tables = analyse(args, trained, blocks, path, names)
     storage.make_folder(out)
     storage.write_bytes(storage.join(out, PAGE), html.encode())
     for name, content in pictures.items():
         storage.write_bytes(storage.join(out, name), content)
-    for name, table in figures.items():
+    for name, table in tables.items():
         storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
-    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(figures)} tables beside it")
+    print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(tables)} tables beside it")
     if trained.run_id:
         run, (data,) = results_of(store, trained.run_id, path)
         folder = f"{FOLDER}/{data}/step-{trained.step}"
-        log(run, folder, html, pictures, figures)
+        log(run, folder, html, pictures, tables)
         print(f"MLflow run {trained.run_id}: artifacts below {folder}")
     else:
-        print("MLflow knows no run of this model: nothing is logged there")
+        print("MLflow has no run of this model: nothing is logged there")
 
 
 def blocks_of(trained: ModelRef, asked: str | None) -> list[int]:
@@ -120,35 +112,55 @@ def numbers(flag: str, text: str) -> list[float]:
         raise UsageError(f"{flag} {text}: write numbers with commas between them") from None
 
 
-def look(
-    args: argparse.Namespace, trained: ModelRef, model: ViT, *, blocks: list[int], path: str, classes: int
-) -> tuple[Survey, Examples]:
-    """The measurements, and the images that are drawn on."""
+def analyse(
+    args: argparse.Namespace, trained: ModelRef, blocks: list[int], path: str, names: tuple[str, ...]
+) -> tuple[str, dict[str, bytes], dict[str, Table]]:
+    """The page, its pictures by file name, and the tables behind them by name. Prints a row per layer."""
+    from experiments.routing_analysis import report
+    from experiments.routing_analysis.collect import collect
+    from experiments.routing_analysis.examples import capacity_settings, discards, examples
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device as device
-    from orchestrator.evaluation.evaluate import images_of
-    from orchestrator.evaluation.microscope.discarded import drops, settings
-    from orchestrator.evaluation.microscope.examples import examples
-    from orchestrator.evaluation.microscope.survey import survey
+    from orchestrator.evaluation.evaluate import default_device, images_of
 
-    points: list[RoutingOverrides] = []
-    refused: list[str] = []
-    if drops(trained.run.model.moe and trained.run.model.moe.router):
+    model = trained.load(default_device())
+    moe = trained.run.model.moe
+    assert moe
+    settings, refused = [], []
+    if discards(moe.router):
         capacities = numbers("--capacities", args.capacities)
         if not all(0 < capacity < math.inf for capacity in capacities):
             raise UsageError(f"--capacities {args.capacities}: each must be above 0")
-        points, refused = settings(model, capacities)
+        settings, refused = capacity_settings(model.config, capacities)
     for reason in refused:
         print(f"not drawn: {reason}")
+
     rows = open_manifest(path).rows(args.split)
     total = min(args.images or rows, rows)
     batches = first_images(
-        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=device()), total
+        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=default_device()),
+        total,
     )
     first = next(batches)
-    drawn = examples(model, first, count=args.examples, blocks=blocks, points=points)
-    every = chain([first], batches)
-    return survey(model, every, blocks=blocks, classes=classes, report=Progress(total)), drawn
+    drawn = examples(model, first, count=args.examples, blocks=blocks, settings=settings)
+    layers = collect(
+        model, chain([first], batches), blocks=blocks, classes=len(names), progress=progress(total)
+    )
+
+    table = report.layer_table(layers)
+    counts = layers[blocks[0]]
+    accuracy = float(counts.correct / counts.images)
+    print(f"{int(counts.images)} images, accuracy {accuracy:.4f} as trained")
+    print("  ".join(table))
+    for row in zip(*table.values(), strict=True):
+        print("  ".join(f"{cell:>{len(name)}.4g}" for cell, name in zip(row, table, strict=True)))
+    facts = (
+        f"{moe.router.kind.replace('_', ' ').capitalize()} router, {moe.num_experts} experts, step"
+        f" {trained.step}. {int(counts.images)} images of {path} ({args.split}); accuracy {accuracy:.4f}."
+    )
+    parts = list(report.sections(layers, drawn, model.config, names))
+    pictures = {f"{name}.png": content for part in parts for name, content in part[2].items()}
+    html = report.page(f"Routers of {trained.name}", facts, table, parts)
+    return html, pictures, {"layers": table, "figures": report.figure_table(layers, drawn, names)}
 
 
 def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -161,68 +173,22 @@ def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
             return
 
 
-class Progress:
-    """Prints how many images are done, every few seconds."""
+def progress(total: int) -> Callable[[int], None]:
+    """A function that prints how many images are done, every few seconds."""
+    next_s = time.monotonic() + PROGRESS_S
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.next_s = time.monotonic() + PROGRESS_S
+    def report(images: int) -> None:
+        nonlocal next_s
+        if time.monotonic() > next_s:
+            print(f"{images}/{total} images", flush=True)
+            next_s = time.monotonic() + PROGRESS_S
 
-    def __call__(self, images: int) -> None:
-        if time.monotonic() > self.next_s:
-            print(f"{images}/{self.total} images", flush=True)
-            self.next_s = time.monotonic() + PROGRESS_S
-
-
-def print_layers(found: Survey) -> None:
-    from orchestrator.evaluation.microscope.tables import layer_table
-    from orchestrator.frontier.style import detail
-
-    table = layer_table(found)
-    print(f"{found.images} images, accuracy {found.acc:.4f} as trained")
-    print("  ".join(table))
-    for row in zip(*table.values(), strict=True):
-        print("  ".join(f"{detail(cell):>{len(name)}}" for name, cell in zip(table, row, strict=True)))
+    return report
 
 
-def drawings(
-    args: argparse.Namespace,
-    trained: ModelRef,
-    model: ViT,
-    found: Survey,
-    drawn: Examples,
-    names: tuple[str, ...],
-    path: str,
-) -> tuple[str, dict[str, bytes], dict[str, Table]]:
-    """The page, its pictures by file name, and the tables behind them by name."""
-    from orchestrator.evaluation.microscope.page import page, png
-    from orchestrator.evaluation.microscope.sections import sections
-    from orchestrator.evaluation.microscope.tables import layer_table, tables
-
-    parts, pictures = [], {}
-    for section in sections(found, drawn, model.config, names):
-        contents = {name: png(figure) for name, figure in section.pictures.items()}
-        parts.append((section.title, section.text, contents))
-        pictures |= {f"{name}.png": content for name, content in contents.items()}
-    moe = trained.run.model.moe
-    assert moe
-    facts = (
-        f"{moe.router.kind.replace('_', ' ').capitalize()} router, {moe.num_experts} experts, step"
-        f" {trained.step}. {found.images} images of {path} ({args.split}); accuracy {found.acc:.4f}."
-    )
-    html = page(f"Routers of {trained.name}", facts, layer_table(found), parts)
-    return html, pictures, tables(found, drawn, names)
-
-
-def log(
-    run: RunWriter,
-    folder: str,
-    html: str,
-    pictures: dict[str, bytes],
-    figures: dict[str, Table],
-) -> None:
+def log(run: RunWriter, folder: str, html: str, pictures: dict[str, bytes], tables: dict[str, Table]) -> None:
     run.write_text(f"{folder}/{PAGE}", html)
-    for name, table in figures.items():
+    for name, table in tables.items():
         run.write_table(f"{folder}/{name}.json", table)
     with TemporaryDirectory() as scratch:
         for name, content in pictures.items():

@@ -14,16 +14,16 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jobs.usage import add_places, at_least_one, command, plain_parser
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.studies.found import Found
+    from experiments.studies._result import StudyResult
     from orchestrator.tracking.store import Tracking
 
-STUDIES = {  # name -> what it shows; `orchestrator.evaluation.studies.catalog` has their code
+STUDIES = {  # name -> what it shows; `experiments.studies` has their code
     "capacity": "batch prioritized routing against vanilla where room is short (V-MoE, figures 5-6)",
     "k": "another number of experts per token than in training (V-MoE, appendix E.4)",
     "random-router": "what a random router in one layer costs (V-MoE, appendix E.1)",
@@ -42,7 +42,7 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     studies = "\n".join(f"  {name:18} {about}" for name, about in STUDIES.items())
     parser = plain_parser(__doc__, epilog=f"studies:\n{studies}")
-    parser.add_argument("name", choices=STUDIES, metavar="NAME", help="one of those below")
+    parser.add_argument("name", choices=STUDIES, metavar="NAME", help="one of the studies below")
     parser.add_argument("--seeds", type=at_least_one, default=3, help="models of each kind (%(default)s)")
     parser.add_argument(
         "--stop-at",
@@ -57,71 +57,70 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_study(args: argparse.Namespace) -> None:
-    """Trains and measures what the study compares; prints and publishes what it found.
+    """Trains and measures what the study compares; prints and publishes the result.
 
     Raises:
         UsageError: for a --stop-at that does not fit.
     """
     import torch
 
+    from experiments import studies
     from jobs.command import check_writable, open_store, root
     from orchestrator import storage
-    from orchestrator.evaluation.studies import catalog
 
-    study = catalog.STUDIES[args.name]
+    options = {}
     if args.stop_at is not None:
         if args.name != "specialisation":
             raise UsageError(f"--stop-at is a flag of the study specialisation, not of {args.name}")
         if not 0 < args.stop_at < 1:
             raise UsageError(f"--stop-at {args.stop_at} must lie between 0 and 1")
-        study = catalog.specialisation_at(args.stop_at)
+        options["stop_at"] = args.stop_at
     torch.set_num_threads(1)  # the models are small: more threads take longer
     name = f"{args.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = storage.join(root(args), "studies", name)
     out = storage.absolute(args.out) if args.out else folder
     check_writable("--out" if args.out else "--storage", out)
     store = open_store(args)
-    found = study(args.seeds, lambda line: print(line, flush=True))
-    print_found(found)
-    publish(found, args.name, store, folder=folder, out=out, seeds=args.seeds)
+    study = studies.STUDIES[args.name]
+    result = study(args.seeds, lambda line: print(line, flush=True), **options)
+    print_result(result)
+    publish(result, args.name, store, folder=folder, out=out, seeds=args.seeds)
     print(f"{out}/{args.name}.png and .json; MLflow run {name}")
 
 
-def print_found(found: Found) -> None:
+def print_result(result: StudyResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=found.title)
-    for heading in found.table:
+    table = Table(title=result.title)
+    for heading in result.table:
         table.add_column(heading, justify="right")
-    for row in zip(*found.table.values(), strict=True):
-        table.add_row(*map(cell, row))
+    for row in zip(*result.table.values(), strict=True):
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
     Console(width=max(110, Console().width)).print(table)
-    for note in found.notes:
+    for note in result.notes:
         print(note)
 
 
-def cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def publish(found: Found, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:
-    """Writes table and picture to `out` and to a run of MLflow, whose id is kept in `folder`."""
+def publish(result: StudyResult, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:
+    """Writes table and picture to `out` and to a run of MLflow, tagged with `folder`."""
+    from experiments._draw import png
     from orchestrator import storage
-    from orchestrator.evaluation.studies.picture import draw
     from orchestrator.tracking.find import create_run
 
-    run = create_run(store, folder, folder.rsplit("/", 1)[-1], tags={"role": "study", "study": study})
-    run.tag(seeds=str(seeds), title=found.title)
-    run.log({f"study/{name}": value for name, value in found.figures.items()})
-    tables = {"table": found.table, **found.details}
+    tags = {"role": "study", "study": study, "directory": folder}
+    run = create_run(store, folder.rsplit("/", 1)[-1], tags)
+    run.tag(seeds=str(seeds), title=result.title)
+    run.log({f"study/{name}": value for name, value in result.metrics.items()}, step=0)
+    tables = {"table": result.table, **result.details}
     for name, table in tables.items():
         run.write_table(f"{name}.json", table)
+    picture = png(result.figure)
     with tempfile.TemporaryDirectory() as temporary:
-        picture = Path(temporary) / f"{study}.png"
-        draw(found, picture)
-        run.write_file(picture)
-        storage.write_bytes(storage.join(out, picture.name), picture.read_bytes())
+        file = Path(temporary) / f"{study}.png"
+        file.write_bytes(picture)
+        run.write_file(file)
+    storage.write_bytes(storage.join(out, f"{study}.png"), picture)
     storage.write_bytes(storage.join(out, f"{study}.json"), json.dumps(tables, indent=1).encode())
     run.finish("FINISHED")
 

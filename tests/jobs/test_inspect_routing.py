@@ -84,13 +84,13 @@ def test_every_router(home: Path, call: Call, tmp_path: Path, router: str) -> No
     assert ("flips.png" in pictures) == (router != "mixture")
     html = (tmp_path / "routing.html").read_text()
     assert html.count("data:image/png;base64,") == len(pictures)
-    layers = json.loads((tmp_path / "layers.json").read_text())
-    assert layers["block"] == [0, 1]
+    assert json.loads((tmp_path / "layers.json").read_text())["block"] == [0, 1]
+    assert set(json.loads((tmp_path / "figures.json").read_text())["block"]) == {0, 1}
     logged = {file.name for file in (home / "mlartifacts").rglob("routing/*/step-*/*")}
     if router == "token_choice":
         assert logged == found
     else:
-        assert "MLflow knows no run" in printed
+        assert "MLflow has no run" in printed
 
 
 def test_one_layer_of_the_training_images(call: Call, tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from experiments import studies
+from experiments.studies.specialisation import STOP_AT
 from jobs import study
-from orchestrator.evaluation.studies import l2norm
-from orchestrator.evaluation.studies.catalog import STUDIES
-from orchestrator.evaluation.studies.specialisation import STOP_AT
-from orchestrator.tracking.store import EXPERIMENT, open_reader
-from orchestrator.tracking.UNKNOWN import find_runs
+from orchestrator.tracking.find import find_run
+from orchestrator.tracking.store import open_reader
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., tuple[str, str]]:
     """``call("l2norm", "--seeds", "2")``: what it exits with, empty for success, and what it prints."""
-    monkeypatch.setattr(l2norm, "STEPS", 20)
+    monkeypatch.setattr("experiments.studies.l2norm.STEPS", 20)
 
     def run_here(*args: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["study", *args, "--storage", str(tmp_path / "home")])
@@ -49,7 +48,9 @@ def test_a_study_prints_its_table_and_leaves_it_in_mlflow(call, tmp_path):
     assert written["experts"] == list(range(1, 11))
 
     store = f"sqlite:///{tmp_path}/home/mlflow.db"
-    (run,) = find_runs(open_reader(store), EXPERIMENT, "")
+    reader = open_reader(store)
+    (found,) = reader.client.search_runs([reader.experiment_id])
+    run = find_run(reader, found.info.run_id)
     assert run.status == "FINISHED"
     assert {name: run.tags[name] for name in ("role", "study", "seeds")} == {
         "role": "study",
@@ -81,6 +82,6 @@ def test_flags_that_do_not_fit(call, tmp_path, args, message):
 
 def test_help_says_what_each_study_stands_for(call):
     assert "capacity           batch prioritized routing against vanilla" in call("--help")[1]
-    assert list(study.STUDIES) == list(STUDIES)
+    assert list(study.STUDIES) == list(studies.STUDIES)
     assert all("(V-MoE, " in about or "(Implicit Bias, " in about for about in study.STUDIES.values())
     assert f"compared ({STOP_AT})" in " ".join(call("--help")[1].split())

@@ -1,6 +1,6 @@
 """What routing does to a trained model: the rows of PAPERS.md 1.8 that are marked safe, with their margins.
 
-On the digits of scikit-learn; the others are in `tests/orchestrator/evaluation/test_studies.py`.
+On the digits of scikit-learn; the others are in `tests/experiments/test_studies.py`.
 Accuracies of routers are not compared: at this size they come out in another order than in the papers.
 """
 
@@ -14,12 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.overrides import RoutingOverrides
-from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig, build_router
-from moe.routers.affinity import SinkhornConfig
-from moe.routing import GatherRouting, Routing
-from moe.vit import ViT
-from orchestrator.evaluation.studies.digits import (
+from experiments.studies._digits import (
     EXPERTS,
     GROUP,
     MOE_BLOCKS,
@@ -27,6 +22,11 @@ from orchestrator.evaluation.studies.digits import (
     answer,
     trained_vit,
 )
+from moe.overrides import RoutingOverrides
+from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig, build_router
+from moe.routers.affinity import SinkhornConfig
+from moe.routing import GatherRouting, Routing
+from moe.vit import ViT
 
 SEEDS = (0, 1, 2)
 TOKENS = 16 * GROUP  # of a group

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from experiments.studies.specialisation import PatchNet
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import RoutingOverrides
-from moe.patch_net import PatchNet, PatchNetConfig
 from moe.presets import PRESETS
 from moe.ragged import chosen_alone
 from moe.routers import (
@@ -159,7 +159,7 @@ def test_models_run_subsets_so():
     moe = MoEConfig(num_experts=E, router=SoftConfig(scale_init=8.0), layers=(0, 1))
     model = ViT(replace(PRESETS["debug"], moe=moe))
     nn.init.normal_(model.head.weight)
-    net = PatchNet(PatchNetConfig(image_size=8, patch_size=4, num_experts=8, total_hidden=64))
+    net = PatchNet(8, total_hidden=64)
     cases = [(model, torch.randn(5, 3, 8, 8)), (net, torch.randn(5, 1, 8, 8))]
     for model, pixels in cases:
         for experts in (2, (1, 3)):

@@ -2,32 +2,28 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from moe.layer import MoEConfig
-from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe import MoEConfig, RoutingOverrides, ViT, ViTConfig
+from moe.overrides import AS_TRAINED
 from moe.routers import RouterConfig
-from moe.vit import Output, ViT, ViTConfig
+from moe.vit import Output
 
-# Of the 797 images that are not for training 790, so that they fill groups of ten. Experts in blocks 1 and 3
-# would matter little in so small a model: the dense block before them has done the work.
+# Of the 797 images that are not for training 790 are used, so that they fill groups of ten. Experts in blocks
+# 1 and 3 would matter little in so small a model: the dense block before them has done the work.
 TRAIN, TEST, GROUP, BATCH = 1000, 790, 10, 20
 EXPERTS, MOE_BLOCKS = 8, (0, 2)
 TESTED = slice(TRAIN, TRAIN + TEST)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Digits:
-    """Attributes:
-    grey: (1797, 1, 8, 8) in 0..1.
-    rgb: (1797, 3, 8, 8) in -1..1, as a ViT wants them.
-    """
+class Digits(NamedTuple):
+    """`grey`: (1797, 1, 8, 8) in 0..1; `rgb`: (1797, 3, 8, 8) in -1..1, as a ViT expects it."""
 
     grey: Tensor
     rgb: Tensor
@@ -36,12 +32,11 @@ class Digits:
 
 @cache
 def digits() -> Digits:
-    """Shuffled: as they are bundled, the last were written by other people than the first."""
+    """Shuffled, because other people wrote the last digits than the first."""
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     grey = torch.tensor(pixels, dtype=torch.float32)[order].view(-1, 1, 8, 8) / 16
-    rgb = (2 * grey - 1).expand(-1, 3, -1, -1).contiguous()
-    return Digits(grey=grey, rgb=rgb, labels=torch.tensor(labels)[order])
+    return Digits(grey, (2 * grey - 1).expand(-1, 3, -1, -1).contiguous(), torch.tensor(labels)[order])
 
 
 def descend(
@@ -54,11 +49,11 @@ def descend(
     stop: Callable[[], bool] = lambda: False,
     check_every: int = 5,
 ) -> int:
-    """AdamW; its rate rises to `peak` over a fifth of the steps and falls to 0 as a cosine does.
+    """Trains with AdamW, whose rate rises to `peak` over a fifth of the steps and falls to 0 along a cosine.
 
     Args:
         loss: of the training images with these indices, at this step.
-        stop: asked after every `check_every` steps whether this is enough.
+        stop: asked after every `check_every` steps whether to end.
 
     Returns:
         The steps taken.
@@ -92,7 +87,7 @@ def vit_config(moe: MoEConfig, *, width: int = 32, depth: int = 4) -> ViTConfig:
 
 
 def trained_vit(router: RouterConfig, *, epochs: int, seed: int, images_per_group: int = GROUP) -> ViT:
-    """Four blocks, two of them with 8 experts."""
+    """A trained model of four blocks, two of them with 8 experts."""
     moe = MoEConfig(layers=MOE_BLOCKS, num_experts=EXPERTS, images_per_group=images_per_group, router=router)
     model, data = ViT(vit_config(moe), seed=seed), digits()
 
@@ -106,19 +101,14 @@ def trained_vit(router: RouterConfig, *, epochs: int, seed: int, images_per_grou
 
 @torch.no_grad()
 def answer(model: ViT, overrides: RoutingOverrides = AS_TRAINED) -> Output:
-    """Of the images that it has not seen."""
+    """The model's output for the images that it has not seen."""
     return model(digits().rgb[TESTED], routing_overrides=overrides, return_routings=True)
 
 
 def accuracy(model: ViT, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    return correct(answer(model, overrides).logits).float().mean().item()
+    """Accuracy on the images that the model has not seen."""
+    return accuracy_of(answer(model, overrides).logits)
 
 
-def loss_of(model: ViT, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """Cross-entropy of the images that it has not seen."""
-    return F.cross_entropy(answer(model, overrides).logits, digits().labels[TESTED]).item()
-
-
-def correct(logits: Tensor) -> Tensor:
-    """Of the images that the model has not seen: booleans."""
-    return logits.argmax(-1) == digits().labels[TESTED]
+def accuracy_of(logits: Tensor) -> float:
+    return (logits.argmax(-1) == digits().labels[TESTED]).float().mean().item()

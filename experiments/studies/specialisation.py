@@ -1,0 +1,254 @@
+"""Whether experts specialise: as many expert weights in more, smaller experts, at the same accuracy.
+
+`PatchNet` on digits: four patches of 4x4, one Soft MoE layer, 256 hidden units in all experts together.
+Training stops where the full model reaches the accuracy that all are compared at. Every subset of k experts
+is tried to find the best for each image; algorithm 1 guesses them from the router alone; random subsets are
+drawn for each image.
+
+Source: Chung et al. 2024, "Beyond Parameter Count: Implicit Bias in Soft Mixture of Experts", sections
+4.1-4.4, tables 1-2 and 10-13, figures 1-3 and 5. Ours are the digits of scikit-learn, and the accuracy to
+stop at is measured on the images that subsets are judged on.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments._draw import COLOURS
+from experiments.studies._digits import TESTED, accuracy_of, descend, digits
+from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
+from moe import RoutingOverrides, SoftConfig
+from moe.experts import Experts
+from moe.init import init_weights
+from moe.overrides import AS_TRAINED
+from moe.ragged import chosen_alone, run_chosen
+from moe.routers.soft import SoftRouter
+from orchestrator.errors import UsageError
+
+EXPERTS = (2, 4, 8, 16)
+TOTAL_HIDDEN, EPOCHS, PEAK = 256, 40, 5e-3
+STOP_AT = 0.95
+CHUNK = 256  # subsets at a time: 256 x 790 images x 10 classes are 8 MB
+
+
+class PatchNet(nn.Module):
+    """One Soft MoE layer over the patches of a grey image, and a linear head that reads all its outputs.
+
+    There is no residual connection, and each expert has one slot. All experts together have `total_hidden`
+    hidden units with ReLU, so any number of experts has as many expert weights. Section 4.2 of the paper:
+    MNIST, patches of 14x14, 784 hidden units.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        size: int = 8,
+        patch: int = 4,
+        total_hidden: int = TOTAL_HIDDEN,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.patch, width = num_experts, patch, patch**2
+        self.router = SoftRouter(SoftConfig(normalize="none"), dim=width, num_experts=num_experts)
+        self.experts = Experts(num_experts, width, total_hidden // num_experts, activation="relu")
+        self.head = nn.Linear(size**2, 10)
+        init_weights(self, seed)
+
+    def forward(self, images: Tensor, routing_overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
+        """(B, 1, H, W) -> logits (B, 10)."""
+        x_BSD = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
+        routing = self.router(x_BSD, x_BSD.new_ones(x_BSD.shape[:2]), overrides=routing_overrides)
+        if k := chosen_alone(self.experts, routing, routing_overrides):
+            y_BSD = run_chosen(self.experts, routing, x_BSD, k)
+        else:
+            y_BSD = routing.combine(self.experts(routing.dispatch(x_BSD)))
+        return self.head(y_BSD.flatten(1))
+
+
+def train(num_experts: int, *, seed: int, stop_at: float) -> tuple[PatchNet, int]:
+    """A net whose accuracy with all experts has just reached `stop_at`, and the steps that it took.
+
+    Raises:
+        UsageError: if it is not reached in `EPOCHS`.
+    """
+    net, data = PatchNet(num_experts, seed=seed), digits()
+    steps = descend(
+        net,
+        lambda index_B, _: F.cross_entropy(net(data.grey[index_B]), data.labels[index_B]),
+        epochs=EPOCHS,
+        peak=PEAK,
+        seed=seed,
+        stop=lambda: accuracy_with(net) >= stop_at,
+    )
+    if (reached := accuracy_with(net)) < stop_at:
+        raise UsageError(
+            f"--stop-at {stop_at}: {num_experts} experts with seed {seed} end at {reached:.4f} after {EPOCHS}"
+            " epochs; the nets are to be compared at one accuracy, so use a lower one"
+        )
+    return net, steps
+
+
+@torch.no_grad()
+def accuracy_with(net: PatchNet, overrides: RoutingOverrides = AS_TRAINED) -> float:
+    """Accuracy on unseen digits. `experts=k`: the k experts of largest weight per image (algorithm 1)."""
+    return accuracy_of(net(digits().grey[TESTED], overrides))
+
+
+@torch.no_grad()
+def expert_terms(net: PatchNet) -> Tensor:
+    """(E, B, classes): what each expert adds to the logits of each unseen digit.
+
+    The head is linear and there is no residual connection: a subset's logits are the head's bias and the sum
+    of its experts' terms.
+    """
+    images = digits().grey[TESTED]
+    alone = [net(images, RoutingOverrides(experts=(e,))) for e in range(net.num_experts)]
+    return torch.stack(alone) - net.head.bias
+
+
+def subset_logits(terms_EBL: Tensor, bias: Tensor, mask_MBE: Tensor) -> Tensor:
+    """(M, B, classes) of M choices of experts for each image; (M, 1, E) is the same for all images."""
+    if mask_MBE.shape[1] == 1:
+        return bias + torch.einsum("me,ebl->mbl", mask_MBE[:, 0], terms_EBL)
+    return bias + torch.einsum("mbe,ebl->mbl", mask_MBE, terms_EBL)
+
+
+def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, int]:
+    """Tries every subset of k experts on every image.
+
+    Returns:
+        The share of images that at least one subset gets right; the number of different subsets among those
+        of least loss, one for each image; and its upper bound, the number of images or subsets.
+    """
+    E, B, _ = terms_EBL.shape
+    labels_B = digits().labels[TESTED]
+    subsets_MK = torch.tensor(list(combinations(range(E), k)))
+    solved_B, least_B = torch.zeros(B, dtype=torch.bool), torch.full((B,), torch.inf)
+    best_B = torch.zeros(B, dtype=torch.long)
+    for start in range(0, len(subsets_MK), CHUNK):
+        chunk_MK = subsets_MK[start : start + CHUNK]
+        mask_ME = torch.zeros(len(chunk_MK), E).scatter(1, chunk_MK, 1.0)
+        logits_MBL = subset_logits(terms_EBL, bias, mask_ME.unsqueeze(1))
+        solved_B |= (logits_MBL.argmax(-1) == labels_B).any(0)
+        label_MB = labels_B.expand(len(chunk_MK), -1)
+        loss_B, index_B = F.cross_entropy(logits_MBL.mT, label_MB, reduction="none").min(0)
+        best_B = torch.where(loss_B < least_B, index_B + start, best_B)
+        least_B = torch.minimum(least_B, loss_B)
+    return solved_B.float().mean().item(), len(best_B.unique()), min(B, len(subsets_MK))
+
+
+def random_accuracies(terms_EBL: Tensor, bias: Tensor, k: int, *, draws: int = 10) -> list[float]:
+    """Accuracies of k experts drawn for each image, once per draw."""
+    E, B, _ = terms_EBL.shape
+    found = []
+    for seed in range(draws):
+        drawn_BE = torch.rand(B, E, generator=torch.Generator().manual_seed(seed))
+        mask_BE = torch.zeros(B, E).scatter(1, drawn_BE.argsort(1)[:, :k], 1.0)
+        found.append(accuracy_of(subset_logits(terms_EBL, bias, mask_BE.unsqueeze(0))[0]))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Accuracies of a net with subsets of its experts.
+
+    Attributes:
+        full: with all experts.
+        best, unique, cap: `best_subsets` of half the experts.
+        chosen, random, deviation: for k from 1 to one less than all: algorithm 1, and the mean and standard
+            deviation of `random_accuracies`.
+    """
+
+    full: float
+    best: float
+    unique: int
+    cap: int
+    chosen: np.ndarray
+    random: np.ndarray
+    deviation: np.ndarray
+
+    @property
+    def z(self) -> np.ndarray:
+        """How many deviations algorithm 1 is above random experts."""
+        return (self.chosen - self.random) / self.deviation
+
+
+def judge(net: PatchNet) -> Judged:
+    n, terms_EBL, bias = net.num_experts, expert_terms(net), net.head.bias.detach()
+    best, unique, cap = best_subsets(terms_EBL, bias, n // 2)
+    random = np.array([random_accuracies(terms_EBL, bias, k) for k in range(1, n)])
+    return Judged(
+        full=accuracy_with(net),
+        best=best,
+        unique=unique,
+        cap=cap,
+        chosen=np.array([accuracy_with(net, RoutingOverrides(experts=k)) for k in range(1, n)]),
+        random=random.mean(1),
+        deviation=random.std(1, ddof=1),
+    )
+
+
+def specialise(seeds: int, progress: ProgressFn, *, stop_at: float = STOP_AT) -> StudyResult:
+    """Compares nets, one per number of experts and seed, that all reach the accuracy `stop_at`."""
+    judged: dict[int, list[Judged]] = {n: [] for n in EXPERTS}
+    for n, nets in judged.items():
+        for seed in range(seeds):
+            net, steps = train(n, seed=seed, stop_at=stop_at)
+            nets.append(one := judge(net))
+            half = n // 2 - 1
+            progress(
+                f"{n} experts, seed {seed}: {one.full:.4f} after {steps} steps; with half of them best"
+                f" {one.best:.4f}, algorithm 1 {one.chosen[half]:.4f}, random {one.random[half]:.4f}"
+            )
+    return summarise(judged, stop_at)
+
+
+def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
+    """Half of the experts as a table, any number as a picture and a further table: means over seeds."""
+
+    def with_k(n: int, k: int) -> dict[str, float]:
+        values = [(one.chosen, one.random, one.deviation, one.z) for one in judged[n]]
+        means = np.mean(values, axis=0)[:, k - 1].tolist()
+        names = ("algorithm 1", "random-k", "deviation", "z")
+        return {"experts": n, "k": k, **dict(zip(names, means, strict=True))}
+
+    half = [
+        with_k(n, n // 2)
+        | {"all": np.mean([one.full for one in nets]).item()}
+        | {"best-k": np.mean([one.best for one in nets]).item()}
+        | {"unique best": np.mean([one.unique for one in nets]).item(), "of at most": nets[0].cap}
+        for n, nets in judged.items()
+    ]
+    every_k = [with_k(n, k) for n in judged for k in range(1, n)]
+    seeds = len(judged[EXPERTS[0]])
+    title = f"Subsets of experts at accuracy {stop_at}, {TOTAL_HIDDEN} hidden units in all ({seeds} seeds)"
+    figure, axes_of = panels(title, len(judged))
+    for axes, row, (n, nets) in zip(axes_of, half, judged.items(), strict=True):
+        for what, label in (("chosen", "algorithm 1"), ("random", "random")):
+            draw_seeds(axes, range(1, n + 1), [[*vars(one)[what], one.full] for one in nets], label=label)
+        axes.plot([n // 2], [row["best-k"]], "o", color=COLOURS[2], label=f"best {n // 2}")
+        draw_reference(axes, [1, n], [row["all"]] * 2, "all")
+        axes.set_ylim(0.0, 1.02)
+        finish(axes, "Experts that run, k", "Accuracy on unseen digits", title=f"{n} experts")
+    return StudyResult(
+        title=title,
+        table={name: [row[name] for row in half] for name in half[0]},
+        figure=figure,
+        metrics={
+            f"{name.replace('-', '_').replace(' ', '_')}/n-{row['experts']}": row[name]
+            for row in half
+            for name in ("best-k", "algorithm 1", "random-k", "z")
+        },
+        details={"every_k": {name: [row[name] for row in every_k] for name in every_k[0]}},
+        notes=[
+            f"all: accuracy where training stopped, --stop-at {stop_at}; best-k: share of images that at"
+            " least one subset gets right",
+            "deviation: of random-k over 10 draws of a subset for each image; z: (algorithm 1 - random-k) /"
+            " deviation; unique best: different subsets of least loss",
+        ],
+    )

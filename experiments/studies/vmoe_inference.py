@@ -1,0 +1,117 @@
+"""What one trained V-MoE does at other settings: capacity and priority, k, random routers.
+
+Four blocks on digits, experts in blocks 0 and 2, token choice with k=2, trained without priority at capacity
+1. Other settings need no training.
+
+Source: Riquelme et al. 2021, "Scaling Vision with Sparse MoE": sections 4.1-4.2, figures 5-6 (capacity),
+section 5 and appendix E.4 (k), section 5 and appendix E.1 (random routers).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch.nn.functional as F
+
+from experiments.studies._digits import MOE_BLOCKS, TESTED, accuracy, answer, digits, trained_vit
+from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
+from moe import RoutingOverrides, TokenChoiceConfig, ViT
+from moe.overrides import AS_TRAINED
+
+CAPACITIES = (1.5, 1.0, 0.7, 0.5, 0.3, 0.15, 0.05)
+CHOICES = (1, 2, 3, 4, 8)
+TRAINED_K, EPOCHS = 2, 20
+ACCURACY = "Accuracy on unseen digits"
+
+
+def train_models(seeds: int, progress: ProgressFn) -> list[ViT]:
+    """A trained model per seed."""
+    models = []
+    for seed in range(seeds):
+        router = TokenChoiceConfig(k=TRAINED_K, capacity_factor=1.0)
+        models.append(trained_vit(router, epochs=EPOCHS, seed=seed))
+        progress(f"model {seed + 1} of {seeds}: accuracy {accuracy(models[-1]):.4f}")
+    return models
+
+
+def accuracies(models: Sequence[ViT], settings: Sequence[RoutingOverrides]) -> np.ndarray:
+    """(models, settings)."""
+    return np.array([[accuracy(model, setting) for setting in settings] for model in models])
+
+
+def capacity(models: Sequence[ViT]) -> StudyResult:
+    """V-MoE, figures 5 and 6: batch prioritized routing against the order of the tokens."""
+    vanilla, bpr = (
+        accuracies(models, [RoutingOverrides(capacity_factor=c, priority=order) for c in CAPACITIES])
+        for order in ("none", "max")
+    )
+    gains = (bpr - vanilla).mean(0).tolist()
+    title = f"Capacity at inference, trained at 1 without priority ({len(models)} seeds)"
+    figure, (axes,) = panels(title)
+    draw_seeds(axes, CAPACITIES, bpr, label="by priority (BPR)")
+    draw_seeds(axes, CAPACITIES, vanilla, label="in the order of tokens (vanilla)")
+    axes.set_xscale("log")
+    finish(axes, "Capacity factor C", ACCURACY, CAPACITIES)
+    means = {"vanilla": vanilla.mean(0).tolist(), "BPR": bpr.mean(0).tolist()}
+    return StudyResult(
+        title=title,
+        table={"capacity": CAPACITIES, **means, "BPR - vanilla": gains},
+        figure=figure,
+        metrics={f"gain/c-{c}": gain for c, gain in zip(CAPACITIES, gains, strict=True)},
+    )
+
+
+def choices(models: Sequence[ViT]) -> StudyResult:
+    """V-MoE, appendix E.4: k at inference that is not the k of training."""
+    found = accuracies(models, [RoutingOverrides(k=k) for k in CHOICES])
+    mean = found.mean(0)
+    trained = mean[CHOICES.index(TRAINED_K)]
+    title = f"Experts per token at inference, trained with k={TRAINED_K} ({len(models)} seeds)"
+    figure, (axes,) = panels(title)
+    draw_seeds(axes, CHOICES, found, label="accuracy")
+    draw_reference(axes, CHOICES, [trained] * len(CHOICES), "as trained")
+    finish(axes, "Experts per token k", ACCURACY, CHOICES)
+    return StudyResult(
+        title=title,
+        table={
+            "k": CHOICES,
+            "accuracy": mean.tolist(),
+            "lowest": found.min(0).tolist(),
+            "highest": found.max(0).tolist(),
+            "against the trained k": (mean - trained).tolist(),
+        },
+        figure=figure,
+        metrics={f"accuracy/k-{k}": y for k, y in zip(CHOICES, mean.tolist(), strict=True)},
+    )
+
+
+def random_router(models: Sequence[ViT]) -> StudyResult:
+    """V-MoE, appendix E.1: one layer's router at a time chooses at random."""
+    settings = {"as trained": AS_TRAINED}
+    settings |= {f"block {block}": RoutingOverrides(random_blocks=(block,)) for block in MOE_BLOCKS}
+    settings["all blocks"] = RoutingOverrides(random_blocks=MOE_BLOCKS)
+    found = accuracies(models, list(settings.values()))
+    mean = found.mean(0)
+    lost = (mean[0] - mean).tolist()
+    labels = digits().labels[TESTED]
+    losses = [
+        np.mean([F.cross_entropy(answer(model, setting).logits, labels).item() for model in models]).item()
+        for setting in settings.values()
+    ]
+    title = f"A random router at inference ({len(models)} seeds)"
+    figure, (axes,) = panels(title)
+    error = np.abs(np.stack([found.min(0), found.max(0)]) - mean)
+    axes.errorbar(list(settings), mean, error, fmt="o", label="mean, and range of seeds")
+    finish(axes, "Random router in", ACCURACY)
+    return StudyResult(
+        title=title,
+        table={
+            "random": list(settings),
+            "accuracy": mean.tolist(),
+            "deviation": found.std(0, ddof=1 if len(models) > 1 else 0).tolist(),
+            "lost": lost,
+            "loss": losses,
+        },
+        figure=figure,
+        metrics={f"lost/{name.replace(' ', '-')}": x for name, x in zip(settings, lost, strict=True)},
+        notes=["In so small a model the first layer matters most; V-MoE found that the last ones do."],
+    )

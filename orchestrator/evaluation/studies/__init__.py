@@ -1,1 +1,0 @@
-"""Claims of the papers about trained routers, each as an experiment on digits that takes minutes."""
