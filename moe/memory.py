@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from moe.cost import expert_rows
+from moe.dense import stem_channels
 from moe.parallel import ParallelConfig
 from moe.routers import MixtureConfig, SoftConfig
 from moe.sharding import FP32, Step, Unit, units
-from moe.stem import stem_channels
 from moe.vit import ViTConfig
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe.experts import Experts
+from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.ragged import chosen_alone, run_chosen
 from moe.routers.soft import SoftConfig, SoftRouter
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from moe.routers.capacity import CapacityConfig
+from moe.routers.choice import CapacityConfig
 from moe.vit import ViTConfig
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moe.init import mix
 from moe.layer import MoEConfig
-from moe.noise import mix
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import accumulate, clip_grad_norm, make_mesh, sum_over_ranks
 from moe.presets import PRESETS

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe.init import Draw, constant
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers.gather import gather_routing
+from moe.routers.choice import gather_routing
 from moe.routing import GatherRouting
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moe.routers import ExpertChoiceConfig, TokenChoiceConfig
-from moe.routers.capacity import CapacityConfig
+from moe.routers.choice import CapacityConfig
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.init import init_weights
+from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import split
 from moe.routers import ExpertChoiceConfig, build_router
-from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig, sinkhorn_plan
 from moe.routers.expert_choice import best_tokens
-from moe.routers.sinkhorn import sinkhorn_plan
 from moe.routers.sparse_transport import sparse_plan
 
 

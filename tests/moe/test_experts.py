@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.experts import Experts, activate
-from moe.init import init_weights
+from moe.init import dropout, init_weights, mix, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import dropout, mix, split
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 E, N, D, HIDDEN = 3, 5, 8, 16

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.init import init_weights
+from moe.init import init_weights, mix, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.noise import normal, split
-from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
+from moe.init import gaussian, split
+from moe.routers.token_choice import balance_loss, importance_loss, load_loss, z_loss
 
 LOSSES = {
     "importance": lambda logits, valid: importance_loss(logits.softmax(-1), valid),
@@ -70,9 +70,9 @@ def test_load_is_how_often_fresh_noise_would_win():
     within three deviations in the mean; the loss's own chances are read off a one-hot probe."""
     S, E, k, std, draws = 6, 4, 2, 1 / 4, 20000
     clean = 0.3 * some_logits(1, S, E)
-    noisy = clean + std * normal(split(torch.arange(S).view(1, S), E))
+    noisy = clean + std * gaussian(split(torch.arange(S).view(1, S), E))
     threshold = noisy.sort(-1, descending=True).values[..., k - 1 : k]
-    fresh = clean.unsqueeze(-1) + std * normal(split(split(torch.arange(100, 100 + S), E), draws))
+    fresh = clean.unsqueeze(-1) + std * gaussian(split(split(torch.arange(100, 100 + S), E), draws))
     won_SE = (fresh > threshold.unsqueeze(-1)).float().mean(-1)[0]
     p_SE = torch.tensor(
         [[chance((threshold[0, s, 0] - clean[0, s, e]).item() / std) for e in range(E)] for s in range(S)]
@@ -93,7 +93,7 @@ def test_load_is_how_often_fresh_noise_would_win():
 def test_load_threshold_carries_gradient():
     """As in the authors' code: where noise is a constant, moving all logits of a token changes nothing."""
     clean = (0.3 * some_logits(1, 5, 4)).double().requires_grad_()
-    noise = 0.25 * normal(split(torch.arange(5).view(1, 5), 4)).double()
+    noise = 0.25 * gaussian(split(torch.arange(5).view(1, 5), 4)).double()
 
     def loss(clean: Tensor) -> Tensor:
         return load_loss(clean, clean + noise, torch.ones(1, 5).double(), k=2, std=0.25)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.noise import dropout, mix, normal, split, uniform
+from moe.init import dropout, gaussian, mix, split, uniform
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -58,7 +58,7 @@ def test_keys_of_a_slice_are_the_slice_of_the_keys():
     """A microbatch, or a rank, draws what the whole batch would."""
     keys = mix(torch.arange(12), 5)
     for part in (slice(0, 4), slice(4, 12), slice(11, 12)):
-        assert torch.equal(normal(split(keys[part], 9)), normal(split(keys, 9))[part])
+        assert torch.equal(gaussian(split(keys[part], 9)), gaussian(split(keys, 9))[part])
         assert torch.equal(mix(keys[part], 3), mix(keys, 3)[part])
     x = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
     assert torch.equal(dropout(x[4:8], 0.3, keys[4:8]), dropout(x, 0.3, keys)[4:8])
@@ -66,10 +66,10 @@ def test_keys_of_a_slice_are_the_slice_of_the_keys():
 
 def test_numbers_do_not_depend_on_the_default_dtype():
     keys, before = split(torch.tensor(1), 1000), torch.get_default_dtype()
-    expected = uniform(keys), normal(keys)
+    expected = uniform(keys), gaussian(keys)
     try:
         torch.set_default_dtype(torch.float64)
-        got = uniform(keys), normal(keys)
+        got = uniform(keys), gaussian(keys)
     finally:
         torch.set_default_dtype(before)
     for ours, theirs in zip(got, expected, strict=True):
@@ -82,8 +82,8 @@ def test_uniform_never_reaches_0_or_1(key):
     """All ones in the upper bits must not round up to 1: its normal would be infinite, once in 2^24 draws."""
     value = uniform(torch.tensor([key]))
     assert 0 < value < 1
-    assert normal(torch.tensor([key])).isfinite()
-    assert normal(torch.tensor([key])).abs() < 5.5
+    assert gaussian(torch.tensor([key])).isfinite()
+    assert gaussian(torch.tensor([key])).abs() < 5.5
 
 
 def test_uniform_is_uniform():
@@ -98,7 +98,7 @@ def test_uniform_is_uniform():
 
 def test_normal_is_normal():
     n = 10**6
-    values = normal(split(torch.tensor(12), n)).double()
+    values = gaussian(split(torch.tensor(12), n)).double()
     assert abs(values.mean()) < 5 / math.sqrt(n)
     assert abs(values.var() - 1) < 5 * math.sqrt(2 / n)
     assert abs(values.pow(3).mean()) < 5 * math.sqrt(15 / n)
@@ -111,7 +111,7 @@ def test_neighbouring_keys_and_salts_are_unrelated():
     n = 10**5
     streams = [mix(torch.arange(n), salt) for salt in (-3, -2, -1, 0, 1, 2, 40)]
     streams += [mix(torch.arange(1, n + 1), 0), split(torch.tensor(5), n), split(torch.tensor(6), n)]
-    values = torch.stack([normal(keys) for keys in streams]).double()
+    values = torch.stack([gaussian(keys) for keys in streams]).double()
     correlation = values.corrcoef() - torch.eye(len(streams))
     assert correlation.abs().max() < 5 / math.sqrt(n)
     shifted = values[:, 1:] * values[:, :-1]

@@ -316,9 +316,9 @@ def test_errors_name_the_kind_the_value_and_the_bound(config, overrides, message
     [
         (0, r"experts=0 must lie in 1 .. 4"),
         (5, r"experts=5 must lie in 1 .. 4"),
-        ((), r"experts=\(\) must name some of 0 .. 3"),
-        ((1, 4), r"experts=\(1, 4\) must name some of 0 .. 3"),
-        ((-1,), r"experts=\(-1,\) must name some of 0 .. 3"),
+        ((), r"experts=\(\) must be indices in 0 .. 3"),
+        ((1, 4), r"experts=\(1, 4\) must be indices in 0 .. 3"),
+        ((-1,), r"experts=\(-1,\) must be indices in 0 .. 3"),
     ],
 )
 def test_experts_that_are_not_there(config, experts, message):

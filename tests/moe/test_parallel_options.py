@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.expert_parallel import ExpertParallel
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoELayer
-from moe.parallel import ParallelConfig, build_sharded, make_mesh, sum_over_ranks
+from moe.parallel import ExpertParallel, ParallelConfig, build_sharded, make_mesh, sum_over_ranks
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT
 from tests.moe.parity import (

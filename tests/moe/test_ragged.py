@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.experts import Experts
+from moe.experts import Experts, chosen_alone
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import RoutingOverrides
 from moe.patch_net import PatchNet, PatchNetConfig
 from moe.presets import PRESETS
-from moe.ragged import chosen_alone
 from moe.routers import (
     ExpertChoiceConfig,
     MixtureConfig,

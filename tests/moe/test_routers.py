@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moe.init import init_weights
+from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import split
 from moe.routers import (
     ROUTERS,
     ExpertChoiceConfig,

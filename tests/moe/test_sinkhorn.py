@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.routers.sinkhorn import sinkhorn_plan
+from moe.routers.affinity import sinkhorn_plan
 
 GOLDENS = sorted((Path(__file__).parents[1] / "goldens").glob("sinkhorn_*.npz"))
 PLAN_COMBINE = [path for path in GOLDENS if path.stem.endswith("plan_combine")]

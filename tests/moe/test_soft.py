@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.init import init_weights
+from moe.init import gaussian, init_weights, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import normal, split
 from moe.routers import SoftConfig, build_router
 from moe.routers.soft import l2_normalize, l2_normalize_as_printed
 from moe.routing import SoftRouting
@@ -185,7 +184,7 @@ def test_noise_is_not_divided_by_the_experts_and_is_each_slots_own():
     nn.init.zeros_(router.phi_DEC)
     keys_GS = torch.arange(G * S).view(G, S)
     routing: SoftRouting = router(some_tokens(), torch.ones(G, S), keys_GS)
-    noise = 0.7 * normal(split(keys_GS, 2 * E)).view(G, S, E, 2)
+    noise = 0.7 * gaussian(split(keys_GS, 2 * E)).view(G, S, E, 2)
     torch.testing.assert_close(routing.combine_GSEC, noise.flatten(2).softmax(-1).view_as(noise))
     torch.testing.assert_close(routing.dispatch_GSEC, noise.softmax(1))
 

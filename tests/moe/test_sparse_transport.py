@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 from torch import Tensor
 
-from moe.routers.assignment import assign
-from moe.routers.sparse_transport import semi_dual, sparse_plan
+from moe.routers.sparse_transport import assign, semi_dual, sparse_plan
 
 GOLDENS = {
     path.stem: path

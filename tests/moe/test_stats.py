@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe.routers.soft import mean_cosine
-from moe.stats import routing_stats
+from moe.routing import routing_stats
 
 
 def example(**fields) -> dict[str, float]:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe.dense import ConvStem, stem_channels
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import SoftConfig
-from moe.stem import ConvStem, stem_channels
 from moe.vit import ViT
 from tests.moe.test_memory_measured import Case
 

@@ -6,14 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from moe.init import init_weights
+from moe.init import gaussian, init_weights, split
 from moe.layer import MoEConfig, MoELayer
-from moe.noise import normal, split
 from moe.routers import TokenChoiceConfig, build_router
-from moe.routers.affinity import SinkhornConfig
-from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
-from moe.routers.sinkhorn import sinkhorn_plan
-from moe.routers.token_choice import top_experts
+from moe.routers.affinity import SinkhornConfig, sinkhorn_plan
+from moe.routers.token_choice import balance_loss, importance_loss, load_loss, top_experts, z_loss
 from tests.moe.test_fill_slots import algorithm
 
 
@@ -220,7 +217,7 @@ def test_aux_is_the_weighted_sum_of_the_losses(noise):
     expected = 0.3 * importance_loss(logits.softmax(-1), valid)
     expected = expected + 0.7 * balance_loss(routing.gates_GSE, valid) + 0.11 * z_loss(logits, valid)
     if noise:
-        shift = 2.0 / 4 * normal(split(keys_GS, 4))
+        shift = 2.0 / 4 * gaussian(split(keys_GS, 4))
         expected = expected + 0.2 * load_loss(logits, logits + shift, valid, k=2, std=2.0 / 4)
         torch.testing.assert_close((logits + shift).log_softmax(-1), noisy)
     torch.testing.assert_close(routing.aux_G, expected)

@@ -91,9 +91,9 @@ def test_names_of_checkpoints():
         ({"heads": 7}, "heads=7 does not divide width=384"),
         (
             {"patch_size": 14, "stem": "conv"},
-            "stem='conv' needs a patch_size that is a power of two from 2, got 14",
+            "stem='conv' needs a patch_size that is a power of two and at least 2, got 14",
         ),
-        ({"patch_size": 1, "stem": "conv"}, "a power of two from 2, got 1"),
+        ({"patch_size": 1, "stem": "conv"}, "a power of two and at least 2, got 1"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must be at least 1, got -1"),
         ({"representation_size": 0}, "representation_size must be at least 1, got 0"),

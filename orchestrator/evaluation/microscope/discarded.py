@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.overrides import Priority, RoutingOverrides
-from moe.routers.capacity import CapacityConfig
+from moe.routers.choice import CapacityConfig
 from moe.vit import ViT
 from orchestrator.data.stream import Batch
 from orchestrator.data.transforms import normalize

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moe.noise import mix, split
+from moe.init import mix, split
 from moe.overrides import RoutingOverrides
 from moe.routers.soft import SoftRouter
 

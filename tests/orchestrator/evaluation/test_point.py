@@ -52,7 +52,7 @@ def test_a_setting_is_named_once():
         ("routing.k=many", "routing.k=many: write a number, or a list"),
         ("routing.k=1.5", "k must be an integer, got 1.5"),
         ("routing.priority=best", r"priority must be one of \('none', 'max', 'sum'\), got 'best'"),
-        ("routing.experts=[1,1]", "experts must be a number of them or a tuple of different ones"),
+        ("routing.experts=[1,1]", "experts must be a number or a tuple of distinct indices"),
     ],
 )
 def test_what_is_no_point(text: str, message: str):
