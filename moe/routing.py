@@ -12,60 +12,51 @@ Dimensions used in `moe/`:
 Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", eq. 2 and 5.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
-class Routing(Protocol):
-    """The result of a router. All shapes are static in G, S, E and C."""
+@dataclass(frozen=True, kw_only=True)
+class Routing(ABC):
+    """The result of a router. All shapes are static in G, S, E and C.
 
-    @property
-    def aux_G(self) -> Tensor:
-        """Auxiliary loss of each group, weighted by the router's config; zeros if the router has none."""
-        ...
+    Attributes:
+        gates_GSE: weight of each expert in each token's combination, before any token is dropped.
+        load_GE: number of tokens that choose each expert (soft routing: mass assigned to it); detached.
+        aux_G: auxiliary loss of each group, weighted by the router's config; zeros if the router has none.
+        stats: detached scalars to log, with the keys of `routing_stats`, the same for every router.
+        kept_GE: boolean mask of the experts whose outputs are combined; None if all are.
+    """
 
-    @property
-    def stats(self) -> Mapping[str, Tensor]:
-        """Detached scalars to log, with the keys of `routing_stats`, the same for every router."""
-        ...
+    gates_GSE: Tensor
+    load_GE: Tensor
+    aux_G: Tensor
+    stats: Mapping[str, Tensor]
+    kept_GE: Tensor | None = None
 
-    @property
-    def gates_GSE(self) -> Tensor:
-        """Weight of each expert in each token's combination, before any token is dropped."""
-        ...
-
-    @property
-    def load_GE(self) -> Tensor:
-        """Number of tokens that choose each expert (soft routing: mass assigned to it); detached."""
-        ...
-
-    @property
-    def kept_GE(self) -> Tensor | None:
-        """Boolean mask of the experts whose outputs are combined; None if all are."""
-        ...
-
+    @abstractmethod
     def only(self, expert_GK: Tensor) -> Self:
         """Restricts the routing to K experts of each group.
 
         Its buffers are (K, G*C, D): block k holds, in the rows of group g, the slots of expert_GK[g, k].
         """
-        ...
 
+    @abstractmethod
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         """Fills the slots: (G, S, D) -> (E, G*C, D)."""
-        ...
 
+    @abstractmethod
     def combine(self, y_END: Tensor) -> Tensor:
         """Mixes slot outputs back into tokens: (E, G*C, D) -> (G, S, D)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherRouting:
+class GatherRouting(Routing):
     """A routing whose slots hold at most one whole token (token choice, expert choice).
 
     Attributes:
@@ -75,11 +66,6 @@ class GatherRouting:
 
     token_GEC: Tensor
     weight_GEC: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
         return replace(
@@ -108,7 +94,7 @@ class GatherRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftRouting:
+class SoftRouting(Routing):
     """A routing whose slots are mixes of all tokens, and whose tokens are mixes of all slots.
 
     Attributes:
@@ -118,11 +104,6 @@ class SoftRouting:
 
     dispatch_GSEC: Tensor
     combine_GSEC: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
         return replace(
@@ -141,7 +122,7 @@ class SoftRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseRouting:
+class DenseRouting(Routing):
     """A routing whose experts process every token (C = S); only the mix of their outputs is routed.
 
     Attributes:
@@ -149,11 +130,6 @@ class DenseRouting:
     """
 
     weight_GSE: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
         return replace(self, weight_GSE=_select_experts(self.weight_GSE, 2, expert_GK))
