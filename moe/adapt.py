@@ -1,7 +1,7 @@
 """Weights of one model as the start of another: a new resolution, other classes, experts from a dense model.
 
-Source: V-MoE section 3.5 fine-tunes at 384 pixels with the position embedding resized (``vit_zoom`` of the
-authors' code); Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055.
+Source: V-MoE section 3.5, which fine-tunes at 384 pixels with a resized position embedding (``vit_zoom`` of
+the authors' code); Komatsuzaki et al. 2022, "Sparse Upcycling", https://arxiv.org/abs/2212.05055.
 """
 
 import math
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from moe.vit import ViT, ViTConfig
 
-Shapes = Mapping[str, tuple[int, ...]]  # of a model's tensors, by name
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
-# an MLP's linear layers keep (out, in), experts (E, in, out)
+# Linear layers store (out, in), experts (E, in, out).
 _MLP = {
     "w_in_EDF": "up.weight",
     "b_in_EF": "up.bias",
@@ -28,8 +28,9 @@ _MLP = {
 
 
 class Conversion(NamedTuple):
-    """A tensor made of one of another shape. `source`: its name; `how`: in words; `of`: makes it; what it
-    returns may share memory, also between experts.
+    """The conversion of the tensor `source` to another shape, described by `how` and computed by `of`.
+
+    The result of `of` may share memory with the source, and between experts.
     """
 
     source: str
@@ -39,13 +40,13 @@ class Conversion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What one model takes over from another's tensors.
+    """The tensors that a model ("here") takes over from another model ("there").
 
     Attributes:
-    copied: tensors of equal name and shape.
-    converted: name here -> how it is made.
-    initial: name here -> why nothing there can fill it.
-    unused: names there that have no place here.
+        copied: names of tensors with equal name and shape.
+        converted: name here -> conversion.
+        initial: name here -> the reason why no tensor there fits.
+        unused: names there that have no place here.
     """
 
     copied: tuple[str, ...]
@@ -55,8 +56,10 @@ class Transfer:
 
 
 def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
-    """Equal tensors are copied; a position embedding of another grid is resized; where a block is MoE here
-    and dense there, every expert is a copy of its MLP. Nothing else fits.
+    """Plans which tensors are copied and converted.
+
+    Tensors of equal name and shape are copied; a position embedding of another grid is resized; if a block is
+    MoE here and dense there, every expert is a copy of its MLP. No other tensor is taken over.
     """
     copied, converted, initial = [], dict[str, Conversion](), dict[str, str]()
     for name, shape in here.items():
@@ -75,11 +78,12 @@ def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
 
 
 def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_token: bool) -> Tensor:
-    """The embedding for new_grid^2 patches, bilinear with aligned corners; the first row stays if it is a
-    class token's.
+    """Resizes a position embedding to new_grid^2 patches, bilinear with aligned corners.
+
+    The first row is kept if it belongs to a class token.
 
     Raises:
-        ValueError: if `position_SD` is not one of old_grid^2 patches.
+        ValueError: if `position_SD` does not have old_grid^2 patches.
     """
     if len(position_SD) != old_grid**2 + class_token:
         raise ValueError(
@@ -95,8 +99,9 @@ def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_
 
 
 def upcycle(dense_state: Mapping[str, Tensor], config: ViTConfig, *, seed: int = 0) -> dict[str, Tensor]:
-    """The state of `ViT(config)` that continues a dense one, as `plan_transfer` says; routers are new, drawn
-    from `seed`.
+    """Returns the state of `ViT(config)` made from a dense model's, as `plan_transfer` plans it.
+
+    Routers are new, drawn from `seed`.
 
     Raises:
         ValueError: if a tensor is missing, has no place in the model, or has another shape.
@@ -114,11 +119,12 @@ def upcycle(dense_state: Mapping[str, Tensor], config: ViTConfig, *, seed: int =
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
+    """Returns the shape of each tensor."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _mlp_of(name: str) -> str:
-    """The tensor of a dense block that takes the place of the experts' tensor `name`."""
+    """Name of the tensor in a dense block that corresponds to the experts' tensor `name`."""
     block, _, part = name.partition(".experts.")
     return f"{block}.{_MLP.get(part, '')}"
 

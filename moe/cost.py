@@ -1,10 +1,10 @@
-"""What a model costs, from its config alone: parameters and multiply-adds (MACs).
+"""The cost of a model, computed from its config: parameters and multiply-adds (MACs).
 
-MACs are those of every matmul, as the papers count; not: softmax, LayerNorm, GELU, sorting (0.3-1 % of the
-published figures). Conventions differ by factors of two between the papers, so a cost carries its own in its
-name: ``2mac`` counts a MAC as two FLOPs (Soft MoE table 1, GFLOP/img), ``3mac`` is forward and backward at
-one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2). Slots are counted as they are computed, full
-or empty.
+MACs count every matmul, as in the papers, and leave out softmax, LayerNorm, GELU and sorting (0.3-1 % of the
+published figures). Conventions differ by factors of two between the papers, so each cost has its convention
+in its name: ``2mac`` counts a MAC as two FLOPs (Soft MoE table 1, GFLOP/img), ``3mac`` counts forward and
+backward at one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2). Empty slots are computed, so they
+are counted.
 """
 
 from dataclasses import replace
@@ -15,25 +15,27 @@ from math import prod
 import torch
 from torch import nn
 
+from moe.dense import stem_channels
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
-from moe.stem import stem_channels
 from moe.vit import ViT, ViTConfig
 
 
 def num_params(config: ViTConfig) -> int:
-    """Every trainable number: weights, biases, norms, position embedding."""
+    """Number of trainable parameters, including biases, norms and position embedding."""
     return sum(map(prod, param_shapes(config).values()))
 
 
 def num_expert_params(config: ViTConfig) -> int:
-    """Those of the experts' MLPs."""
+    """Number of parameters of the experts' MLPs."""
     return sum(prod(shape) for name, shape in param_shapes(config).items() if ".experts." in name)
 
 
 def num_active_params(config: ViTConfig) -> float:
-    """Those a token meets: of the experts k where tokens choose, the capacity factor on average where experts
-    do, all where experts see mixes of all tokens.
+    """Number of parameters that process a token.
+
+    A token is processed by k experts in token choice, by capacity_factor experts on average in expert choice,
+    and by all experts if they process mixes of tokens or every token.
     """
     if not config.moe:
         return num_params(config)
@@ -47,14 +49,14 @@ def num_active_params(config: ViTConfig) -> float:
 
 @cache
 def param_shapes(config: ViTConfig) -> dict[str, torch.Size]:
-    """By parameter name; from a model on the meta device."""
+    """Shapes by parameter name, read from a model on the meta device."""
     with torch.device("meta"):
         model: nn.Module = ViT(config)
     return {name: p.shape for name, p in model.named_parameters()}
 
 
 def at_point(config: ViTConfig, overrides: RoutingOverrides) -> ViTConfig:
-    """A model configured as the overrides have it; an expert subset is no part of a config.
+    """Returns the config with the overrides of k, capacity and priority.
 
     Raises:
         ValueError: if the router has no such setting, or refuses the value.
@@ -65,10 +67,10 @@ def at_point(config: ViTConfig, overrides: RoutingOverrides) -> ViTConfig:
 
 
 def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
-    """MACs of one image's forward pass, by part; their sum is the whole.
+    """MACs of one image's forward pass, by part.
 
-    Of a subset of experts only the slots of those are mixed, computed and combined, as `moe.ragged` does; the
-    router weighs all. A random router counts as one that is not.
+    With a subset of experts only their slots are mixed, computed and combined, as `experts.run_chosen` does,
+    while the router weighs all experts. A random router counts as a learned router.
 
     Raises:
         ValueError: if the router refuses the overrides.
@@ -82,7 +84,7 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
         "attention_projections": config.depth * S * 4 * D * D,
         "attention_scores": config.depth * 2 * S * S * D,
         "mlp": (config.depth - num_moe) * S * 2 * D * F,
-        # the probe's query and answer, the tokens' keys and values, scores, MLP
+        # The probe's query and output, the tokens' keys and values, scores, MLP.
         "pooling": 2 * D * D + 2 * S * D * D + 2 * S * D + 2 * D * F if config.pooling == "map" else 0,
         "head": D * features + (features or D) * config.num_classes,
     }
@@ -106,7 +108,7 @@ def _stem_macs(config: ViTConfig) -> int:
 
 
 def expert_rows(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """Rows that the experts compute per image and MoE layer."""
+    """Number of rows that the experts compute per image and MoE layer."""
     config = at_point(config, overrides)
     assert config.moe
     return overrides.num_kept(config.moe.num_experts) * config.slots() / config.moe.images_per_group
@@ -118,15 +120,16 @@ def _router_macs(config: ViTConfig) -> float:
     if isinstance(router, SoftConfig):
         return S * D * E * config.slots() if router.learned() else 0
     if isinstance(router, MixtureConfig):
-        if router.level == "image":  # one decision per group
+        if router.level == "image":  # one per group
             return D * E / config.moe.images_per_group
         return S * D * (E + (router.clusters if router.level == "hierarchical" else 0))
     return S * D * E
 
 
 def _dispatch_combine_macs(config: ViTConfig, k: int) -> float:
-    """Of k experts. Gather and scatter move tokens without multiplying; soft routing is two matmuls, a
-    mixture one.
+    """MACs of dispatch and combine for k experts.
+
+    Soft routing is two matmuls, a mixture one; gather and scatter move tokens without multiplying.
     """
     assert config.moe
     S, D = config.tokens(), config.width
@@ -136,20 +139,20 @@ def _dispatch_combine_macs(config: ViTConfig, k: int) -> float:
 
 
 def forward_gflops_2mac(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """GFLOP per image, forward, two FLOPs per MAC. Raises as `forward_macs`."""
+    """GFLOP of one image's forward pass at two FLOPs per MAC. Raises the errors of `forward_macs`."""
     return 2 * sum(forward_macs(config, overrides).values()) / 1e9
 
 
 def train_flops_6mac(config: ViTConfig, images: int) -> float:
-    """FLOPs of training on `images` images: forward, and a backward of twice that, at two FLOPs per MAC."""
+    """FLOPs of training on `images` images, forward and backward (twice the forward), two FLOPs per MAC."""
     return 6 * sum(forward_macs(config).values()) * images
 
 
 def train_flops_3mac(config: ViTConfig, images: int) -> float:
-    """As `train_flops_6mac`, at one FLOP per MAC."""
+    """FLOPs of training on `images` images, forward and backward, at one FLOP per MAC."""
     return train_flops_6mac(config, images) / 2
 
 
 def slots_per_token(config: ViTConfig) -> float:
-    """Expert rows computed per token: k*C, c, or slots/tokens, as the router has it; 1 for dense."""
+    """Expert rows computed per token: k*c, c or slots/tokens, depending on the router; 1 for dense."""
     return expert_rows(config) / config.tokens() if config.moe else 1.0

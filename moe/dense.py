@@ -1,4 +1,4 @@
-"""The dense parts of a Vision Transformer: attention, MLP, position, head.
+"""The dense parts of a Vision Transformer: attention, MLP, positions, pooling, head, convolutional stem.
 
 Source: google-research/vmoe (vmoe/nn/vit_moe.py), the authors' code of V-MoE and Soft MoE.
 """
@@ -36,7 +36,7 @@ class MLP(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """A learned probe attends to the tokens; its answer, through a residual MLP, stands for the image."""
+    """A learned probe attends to the tokens; its output, after a residual MLP, represents the image."""
 
     def __init__(self, width: int, heads: int, mlp_dim: int, *, qk_norm: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class AttentionPooling(nn.Module):
         return {"probe_D": xavier_uniform(1, len(self.probe_D))}
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, D) -> (B, D)."""
+        """Pools (B, S, D) -> (B, D)."""
         probe_B1D = self.probe_D.expand(len(x_BSD), 1, -1)
         q = self.q(probe_B1D).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, 1, D/H)
         k, v = self.kv(x_BSD).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -64,21 +64,21 @@ class AttentionPooling(nn.Module):
 
 
 class Projections(nn.Linear):
-    """Queries, keys and values in one matmul, each drawn as a projection of its own."""
+    """Queries, keys and values in one matmul, each initialised as a projection of its own."""
 
     def draws(self) -> dict[str, Draw]:
         return {"weight": xavier_uniform(self.in_features, self.in_features), "bias": zeros()}
 
 
 class Head(nn.Linear):
-    """Starts at zero, so that training starts from the same prediction for every image."""
+    """A classifier whose weights start at zero: the initial prediction is the same for every image."""
 
     def __init__(self, width: int, num_classes: int, bias: float) -> None:
         super().__init__(width, num_classes)
-        self.start = bias
+        self.initial_bias = bias
 
     def draws(self) -> dict[str, Draw]:
-        return {"weight": zeros(), "bias": constant(self.start)}
+        return {"weight": zeros(), "bias": constant(self.initial_bias)}
 
 
 def head_norm(width: int, heads: int) -> nn.LayerNorm:
@@ -86,9 +86,9 @@ def head_norm(width: int, heads: int) -> nn.LayerNorm:
 
 
 def sincos2d(grid: int, width: int, *, like: Tensor) -> Tensor:
-    """(grid^2, width): sines and cosines of the column, then of the row, at width/4 frequencies.
+    """Position embedding (grid^2, width): sines and cosines of column, then row, at width/4 frequencies.
 
-    Source: MoCo v3, https://arxiv.org/abs/2104.02057, as the authors' code has it.
+    Source: MoCo v3, https://arxiv.org/abs/2104.02057, as in the authors' code.
     """
     at_least_fp32 = torch.promote_types(like.dtype, torch.float32)
     index = torch.arange(width // 4, device=like.device, dtype=at_least_fp32)
@@ -96,3 +96,52 @@ def sincos2d(grid: int, width: int, *, like: Tensor) -> Tensor:
     place = torch.arange(grid, device=like.device, dtype=at_least_fp32)
     row, column = (axis.reshape(-1, 1) * frequency for axis in torch.meshgrid(place, place, indexing="ij"))
     return torch.cat([column.sin(), column.cos(), row.sin(), row.cos()], 1).to(like.dtype)
+
+
+class ConvStem(nn.Sequential):
+    """Convolutions in place of the patch projection: (B, 3, H, W) -> (B, width, H / patch, W / patch).
+
+    Each factor of two in `patch_size` is a 3x3 convolution of stride 2, a norm and GELU; a projection
+    follows.
+
+    Source: Xiao et al. 2021, "Early Convolutions Help Transformers See Better",
+    https://arxiv.org/abs/2106.14881. The Astroformer of Implicit Bias in Soft MoE (section 4.4.1) also has
+    convolutions before its experts. The number of channels is ours.
+    """
+
+    def __init__(self, width: int, patch_size: int) -> None:
+        super().__init__()
+        before = 3
+        for i, channels in enumerate(stem_channels(width, patch_size)):
+            self.add_module(f"conv{i}", nn.Conv2d(before, channels, 3, stride=2, padding=1))
+            self.add_module(f"norm{i}", ImageNorm(channels))
+            self.add_module(f"gelu{i}", nn.GELU(approximate="tanh"))
+            before = channels
+        self.project = nn.Conv2d(before, width, 1)
+
+
+class ImageNorm(nn.GroupNorm):
+    """A norm over all numbers of one image.
+
+    The paper's norm is over the batch, which would mix images with each other and with padding.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(1, channels, eps=1e-6)
+
+    def draws(self) -> dict[str, Draw]:
+        return {"weight": constant(1.0), "bias": zeros()}
+
+
+def stem_channels(width: int, patch_size: int) -> list[int]:
+    """Output channels of each convolution, doubling up to `width`.
+
+    Raises:
+        ValueError: if the patch size is not a power of two, or below 2.
+    """
+    halvings = patch_size.bit_length() - 1
+    if halvings < 1 or patch_size != 2**halvings:
+        raise ValueError(
+            f"stem='conv' needs a patch_size that is a power of two and at least 2, got {patch_size}"
+        )
+    return [max(1, width >> left) for left in reversed(range(halvings))]

@@ -1,8 +1,10 @@
-"""E independent MLPs as two batched matmuls.
+"""E independent MLPs as two batched matmuls, and the way to run only some of them.
 
 Source: V-MoE (Riquelme et al. 2021, section 2.1): Dense -> GELU (tanh approximation, as in the authors'
 code) -> Dense, biases on both; in fine-tuning, dropout after both (section 3.5). Weights are stored
-input-major, (E, in, out), which batched matmul reads fastest.
+input-major, (E, in, out), which batched matmul reads fastest. Expert subsets: Chung et al. 2024, "Beyond
+Parameter Count: Implicit Bias in Soft Mixture of Experts", algorithm 1 and section 4.5, for one image; here
+each group has a subset of its own.
 """
 
 from typing import Literal
@@ -11,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.init import Draw, xavier_uniform, zeros
-from moe.noise import dropout, mix
+from moe.init import Draw, dropout, mix, xavier_uniform, zeros
+from moe.overrides import RoutingOverrides
+from moe.routing import Routing
 
 Activation = Literal["gelu", "relu"]
 
 
 class Experts(nn.Module):
-    """(E, N, D) -> (E, N, D), or sorted rows, any number per expert. Knows no routing and no other ranks."""
+    """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on any number of rows per expert (`rows`)."""
 
     def __init__(
         self,
@@ -48,13 +51,13 @@ class Experts(nn.Module):
         }
 
     def forward(self, x_END: Tensor, keys_EN: Tensor | None = None) -> Tensor:
-        """`keys_EN` (int64, one per row) seed dropout; without them there is none."""
+        """Applies the experts; `keys_EN` (int64, one per row) seed dropout, which needs them."""
         return self.mlps(x_END, keys_EN, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
 
     def rows(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """(M, D) -> (M, D), rows sorted by expert, count_E of each. Only experts that have rows are read.
+        """Applies the experts to rows sorted by expert, count_E rows each: (M, D) -> (M, D).
 
-        No dropout: for evaluation.
+        Only the weights of experts that have rows are read. There is no dropout: it is for evaluation.
         """
         if grouped_matmul_fits(self.w_in_EDF):
             return self.rows_in_groups(x_MD, count_E)
@@ -68,7 +71,7 @@ class Experts(nn.Module):
         return torch.addmm(self.b_out_ED[e], h_NF, self.w_out_EFD[e])
 
     def rows_in_groups(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """`rows` in two kernels, without telling the host how many rows there are."""
+        """Computes `rows` in two kernels, without a host sync for the counts."""
         expert_M = torch.repeat_interleave(count_E, output_size=len(x_MD))
         end_E = count_E.cumsum(0, dtype=torch.int32)
         h_MF = F.grouped_mm(x_MD, self.w_in_EDF, offs=end_E) + self.b_in_EF[expert_M]
@@ -84,7 +87,7 @@ class Experts(nn.Module):
         w_out_EFD: Tensor,
         b_out_ED: Tensor,
     ) -> Tensor:
-        """Row n of expert e through that expert's MLP, with weights that may be a rank's share."""
+        """Applies expert e's MLP to its rows; the weights may be those of a rank's experts alone."""
         h_ENF = activate(torch.baddbmm(b_in_EF.unsqueeze(1), x_END, w_in_EDF), self.activation)
         if keys_EN is not None:
             h_ENF = dropout(h_ENF, self.dropout, mix(keys_EN, 0))
@@ -93,7 +96,7 @@ class Experts(nn.Module):
 
 
 def grouped_matmul_fits(w_EDF: Tensor) -> bool:
-    """Whether torch's grouped matmul is one kernel here: bfloat16 rows of 16 bytes on CUDA from SM 8.0."""
+    """Whether torch's grouped matmul is a single kernel: bfloat16, rows of 16 bytes, CUDA with SM >= 8.0."""
     return (
         w_EDF.is_cuda
         and w_EDF.dtype is torch.bfloat16
@@ -104,3 +107,37 @@ def grouped_matmul_fits(w_EDF: Tensor) -> bool:
 
 def activate(h: Tensor, activation: Activation) -> Tensor:
     return F.relu(h) if activation == "relu" else F.gelu(h, approximate="tanh")
+
+
+def chosen_alone(experts: Experts, routing: Routing, overrides: RoutingOverrides) -> int | None:
+    """Returns the number of experts of each group to run alone, or None to run all and mask the others.
+
+    Training and compiled graphs need static shapes, and experts that are spread over ranks (a subclass made
+    by `ExpertParallel` or FSDP) have their weights elsewhere.
+    """
+    if routing.kept_GE is None or type(experts) is not Experts:
+        return None
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    num_experts = routing.kept_GE.shape[1]
+    k = overrides.num_kept(num_experts)
+    return k if k < num_experts else None
+
+
+def run_chosen(experts: Experts, routing: Routing, x_GSD: Tensor, k: int) -> Tensor:
+    """Dispatches, runs only the k kept experts of each group and combines: (G, S, D) -> (G, S, D).
+
+    Every group has experts of its own, so rows are sorted by expert. The result is that of all experts with
+    the weights of the others set to zero.
+    """
+    assert routing.kept_GE is not None
+    expert_GK = routing.kept_GE.byte().argsort(dim=1, descending=True, stable=True)[:, :k]
+    chosen = routing.only(expert_GK)
+    x_KND = chosen.dispatch(x_GSD)
+    slots = x_KND.shape[1] // len(expert_GK)
+    expert_M = expert_GK.T.repeat_interleave(slots, 1).flatten()
+    order_M = expert_M.argsort(stable=True)
+    x_MD = x_KND.flatten(0, 1).index_select(0, order_M)
+    y_MD = experts.rows(x_MD, routing.kept_GE.sum(0) * slots)
+    y_KND = torch.empty_like(y_MD).index_copy(0, order_M, y_MD).view(x_KND.shape)
+    return chosen.combine(y_KND)

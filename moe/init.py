@@ -1,9 +1,15 @@
-"""Keyed initialisation: every tensor is drawn from a generator seeded by its own name.
+"""Random numbers from keys: initial weights by parameter name, noise by image.
 
-The numbers depend on (seed, parameter name, expert) alone, so a model starts from the same weights however
-it is split over ranks, and a rank draws only the experts it holds. Full contiguous float32 rows are drawn
-and then sliced and cast, because `Tensor.normal_` gives other numbers for other dtypes, strides and
-lengths.
+Nothing depends on the number of ranks, the microbatch or the device, and the global generator is not used.
+
+Weights: each tensor is drawn from a generator seeded with (seed, parameter name, expert), so a model starts
+from the same weights however it is split, and a rank draws only the experts it holds. Whole contiguous
+float32 rows are drawn, then sliced and cast, because `Tensor.normal_` gives other numbers for other dtypes,
+strides and lengths.
+
+Noise: an image has an int64 key (a hash of the run's seed, the step and its place in the global batch), which
+layers, tokens and experts split into keys of their own. Source: SplitMix64 (Steele et al. 2014, "Fast
+splittable pseudorandom number generators"), its state update and finaliser in wrapping int64 arithmetic.
 """
 
 import hashlib
@@ -15,16 +21,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Region = tuple[slice, ...]  # which part of the whole tensor a rank holds
+Region = tuple[slice, ...]  # the part of a whole tensor that a rank holds
+
+_GAMMA = -7046029254386353131  # 0x9e3779b97f4a7c15
+_MIX = (-4658895280553007687, -7723592293110705685)  # 0xbf58476d1ce4e5b9, 0x94d049bb133111eb
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How one parameter starts. `scale`: standard deviation, half-width or the constant itself."""
+    """The initial distribution of a parameter; `scale`: standard deviation, half-width or constant."""
 
     distribution: Literal["normal", "uniform", "constant"]
     scale: float
-    rows: bool = False  # one generator per row of dim 0, so that a rank draws only its own experts
+    # Each row of dim 0 has its own generator, so that a rank draws only its own experts.
+    rows: bool = False
 
     def per_row(self) -> "Draw":
         return replace(self, rows=True)
@@ -55,8 +65,9 @@ def init_weights(
 ) -> None:
     """Sets every parameter and buffer of `module` in place.
 
-    Our own modules say how in `draws()`; `nn.Linear`, `nn.Conv2d` and `nn.LayerNorm` have the usual rules.
-    `local` maps a sharded parameter to this rank's tensor and the region of the whole that it covers.
+    Modules of this package define their distributions in `draws()`; `nn.Linear`, `nn.Conv2d` and
+    `nn.LayerNorm` have the usual rules. `local` maps a sharded parameter to this rank's tensor and to the
+    region of the whole that it covers.
     """
     for prefix, owner in module.named_modules():
         draws = _draws(owner)
@@ -99,3 +110,36 @@ def _numbers(draw: Draw, key: str, shape: tuple[int, ...]) -> Tensor:
     if draw.distribution == "normal":
         return values.normal_(0, draw.scale, generator=generator)
     return values.uniform_(-draw.scale, draw.scale, generator=generator)
+
+
+def mix(keys: Tensor, salt: int | Tensor) -> Tensor:
+    """Returns a new int64 key for each key; different salts give independent keys."""
+    step = (salt + 1) * _GAMMA
+    z = keys + (step if isinstance(step, Tensor) else (step + 2**63) % 2**64 - 2**63)  # wrap
+    z = (z ^ _shifted(z, 30)) * _MIX[0]
+    z = (z ^ _shifted(z, 27)) * _MIX[1]
+    return z ^ _shifted(z, 31)
+
+
+def split(keys: Tensor, count: int) -> Tensor:
+    """Makes independent keys of each key, (...) -> (..., count); the i-th does not depend on `count`."""
+    return mix(keys.unsqueeze(-1), torch.arange(count, device=keys.device))
+
+
+def uniform(keys: Tensor) -> Tensor:
+    """Returns a float32 in (0, 1) per key: odd multiples of 2**-24, which float32 represents exactly."""
+    return (_shifted(keys, 41).float() + 0.5) * 2**-23
+
+
+def gaussian(keys: Tensor) -> Tensor:
+    """Returns a standard normal float32 per key, by inversion; its magnitude never exceeds 5.3."""
+    return math.sqrt(2) * torch.erfinv(2 * uniform(keys) - 1)
+
+
+def dropout(x: Tensor, p: float, keys: Tensor) -> Tensor:
+    """Zeroes entries of the last dimension with probability `p` and scales the rest; one key per row."""
+    return x * (uniform(split(keys, x.shape[-1])) >= p).to(x.dtype) / (1 - p)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign

@@ -1,4 +1,4 @@
-"""The MoE layer: a router decides, experts compute."""
+"""The MoE layer: a router assigns tokens to experts, experts compute, the router's weights combine."""
 
 import re
 from dataclasses import dataclass
@@ -6,25 +6,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe.experts import Experts
-from moe.noise import mix, split
+from moe.experts import Experts, chosen_alone, run_chosen
+from moe.init import mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.ragged import chosen_alone, run_chosen
 from moe.routers import RouterConfig, TokenChoiceConfig, build_router
 from moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Attributes:
-    layers: which blocks are MoE, from 0: ``every_2`` (1, 3, 5, .. as V-MoE), ``last_<n>`` (the last n, as
-        Soft MoE), ``last_<n>_odd`` (the last n odd ones, as V-MoE's Last-n), or their indices.
-    images_per_group: images that are routed together and compete for capacity; results depend on it, never
-        on the number of ranks.
-    expert_dim: hidden units of an expert; None: as many as the model's dense MLPs have.
-    expert_dropout: in the experts' MLPs, after both layers; V-MoE fine-tunes with 0.1.
-    residual: False leaves out the skip connection around the experts (Implicit Bias in Soft MoE, section
-        4.4.1), so that a model cannot ignore them.
+    """The MoE layers of a model: their position, their experts and their router.
+
+    Attributes:
+        layers: the MoE blocks, counted from 0: ``every_2`` (1, 3, 5, .., as V-MoE), ``last_<n>`` (the last n
+            blocks, as Soft MoE), ``last_<n>_odd`` (the last n odd blocks, as V-MoE's Last-n), or indices.
+        images_per_group: number of images that are routed together and compete for capacity. Results depend
+            on it, and not on the number of ranks.
+        expert_dim: hidden units per expert; None: as many as the dense MLPs have.
+        expert_dropout: dropout after both layers of an expert; V-MoE fine-tunes with 0.1.
+        residual: False removes the skip connection around the experts (Implicit Bias in Soft MoE, section
+            4.4.1), so that a model cannot ignore them.
     """
 
     layers: tuple[int, ...] | str = "every_2"
@@ -53,7 +54,7 @@ class MoEConfig:
         """Indices of the MoE blocks of a model with `depth` blocks.
 
         Raises:
-            ValueError: if there is none, or one lies outside the model.
+            ValueError: if there is no such block, or a block lies outside the model.
         """
         if self.layers == "every_2":
             found = tuple(range(1, depth, 2))
@@ -71,13 +72,14 @@ class MoEConfig:
 
 
 class MoELayer(nn.Module):
-    """`block` is its place in the model: it tells layers' noise apart and names it in overrides."""
+    """A router and its experts; `block`, the position in the model, is part of the seed of its noise."""
 
     def __init__(self, config: MoEConfig, *, dim: int, hidden: int, block: int = 0) -> None:
         super().__init__()
         self.images_per_group = config.images_per_group
         self.block = block
-        self.salt = torch.tensor(block, device="cpu")  # a number is compiled in: a graph for each layer
+        # A tensor: a number would be compiled in, and every layer would need a graph of its own.
+        self.salt = torch.tensor(block, device="cpu")
         self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
         self.experts = Experts(config.num_experts, dim, hidden, dropout=config.expert_dropout)
 
@@ -88,11 +90,13 @@ class MoELayer(nn.Module):
         keys_B: Tensor | None = None,
         overrides: RoutingOverrides = AS_TRAINED,
     ) -> tuple[Tensor, Routing]:
-        """Routes groups of `images_per_group` consecutive images; padding images (0 in `valid_B`) take no
-        slots. `keys_B` (int64) seed router noise and expert dropout; without them there is neither.
+        """Routes groups of `images_per_group` consecutive images.
+
+        Padding images (0 in `valid_B`) take no slots. `keys_B` (int64) seed router noise and expert dropout;
+        without keys there is neither.
 
         Returns:
-            (B, tokens per image, D), and the routing of the groups.
+            The output, (B, tokens per image, D), and the routing of the groups.
 
         Raises:
             ValueError: if the images do not fill the groups.
@@ -107,7 +111,7 @@ class MoELayer(nn.Module):
         if keys_B is not None:
             keys_GS = split(mix(keys_B, self.salt), tokens).view(valid_GS.shape)
         if overrides.random_blocks and self.block in overrides.random_blocks:
-            # in evaluation, without keys, any numbers will do
+            # Evaluation has no keys: the position in the batch seeds the random logits.
             random_B = torch.arange(B, device=x_BSD.device) if keys_B is None else keys_B
             random_GS = split(mix(random_B, ~self.salt), tokens).view(valid_GS.shape)
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS)

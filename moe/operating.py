@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.block import Block
 from moe.layer import MoELayer
 from moe.overrides import RoutingOverrides
-from moe.vit import ViT, check_overrides
+from moe.vit import Block, ViT, check_overrides
 
 
 @torch.no_grad()

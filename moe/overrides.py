@@ -1,7 +1,7 @@
-"""What a trained model's routers can do differently, without new weights.
+"""Routing settings of a trained model that can be changed without new weights.
 
-A checkpoint with overrides is an operating point: V-MoE sections 4.1-4.2 and 5 (k, capacity, priority,
-random router at inference), Implicit Bias in Soft MoE section 4.3 (expert subsets).
+A checkpoint with overrides is an operating point. Source: V-MoE sections 4.1-4.2 and 5 (k, capacity,
+priority, random router at inference); Implicit Bias in Soft MoE section 4.3 (expert subsets).
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +17,13 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOverrides:
-    """Attributes:
-    k, capacity_factor, priority: in place of the router's own; None leaves them.
-    experts: only these experts' outputs are combined: the `experts` with the largest weight in each group
-        (algorithm 1 of Implicit Bias in Soft MoE), or exactly the listed ones; None is all.
-    random_blocks: indices of MoE blocks whose router is replaced by random logits, N(0, 1) per token.
+    """Changes to the routers of a model.
+
+    Attributes:
+        k, capacity_factor, priority: replace the router's own values; None keeps them.
+        experts: the experts whose outputs are combined: a number, for those with the largest weight in each
+            group (algorithm 1 of Implicit Bias in Soft MoE), or a tuple of experts; None: all experts.
+        random_blocks: indices of MoE blocks whose router is replaced by random logits, N(0, 1) per token.
     """
 
     k: int | None = None
@@ -38,17 +40,15 @@ class RoutingOverrides:
         if type(self.capacity_factor) not in (NoneType, int, float):
             raise ValueError(f"capacity_factor must be a number, got {self.capacity_factor!r}")
         if type(self.experts) not in (NoneType, int) and not _distinct(self.experts):
-            raise ValueError(
-                f"experts must be a number of them or a tuple of different ones, got {self.experts!r}"
-            )
+            raise ValueError(f"experts must be a number or a tuple of distinct indices, got {self.experts!r}")
         if not _distinct(self.random_blocks):
-            raise ValueError(f"random_blocks must be a tuple of different blocks, got {self.random_blocks!r}")
+            raise ValueError(f"random_blocks must be a tuple of distinct indices, got {self.random_blocks!r}")
 
     def apply(self, config: Config) -> Config:
-        """The router's config as overridden.
+        """Returns the router's config with the overrides.
 
         Raises:
-            ValueError: if that kind of router has no such setting, or refuses the value.
+            ValueError: if this kind of router has no such setting, or refuses the value.
         """
         changes = {}
         for name in ("k", "capacity_factor", "priority"):
@@ -59,7 +59,7 @@ class RoutingOverrides:
         return replace(config, **changes) if changes else config  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def num_kept(self, num_experts: int) -> int:
-        """How many experts of a group are combined.
+        """Returns the number of experts of a group whose outputs are combined.
 
         Raises:
             ValueError: if there are no such experts.
@@ -71,11 +71,11 @@ class RoutingOverrides:
                 raise ValueError(f"experts={self.experts} must lie in 1 .. {num_experts}")
             return self.experts
         if not self.experts or not all(0 <= e < num_experts for e in self.experts):
-            raise ValueError(f"experts={self.experts} must name some of 0 .. {num_experts - 1}")
+            raise ValueError(f"experts={self.experts} must be indices in 0 .. {num_experts - 1}")
         return len(self.experts)
 
     def kept(self, weight_GE: Tensor) -> Tensor | None:
-        """(G, E) of booleans: experts whose outputs are combined; None if all are.
+        """Returns the boolean mask (G, E) of the experts whose outputs are combined; None if all are.
 
         Raises:
             ValueError: if there are no such experts.

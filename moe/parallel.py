@@ -1,10 +1,8 @@
-"""How a model is spread over ranks and run there: FSDP2 for dense parameters, expert parallelism for experts.
-
-No model file knows this one.
+"""A model split over ranks: FSDP2 for dense parameters, expert parallelism for experts.
 
 The mesh is (dp, ep). Dense parameters are sharded over all its ranks; experts are Shard(0) over ep and
-fully sharded over dp. With dp_replicate the mesh is (dp_replicate, dp, ep) and holds as many copies of all
-that. Every rank holds its own slice of the batch, so a step is the same whatever the shape of the mesh.
+fully sharded over dp. With dp_replicate the mesh is (dp_replicate, dp, ep) and holds as many copies of the
+sharded model. Every rank has its own slice of the batch, so a step does not depend on the shape of the mesh.
 
 The loss must be a rank's local sum divided by the global batch. Gradients are then summed, never averaged:
 the all-to-all has already summed an expert's gradient over ep, and FSDP's default mean would leave experts
@@ -15,17 +13,20 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
-from moe.expert_parallel import ExpertParallel
+from moe.experts import Experts
 from moe.init import Region, init_weights
 from moe.layer import MoELayer
 from moe.vit import ViT, ViTConfig
@@ -33,17 +34,17 @@ from moe.vit import ViT, ViTConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread and run; changes no result beyond rounding.
+    """Options that change what a step costs, and no result beyond rounding.
 
     Attributes:
-    dp_replicate: copies of the sharded model (HSDP): weights are gathered within a copy, gradients also
-        summed over the copies. Divides dp.
-    reshard_after_forward: gather weights again for the backward pass (less memory), or keep them from the
-        forward pass on (less traffic).
-    activation_checkpointing: compute each block again in the backward pass instead of keeping what it needs.
-    compile: torch.compile every block. FSDP's hooks break its graph where a MoE block calls its experts, and
-        under bfloat16 its router.
-    overlap_chunks: pieces in which rows travel to their experts, so that experts compute meanwhile.
+        dp_replicate: number of copies of the sharded model (HSDP). Weights are gathered within a copy,
+            gradients are summed over the copies too. It must divide dp.
+        reshard_after_forward: gather weights again for the backward pass (less memory) instead of keeping
+            them from the forward pass (less traffic).
+        activation_checkpointing: recompute each block in the backward pass instead of storing activations.
+        compile: torch.compile every block. FSDP's hooks break the graph where a MoE block calls its experts,
+            and under bfloat16 where it calls its router.
+        overlap_chunks: number of pieces in which rows are sent to experts, to overlap with computation.
     """
 
     dp_replicate: int = 1
@@ -59,8 +60,8 @@ class ParallelConfig:
 
 
 def make_mesh(device_type: str, *, ep: int, dp_replicate: int = 1) -> DeviceMesh:
-    """(dp, ep), or (dp_replicate, dp, ep) with dp ranks in each copy, over all ranks of the default process
-    group; ep neighbours are neighbouring ranks."""
+    """Makes a mesh of all ranks of the default process group: (dp, ep), or (dp_replicate, dp, ep) where dp
+    counts the ranks of a copy. Ranks of an ep group are adjacent."""
     shape, names = (dist.get_world_size() // ep, ep), ("dp", "ep")
     if dp_replicate > 1:
         shape, names = (dp_replicate, shape[0] // dp_replicate, ep), ("dp_replicate", *names)
@@ -96,7 +97,7 @@ def build_sharded(
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
 ) -> ViT:
-    """The model of `ViT(config, seed=seed)`, each rank holding its share; none ever holds the whole.
+    """Builds the model of `ViT(config, seed=seed)` in shards; no rank ever holds the whole model.
 
     Raises:
         ValueError: if the model does not split evenly over `mesh`.
@@ -116,55 +117,56 @@ def parallelize(
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shards `model` in place, bottom-up: experts, blocks, the rest. Names of parameters stay.
+    """Shards `model` in place, bottom-up: experts, blocks, the rest. Parameter names do not change.
 
-    `compute_dtype` (bfloat16) is what weights are gathered in and layers compute in. The shards and their
+    Weights are gathered in `compute_dtype` (bfloat16), and layers compute in it. The shards and their
     gradients stay float32, routers compute in float32 from unrounded weights, and outputs are float32.
     """
-    everyone, data_parallel = _fsdp_meshes(mesh)
+    dense_mesh, expert_mesh = _fsdp_meshes(mesh)
     policy = outermost = MixedPrecisionPolicy()
     if compute_dtype:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         outermost = replace(policy, output_dtype=torch.float32)
-        # of routers' results, which nobody writes to
+        # The views are routers' results, which are never written to.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .*Router.* returned a view tensor")
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
     for block in model.blocks:
         if isinstance(layer := block.mlp, MoELayer):
             layer.experts = ExpertParallel(layer.experts, mesh["ep"], chunks=options.overlap_chunks)
-            # Shard(1) over dp: dim 0 is ep's, and sharding it twice makes strided shards
-            shard(layer.experts, mesh=data_parallel, shard_placement_fn=lambda _: Shard(1))
+            # Shard(1) over dp: dim 0 belongs to ep, and sharding it twice makes strided shards.
+            shard(layer.experts, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1))
             if compute_dtype:
-                # without the policy, so unrounded; and kept after the forward pass: its `Routing` is no
-                # tensor, and nothing would gather the weights again
-                fully_shard(layer.router, mesh=everyone, reshard_after_forward=False)
-        _set_how_to_run(block, options)
-        shard(block, mesh=everyone)
-    fully_shard(model, mesh=everyone, mp_policy=outermost)
+                # The policy would round the weights. They are kept after the forward pass: a `Routing` is
+                # not a tensor, so no hook would gather them again.
+                fully_shard(layer.router, mesh=dense_mesh, reshard_after_forward=False)
+        _apply_options(block, options)
+        shard(block, mesh=dense_mesh)
+    fully_shard(model, mesh=dense_mesh, mp_policy=outermost)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _set_how_to_run(block: nn.Module, options: ParallelConfig) -> None:
-    """Replaces methods, not modules: names stay, and FSDP's hooks are left outside."""
+def _apply_options(block: nn.Module, options: ParallelConfig) -> None:
+    """Replaces methods, not modules: parameter names stay, and FSDP's hooks remain outside."""
     if options.compile:
         if isinstance(block.mlp, MoELayer):
             experts = block.mlp.experts
-            # a compiled all-to-all is waited for where it starts; `disable` loses the type
+            # A compiled all-to-all is waited for where it starts. `disable` loses the type.
             experts.forward = torch.compiler.disable(experts.forward)  # pyright: ignore[reportAttributeAccessIssue]
             experts.mlps = torch.compile(experts.mlps, dynamic=False)
         block.forward = torch.compile(block.forward, dynamic=False)
-    if options.activation_checkpointing:  # noise is keyed: there is no generator to rewind
+    if options.activation_checkpointing:
+        # Noise is keyed: there is no generator state to restore.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:
-    """To be called before the forward pass of each microbatch of a step; `last` for the last of them.
+    """Prepares a sharded model for the next microbatch of a step; `last` marks the last microbatch.
 
-    Until then gradients stay on their rank, whole, and gathered weights are kept from a backward pass for
-    the next forward pass. Nothing happens to a model that is not sharded.
+    Before the last microbatch, gradients are not reduced, and gathered weights are kept from a backward pass
+    for the next forward pass. A model that is not sharded is left as it is.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
@@ -172,10 +174,10 @@ def accumulate(model: nn.Module, *, last: bool) -> None:
 
 
 def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scales gradients to a total norm of at most `max_norm`, over all meshes; the norm before is returned.
+    """Scales gradients to a total norm of at most `max_norm` and returns the norm before.
 
-    `torch.nn.utils.clip_grad_norm_` refuses parameters of two meshes; here each mesh has its own norm and
-    the squares add.
+    `torch.nn.utils.clip_grad_norm_` refuses parameters of two meshes; here each mesh has its own norm, and
+    their squares are added.
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for param in params:
@@ -192,14 +194,14 @@ def clip_grad_norm(params: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of every rank's `values`; themselves where there is one process."""
+    """Sums `values` over all ranks, in place; a single process keeps its own."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
 
 
 def _fsdp_meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    """Where dense parameters are sharded, and where experts are; the copies' axis first, if there is one."""
+    """Returns the meshes of dense parameters and of experts; an axis of copies comes first."""
     one_copy = mesh["dp", "ep"]._flatten("dp_ep")
     if mesh.ndim == 2:
         return one_copy, mesh["dp"]
@@ -210,3 +212,79 @@ def _local(param: Tensor) -> tuple[Tensor, Region]:
     assert isinstance(param, DTensor)
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+class ExpertParallel(Experts):
+    """`Experts` with the same contract and parameter names, with E spread over the ranks of a mesh axis.
+
+    Slots are static, so every rank sends equal blocks and the host never waits for counts. An expert's rows
+    are independent, so they may be sent in up to `chunks` pieces: while the experts compute one piece, the
+    next is being sent to them and the previous one back, in the backward pass too. The result is the same.
+    """
+
+    def __init__(self, experts: Experts, mesh: DeviceMesh, *, chunks: int = 1) -> None:
+        nn.Module.__init__(self)
+        self.activation, self.dropout = experts.activation, experts.dropout
+        self.group, self.chunks = mesh.get_group(), chunks
+        for name, whole in experts.named_parameters():
+            share = torch.empty(
+                len(whole) // mesh.size(), *whole.shape[1:], device=whole.device, dtype=whole.dtype
+            )
+            spread = DTensor.from_local(
+                share, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+            self.register_parameter(name, nn.Parameter(spread))
+
+    def forward(self, x_END: Tensor, keys_EN: Tensor | None = None) -> Tensor:
+        weights = (self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
+        weights_here = [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+        # Keys are sent first: they are small, and the first piece needs them.
+        keys_sent = [] if keys_EN is None else self._send_pieces(keys_EN)
+        y_sent = []
+        for i, x_sent in enumerate(self._send_pieces(x_END)):
+            keys_here = self._at_experts(keys_sent[i]) if keys_sent else None
+            y_here = self.mlps(self._at_experts(x_sent), keys_here, *weights_here)
+            y_sent.append(self._send(y_here.unflatten(1, (self.group.size(), -1)).transpose(0, 1)))
+        return torch.cat([self._receive(y).flatten(0, 1) for y in y_sent], 1)
+
+    def _at_experts(self, rows: Tensor) -> Tensor:
+        """Receives every rank's rows for this rank's experts: (E, n, ...) in flight -> (E/R, R*n, ...)."""
+        return self._receive(rows).unflatten(0, (self.group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+    def _send_pieces(self, rows: Tensor) -> list[Tensor]:
+        return [self._send(piece) for piece in rows.chunk(self.chunks, 1)]
+
+    def _send(self, blocks: Tensor) -> Tensor:
+        return _Send.apply(blocks.contiguous(), self.group)
+
+    def _receive(self, in_flight: Tensor) -> Tensor:
+        return _Receive.apply(in_flight, self.group)
+
+
+class _Send(Function):
+    """Starts an all-to-all that exchanges the blocks of dim 0; only `_Receive` may read the result.
+
+    It is a node of the graph because the gradient travels back the same way, sent by `_Receive` and awaited
+    by `_Send`. The backward of torch's all-to-all would wait at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: Any) -> Tensor:
+        return all_to_all_single(blocks, None, None, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return wait_tensor(gradients[0]), None
+
+
+class _Receive(Function):
+    """Waits for the all-to-all that `_Send` started."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return wait_tensor(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_to_all_single(gradients[0].contiguous(), None, None, ctx.group), None

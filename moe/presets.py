@@ -1,9 +1,10 @@
 """The models of the papers, with ImageNet's 1000 classes.
 
-Source: ``S/16`` and its like are the dense models of Soft MoE (section 3.3) and its released code, the
-``soft-`` ones its section 3.4: MoE in the last half of the blocks, one slot per expert. The ``vmoe-`` ones
-are V-MoE's (sections 3.1 and 3.6, table 2) with the released configs' class token, tanh layer and S of 8
-blocks; the size of ``vmoe-15B`` is not printed: this one has the printed 14.7B parameters.
+Source: the dense models (``S/16``, ..) are those of Soft MoE (section 3.3) and its released code; the
+``soft-`` models are those of its section 3.4: MoE in the last half of the blocks, one slot per expert. The
+``vmoe-`` models are V-MoE's (sections 3.1 and 3.6, table 2), with the class token, the tanh layer and the 8
+blocks of S of the released configs. The paper does not print the sizes of ``vmoe-15B``; ours have the printed
+14.7B parameters.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a router decides: which tokens enter which expert slot, and how outputs are mixed back.
+"""The contract between routers and the MoE layer: dispatch to expert slots, combine, losses and statistics.
 
 A `Routing` turns tokens into a static, expert-major buffer of slots and back again:
 
@@ -12,60 +12,52 @@ Dimensions used in `moe/`:
 Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", eq. 2 and 5.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
-class Routing(Protocol):
-    """The contract between routers and the MoE layer. All shapes are static in G, S, E, C."""
+@dataclass(frozen=True, kw_only=True)
+class Routing(ABC):
+    """The result of a router. All shapes are static in G, S, E and C.
 
-    @property
-    def aux_G(self) -> Tensor:
-        """Auxiliary loss of each group, weighted by the router's config; zeros where there is none."""
-        ...
+    Attributes:
+        gates_GSE: weight of each expert in each token's combination, before any token is dropped.
+        load_GE: number of tokens that choose each expert (soft routing: mass assigned to it); detached.
+        aux_G: auxiliary loss of each group, weighted by the router's config; zeros if the router has none.
+        stats: detached scalars to log, with the keys of `routing_stats`, the same for every router.
+        kept_GE: boolean mask of the experts whose outputs are combined; None if all are.
+    """
 
-    @property
-    def stats(self) -> Mapping[str, Tensor]:
-        """Detached scalars to log: the keys of `moe.stats.routing_stats`, the same for every router."""
-        ...
+    gates_GSE: Tensor
+    load_GE: Tensor
+    aux_G: Tensor
+    stats: Mapping[str, Tensor]
+    kept_GE: Tensor | None = None
 
-    @property
-    def gates_GSE(self) -> Tensor:
-        """How much each token's combination gives to each expert, before any dropping."""
-        ...
-
-    @property
-    def load_GE(self) -> Tensor:
-        """Tokens that want (soft: mass that goes to) each expert; detached."""
-        ...
-
-    @property
-    def kept_GE(self) -> Tensor | None:
-        """Booleans: experts whose outputs are combined; None if all are."""
-        ...
-
+    @abstractmethod
     def only(self, expert_GK: Tensor) -> Self:
-        """The same for K experts of each group: block k of what it dispatches and combines, (K, G*C, D),
-        belongs to expert_GK[g, k] in the rows of group g.
+        """Restricts the routing to K experts of each group.
+
+        Its buffers are (K, G*C, D): block k holds, in the rows of group g, the slots of expert_GK[g, k].
         """
-        ...
 
+    @abstractmethod
     def dispatch(self, x_GSD: Tensor) -> Tensor:
-        """(G, S, D) -> (E, G*C, D)."""
-        ...
+        """Fills the slots: (G, S, D) -> (E, G*C, D)."""
 
+    @abstractmethod
     def combine(self, y_END: Tensor) -> Tensor:
-        """(E, G*C, D) -> (G, S, D)."""
-        ...
+        """Mixes slot outputs back into tokens: (E, G*C, D) -> (G, S, D)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherRouting:
-    """Every slot holds at most one whole token (token choice, expert choice).
+class GatherRouting(Routing):
+    """A routing whose slots hold at most one whole token (token choice, expert choice).
 
     Attributes:
         token_GEC: index of the token in the slot; ``S`` marks an empty slot.
@@ -74,22 +66,17 @@ class GatherRouting:
 
     token_GEC: Tensor
     weight_GEC: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
         return replace(
             self,
-            token_GEC=_of_experts(self.token_GEC, 1, expert_GK),
-            weight_GEC=_of_experts(self.weight_GEC, 1, expert_GK),
+            token_GEC=_select_experts(self.token_GEC, 1, expert_GK),
+            weight_GEC=_select_experts(self.weight_GEC, 1, expert_GK),
         )
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         D = x_GSD.shape[-1]
-        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)  # row S: the empty slots' token
+        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)  # row S fills empty slots
         return x_padded.flatten(0, 1).index_select(0, self._rows_EN()).view(self.token_GEC.shape[1], -1, D)
 
     def combine(self, y_END: Tensor) -> Tensor:
@@ -100,15 +87,15 @@ class GatherRouting:
         return out.view(G, S + 1, -1)[:, :S]
 
     def _rows_EN(self) -> Tensor:
-        """Slots' tokens as rows of the padded (G * (S + 1), D), expert-major; flat."""
+        """Row of each slot's token in the padded (G * (S + 1), D), expert-major and flat."""
         G, S, _ = self.gates_GSE.shape
         offset_G = torch.arange(G, device=self.token_GEC.device) * (S + 1)
         return (self.token_GEC + offset_G[:, None, None]).transpose(0, 1).flatten()
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftRouting:
-    """Every slot is a mix of all tokens, every token a mix of all slots.
+class SoftRouting(Routing):
+    """A routing whose slots are mixes of all tokens, and whose tokens are mixes of all slots.
 
     Attributes:
         dispatch_GSEC: sums to 1 over S.
@@ -117,17 +104,12 @@ class SoftRouting:
 
     dispatch_GSEC: Tensor
     combine_GSEC: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
         return replace(
             self,
-            dispatch_GSEC=_of_experts(self.dispatch_GSEC, 2, expert_GK),
-            combine_GSEC=_of_experts(self.combine_GSEC, 2, expert_GK),
+            dispatch_GSEC=_select_experts(self.dispatch_GSEC, 2, expert_GK),
+            combine_GSEC=_select_experts(self.combine_GSEC, 2, expert_GK),
         )
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
@@ -140,22 +122,17 @@ class SoftRouting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseRouting:
-    """Every expert sees every token (C = S); only the mix of their outputs is routed.
+class DenseRouting(Routing):
+    """A routing whose experts process every token (C = S); only the mix of their outputs is routed.
 
     Attributes:
         weight_GSE: weight of each expert's output; sums to 1 over E, unless experts are left out.
     """
 
     weight_GSE: Tensor
-    gates_GSE: Tensor
-    load_GE: Tensor
-    aux_G: Tensor
-    stats: Mapping[str, Tensor]
-    kept_GE: Tensor | None = None
 
     def only(self, expert_GK: Tensor) -> Self:
-        return replace(self, weight_GSE=_of_experts(self.weight_GSE, 2, expert_GK))
+        return replace(self, weight_GSE=_select_experts(self.weight_GSE, 2, expert_GK))
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         return x_GSD.flatten(0, 1).expand(self.weight_GSE.shape[-1], -1, -1)
@@ -166,13 +143,75 @@ class DenseRouting:
         return torch.einsum("gse,egsd->gsd", self.weight_GSE.to(y_END.dtype), y_EGSD)
 
 
-def _of_experts(x: Tensor, dim: int, expert_GK: Tensor) -> Tensor:
-    """Each group's own K of the E along `dim`."""
+def _select_experts(x: Tensor, dim: int, expert_GK: Tensor) -> Tensor:
+    """Selects each group's own K of the E experts along `dim`."""
     shape = [1] * x.ndim
     shape[0], shape[dim] = expert_GK.shape
     return x.take_along_dim(expert_GK.view(shape), dim)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Router maths runs in float32 under bf16 weights, and in float64 where the model does."""
+    """Casts to float32 at least: routers compute in float32 under bf16 weights, in float64 in fp64 models."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def routing_stats(
+    *,
+    gates_GSE: Tensor,
+    load_GE: Tensor,
+    chosen_GS: Tensor,
+    seats_GS: Tensor,
+    valid_GS: Tensor,
+    flip_G: Tensor | None = None,
+    residual_G: Tensor | None = None,
+    slot_similarity_G: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Computes detached float32 scalars over the valid tokens of all groups.
+
+    Groups that consist of padding are left out.
+
+    Args:
+        gates_GSE: weight of each expert in each token's combination, summing to 1 over E.
+        load_GE: number of tokens that choose each expert (soft routing: slot mass), whatever the capacity.
+        chosen_GS: number of experts that the token chooses or that choose it, before capacity.
+        seats_GS: number of slots that hold the token.
+        valid_GS: 1 for real tokens, 0 for padding.
+        flip_G: share of the group's choices that router noise changed; None without noise.
+        residual_G: largest violation of the transport plan's constraints; None for softmax affinities.
+        slot_similarity_G: mean cosine between the dispatch weights of two slots; None for whole tokens.
+
+    Returns:
+        ``unchosen_frac``: tokens that no expert would process even with unlimited capacity;
+        ``dropped_frac``: tokens that no expert processes; ``load_mean``, ``load_cv``, ``load_min``,
+        ``load_max``: the experts' load, averaged over groups; ``seats_mean``, ``seats_max``: slots per token,
+        the maximum averaged over groups; ``gate_entropy_nats``; ``flip_frac``, ``transport_residual`` and
+        ``slot_similarity``: 0 where the argument is None.
+    """
+    gates_GSE, load_GE = gates_GSE.detach(), at_least_fp32(load_GE.detach())
+    valid_GS = valid_GS.to(torch.float32)  # a bf16 mask would round the counts
+    tokens = valid_GS.sum().clamp(min=1)
+    filled_G = valid_GS.amax(1)
+    groups = filled_G.sum().clamp(min=1)
+    mean_G = load_GE.mean(-1)
+
+    def over_tokens(value_GS: Tensor) -> Tensor:
+        return (value_GS * valid_GS).sum() / tokens
+
+    def over_groups(value_G: Tensor | None) -> Tensor:
+        return filled_G.new_zeros(()) if value_G is None else (value_G.detach() * filled_G).sum() / groups
+
+    stats = {
+        "unchosen_frac": over_tokens((chosen_GS == 0).float()),
+        "dropped_frac": over_tokens((seats_GS == 0).float()),
+        "load_mean": over_groups(mean_G),
+        "load_cv": over_groups(load_GE.std(-1, correction=0) / mean_G.clamp(min=1e-9)),
+        "load_min": over_groups(load_GE.amin(-1)),
+        "load_max": over_groups(load_GE.amax(-1)),
+        "seats_mean": over_tokens(seats_GS.float()),
+        "seats_max": over_groups((seats_GS * valid_GS).amax(1)),
+        "gate_entropy_nats": over_tokens(-(gates_GSE * gates_GSE.clamp(min=1e-30).log()).sum(-1)),
+        "flip_frac": over_groups(flip_G),
+        "transport_residual": over_groups(residual_G),
+        "slot_similarity": over_groups(slot_similarity_G),
+    }
+    return {name: value.float() for name, value in stats.items()}

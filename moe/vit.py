@@ -1,7 +1,7 @@
 """A pre-norm Vision Transformer with optional MoE blocks.
 
-Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) and V-MoE (Riquelme et al. 2021) as
-their released code has them: LayerNorm with epsilon 1e-6, tanh GELU, a head that starts at zero.
+Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) and V-MoE (Riquelme et al. 2021), as
+in their released code: LayerNorm with epsilon 1e-6, tanh GELU, a head that starts at zero.
 """
 
 import math
@@ -12,26 +12,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.block import Block
-from moe.dense import AttentionPooling, Head, sincos2d
+from moe.dense import MLP, Attention, AttentionPooling, ConvStem, Head, sincos2d, stem_channels
 from moe.init import Draw, init_weights, normal, zeros
-from moe.layer import MoEConfig
+from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import Routing
-from moe.stem import ConvStem, stem_channels
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Attributes:
-    stem: how patches become tokens: by convolutions (see `moe.stem`). None: by one projection.
-    pooling: what the head sees: the mean of the tokens, a class token (the first of them, routed like any
-        other), or the answer of a learned probe that attends to them.
-    position: a learned embedding covers the class token; ``sincos2d`` leaves it out.
-    representation_size: width of a tanh layer between pooling and head; None is no such layer.
-    qk_norm: layer-normalised queries and keys, as Soft MoE; V-MoE has none.
-    head_bias: its initial value. The authors' sigmoid losses start from -ln(num_classes) or -10; a softmax
-        does not see it.
+    """A Vision Transformer; with `moe`, some of its blocks have experts in place of the MLP.
+
+    Attributes:
+        stem: ``conv`` makes tokens by convolutions (`moe.dense.ConvStem`); None by one projection per patch.
+        pooling: the head's input: the mean of the tokens (``gap``), a class token (``token``: the first,
+            routed like any other), or the output of a learned probe that attends to the tokens (``map``).
+        position: position embedding. The learned one covers the class token, ``sincos2d`` does not.
+        representation_size: width of a tanh layer between pooling and head; None for no such layer.
+        qk_norm: layer-normalises queries and keys, as in Soft MoE; V-MoE does not.
+        head_bias: initial bias of the head. The authors' sigmoid losses start from -ln(num_classes) or -10;
+            a softmax loss is not affected.
     """
 
     image_size: int = 224
@@ -73,10 +73,11 @@ class ViTConfig:
         return self.image_size // self.patch_size
 
     def tokens(self) -> int:
-        """Tokens per image, a class token among them."""
+        """Tokens per image, including a class token."""
         return self.grid() ** 2 + (self.pooling == "token")
 
     def moe_blocks(self) -> tuple[int, ...]:
+        """Indices of the MoE blocks."""
         return self.moe.blocks(self.depth) if self.moe else ()
 
     def family(self) -> str:
@@ -92,7 +93,7 @@ class ViTConfig:
         return f"{affinity.kind}_{router.kind}"
 
     def expert_dim(self) -> int:
-        """Hidden units of an expert."""
+        """Hidden units per expert."""
         return (self.moe and self.moe.expert_dim) or self.mlp_dim
 
     def slots(self) -> int:
@@ -104,11 +105,13 @@ class ViTConfig:
 
 
 class Output(NamedTuple):
-    """Attributes:
-    logits: (B, num_classes).
-    aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
-    stats: name -> (MoE layers,), detached.
-    routings: one per MoE layer if asked for, else ().
+    """The output of a forward pass.
+
+    Attributes:
+        logits: (B, num_classes).
+        aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
+        stats: routing statistics, name -> (MoE layers,), detached.
+        routings: one routing per MoE layer if requested, else ().
     """
 
     logits: Tensor
@@ -117,14 +120,51 @@ class Output(NamedTuple):
     routings: tuple[Routing, ...]
 
 
+class Block(nn.Module):
+    """Attention, then an MLP or experts, each behind a norm and with a skip connection.
+
+    `hidden` is the number of hidden units of the MLP or of each expert; `index` is the block's position.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, *, heads: int, qk_norm: bool, moe: MoEConfig | None, index: int
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attention = Attention(width, heads, qk_norm=qk_norm)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.residual = not moe or moe.residual
+        self.mlp = MoELayer(moe, dim=width, hidden=hidden, block=index) if moe else MLP(width, hidden)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        valid_B: Tensor,
+        keys_B: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        return_routing: bool = False,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Routing | None]:
+        """Returns x, the auxiliary loss, statistics, and the routing if it is requested.
+
+        All but the routing are plain tensors, which FSDP hooks and activation checkpointing need.
+        """
+        x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
+        if not isinstance(self.mlp, MoELayer):
+            return x_BSD + self.mlp(self.norm2(x_BSD)), x_BSD.new_zeros((), dtype=torch.float32), {}, None
+        y_BSD, routing = self.mlp(self.norm2(x_BSD), valid_B, keys_B, overrides)
+        x_BSD = x_BSD + y_BSD if self.residual else y_BSD
+        return x_BSD, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None
+
+
 class ViT(nn.Module):
-    """Weights are drawn from `seed`, except on the meta device, where `init_weights` comes after sharding."""
+    """The model, with weights drawn from `seed`; on the meta device the caller runs `init_weights` later."""
 
     def __init__(self, config: ViTConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
         device, moe_blocks = torch.get_default_device(), config.moe_blocks()
-        with torch.device("meta"):  # torch's layers draw weights of their own, from the global generator
+        # On the meta device torch's layers do not draw weights from the global generator.
+        with torch.device("meta"):
             if config.stem:
                 self.embed = ConvStem(config.width, config.patch_size)
             else:
@@ -167,14 +207,14 @@ class ViT(nn.Module):
         routing_overrides: RoutingOverrides = AS_TRAINED,
         return_routings: bool = False,
     ) -> Output:
-        """images: (B, 3, H, W) in -1..1; a last incomplete routing group is filled up with padding.
+        """Classifies images (B, 3, H, W) in -1..1; an incomplete last routing group is padded.
 
         Args:
-            valid_B: 0 for padding, which must not take capacity; else 1.
-            keys_B: int64, seed router noise and expert dropout; None, as in evaluation, turns both off.
+            valid_B: 0 for padding images, which take no capacity, else 1; None: all are valid.
+            keys_B: int64 seeds of router noise and expert dropout; None, as in evaluation, turns both off.
 
         Raises:
-            ValueError: if an override names a block without experts, or the router refuses one.
+            ValueError: if an override names a block without experts, or the router refuses its value.
         """
         x_BD, aux, stats, routings = self.features(
             images, valid_B, keys_B, routing_overrides, return_routings
@@ -189,7 +229,7 @@ class ViT(nn.Module):
         routing_overrides: RoutingOverrides = AS_TRAINED,
         return_routings: bool = False,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
-        """`forward` without the head: (B, width or representation_size), then the rest of `Output`."""
+        """Returns the head's input, (B, width or representation_size), and the rest of `Output`."""
         check_overrides(self.config, routing_overrides)
         B = len(images)
         images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
@@ -211,7 +251,7 @@ class ViT(nn.Module):
     def whole_groups(
         self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """With the last routing group filled up."""
+        """Pads images, mask and keys to whole routing groups."""
         valid_B = images.new_ones(len(images)) if valid_B is None else valid_B
         missing = -len(images) % (self.config.moe.images_per_group if self.config.moe else 1)
         if missing:
@@ -220,8 +260,8 @@ class ViT(nn.Module):
         return images, valid_B, keys_B
 
     def embedded(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, S, D): what the first block sees."""
-        # contiguous, or every LayerNorm of the residual stream would copy its input
+        """Returns the first block's input: (B, 3, H, W) -> (B, S, D)."""
+        # Contiguous, or every LayerNorm of the residual stream would copy its input.
         x_BSD = self.embed(images).flatten(2).transpose(1, 2).contiguous()
         if self.config.position == "sincos2d":
             x_BSD = x_BSD + sincos2d(self.config.grid(), self.config.width, like=x_BSD)
@@ -232,7 +272,7 @@ class ViT(nn.Module):
         return x_BSD
 
     def pooled(self, x_BSD: Tensor) -> Tensor:
-        """(B, S, D) of the last norm -> (B, width or representation_size): what the head sees."""
+        """Pools the normalised tokens: (B, S, D) -> (B, width or representation_size), the head's input."""
         if self.config.pooling == "map":
             x_BD = self.pool(x_BSD)
         else:
@@ -241,9 +281,11 @@ class ViT(nn.Module):
 
 
 def check_overrides(config: ViTConfig, overrides: RoutingOverrides) -> None:
-    """Raises ValueError if the model has no such routing to override, or its router refuses the values."""
+    """Raises ValueError if the model has no routing to override, or `random_blocks` are not MoE blocks."""
     moe_blocks = config.moe_blocks()
     if not config.moe and overrides != AS_TRAINED:
         raise ValueError("a dense model has no routing to override")
     if dense := sorted(set(overrides.random_blocks).difference(moe_blocks)):
-        raise ValueError(f"random_blocks={dense} are no MoE blocks; those of this model are {moe_blocks}")
+        raise ValueError(
+            f"random_blocks={dense} are no MoE blocks; the MoE blocks of this model are {moe_blocks}"
+        )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe import RoutingOverrides, ViT, ViTConfig
-from moe.noise import mix, split
+from moe.init import mix, split
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from moe.routing import DenseRouting, GatherRouting, Routing, SoftRouting

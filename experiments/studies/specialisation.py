@@ -22,10 +22,9 @@ from experiments._draw import COLOURS
 from experiments.studies._digits import TESTED, accuracy_of, descend, digits
 from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 from moe import RoutingOverrides, SoftConfig
-from moe.experts import Experts
+from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED
-from moe.ragged import chosen_alone, run_chosen
 from moe.routers.soft import SoftRouter
 from orchestrator.errors import UsageError
 

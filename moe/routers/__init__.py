@@ -1,4 +1,4 @@
-"""The routers by config type. To add one: write its file, import it here, add its line to ROUTERS."""
+"""The routers by config type. To add a router, write its file, import it here and add its line to ROUTERS."""
 
 from typing import TYPE_CHECKING, Protocol, Union
 
@@ -19,19 +19,21 @@ ROUTERS: dict[type, type[nn.Module]] = {
 if TYPE_CHECKING:
 
     class RouterConfig(Protocol):
-        """A frozen dataclass, told from the others by `kind`."""
+        """A frozen dataclass; `kind` names the router."""
 
         @property
         def kind(self) -> str: ...
 
         def slots(self, *, num_tokens: int, num_experts: int) -> int:
-            """C: slots per expert in a group of `num_tokens`; ValueError if there can be none."""
+            """C: slots per expert in a group of `num_tokens`; raises ValueError if there can be none."""
             ...
 else:
-    RouterConfig = Union[tuple(ROUTERS)]  # what a codec walks  # noqa: UP007
+    RouterConfig = Union[tuple(ROUTERS)]  # for codecs  # noqa: UP007
 
 
 def build_router(config: RouterConfig, *, dim: int, num_experts: int) -> nn.Module:
-    """A module with ``forward(x_GSD, valid_GS, keys_GS, overrides, random_GS) -> Routing``; its weights
-    await `init_weights`."""
+    """Builds a module with ``forward(x_GSD, valid_GS, keys_GS, overrides, random_GS) -> Routing``.
+
+    Its weights are set by `init_weights`.
+    """
     return ROUTERS[type(config)](config, dim=dim, num_experts=num_experts)

@@ -1,28 +1,31 @@
-"""How much a token and an expert want each other: one of the two axes of the routers of one formula.
+"""The affinity of tokens and experts: the softmax over experts, or a transport plan that balances experts.
 
-The softmax over experts, or a transport plan that balances them. Source: Routers in Vision MoE, sections 2.1
-(eq. 6), 2.2 (eq. 8) and 2.5 (eq. 9).
+Source: Routers in Vision MoE, where affinity is one of two axes (the other is allocation: token or expert
+choice): sections 2.1 (softmax, eq. 6), 2.2 (Sinkhorn, eq. 8) and 2.5 (sparsity-constrained, eq. 9).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from moe.noise import normal, split
-from moe.routers.sinkhorn import sinkhorn_plan
+from moe.init import gaussian, split
 from moe.routers.sparse_transport import sparse_plan
 from moe.routing import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxConfig:
+    """The softmax of the logits over experts."""
+
     kind: Literal["softmax"] = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkhornConfig:
-    """Entropic transport of the logits; as many iterations as the authors' code."""
+    """Entropic transport of the logits, with as many iterations as the authors' code."""
 
     kind: Literal["sinkhorn"] = "sinkhorn"
     iterations: int = 20
@@ -50,13 +53,15 @@ AffinityConfig = SoftmaxConfig | SinkhornConfig | SparseTransportConfig
 
 
 class Gating(NamedTuple):
-    """Attributes:
-    logits_GSE: without noise.
-    noisy_GSE: what decides; the same tensor where there is no noise.
-    gates_GSE: softmax of the noisy logits over the experts.
-    plan_GSE: who meets whom goes by it; 0 in the rows of padding if it is a transport plan.
-    residual_G: how far the plan is from its constraints; None for the softmax.
-    clean_plan_GSE: the plan without noise; None where there is no noise.
+    """Logits, softmax and affinity of a group's tokens and experts.
+
+    Attributes:
+        logits_GSE: logits without noise.
+        noisy_GSE: logits that decide; the same tensor as `logits_GSE` without noise.
+        gates_GSE: softmax of the noisy logits over the experts.
+        plan_GSE: affinity that allocates tokens; the rows of padding are 0 if it is a transport plan.
+        residual_G: largest violation of the plan's constraints; None for the softmax.
+        clean_plan_GSE: affinity without noise; None if there is no noise.
     """
 
     logits_GSE: Tensor
@@ -72,24 +77,23 @@ def gating(
     x_GSD: Tensor,
     gate_DE: Tensor,
     valid_GS: Tensor,
-    *,
-    capacity: int,
-    noise_std: float,
     keys_GS: Tensor | None,
     random_GS: Tensor | None,
+    noise_std: float,
+    capacity: int,
 ) -> Gating:
-    """How much tokens and experts want each other; `capacity` is the most tokens of one expert.
+    """Computes the affinity of tokens and experts; `capacity` bounds the tokens of one expert.
 
-    `keys_GS` draw noise of standard deviation noise_std / E (V-MoE section 2.3); without them there is none.
-    `random_GS` draw N(0, 1) logits in place of x W.
+    `keys_GS` seed noise of standard deviation noise_std / E (V-MoE section 2.3); without keys there is none.
+    `random_GS` seed N(0, 1) logits in place of x W.
     """
     E = gate_DE.shape[1]
     logits_GSE = at_least_fp32(x_GSD) @ at_least_fp32(gate_DE)
     if random_GS is not None:
-        logits_GSE = normal(split(random_GS, E)).to(logits_GSE.dtype)
+        logits_GSE = gaussian(split(random_GS, E)).to(logits_GSE.dtype)
     noisy_GSE, clean_plan_GSE = logits_GSE, None
     if keys_GS is not None and noise_std:
-        noisy_GSE = logits_GSE + noise_std / E * normal(split(keys_GS, E)).to(logits_GSE.dtype)
+        noisy_GSE = logits_GSE + noise_std / E * gaussian(split(keys_GS, E)).to(logits_GSE.dtype)
         clean_plan_GSE, _ = _plan(affinity, logits_GSE, logits_GSE.softmax(-1), valid_GS, capacity)
     gates_GSE = noisy_GSE.softmax(-1)
     plan_GSE, residual_G = _plan(affinity, noisy_GSE, gates_GSE, valid_GS, capacity)
@@ -110,3 +114,83 @@ def _plan(
 def _check_iterations(iterations: int) -> None:
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
+
+
+def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    """Computes the entropic transport plan of tokens and experts by at most `iterations` updates.
+
+    Source: Routers in Vision MoE, eq. 8: argmax <P, logits> - <P, log P> over plans whose rows (tokens) sum
+    to 1 and whose columns (experts) sum to T/E. As in the authors' code, columns are updated first and rows
+    last; their code stops after 20 iterations outside the log domain, which overflows, and takes no gradient.
+
+    Computes in the dtype of the logits, float32 or float64, without a host sync. Rows of valid tokens sum to
+    1 exactly, rows of padding are zero. A converged group is frozen, so its plan depends neither on the
+    groups beside it nor on further iterations. The gradient is that of the converged plan: it is exact when
+    the residual is small, whatever the number of iterations, and can be taken once.
+
+    Args:
+        valid_GS: 1 for real tokens, 0 for padding; T counts the former.
+
+    Returns:
+        plan_GSE and residual_G, the largest deviation of a column sum from T/E, relative to T/E.
+    """
+    plan_GSE, residual_G = _sinkhorn(logits_GSE, valid_GS.bool(), iterations)
+    return plan_GSE, residual_G.detach()
+
+
+# One opaque operator, so that the graph of torch.compile does not grow with the iterations.
+@torch.library.custom_op("moe_frontier::sinkhorn", mutates_args=())
+def _sinkhorn(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    # A group of padding alone is solved as if it were valid and emptied at the end, which avoids log(0).
+    counted_GS1 = (valid_GS | ~valid_GS.any(1, keepdim=True)).unsqueeze(-1)
+    logits = logits_GSE.masked_fill(~valid_GS.unsqueeze(-1), 0.0)
+    target_G11 = counted_GS1.sum(1, keepdim=True).to(logits) / logits.shape[-1]
+    # The tolerance is above the rounding of a sum over thousands of tokens.
+    tolerance = torch.finfo(logits.dtype).eps ** 0.75
+    row_GS1 = torch.zeros_like(logits[..., :1])
+    column_G1E = torch.zeros_like(logits[:, :1])
+    active_G11 = torch.ones_like(target_G11, dtype=torch.bool)
+    for _ in range(iterations):
+        tokens_GSE = (logits + row_GS1).masked_fill(~counted_GS1, -math.inf)
+        update_G1E = target_G11.log() - tokens_GSE.logsumexp(1, keepdim=True)
+        # exp(column - update) is the current column sum divided by its target.
+        off_G11 = (column_G1E - update_G1E).expm1().abs().amax(-1, keepdim=True)
+        active_G11 = active_G11 & (off_G11 > tolerance)
+        column_G1E = torch.where(active_G11, update_G1E, column_G1E)
+        row_GS1 = -(logits + column_G1E).logsumexp(-1, keepdim=True)
+    plan_GSE = (logits + column_G1E).softmax(-1) * counted_GS1
+    residual_G = (plan_GSE.sum(1, keepdim=True) / target_G11 - 1).abs().amax((1, 2))
+    filled_G = valid_GS.any(1)
+    return plan_GSE * valid_GS.unsqueeze(-1), residual_G * filled_G
+
+
+@_sinkhorn.register_fake
+def _(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(logits_GSE), logits_GSE.new_empty(len(logits_GSE))
+
+
+def _save_plan(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output[0])
+
+
+def _implicit_gradient(ctx, grad_plan_GSE: Tensor, grad_residual_G: Tensor):
+    """Returns P * (R - u 1' - 1 v'), where u and v keep row and column sums fixed.
+
+    With u eliminated, v solves (diag(P' 1) - P' P) v = column sums of P * (R - row sums of P * R), singular
+    along v = 1. Adding T/E * 1 1' picks the v that sums to 0, without an error: both sides are orthogonal
+    to 1. The ridge, one rounding of the diagonal, is for plans of zeros and ones, with more flat directions.
+    """
+    (P_GSE,) = ctx.saved_tensors
+    R_GSE, E = grad_plan_GSE, P_GSE.shape[-1]
+    centred_GSE = P_GSE * (R_GSE - (P_GSE * R_GSE).sum(-1, keepdim=True))
+    column_GE = P_GSE.sum(1)
+    target_G11 = column_GE.sum(-1).clamp(min=1)[:, None, None] / E
+    ridge_GEE = (
+        torch.finfo(P_GSE.dtype).eps * target_G11 * torch.eye(E, dtype=P_GSE.dtype, device=P_GSE.device)
+    )
+    system_GEE = torch.diag_embed(column_GE) - P_GSE.mT @ P_GSE + target_G11 + ridge_GEE
+    v_GE1, _ = torch.linalg.solve_ex(system_GEE, centred_GSE.sum(1).unsqueeze(-1))
+    return centred_GSE - P_GSE * (v_GE1.mT - P_GSE @ v_GE1), None, None
+
+
+_sinkhorn.register_autograd(_implicit_gradient, setup_context=_save_plan)

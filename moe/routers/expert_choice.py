@@ -1,29 +1,29 @@
-"""Expert choice: every expert picks its C best tokens. Balanced by construction.
+"""Expert choice: every expert picks its C best tokens, so the load is balanced by construction.
 
 Source: Zhou et al. 2022, https://arxiv.org/abs/2202.09368; Routers in Vision MoE, section 2.3 and algorithm
-2; with a Sinkhorn plan in place of the softmax section 2.4, with a sparsity-constrained one section 2.5.
+2; with a Sinkhorn plan in place of the softmax, section 2.4; with a sparsity-constrained plan, section 2.5.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers.affinity import AffinityConfig, SoftmaxConfig, SparseTransportConfig, gating
-from moe.routers.capacity import CapacityConfig
-from moe.routers.gather import gather_routing
+from moe.routers.choice import CapacityConfig, GatedRouter, gather_routing
 from moe.routing import GatherRouting
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig(CapacityConfig):
-    """Attributes:
-    affinity: what experts choose by.
-    combine: weigh outputs by the softmax (Routers, section 2.2) or by the affinity itself.
-    noise_std: of the training noise on the logits, over E.
+    """Expert choice.
+
+    Attributes:
+        affinity: the score by which experts pick.
+        combine: weigh outputs by the softmax (Routers, section 2.2) or by the affinity itself.
+        noise_std: standard deviation of the training noise on the logits, times E.
     """
 
     kind: Literal["expert_choice"] = "expert_choice"
@@ -52,15 +52,10 @@ class ExpertChoiceConfig(CapacityConfig):
         return slots
 
 
-class ExpertChoiceRouter(nn.Module):
+class ExpertChoiceRouter(GatedRouter):
     def __init__(self, config: ExpertChoiceConfig, *, dim: int, num_experts: int) -> None:
-        super().__init__()
+        super().__init__(dim, num_experts)
         self.config = config
-        self.num_experts = num_experts
-        self.gate_DE = nn.Parameter(torch.empty(dim, num_experts))
-
-    def draws(self) -> dict[str, Draw]:
-        return {"gate_DE": lecun_normal(self.gate_DE.shape[0])}
 
     def forward(
         self,
@@ -73,14 +68,7 @@ class ExpertChoiceRouter(nn.Module):
         config = overrides.apply(self.config)
         capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
         gated = gating(
-            config.affinity,
-            x_GSD,
-            self.gate_DE,
-            valid_GS,
-            capacity=capacity,
-            noise_std=config.noise_std,
-            keys_GS=keys_GS,
-            random_GS=random_GS,
+            config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
         )
         gates_GSE = gated.gates_GSE
         token_GEC = best_tokens(gated.plan_GSE, valid_GS, capacity)
@@ -102,15 +90,15 @@ class ExpertChoiceRouter(nn.Module):
 
 
 def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
-    """Each expert's best tokens, best first, ties to the earlier one; token_GEC as in `GatherRouting`."""
+    """Returns each expert's best tokens, best first, ties to the earlier token, as token_GEC."""
     valid_GES = valid_GS.bool().unsqueeze(1).expand(-1, affinity_GSE.shape[-1], -1)
-    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)  # padding comes last
+    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)  # padding is last
     picked_GEC = preference_GES.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
     return torch.where(valid_GES.gather(2, picked_GEC), picked_GEC, valid_GS.shape[1])
 
 
 def flip_share(clean_GEC: Tensor, noisy_GEC: Tensor, num_tokens: int) -> Tensor:
-    """Share of the experts' picks that noise replaces by others, (G,)."""
+    """Returns the share of the experts' picks that noise changes, (G,)."""
     G, E, _ = clean_GEC.shape
     still_GES = torch.zeros(G, E, num_tokens + 1, device=clean_GEC.device).scatter(2, noisy_GEC, 1.0)
     picked_GEC = (clean_GEC < num_tokens).float()

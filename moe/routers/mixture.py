@@ -1,7 +1,8 @@
-"""Dense mixtures: every expert runs on every token, the router only weighs their outputs.
+"""Dense mixtures: every expert processes every token, and the router only weighs their outputs.
 
-Source: the calmops article "SoftMoE: Beyond Hard Expert Selection", whose code does not run; here each of its
-variants does what its text says. It is n times the work of one expert, has no slots, and is not Soft MoE.
+Source: the calmops article "SoftMoE: Beyond Hard Expert Selection". Its code does not run; the variants here
+follow its text. A mixture of n experts does n times the work of one expert, has no slots, and is not Soft
+MoE.
 """
 
 from dataclasses import dataclass
@@ -10,21 +11,22 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe.init import Draw, constant, lecun_normal
-from moe.noise import mix, normal, split
+from moe.init import Draw, constant, gaussian, lecun_normal, mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import DenseRouting, at_least_fp32
-from moe.stats import routing_stats
+from moe.routing import DenseRouting, at_least_fp32, routing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """Attributes:
-    level: each token weighs the experts (``token``); the mean of its routing group does, for all its
-        tokens (``image``: groups are images unless images_per_group says otherwise); each token weighs
-        `clusters` of experts, then the experts within each (``hierarchical``).
-    temperature, temperature_decay, temperature_min: logits are divided by
-        max(temperature_min, temperature * temperature_decay ** step): below 1 the mixture hardens.
+    """A dense mixture.
+
+    Attributes:
+        level: ``token``: each token weighs the experts; ``image``: the mean token of a routing group weighs
+            them for all its tokens (a group is an image if images_per_group is 1); ``hierarchical``: each
+            token weighs `clusters` of experts, and then the experts within each cluster.
+        temperature, temperature_decay, temperature_min: logits are divided by
+            max(temperature_min, temperature * temperature_decay ** step); a decay below 1 sharpens the
+            mixture.
     """
 
     kind: Literal["mixture"] = "mixture"
@@ -41,7 +43,7 @@ class MixtureConfig:
         if self.temperature < self.temperature_min:
             raise ValueError(
                 f"temperature={self.temperature} is below temperature_min={self.temperature_min};"
-                " lower that, too"
+                " lower temperature_min too"
             )
         if not 0 < self.temperature_decay <= 1:
             raise ValueError(f"temperature_decay must lie in (0, 1], got {self.temperature_decay}")
@@ -55,12 +57,12 @@ class MixtureConfig:
         return num_tokens
 
     def temperature_at(self, step: int) -> float:
-        """Of update `step`, from 0."""
+        """Temperature of update `step`, counted from 0."""
         return max(self.temperature_min, self.temperature * self.temperature_decay**step)
 
 
 class MixtureRouter(nn.Module):
-    """The temperature is a buffer: `anneal` moves it during training, and checkpoints keep it."""
+    """The router; its temperature is a buffer, which `anneal` changes in training and checkpoints keep."""
 
     temperature: Tensor
 
@@ -107,7 +109,7 @@ class MixtureRouter(nn.Module):
             gates_GSE = (logits_GSE / self.temperature).softmax(-1).expand(G, S, E)
         load_GE = (gates_GSE.detach() * valid_GS1).sum(1)
         kept_GE = overrides.kept(load_GE)
-        all_GS = torch.full_like(valid_GS, E, dtype=torch.float32)  # every expert sees every token
+        all_GS = torch.full_like(valid_GS, E, dtype=torch.float32)
         return DenseRouting(
             weight_GSE=gates_GSE if kept_GE is None else gates_GSE * kept_GE.unsqueeze(1),
             gates_GSE=gates_GSE,
@@ -123,11 +125,13 @@ class MixtureRouter(nn.Module):
 def _logits(x_GSD: Tensor, gate: Tensor, random_GS: Tensor | None) -> Tensor:
     if random_GS is None:
         return x_GSD @ at_least_fp32(gate)
-    return normal(split(random_GS, gate.shape[1])).to(x_GSD.dtype)
+    return gaussian(split(random_GS, gate.shape[1])).to(x_GSD.dtype)
 
 
 def hierarchical(logits_GSE: Tensor, cluster_GSQ: Tensor) -> Tensor:
-    """softmax over clusters x softmax within each; the flat softmax if clusters are the log-sum-exp of
-    theirs."""
+    """Returns softmax over clusters x softmax within clusters.
+
+    It equals the flat softmax if each cluster's logit is the log-sum-exp of its experts' logits.
+    """
     within_GSQE = logits_GSE.unflatten(-1, (cluster_GSQ.shape[-1], -1)).softmax(-1)
     return (cluster_GSQ.softmax(-1).unsqueeze(-1) * within_GSQE).flatten(-2)

@@ -1,9 +1,9 @@
 """Soft MoE: slots are convex mixes of tokens; nothing is dropped, nothing to balance.
 
 Source: Puigcerver et al. 2023, "From Sparse to Soft Mixtures of Experts", https://arxiv.org/abs/2308.00951,
-algorithms 1 and 2; ablations of section 3.6. Two things follow the authors' code where the text differs: the
-l2 norm has its epsilon under the root, and it touches only the logits: the experts see the tokens as they
-came. Slot i belongs to expert i // C, as in the text.
+algorithms 1 and 2; ablations of section 3.6. Where the text differs, two things follow the authors' code: the
+l2 norm has its epsilon under the root, and only the logits are normalised: experts process mixes of the
+tokens themselves. Slot i belongs to expert i // C, as in the text.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,27 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe.init import Draw, constant, lecun_normal
-from moe.noise import normal, split
+from moe.init import Draw, constant, gaussian, lecun_normal, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import SoftRouting, at_least_fp32
-from moe.stats import routing_stats
+from moe.routing import SoftRouting, at_least_fp32, routing_stats
 
 Mix = Literal["soft", "uniform", "identity"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoftConfig:
-    """Attributes:
-    slots_per_expert: slots of one expert; `total_slots`, over all experts, takes its place if given.
-    normalize: l2-normalise tokens and slot parameters, times a learned scale (section 2.3): with the
-        epsilon of the authors' code (``vmoe``), of algorithm 2 (``paper``), or not at all (``none``).
-    dispatch, combine: learned; the mean of all; or token i <-> slot i, which needs as many slots as tokens.
-    noise_std: of training noise on the logits, not over E.
+    """Soft MoE and its ablations.
+
+    Attributes:
+        slots_per_expert: slots of each expert.
+        total_slots: slots of all experts together; replaces `slots_per_expert` if it is set.
+        normalize: l2-normalise tokens and slot parameters, times a learned scale (section 2.3), with the
+            epsilon of the authors' code (``vmoe``) or of algorithm 2 (``paper``); ``none`` does not
+            normalise.
+        scale_init: initial value of the learned scale.
+        dispatch, combine: learned weights (``soft``), equal weights (``uniform``), or token i <-> slot i
+            (``identity``), which needs as many slots as tokens.
+        noise_std: standard deviation of the training noise on the logits; it is not divided by E.
     """
 
     kind: Literal["soft"] = "soft"
@@ -48,7 +52,7 @@ class SoftConfig:
             raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert; the number of tokens matters to ``identity`` alone.
+        """C: slots per expert; only ``identity`` depends on the number of tokens.
 
         Raises:
             ValueError: if `total_slots` does not divide over the experts, or ``identity`` does not fit.
@@ -69,7 +73,7 @@ class SoftConfig:
         return self.total_slots // num_experts
 
     def learned(self) -> bool:
-        """Whether there is anything to learn in the router."""
+        """Whether the router has parameters."""
         return "soft" in (self.dispatch, self.combine)
 
 
@@ -86,7 +90,8 @@ class SoftRouter(nn.Module):
     def draws(self) -> dict[str, Draw]:
         if not self.config.learned():
             return {}
-        dim, num_experts, _ = self.phi_DEC.shape  # the authors' initialiser counts the experts into the fan
+        # The authors' initialiser includes the experts in the fan.
+        dim, num_experts, _ = self.phi_DEC.shape
         return {"phi_DEC": lecun_normal(dim * num_experts), "scale": constant(self.config.scale_init)}
 
     def forward(
@@ -108,9 +113,9 @@ class SoftRouter(nn.Module):
         kept_GE = overrides.kept(load_GE)
         if kept_GE is not None:
             combine_GSEC = combine_GSEC * kept_GE[:, None, :, None]
-        # all slots see all tokens
-        everywhere_GS = torch.full_like(valid_GS, self.shape[0] * self.shape[1], dtype=torch.float32)
-        one_GS = torch.ones_like(valid_GS)
+        # Every slot mixes all tokens; with `identity` it holds one token.
+        slots = 1 if config.dispatch == "identity" else self.shape[0] * self.shape[1]
+        seats_GS = torch.full_like(valid_GS, slots, dtype=torch.float32)
         return SoftRouting(
             dispatch_GSEC=dispatch_GSEC,
             combine_GSEC=combine_GSEC,
@@ -121,8 +126,8 @@ class SoftRouter(nn.Module):
             stats=routing_stats(
                 gates_GSE=gates_GSE,
                 load_GE=load_GE,
-                chosen_GS=one_GS if config.dispatch == "identity" else everywhere_GS,
-                seats_GS=one_GS if config.dispatch == "identity" else everywhere_GS,
+                chosen_GS=seats_GS,
+                seats_GS=seats_GS,
                 valid_GS=valid_GS,
                 slot_similarity_G=mean_cosine(dispatch_GSEC.detach().flatten(2)),
             ),
@@ -136,16 +141,16 @@ class SoftRouter(nn.Module):
         logits_GSEC = torch.einsum("gsd,dec->gsec", unit_x, unit_phi)
         slots = self.shape[0] * self.shape[1]
         if random_GS is not None:
-            logits_GSEC = normal(split(random_GS, slots)).view_as(logits_GSEC).to(logits_GSEC.dtype)
+            logits_GSEC = gaussian(split(random_GS, slots)).view_as(logits_GSEC).to(logits_GSEC.dtype)
         if keys_GS is not None and self.config.noise_std:
-            noise = normal(split(keys_GS, slots)).view_as(logits_GSEC)
+            noise = gaussian(split(keys_GS, slots)).view_as(logits_GSEC)
             logits_GSEC = logits_GSEC + self.config.noise_std * noise.to(logits_GSEC.dtype)
         return logits_GSEC
 
     def _mix(
         self, mix: Mix, logits_GSEC: Tensor | None, x_GSD: Tensor, valid_GS: Tensor, *, over_tokens: bool
     ) -> Tensor:
-        """(G, S, E, C): weights over the valid tokens of a group for dispatch, over all slots for combine."""
+        """Returns weights (G, S, E, C) that sum to 1 over valid tokens (dispatch) or over slots (combine)."""
         G, S, _ = x_GSD.shape
         dtype = torch.promote_types(x_GSD.dtype, torch.float32)
         valid_GS11 = valid_GS.to(dtype)[..., None, None]
@@ -159,25 +164,25 @@ class SoftRouter(nn.Module):
         assert logits_GSEC is not None
         if not over_tokens:
             return logits_GSEC.flatten(2).softmax(-1).view_as(logits_GSEC)
-        # finite, so that a group of padding alone gives a uniform mix and not NaN
+        # Finite, so that a group of padding alone gives a uniform mix and not NaN.
         lowest = torch.finfo(torch.float32).min
         return logits_GSEC.masked_fill(~valid_GS.bool()[..., None, None], lowest).softmax(1)
 
 
 def l2_normalize(x: Tensor, *, dim: int) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6), the authors' normalisation; finite, with a finite gradient, at 0."""
+    """Returns x / sqrt(sum x^2 + 1e-6), as in the authors' code; value and gradient are finite at 0."""
     return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + 1e-6)
 
 
 def l2_normalize_as_printed(x: Tensor, *, dim: int) -> Tensor:
-    """x / (|x| + 1e-6), algorithm 2 of the paper; another result for tiny x."""
+    """Returns x / (|x| + 1e-6), algorithm 2 of the paper, which differs for tiny x."""
     return x / (torch.linalg.vector_norm(x, dim=dim, keepdim=True) + 1e-6)
 
 
 def mean_cosine(columns_GSN: Tensor) -> Tensor:
-    """Mean cosine between two different columns, (G,): 1 if all are alike, 0 if orthogonal (or only one).
+    """Mean cosine of pairs of columns, (G,): 1 if all are equal, 0 if orthogonal or if there is one column.
 
-    The sum over all pairs is the squared length of the sum of unit columns, so no (N, N) array is made.
+    The sum over all pairs is the squared length of the sum of unit columns, so no (N, N) array is needed.
     """
     N = columns_GSN.shape[-1]
     square_GN = columns_GSN.square().sum(1)

@@ -1,35 +1,40 @@
-"""Token choice: every token picks its K best experts, each of which has room for C tokens.
+"""Token choice: every token chooses its K best experts, each of which has room for C tokens.
 
 Source: Riquelme et al. 2021, "Scaling Vision with Sparse MoE", https://arxiv.org/abs/2106.05974: softmax,
-then top-k (section 2.3); buffer capacity (2.4); first choices before second ones (algorithm 1); batch
+then top-k (section 2.3); buffer capacity (2.4); first choices before second choices (algorithm 1); batch
 prioritized routing (section 4.1, algorithm 2). With a Sinkhorn plan in place of the softmax: Routers in
 Vision MoE, section 2.2, which uses no auxiliary loss.
+
+The auxiliary losses balance the experts. Each gives one value per group, the mean over its valid tokens; the
+caller averages. Squared coefficients of variation are var / mean^2 with the population variance, because the
+gradient of the standard deviation at zero variance is NaN.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
-from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
 from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig, gating
-from moe.routers.capacity import CapacityConfig
-from moe.routers.gather import gather_routing
-from moe.routers.losses import balance_loss, importance_loss, load_loss, z_loss
+from moe.routers.choice import CapacityConfig, GatedRouter, gather_routing
 from moe.routing import GatherRouting, at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenChoiceConfig(CapacityConfig):
-    """Attributes:
-    affinity: what tokens choose by.
-    combine: weigh outputs by the softmax (V-MoE; Routers, section 2.2) or by the affinity itself.
-    priority: who queues first when room is short: ``none`` the earlier token, ``max`` the token with the
-        largest affinity, ``sum`` the one with the largest sum over its choices (batch prioritized routing).
-    noise_std: of the training noise on the logits, over E.
-    importance_weight, load_weight, balance_weight, z_weight: of the auxiliary losses; load needs noise.
+    """Token choice.
+
+    Attributes:
+        affinity: the score by which tokens choose.
+        combine: weigh outputs by the softmax (V-MoE; Routers, section 2.2) or by the affinity itself.
+        priority: the token that is seated first: the earlier token (``none``), the token with the largest
+            affinity (``max``), or with the largest sum over its choices (``sum``; batch prioritized routing).
+        noise_std: standard deviation of the training noise on the logits, times E.
+        importance_weight, load_weight, balance_weight, z_weight: weights of the auxiliary losses; the load
+            loss needs noise.
     """
 
     kind: Literal["token_choice"] = "token_choice"
@@ -39,8 +44,8 @@ class TokenChoiceConfig(CapacityConfig):
     combine: Literal["softmax", "affinity"] = "softmax"
     priority: Priority = "none"
     noise_std: float = 1.0  # V-MoE section 2.3
-    importance_weight: float = 0.005  # this and the next: the authors' released configs
-    load_weight: float = 0.005
+    importance_weight: float = 0.005  # the authors' released configs
+    load_weight: float = 0.005  # likewise
     balance_weight: float = 0.0
     z_weight: float = 0.0
 
@@ -59,15 +64,10 @@ class TokenChoiceConfig(CapacityConfig):
         return self.capacity(num_tokens * self.k, num_experts)
 
 
-class TokenChoiceRouter(nn.Module):
+class TokenChoiceRouter(GatedRouter):
     def __init__(self, config: TokenChoiceConfig, *, dim: int, num_experts: int) -> None:
-        super().__init__()
+        super().__init__(dim, num_experts)
         self.config = config
-        self.num_experts = num_experts
-        self.gate_DE = nn.Parameter(torch.empty(dim, num_experts))
-
-    def draws(self) -> dict[str, Draw]:
-        return {"gate_DE": lecun_normal(self.gate_DE.shape[0])}
 
     def forward(
         self,
@@ -80,14 +80,7 @@ class TokenChoiceRouter(nn.Module):
         config = overrides.apply(self.config)
         capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
         gated = gating(
-            config.affinity,
-            x_GSD,
-            self.gate_DE,
-            valid_GS,
-            capacity=capacity,
-            noise_std=config.noise_std,
-            keys_GS=keys_GS,
-            random_GS=random_GS,
+            config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
         )
         gates_GSE, plan_GSE = gated.gates_GSE, gated.plan_GSE
         expert_GSK = top_experts(plan_GSE, config.k)
@@ -116,9 +109,9 @@ class TokenChoiceRouter(nn.Module):
 
 
 def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:
-    """Each token's k best experts, best first, ties to the lower index: (G, S, K).
+    """Returns each token's k best experts, best first, ties to the lower index: (G, S, K).
 
-    `argmax` gives the first of equals; `topk` gives any, and a stable sort costs more at small k.
+    `argmax` returns the first of equal values; `topk` returns any, and a stable sort is slower at small k.
     """
     left_GSE, best = affinity_GSE.detach(), []
     for _ in range(k):
@@ -128,7 +121,7 @@ def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:
 
 
 def queue_priority(affinity_GSE: Tensor, expert_GSK: Tensor, priority: Priority) -> Tensor | None:
-    """What decides who queues first; None for the order of the tokens."""
+    """Returns the score by which tokens queue, (G, S); None for the order of the tokens."""
     if priority == "max":
         return affinity_GSE.detach().amax(-1)
     if priority == "sum":
@@ -144,18 +137,19 @@ def fill_slots(
     num_experts: int,
     capacity: int,
 ) -> Tensor:
-    """Seats each assignment in its expert's queue: all first choices, then all second ones, each by
-    descending priority (ties to the earlier token) or in token order.
+    """Seats tokens in their experts' queues: all first choices, then all second choices, and so on.
 
-    V-MoE algorithms 1 and 2 without their loops: a stable sort by expert of the choice-major list keeps the
-    queue order, and an assignment's seat is its distance from the first of its expert. Padding tokens queue
-    for no expert.
+    Within a choice, tokens queue by descending priority (ties to the earlier token) or in token order.
+    Padding tokens queue for no expert. This is V-MoE algorithms 1 and 2 without their loops: a stable sort by
+    expert of the choice-major list keeps the queue order, and an assignment's seat is its distance from the
+    first assignment of its expert.
 
     Returns:
         token_GEC as in `GatherRouting`.
     """
     G, S, K = expert_GSK.shape
-    expert_GSK = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts)  # E: a queue to nowhere
+    # Padding queues for expert E, which does not exist.
+    expert_GSK = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts)
     place_GS = None if priority_GS is None else priority_GS.argsort(dim=1, descending=True, stable=True)
     if place_GS is not None:
         expert_GSK = expert_GSK.gather(1, place_GS.unsqueeze(-1).expand(-1, -1, K))
@@ -166,7 +160,8 @@ def fill_slots(
     )
     seat_GQ = torch.arange(K * S, device=expert_GQ.device) - first_GE.gather(1, sorted_GQ)
 
-    overflow = num_experts * capacity  # one slot more collects the dropped, and is then cut off
+    # One more slot collects the dropped assignments and is then cut off.
+    overflow = num_experts * capacity
     kept_GQ = (seat_GQ < capacity) & (sorted_GQ < num_experts)
     slot_GQ = torch.where(kept_GQ, sorted_GQ * capacity + seat_GQ, overflow)
     token_GQ = order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
@@ -175,7 +170,7 @@ def fill_slots(
 
 
 def auxiliary_loss(config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
-    """The weighted sum of each group, (G,)."""
+    """Returns the weighted sum of the losses of each group, (G,)."""
     logits_GSE, noisy_GSE, gates_GSE, *_ = gated
     noise = noisy_GSE is not logits_GSE
     aux_G = gates_GSE.new_zeros(len(gates_GSE))
@@ -193,7 +188,50 @@ def auxiliary_loss(config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -
 
 
 def flip_share(clean_GSK: Tensor, noisy_GSK: Tensor, valid_GS: Tensor) -> Tensor:
-    """Share of the valid tokens' choices that noise replaces by others, (G,)."""
+    """Returns the share of the valid tokens' choices that noise changes, (G,)."""
     still_GS = (clean_GSK.unsqueeze(-1) == noisy_GSK.unsqueeze(-2)).any(-1).float().mean(-1)
     valid_GS = at_least_fp32(valid_GS)
     return ((1 - still_GS) * valid_GS).sum(1) / valid_GS.sum(1).clamp(min=1)
+
+
+def importance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
+    """Squared coefficient of variation of the experts' summed gates without noise, (G, S, E) -> (G,).
+
+    It is 0 at perfect balance and E - 1 if all gates select one expert. Source: V-MoE appendix A; Routers,
+    appendix A.
+    """
+    return _squared_cv((gates_GSE * valid_GS.unsqueeze(-1)).sum(1))
+
+
+def load_loss(logits_GSE: Tensor, noisy_GSE: Tensor, valid_GS: Tensor, *, k: int, std: float) -> Tensor:
+    """Squared coefficient of variation of the experts' probability to be chosen if noise were drawn again.
+
+    A token's threshold is its k-th largest noisy logit. Source: Routers, appendix A, eq. 12-15, with the
+    standard deviation 1/E of V-MoE and of the authors' code, not the variance.
+    """
+    threshold_GS1 = noisy_GSE.topk(k, dim=-1).values[..., -1:]
+    chance_GSE = 0.5 * torch.erfc((threshold_GS1 - logits_GSE) / (std * 2**0.5))
+    return _squared_cv((chance_GSE * valid_GS.unsqueeze(-1)).sum(1))
+
+
+def balance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
+    """Returns E * sum_e (share of tokens whose first choice is e) * (mean gate of e); 1 at perfect balance.
+
+    Source: GShard; Switch, eq. 4. Only the mean gates have a gradient.
+    """
+    E = gates_GSE.shape[-1]
+    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    share_GS1 = (valid_GS / valid_GS.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+    first_GSE = F.one_hot(gates_GSE.detach().argmax(-1), E)
+    return E * ((first_GSE * share_GS1).sum(1) * (gates_GSE * share_GS1).sum(1)).sum(-1)
+
+
+def z_loss(logits_GSE: Tensor, valid_GS: Tensor) -> Tensor:
+    """Mean squared log-sum-exp of the logits, which keeps them small. Source: ST-MoE, eq. 5."""
+    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    z_GS = logits_GSE.logsumexp(-1).square() * valid_GS
+    return z_GS.sum(1) / valid_GS.sum(1).clamp(min=1)
+
+
+def _squared_cv(value_GE: Tensor) -> Tensor:
+    return value_GE.var(-1, correction=0) / value_GE.mean(-1).square().clamp(min=1e-9)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from moe.routers.capacity import CapacityConfig
+from moe.routers.choice import CapacityConfig
 from moe.vit import ViT, ViTConfig
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest

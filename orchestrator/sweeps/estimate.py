@@ -12,9 +12,9 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from moe.cost import expert_rows, forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
+from moe.dense import stem_channels
 from moe.parallel import check_layout
 from moe.routers import MixtureConfig, SoftConfig
-from moe.stem import stem_channels
 from moe.vit import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

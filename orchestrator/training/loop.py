@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.noise import mix
+from moe.init import mix
 from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from orchestrator.config import RunConfig, TrainConfig

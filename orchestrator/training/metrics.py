@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.noise import mix
+from moe.init import mix
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.data.stream import Bad, Batch

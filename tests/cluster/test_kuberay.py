@@ -1,4 +1,4 @@
-"""The Kubernetes files: by KubeRay's own schemas, where they are, and by what must hold of them anyway."""
+"""The Kubernetes files: KubeRay's schemas if they are there, declared resources, security, clean-up."""
 
 import json
 import os
@@ -11,10 +11,9 @@ import pytest
 import ray
 import yaml
 
-from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets, check_prices
+from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets
 
 FOLDER = CLUSTER / "kuberay"
-FILES = pytest.mark.parametrize("name", ["raycluster", "rayjob"])
 WHERE = (
     "set KUBERAY_CRDS to a folder with ray.io_rayclusters.yaml and ray.io_rayjobs.yaml: they are"
     " ray-operator/config/crd/bases/ of https://github.com/ray-project/kuberay, tag v1.7.0"
@@ -35,8 +34,8 @@ def shared() -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
 
-def pods(name: str) -> dict[str, dict[str, Any]]:
-    spec = cluster_of(name)
+def pods() -> dict[str, dict[str, Any]]:
+    spec = cluster_of("raycluster")
     workers = {group["groupName"]: group["template"]["spec"] for group in spec["workerGroupSpecs"]}
     return {"head": spec["headGroupSpec"]["template"]["spec"]} | workers
 
@@ -51,7 +50,7 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def unknown(value: Any, schema: dict[str, Any], at: str = "") -> list[str]:
-    """Paths that the schema does not have: the server would drop them without a word."""
+    """Paths that the schema does not have, which the server would drop silently."""
     if isinstance(value, list):
         return [
             path
@@ -73,41 +72,21 @@ def unknown(value: Any, schema: dict[str, Any], at: str = "") -> list[str]:
     ]
 
 
-@FILES
+@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
 def test_kuberays_schema_accepts_it(name):
     jsonschema.Draft202012Validator(schema(name)).validate(manifest(name))
     assert unknown(manifest(name), schema(name)) == []
 
 
-@FILES
-def test_mistakes_would_be_found(name):
-    wrong = manifest(name)
-    group = (wrong["spec"].get("rayClusterSpec") or wrong["spec"])["workerGroupSpecs"][0]
-    group["maxReplica"] = group.pop("maxReplicas")
-    group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"] = "four"
-    (where,) = unknown(wrong, schema(name))
-    assert where.endswith(".workerGroupSpecs[0].maxReplica")
-    found = {error.json_path for error in jsonschema.Draft202012Validator(schema(name)).iter_errors(wrong)}
-    assert len(found) == 2  # what is missing now, and a quantity that is none
-
-
-@FILES
-def test_prices_and_lines_to_fill_in(name):
-    check_prices(FOLDER / f"{name}.yaml", {"head": 1, "GPU": 6, "data": 2})
-    check_filled_in(FOLDER / f"{name}.yaml")
-    check_filled_in(FOLDER / "shared.yaml")
-
-
-def test_the_job_brings_up_the_same_cluster():
+def test_the_job_brings_up_the_same_cluster_with_the_pinned_ray():
     assert cluster_of("rayjob") == cluster_of("raycluster")
-
-
-def test_ray_is_the_pinned_one():
     assert cluster_of("raycluster")["rayVersion"] == ray.__version__
+    for name in ("raycluster", "rayjob", "shared"):
+        check_filled_in(FOLDER / f"{name}.yaml")
 
 
 def test_the_clusters_maximum_is_declared():
-    """Trials of a cluster with no worker up yet are checked against this."""
+    """Trials of a cluster without workers yet are checked against the declared maximum."""
     most = {"CPU": 0, "GPU": 0}
     for group in cluster_of("raycluster")["workerGroupSpecs"]:
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
@@ -117,14 +96,13 @@ def test_the_clusters_maximum_is_declared():
     assert json.loads(declared) == most
 
 
-@FILES
-def test_closed_by_default(name):
-    spec = cluster_of(name)
+def test_closed_by_default():
+    spec = cluster_of("raycluster")
     assert spec["authOptions"] == {"mode": "token", "secretName": "moe-frontier-token"}
     assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
     assert spec["headGroupSpec"]["enableIngress"] is False
     assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    for pod in pods(name).values():
+    for pod in pods().values():
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
@@ -132,24 +110,19 @@ def test_closed_by_default(name):
         (volume,) = [one for one in pod["volumes"] if one["name"] == "shm"]
         assert volume["emptyDir"]["medium"] == "Memory"
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-    check_no_secrets(manifest(name))
-    for one in shared().values():
-        check_no_secrets(one)
+    for document in (manifest("raycluster"), manifest("rayjob"), *shared().values()):
+        check_no_secrets(document)
 
 
 def test_only_the_head_has_the_password_and_the_right_to_start_pods():
-    for name, pod in pods("raycluster").items():
+    for name, pod in pods().items():
         from_secrets = [
             one["name"] for one in pod["containers"][0].get("env", []) if "secretKeyRef" in str(one)
         ]
         assert bool(from_secrets) == (name == "head")
         assert pod["serviceAccountName"] == f"moe-frontier-{'head' if name == 'head' else 'worker'}"
         assert ("ServiceAccount", pod["serviceAccountName"]) in shared()
-
-
-def test_a_pod_that_must_go_is_drained_first():
-    for name, pod in pods("raycluster").items():
-        if name != "head":
+        if name != "head":  # drained before it stops
             (_, _, script) = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
             assert script.startswith("timeout 10 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION")
             assert pod["terminationGracePeriodSeconds"] > 100
@@ -161,9 +134,8 @@ def test_the_job_tries_again_and_always_cleans_up():
     assert spec["submissionMode"] == "K8sJobMode"
     rules = spec["deletionStrategy"]["deletionRules"]
     assert {next(iter(rule["condition"].values())) for rule in rules} == {"SUCCEEDED", "FAILED", "Failed"}
-    assert {rule["policy"] for rule in rules} == {
-        "DeleteCluster"
-    }  # DeleteWorkers is refused beside autoscaling
+    # DeleteWorkers is refused together with autoscaling.
+    assert {rule["policy"] for rule in rules} == {"DeleteCluster"}
     assert spec["shutdownAfterJobFinishes"] is False
     assert spec["entrypoint"].startswith("python jobs/pareto_sweep.py ")
     assert spec["activeDeadlineSeconds"] > 0

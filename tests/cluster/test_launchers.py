@@ -1,4 +1,4 @@
-"""`ray up` files: by Ray's own checks, by the clouds' models of what they accept, by what they promise."""
+"""`ray up` files: Ray's own checks, the clouds' API descriptions, resources and security."""
 
 import json
 import re
@@ -10,21 +10,11 @@ import botocore.session
 import googleapiclient
 import pytest
 import yaml
-from botocore.model import ListShape, Shape, StringShape, StructureShape
 from botocore.validate import ParamValidator
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets, check_prices
+from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets
 
-MACHINES = {  # vCPUs and GPUs, from the clouds' lists of machine types
-    "m7i.xlarge": {"CPU": 4},
-    "m7i.4xlarge": {"CPU": 16},
-    "g5.xlarge": {"CPU": 4, "GPU": 1},
-    "n2-standard-4": {"CPU": 4},
-    "n2-standard-16": {"CPU": 16},
-    "a2-highgpu-1g": {"CPU": 12, "GPU": 1},
-}
-COUNTS = {"head": 1, "GPU": 6, "data": 2}
 BOTH = pytest.mark.parametrize("cloud", ["aws", "gcp"])
 
 
@@ -37,7 +27,7 @@ def commands(cloud: str) -> list[str]:
 
 
 def cluster_env(cloud: str, home: Path) -> dict[str, str]:
-    """What the first setup command leaves in the environment, when it is run as the launcher runs it."""
+    """Environment after the first setup command, which runs as the launcher runs it."""
     for command in (config(cloud)["setup_commands"][0], ". ~/cluster.env; env -0"):
         done = subprocess.run(
             ["bash", "-c", f"({command})"],
@@ -51,39 +41,31 @@ def cluster_env(cloud: str, home: Path) -> dict[str, str]:
 
 @BOTH
 def test_ray_accepts_it(cloud):
+    """Ray finds a typo; nothing in the file is secret or public; the shell can parse every command."""
     validate_config(prepare_config(config(cloud)))
-
-
-@BOTH
-def test_a_typo_would_be_found(cloud):
-    wrong = config(cloud) | {"idle_timeout": 3}
     with pytest.raises(Exception, match="idle_timeout"):
-        validate_config(prepare_config(wrong))
-
-
-@BOTH
-def test_prices_and_lines_to_fill_in(cloud):
-    check_prices(CLUSTER / f"{cloud}.yaml", COUNTS)
+        validate_config(prepare_config(config(cloud) | {"idle_timeout": 3}))
     check_filled_in(CLUSTER / f"{cloud}.yaml")
+    check_no_secrets(config(cloud))
+    assert "security_group" not in config(cloud)["provider"]  # Ray's would open port 22 to all
+    for line in commands(cloud):
+        subprocess.run(["bash", "-n"], input=f"true && ({line})", text=True, check=True)
 
 
 @BOTH
-def test_resources_are_those_of_the_machines_and_their_sum_is_declared(cloud, tmp_path):
+def test_the_sum_of_resources_is_declared(cloud, tmp_path):
     types = config(cloud)["available_node_types"]
     most = {"CPU": 0, "GPU": 0}
-    for name, one in types.items():
-        machine = one["node_config"].get("InstanceType") or one["node_config"]["machineType"]
-        has = {"CPU": 0} if name == "head" else MACHINES[machine]
-        assert one["resources"] == has
-        for resource, amount in has.items():
+    for one in types.values():
+        for resource, amount in one["resources"].items():
             most[resource] += amount * one.get("max_workers", 0)
+    assert types["head"]["resources"] == {"CPU": 0}
     assert json.loads(cluster_env(cloud, tmp_path)["MOE_FRONTIER_MAX_RESOURCES"]) == most
     assert config(cloud)["max_workers"] == sum(one.get("max_workers", 0) for one in types.values())
-    assert all(one.get("min_workers", 0) == 0 for one in types.values())
 
 
 @BOTH
-def test_every_ray_starts_with_token_authentication_and_the_dashboard_on_loopback(cloud, tmp_path):
+def test_every_ray_starts_with_a_token_and_the_dashboard_on_loopback(cloud, tmp_path):
     env = cluster_env(cloud, tmp_path)
     assert env["RAY_AUTH_MODE"] == "token"
     assert env["RAY_AUTH_TOKEN_PATH"] == f"{tmp_path}/.ray/auth_token"
@@ -95,30 +77,13 @@ def test_every_ray_starts_with_token_authentication_and_the_dashboard_on_loopbac
     assert all(line.startswith(". ~/cluster.env;") for line in starts)
     (head,) = [line for line in starts if "--head" in line]
     assert {"--dashboard-host=127.0.0.1", "--num-cpus=0"} <= set(head.split())
-
-
-@BOTH
-def test_nothing_secret_and_nothing_public(cloud):
-    check_no_secrets(config(cloud))
-    assert not (CLUSTER / f"{cloud}.yaml").read_text().count("aws_credentials")
-    assert "security_group" not in config(cloud)["provider"]  # Ray's would open port 22 to everybody
-
-
-@BOTH
-def test_the_shell_can_read_every_command(cloud):
-    for line in commands(cloud):
-        subprocess.run(["bash", "-n"], input=f"true && ({line})", text=True, check=True)
-
-
-@BOTH
-def test_workers_watch_for_the_notice(cloud):
     (watch,) = [line for line in config(cloud)["worker_start_ray_commands"] if "drain_on_notice.sh" in line]
     assert f"drain_on_notice.sh {cloud} " in watch
     assert config(cloud)["file_mounts"]["~/setup/drain_on_notice.sh"] == "cluster/drain_on_notice.sh"
 
 
 def test_ec2_knows_every_parameter():
-    """Each node type as Ray hands it to `create_instances`, by botocore's model of that call."""
+    """Each node type as Ray passes it to `create_instances`, checked by botocore's model of the call."""
     shape = (
         botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     )
@@ -126,41 +91,32 @@ def test_ec2_knows_every_parameter():
         asked = one["node_config"] | {"MinCount": 1, "MaxCount": 1, "SubnetId": "subnet-0", "KeyName": "key"}
         report = ParamValidator().validate(asked, shape)
         assert not report.has_errors(), report.generate_report()
-        check_choices(asked, shape)
     misspelt = asked | {"InstanceTyp": "g5.xlarge"}
     assert "InstanceTyp" in ParamValidator().validate(misspelt, shape).generate_report()
 
 
-def check_choices(value: Any, shape: Shape) -> None:
-    """botocore itself does not look whether a string is one of the known ones."""
-    if isinstance(shape, StructureShape):
-        for name, inner in value.items():
-            check_choices(inner, shape.members[name])
-    elif isinstance(shape, ListShape):
-        for inner in value:
-            check_choices(inner, shape.member)
-    elif isinstance(shape, StringShape) and shape.enum:
-        assert value in shape.enum
-
-
-def test_aws_nodes_are_closed_by_default():
-    types = config("aws")["available_node_types"]
-    for one in types.values():
-        node = one["node_config"]
-        assert node["SecurityGroupIds"], "Ray would make one with port 22 open to everybody"
-        assert node["MetadataOptions"]["HttpTokens"] == "required"
-        assert "Name" in node["IamInstanceProfile"]
-    profiles = {name: one["node_config"]["IamInstanceProfile"]["Name"] for name, one in types.items()}
-    assert set(profiles.values()) - {profiles["head"]} == {
-        "moe-frontier-worker"
-    }  # only the head starts nodes
-    spot = {name for name, one in types.items() if "InstanceMarketOptions" in one["node_config"]}
-    assert spot == {"gpu_spot"}
-    assert types["gpu_spot"]["priority"] > types["gpu_on_demand"].get("priority", 0)
+def test_nodes_are_closed_by_default():
+    """Without a security group or a subnetwork of its own, a node would be reachable from outside."""
+    aws, gcp = (config(cloud)["available_node_types"] for cloud in ("aws", "gcp"))
+    for one in aws.values():
+        assert one["node_config"]["SecurityGroupIds"]
+        assert one["node_config"]["MetadataOptions"]["HttpTokens"] == "required"
+    profiles = {name: one["node_config"]["IamInstanceProfile"]["Name"] for name, one in aws.items()}
+    # Only the head may start nodes.
+    assert set(profiles.values()) - {profiles["head"]} == {"moe-frontier-worker"}
+    assert [name for name, one in aws.items() if "InstanceMarketOptions" in one["node_config"]] == [
+        "gpu_spot"
+    ]
+    assert aws["gpu_spot"]["priority"] > aws["gpu_on_demand"].get("priority", 0)
+    for one in gcp.values():
+        (interface,) = one["node_config"]["networkInterfaces"]
+        assert re.fullmatch(r"projects/.+/regions/.+/subnetworks/moe-frontier", interface["subnetwork"])
+        assert "serviceAccounts" not in one["node_config"]
+    assert [name for name, one in gcp.items() if "SPOT" in str(one["node_config"])] == ["gpu_spot"]
 
 
 def test_compute_engine_knows_every_field():
-    """Each node type by Google's published description of an instance."""
+    """Each node type, checked by Google's published description of an instance."""
     document = Path(googleapiclient.__file__).parent / "discovery_cache/documents/compute.v1.json"
     schemas = json.loads(document.read_text())["schemas"]
     for one in config("gcp")["available_node_types"].values():
@@ -172,7 +128,7 @@ def test_compute_engine_knows_every_field():
 
 
 def unknown(value: Any, schema: dict[str, Any], schemas: dict[str, Any], at: str = "") -> list[str]:
-    """Paths of what is not in a discovery document, or has another type or none of the choices there."""
+    """Paths that a discovery document does not have, or whose type or value it does not allow."""
     schema = schemas[schema["$ref"]] if "$ref" in schema else schema
     if isinstance(value, dict) and "properties" in schema:
         known = schema["properties"]
@@ -193,17 +149,3 @@ def unknown(value: Any, schema: dict[str, Any], schemas: dict[str, Any], at: str
     wide = schema.get("format") == "int64"  # JSON carries those as strings, and takes numbers
     right = isinstance(value, int if wide else types.get(schema.get("type", ""), type(None)))
     return [] if right and value in schema.get("enum", [value]) else [at]
-
-
-def test_gcp_nodes_are_in_a_network_of_their_own():
-    types = config("gcp")["available_node_types"]
-    for one in types.values():
-        (interface,) = one["node_config"]["networkInterfaces"]
-        assert re.fullmatch(r"projects/.+/regions/.+/subnetworks/moe-frontier", interface["subnetwork"])
-        assert "serviceAccounts" not in one["node_config"]
-    spot = {
-        name
-        for name, one in types.items()
-        if one["node_config"].get("scheduling", {}).get("provisioningModel") == "SPOT"
-    }
-    assert spot == {"gpu_spot"}

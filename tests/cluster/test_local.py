@@ -1,4 +1,4 @@
-"""`cluster/local.sh` starts a real cluster, and a node of it leaves when its cloud asks for it."""
+"""`cluster/local.sh` starts a real cluster; a node is drained when its cloud reclaims it."""
 
 import contextlib
 import json
@@ -26,23 +26,25 @@ SCRIPT = str(CLUSTER / "local.sh")
 PORTS_OF_ANY_RAY = (6379, 8265, 10001, 52365, 44217, 44227)
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in CLUSTER.glob("*.sh")))
-def test_shellcheck_finds_nothing(script):
-    done = subprocess.run([BIN / "shellcheck", CLUSTER / script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
-
-
-def test_a_wrong_command_is_refused():
+def test_wrong_commands_and_a_taken_port_are_refused(tmp_path):
     for command, said in ((["begin"], "usage"), (["start", "none"], "workers: a number"), ([], "usage")):
         done = subprocess.run([SCRIPT, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.startswith("error: ")
         assert said in done.stderr
+    with create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CLUSTER_DIR": str(tmp_path / "c")}
+        done = subprocess.run(
+            [SCRIPT, "start"], env=env | {"RAY_PORT": port}, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"error: RAY_PORT={port}: this port is taken\n"
 
 
 @contextlib.contextmanager
 def listening(*ports: int) -> Iterator[None]:
-    """Holds these ports, as another Ray would. Those that really are another program's are held already."""
+    """Holds these ports, as another Ray would; a port that cannot be held is in use already."""
     with contextlib.ExitStack() as stack:
         for port in ports:
             with contextlib.suppress(OSError):
@@ -50,24 +52,9 @@ def listening(*ports: int) -> Iterator[None]:
         yield
 
 
-def test_a_port_that_is_asked_for_and_taken_is_refused(tmp_path):
-    with create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        for name in ("RAY_PORT", "DASHBOARD_PORT"):
-            env = {
-                "HOME": str(tmp_path),
-                "PATH": "/usr/bin:/bin",
-                "CLUSTER_DIR": str(tmp_path / "c"),
-                name: port,
-            }
-            done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=False)
-            assert (done.returncode, done.stdout) == (1, "")
-            assert done.stderr == f"error: {name}={port}: this port is taken\n"
-
-
 @pytest.fixture(scope="module")
 def env() -> Iterator[dict[str, str]]:
-    """A shell in which no virtual environment is activated, with a folder and a token of this test alone."""
+    """The environment of a shell without a virtual environment, with a folder and a token of its own."""
     folder = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
     yield {
         "HOME": str(Path.home()),
@@ -82,7 +69,7 @@ def env() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def started(env: dict[str, str]) -> Iterator[str]:
-    """What `start` printed, beside another Ray."""
+    """Output of `start` while another Ray holds its ports."""
     try:
         with listening(*PORTS_OF_ANY_RAY):
             done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=False)
@@ -105,7 +92,7 @@ def ray(env: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def submit(env: dict[str, str], folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Submits a job from a shell that knows nothing but the file which `start` wrote."""
+    """Submits a job from a shell that has only read the file written by `start`."""
     bare = {name: env[name] for name in ("HOME", "PATH")}
     lines = 'source "$1" && shift && ray job submit --working-dir "$@"'
     args = [f"{env['CLUSTER_DIR']}/env", str(folder), "--", *command]
@@ -121,7 +108,7 @@ def nodes(env: dict[str, str]) -> list[dict]:
 
 
 def processes(env: dict[str, str]) -> set[psutil.Process]:
-    """The processes that `start` started, and all that those started."""
+    """The processes started by `start`, and their children."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -134,16 +121,6 @@ def runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def listeners() -> dict[int, psutil.Process]:
-    """Which process listens on which port of this machine."""
-    found = {}
-    for connection in psutil.net_connections("inet"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.pid:
-            with contextlib.suppress(psutil.Error):
-                found[connection.laddr.port] = psutil.Process(connection.pid)
-    return found
 
 
 @pytest.mark.slow  # it starts three nodes
@@ -162,19 +139,6 @@ def test_start_brings_up_three_nodes_behind_a_token(env, started):
     assert ray(env | {"RAY_AUTH_TOKEN_PATH": str(wrong)}, "job", "list").returncode != 0
 
 
-@pytest.mark.slow
-def test_it_takes_jobs_beside_another_ray_and_without_an_activated_environment(env, started, tmp_path):
-    assert "waiting for the nodes and a first job" in started
-    assert f"dashboard  {dashboard(env)} " in started
-    ours = processes(env)
-    assert not [port for port, process in listeners().items() if process in ours and port in PORTS_OF_ANY_RAY]
-    job = submit(env, tmp_path, "python", "-c", "import ray, torch")
-    assert job.returncode == 0, job.stdout + job.stderr
-    jobs = ray(env, "job", "list").stdout
-    assert "import ray, torch" in jobs
-    assert "entrypoint='true'" not in jobs  # the job with which `start` tried it is deleted
-
-
 JOB = """
 import os, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -188,28 +152,27 @@ print("still here", os.listdir(os.getcwd()))
 
 
 @pytest.mark.slow
-def test_a_job_finds_its_environment_and_its_code_on_every_node(env, started, tmp_path):
-    """Nodes that shared a folder would remove the driver's working directory when they unpack it too."""
+def test_it_takes_jobs_beside_another_ray_and_without_an_activated_environment(env, started, tmp_path):
+    """A job finds its environment and its code on every node, and a second start changes nothing.
+
+    Nodes that shared a folder would remove the driver's working directory when they unpack it too.
+    """
+    assert f"dashboard  {dashboard(env)} " in started
+    assert f"source {env['CLUSTER_DIR']}/env" in started
+    assert "entrypoint='true'" not in ray(env, "job", "list").stdout  # the trial job of `start` is deleted
     (tmp_path / "job.py").write_text(JOB)
     job = submit(env, tmp_path, "python", "job.py")
     assert job.returncode == 0, job.stdout + job.stderr
     one = f"('{env['MOE_FRONTIER_HOME']}', ['job.py'])"
     assert f"seen {one} {one} {one}\nstill here ['job.py']\n" in job.stdout
-    assert f"source {env['CLUSTER_DIR']}/env" in started
-
-
-@pytest.mark.slow
-def test_started_twice_it_says_that_it_runs(env, started):
     before = {node["node_id"] for node in nodes(env)}
     again = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=True)
     assert "it runs already" in again.stdout
     assert {node["node_id"] for node in nodes(env)} == before
-    status = subprocess.run([SCRIPT, "status"], env=env, capture_output=True, text=True, check=True)
-    assert "0.0/2.0 CPU" in status.stdout
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """The two clouds' metadata services, as far as they speak of interruptions. Silent until `ends`."""
+    """The interruption notices of both clouds' metadata services; no notice until `ends` is set."""
 
     ends: datetime | None = None
 
@@ -247,7 +210,7 @@ class Metadata(BaseHTTPRequestHandler):
 @pytest.mark.slow
 @pytest.mark.parametrize(("cloud", "seconds"), [("aws", 120), ("gcp", 30)])
 def test_a_node_is_drained_when_its_cloud_takes_it_back(env, started, cloud, seconds):
-    """Idle, it leaves at once; what a training does in that time is tested with trainings."""
+    """An idle node leaves at once."""
     node = next(one for one in nodes(env) if one["resources_total"].get("CPU"))
     Metadata.ends = None
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
@@ -279,22 +242,16 @@ def test_a_node_is_drained_when_its_cloud_takes_it_back(env, started, cloud, sec
 
 
 @pytest.mark.slow
-def test_stop_ends_all_of_it_and_nothing_else(env, started):
+def test_stop_ends_all_its_processes_and_no_other(env, started):
     ours = processes(env)
-    bound = {port for port, process in listeners().items() if process in ours}
     assert len(ours) > 3
-    assert len(bound) > 3
     idle = [sys.executable, "-c", "import time; time.sleep(600)", env["CLUSTER_DIR"]]
     bystander = subprocess.Popen(idle, cwd=env["CLUSTER_DIR"])
-    begin = time.time()
     try:
-        done = subprocess.run([SCRIPT, "stop"], env=env, capture_output=True, text=True, check=True)
+        for said in ("stopped", "nothing of"):
+            done = subprocess.run([SCRIPT, "stop"], env=env, capture_output=True, text=True, check=True)
+            assert said in done.stdout
         assert [process for process in ours if runs(process)] == []
-        held = {port: process for port, process in listeners().items() if port in bound}
-        assert [port for port, process in held.items() if process.create_time() < begin] == []
-        assert "stopped" in done.stdout
         assert bystander.poll() is None
-        again = subprocess.run([SCRIPT, "stop"], env=env, capture_output=True, text=True, check=True)
-        assert "nothing of" in again.stdout
     finally:
         bystander.kill()

@@ -1,4 +1,4 @@
-"""What the tests of `moe` share: one thread, and a small model whose head is not at its zero start."""
+"""Fixtures of the tests of `moe`: one thread, and a small model with a random head."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,32 +4,28 @@
 
 Runs every .npz of the folders and prints a line per case: each array's largest error over its largest entry.
 Exit code 1 if a forward array is off by more than 3e-5, a gradient by more than 1e-4, a dispatch differs, or
-a file is of no known family.
+a file's family is unknown.
 
 The files come from google-research/vmoe run in JAX, POT, and plain-Python algorithms; they hold their own
 description in `meta`. Transport plans are solved here in float64 until they converge. Not compared: the bf16
-dispatcher's `y_bf16`, which we do not have.
+dispatcher's `y_bf16`, which has no counterpart here.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from tests.moe.golden_fewshot import few_shot
-from tests.moe.golden_models import model, optimizer, posemb_zoom, schedule
+from tests.moe.golden_models import few_shot, model, optimizer, posemb_zoom, schedule
 from tests.moe.golden_report import Arrays, Meta, Report
 from tests.moe.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
+from tests.moe.parts import read_golden
 
 
 def check(path: Path) -> Report:
-    """Raises ValueError for a family that nobody knows."""
-    with np.load(path) as file:  # no pickle: strings and numbers alone
-        meta = json.loads(str(file["meta"]))
-        arrays = {name: torch.from_numpy(np.array(file[name])) for name in file.files if name != "meta"}
+    """Raises ValueError for an unknown family."""
+    arrays, meta = read_golden(path)
     family = meta["router"]
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")

@@ -1,7 +1,8 @@
-"""Golden cases of whole models, position embeddings, schedules and optimisers."""
+"""Golden cases of whole models, position embeddings, schedules, optimisers and few-shot regression."""
 
 import re
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,6 +11,7 @@ from moe.layer import MoEConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 from orchestrator.recipe import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
+from orchestrator.training.fewshot import STRENGTHS, Features, best_strength, choose_shots, fit_ridge
 from orchestrator.training.optim import build_optimizer, learning_rate
 from tests.moe.flax_names import from_flax
 from tests.moe.golden_report import Arrays, Meta, Report
@@ -163,3 +165,24 @@ def _first_match(decay: dict[str, float], name: str) -> float:
 def posemb_zoom(z: Arrays, meta: Meta, report: Report) -> None:
     resized = resize_position(z["source"][0], meta["old_grid"], meta["new_grid"], class_token=True)
     report.close("target", resized, z["target"][0])
+
+
+def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
+    """Accuracies may differ by one test image: the reference has them in float32."""
+    x_train, y_train, x_test, y_test = (
+        z[name].numpy() for name in ("x_train", "y_train", "x_test", "y_test")
+    )
+    features = Features(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    report.exact("l2_regs", list(STRENGTHS) == meta["l2_regs"])
+    for row, shots in enumerate(meta["shots"]):
+        train = choose_shots(y_train, shots=shots, seed=123)
+        report.exact(f"train_indices_{shots}shot", train.tolist() == z[f"train_indices_{shots}shot"].tolist())
+        ridge = fit_ridge(x_train[train], y_train[train], int(y_train.max()) + 1)
+        for name, expected in z.items():
+            if name.startswith(f"weights_{shots}shot_l2_"):
+                strength = float(name.rsplit("_", 1)[1])
+                report.close(name, torch.from_numpy(ridge.weights(strength)), expected)
+        ours, theirs = features.accuracies(train), z["accuracy"][row].numpy()
+        report.bound(f"accuracy_{shots}shot", float(np.abs(ours - theirs).max()), 1 / len(y_test) + 1e-6)
+        best = STRENGTHS.index(meta["best_l2"][str(shots)])
+        report.exact(f"best_l2 {shots} shot", best_strength(ours[None]) == best)

@@ -1,4 +1,4 @@
-"""What was compared in one golden case, and with which tolerance."""
+"""The comparison of a golden case, with its tolerances."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ FORWARD, GRADIENT = 3e-5, 1e-4  # of the largest entry
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was compared in one case: (array, error, failed)."""
+    """The arrays compared in a case, with their errors."""
 
     nan_fields: tuple[str, ...] = ()
     lines: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Report:
         if got.shape != expected.shape:
             self.lines.append((name, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}", True))
             return
-        if name in self.nan_fields:  # the reference has no number here; ours must be one
+        if name in self.nan_fields:  # the reference is NaN, ours must be finite
             self.lines.append((name, "finite", not got.isfinite().all()))
             return
         largest = expected.abs().max().item() if expected.numel() else 0.0

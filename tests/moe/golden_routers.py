@@ -12,14 +12,12 @@ import moe.routers.affinity
 import moe.routers.soft
 from moe.experts import Experts
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
-from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from moe.routers.capacity import CapacityConfig
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig, sinkhorn_plan
+from moe.routers.choice import CapacityConfig
 from moe.routers.expert_choice import ExpertChoiceRouter
-from moe.routers.losses import balance_loss, importance_loss, load_loss
-from moe.routers.sinkhorn import sinkhorn_plan
 from moe.routers.soft import SoftRouter
 from moe.routers.sparse_transport import sparse_plan
-from moe.routers.token_choice import TokenChoiceRouter, top_experts
+from moe.routers.token_choice import TokenChoiceRouter, balance_loss, importance_loss, load_loss, top_experts
 from moe.routing import Routing
 from tests.moe.golden_report import Arrays, Meta, Report
 
@@ -214,7 +212,7 @@ def _noise(z: Arrays) -> ExitStack:
 
     stack = ExitStack()
     for module in (moe.routers.affinity, moe.routers.soft):
-        stack.enter_context(patch.object(module, "normal", draw))
+        stack.enter_context(patch.object(module, "gaussian", draw))
     return stack
 
 

@@ -1,4 +1,4 @@
-"""Training a small model on this rank's share of every batch, compared with one process that has it all."""
+"""Trains a small model on a rank's share of every batch, and compares it with a single process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moe.init import mix
 from moe.layer import MoEConfig
-from moe.noise import mix
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import accumulate, clip_grad_norm, make_mesh, sum_over_ranks
 from moe.presets import PRESETS
@@ -23,7 +23,7 @@ from moe.routers import RouterConfig
 from moe.vit import ViT, ViTConfig
 
 BATCH, SEED = 8, 3
-MAX_NORM = 0.5  # below every norm but the first ones, so that clipping matters
+MAX_NORM = 0.5  # below most norms, so that clipping matters
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative; DISTRIBUTED.md measured 5e-16 and 4e-7
 
 
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a case left behind."""
+    """Results of a case."""
 
     start: dict[str, Tensor]  # the parameters, sharded as the model is; in float64
     losses: list[float]
@@ -124,7 +124,7 @@ def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case
 
 
 def local(got: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank holds of `got`, and the same part of `whole`."""
+    """Returns this rank's part of `got`, and the same part of `whole`."""
     if not isinstance(got, DTensor):
         return got, whole
     for axis, placement in enumerate(got.placements):
@@ -187,7 +187,7 @@ def one_rank(device_type: str) -> Iterator[DeviceMesh]:
 
 
 def one_process(cases: dict[str, Case], folder: Path) -> dict[str, Trained]:
-    """What plain torch gets in one process, also in a file for `read`."""
+    """Results of plain torch in a single process; also written to a file for `read`."""
     results = {}
     for name, case in cases.items():
         with default_dtype(case.dtype):

@@ -1,25 +1,22 @@
 """Resized position embeddings and upcycled models against what they must equal."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from moe.adapt import Transfer, plan_transfer, resize_position, upcycle
+from moe.adapt import plan_transfer, resize_position, upcycle
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
+from tests.moe.parts import GOLDENS, read_golden
 
-GOLDEN = Path(__file__).parents[1] / "goldens" / "posemb__vit_zoom.npz"
 DEBUG = PRESETS["debug"]
 
 
 def dense(**fields) -> dict[str, torch.Tensor]:
-    """A trained model's state, as far as its numbers go: nothing is zero or one."""
+    """Random weights, without the zeros and ones of initial weights."""
     state, g = ViT(replace(DEBUG, **fields)).state_dict(), torch.Generator().manual_seed(1)
     return {name: 0.3 * torch.randn(t.shape, generator=g) for name, t in state.items()}
 
@@ -36,9 +33,8 @@ def output(config: ViTConfig, state: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def test_resize_is_the_authors_zoom():
-    with np.load(GOLDEN) as file:
-        meta = json.loads(str(file["meta"]))
-        source, target = (torch.from_numpy(file[name])[0] for name in ("source", "target"))
+    arrays, meta = read_golden(GOLDENS / "posemb__vit_zoom.npz")
+    source, target = arrays["source"][0], arrays["target"][0]
     got = resize_position(source, meta["old_grid"], meta["new_grid"], class_token=True)
     torch.testing.assert_close(got, target, rtol=0, atol=1e-6)
     patches = resize_position(source[1:], meta["old_grid"], meta["new_grid"], class_token=False)
@@ -47,15 +43,11 @@ def test_resize_is_the_authors_zoom():
 
 
 def test_resize_by_hand():
-    """Corners stay corners, new points lie between their neighbours."""
+    """Corners stay corners, and new points are interpolated; the same grid changes nothing."""
     corners = torch.tensor([[0.0], [1], [2], [3]])
     got = resize_position(corners, 2, 3, class_token=False)
     assert got.flatten().tolist() == [0, 0.5, 1, 1, 1.5, 2, 2, 2.5, 3]
-
-
-def test_resize_to_the_same_grid_changes_nothing():
-    position = torch.randn(10, 4)
-    assert torch.equal(resize_position(position, 3, 3, class_token=True), position)
+    assert torch.equal(resize_position(corners, 2, 2, class_token=False), corners)
 
 
 @pytest.mark.parametrize(("rows", "class_token"), [(9, True), (10, False), (16, False)])
@@ -65,9 +57,8 @@ def test_resize_of_another_grid_is_refused(rows, class_token):
 
 
 @pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
-@pytest.mark.parametrize("pooling", ["gap", "token", "map"])
-def test_every_expert_is_the_mlp(router, pooling):
-    config, state = with_experts(router, pooling=pooling), dense(pooling=pooling)
+def test_every_expert_is_the_mlp(router):
+    config, state = with_experts(router, pooling="token"), dense(pooling="token")
     model = ViT(config)
     model.load_state_dict(upcycle(state, config, seed=5))
     experts = model.blocks[1].mlp.experts
@@ -100,49 +91,29 @@ def test_where_weights_sum_to_one_it_is_the_dense_model(router):
     torch.testing.assert_close(output(config, upcycle(state, config)), output(DEBUG, state))
 
 
-def test_where_weights_do_not_sum_to_one_it_is_not():
-    config, state = with_experts(TokenChoiceConfig(k=1, capacity_factor=4.0)), dense()
-    assert not torch.allclose(output(config, upcycle(state, config)), output(DEBUG, state), atol=0.1)
-
-
-def test_experts_do_not_share_memory():
-    config = with_experts(ExpertChoiceConfig())
-    weights = upcycle(dense(), config)["blocks.1.mlp.experts.w_in_EDF"]
-    weights[0] = 0
-    assert weights[1].abs().sum() > 0
-
-
-def test_upcycling_takes_the_input_as_it_is():
+def test_upcycled_weights_share_no_memory():
+    """Neither with the dense model nor between experts."""
     state, config = dense(), with_experts(ExpertChoiceConfig())
     before = {name: tensor.clone() for name, tensor in state.items()}
-    for tensor in upcycle(state, config).values():
+    upcycled = upcycle(state, config)
+    weights = upcycled["blocks.1.mlp.experts.w_in_EDF"]
+    weights[0] = 0
+    assert weights[1].abs().sum() > 0
+    for tensor in upcycled.values():
         tensor.zero_()
     assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("pooling", ["gap", "token"])
-def test_upcycling_to_another_resolution(pooling):
-    """8 -> 12 pixels, 4 x 4 -> 6 x 6 patches; a model without experts is only resized."""
-    state = dense(pooling=pooling)
-    larger = replace(DEBUG, pooling=pooling, image_size=12)
-    for config in (larger, replace(larger, moe=MoEConfig(num_experts=4, router=ExpertChoiceConfig()))):
-        adapted = upcycle(state, config)
-        expected = resize_position(state["position_SD"], 4, 6, class_token=pooling == "token")
-        assert torch.equal(adapted["position_SD"], expected)
-        assert output(config, adapted).isfinite().all()
-
-
-def test_experts_move_to_another_resolution_too():
-    """V-MoE's own fine-tuning: what is MoE there and here is copied, routers as well."""
+def test_models_move_to_another_resolution():
+    """4 x 4 -> 6 x 6 patches. MoE blocks are copied, including their routers (V-MoE section 3.5)."""
     config = with_experts(ExpertChoiceConfig())
     state = {name: torch.randn_like(tensor) for name, tensor in ViT(config).state_dict().items()}
-    adapted = upcycle(state, replace(config, image_size=12))
-    assert adapted.keys() == state.keys()
-    for name, tensor in adapted.items():
-        expected = (
-            state[name] if name != "position_SD" else resize_position(state[name], 4, 6, class_token=False)
-        )
-        assert torch.equal(tensor, expected), name
+    for source, target in ((state, config), (dense(), DEBUG)):
+        adapted = upcycle(source, replace(target, image_size=12))
+        assert adapted.keys() == source.keys()
+        resized = resize_position(source["position_SD"], 4, 6, class_token=False)
+        for name, tensor in adapted.items():
+            assert torch.equal(tensor, resized if name == "position_SD" else source[name]), name
 
 
 def test_what_does_not_fit_is_named():
@@ -184,13 +155,7 @@ def moe(**changed: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return outside | EXPERTS | {f"blocks.0.mlp.experts.{name}": shape for name, shape in changed.items()}
 
 
-def test_plan_of_the_same_model():
-    assert plan_transfer(SHAPES, SHAPES) == Transfer(
-        copied=tuple(SHAPES), converted={}, initial={}, unused=()
-    )
-
-
-def test_plan_of_dense_to_experts():
+def test_plan_between_dense_and_experts():
     plan = plan_transfer(SHAPES, moe())
     assert plan.copied == ("position_SD", "head.weight")
     assert {name: made.source for name, made in plan.converted.items()} == dict(
@@ -198,17 +163,15 @@ def test_plan_of_dense_to_experts():
     )
     assert plan.initial == {"blocks.0.mlp.router.gate_DE": "absent there"}
     assert plan.unused == ()
-
-
-def test_plan_of_experts_to_dense():
     plan = plan_transfer(moe(), SHAPES)
     assert plan.initial == dict.fromkeys(MLP, "absent there")
     assert plan.converted == {}
     assert plan.unused == tuple(EXPERTS)
+    assert plan_transfer(SHAPES, SHAPES).copied == tuple(SHAPES)
 
 
 def test_plan_of_other_experts():
-    """Another number of them, or another width of theirs, has no rule."""
+    """Experts in another number or of another width are not taken over."""
     plan = plan_transfer(moe(), moe(b_in_EF=(2, 32)))
     assert plan.initial == {"blocks.0.mlp.experts.b_in_EF": "(4, 32) there, (2, 32) here"}
     assert plan.unused == ()

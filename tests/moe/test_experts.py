@@ -1,19 +1,21 @@
-"""Experts: separate MLPs by formula, their activations, and dropout that follows its keys."""
+"""Experts: separate MLPs by formula, dropout that follows its keys, and subsets that run alone."""
 
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.experts import Experts, activate
-from moe.init import init_weights
-from moe.layer import MoEConfig, MoELayer
-from moe.noise import dropout, mix, split
-from moe.routers import SoftConfig, TokenChoiceConfig
+from moe.experts import Experts, chosen_alone
+from moe.init import dropout, init_weights, mix
+from moe.overrides import RoutingOverrides
+from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from tests.moe.parts import build_layer, randn
 
 E, N, D, HIDDEN = 3, 5, 8, 16
+ROWS = randn(E, N, D, seed=1)
+KEYS_EN = mix(torch.arange(E * N).view(E, N), 4)
 
 
 def build(**fields) -> Experts:
@@ -25,14 +27,10 @@ def build(**fields) -> Experts:
     return experts
 
 
-def rows() -> Tensor:
-    return torch.randn(E, N, D, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_experts_are_separate_mlps(activation):
     """Dense, activation, Dense, with biases; row n of expert e sees weights e only."""
-    experts, x_END = build(activation=activation), rows()
+    experts, x_END = build(activation=activation), ROWS
     for e in range(E):
         hidden = x_END[e] @ experts.w_in_EDF[e] + experts.b_in_EF[e]
         gelu = 0.5 * hidden * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
@@ -42,64 +40,28 @@ def test_experts_are_separate_mlps(activation):
     assert not torch.allclose(F.gelu(hidden), gelu, rtol=1e-5, atol=1e-5), "the case must tell GELUs apart"
 
 
-def test_activations_by_hand():
-    h = torch.tensor([-1.0, 0.0, 2.0])
-    assert activate(h, "relu").tolist() == [0, 0, 2]
-    inner = [math.sqrt(2 / math.pi) * (v + 0.044715 * v**3) for v in (-1, 0, 2)]
-    expected = [v / 2 * (1 + math.tanh(u)) for v, u in zip((-1, 0, 2), inner, strict=True)]
-    assert activate(h, "gelu").tolist() == pytest.approx(expected)
-
-
 def test_dropout_needs_keys_and_a_probability():
-    keys_EN = torch.arange(E * N).view(E, N)
-    assert torch.equal(build(dropout=0.5)(rows()), build()(rows()))
-    assert torch.equal(build()(rows(), keys_EN), build()(rows()))
-    assert not torch.equal(build(dropout=0.5)(rows(), keys_EN), build()(rows()))
+    assert torch.equal(build(dropout=0.5)(ROWS), build()(ROWS))
+    assert torch.equal(build()(ROWS, KEYS_EN), build()(ROWS))
+    assert not torch.equal(build(dropout=0.5)(ROWS, KEYS_EN), build()(ROWS))
 
 
-def test_dropout_is_after_both_layers_with_numbers_of_their_own():
-    """V-MoE section 3.5; the output is dropped with its bias."""
-    experts, keys_EN = build(dropout=0.3), mix(torch.arange(E * N).view(E, N), 4)
-    x_END = rows()
+def test_dropout_is_after_both_layers_with_different_numbers():
+    """V-MoE section 3.5; the output is dropped with its bias. A row depends on its own key alone."""
+    experts, keys_EN, x_END = build(dropout=0.3), KEYS_EN, ROWS
     hidden = torch.einsum("end,edf->enf", x_END, experts.w_in_EDF) + experts.b_in_EF.unsqueeze(1)
     hidden = dropout(F.gelu(hidden, approximate="tanh"), 0.3, mix(keys_EN, 0))
     out = torch.einsum("enf,efd->end", hidden, experts.w_out_EFD) + experts.b_out_ED.unsqueeze(1)
     torch.testing.assert_close(experts(x_END, keys_EN), dropout(out, 0.3, mix(keys_EN, 1)))
     first, second = (dropout(torch.ones(E, N, D), 0.3, mix(keys_EN, i)) for i in (0, 1))
     assert not torch.equal(first, second)
-
-
-def test_dropout_of_a_row_depends_on_its_key_alone():
-    """So it does not matter which rank computes it, or among which other rows."""
-    experts, keys_EN = build(dropout=0.3), mix(torch.arange(E * N).view(E, N), 4)
-    x_END = rows()
     torch.testing.assert_close(experts(x_END[:, 2:4], keys_EN[:, 2:4]), experts(x_END, keys_EN)[:, 2:4])
-
-
-def test_dropout_keeps_the_mean():
-    """Over keys, the output's mean is that without dropout, up to GELU, which sees no dropout itself."""
-    experts, n = build(dropout=0.2), 4000
-    x_END = rows()[:, :1].expand(E, n, D)
-    out = experts(x_END, split(torch.arange(E), n))
-    error = out.mean(1) - experts(x_END)[:, 0]
-    assert (error.abs() < 5 * out.std(1) / n**0.5).all()
-
-
-def test_gradients_through_dropout():
-    experts, keys_EN = build(dropout=0.3).double(), torch.arange(E * N).view(E, N)
-    x_END = rows().double().requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x, *_: experts(x, keys_EN), (x_END, *experts.parameters()), fast_mode=True
-    )
 
 
 @pytest.mark.parametrize("router", [TokenChoiceConfig(noise_std=0.0), SoftConfig()], ids=lambda r: r.kind)
 def test_layer_drops_by_the_key_of_the_group(router):
-    """The same keys, the same output; other keys another; without keys none. A microbatch is a slice."""
-    config = MoEConfig(num_experts=4, router=router, images_per_group=2, expert_dropout=0.2)
-    layer = MoELayer(config, dim=D, hidden=HIDDEN, block=3)
-    init_weights(layer, seed=0)
-    x = torch.randn(6, 4, D, generator=torch.Generator().manual_seed(0))
+    """Equal keys give equal outputs, other keys others, and no keys no dropout. A microbatch is a slice."""
+    layer, x = build_layer(router, images_per_group=2, expert_dropout=0.2, block=3), randn(6, 4, D)
     keys_B, valid = mix(torch.arange(6), 9), torch.ones(6)
     y = layer(x, valid, keys_B)[0]
     assert torch.equal(layer(x, valid, keys_B)[0], y)
@@ -108,13 +70,11 @@ def test_layer_drops_by_the_key_of_the_group(router):
     assert not torch.allclose(layer(x, valid)[0], y)
 
 
-def test_layers_and_slots_drop_on_their_own():
-    """Equal tokens in all groups and slots: no two rows come out alike, and another block drops others."""
+def test_layers_and_slots_drop_different_numbers():
+    """All tokens are equal, yet all rows differ, and another block drops other numbers."""
 
     def output(block: int) -> Tensor:
-        config = MoEConfig(num_experts=2, router=SoftConfig(slots_per_expert=2), expert_dropout=0.5)
-        layer = MoELayer(config, dim=D, hidden=HIDDEN, block=block)
-        init_weights(layer, seed=0)
+        layer = build_layer(SoftConfig(slots_per_expert=2), num_experts=2, expert_dropout=0.5, block=block)
         torch.nn.init.ones_(layer.experts.b_out_ED)
         seen = []
         layer.experts.register_forward_hook(lambda module, args, y_END: seen.append(y_END.flatten(0, 1)))
@@ -124,3 +84,112 @@ def test_layers_and_slots_drop_on_their_own():
     first, other = output(1), output(3)
     assert len({tuple(row.tolist()) for row in first}) == len(first) == 2 * 3 * 2
     assert not torch.equal(first == 0, other == 0)
+
+
+CONFIGS = (
+    TokenChoiceConfig(k=2, capacity_factor=0.7, priority="max"),
+    TokenChoiceConfig(k=1, capacity_factor=2.0),
+    ExpertChoiceConfig(capacity_factor=1.5),
+    SoftConfig(slots_per_expert=2, scale_init=8.0),
+    SoftConfig(scale_init=8.0, dispatch="uniform"),
+    MixtureConfig(level="image"),
+    MixtureConfig(level="hierarchical"),
+)
+each_router = pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda c: f"{c.kind}-{getattr(c, 'level', getattr(c, 'dispatch', ''))}"
+)
+X_BSD = 2 * randn(6, 12, D)
+
+
+def both_ways(layer, experts: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Outputs with the others' weights at zero (with gradients), and of the chosen experts alone."""
+    valid_B, overrides = torch.tensor([1.0, 1, 1, 0, 1, 1]), RoutingOverrides(experts=experts)
+    x = X_BSD.to(layer.experts.w_in_EDF.dtype)
+    masked = layer(x, valid_B, None, overrides)[0].detach()
+    with torch.no_grad():
+        return masked, layer(x, valid_B, None, overrides)[0]
+
+
+@pytest.mark.parametrize(("experts", "images_per_group"), [(1, 1), (3, 2), ((3,), 1), ((3, 0, 1), 2)])
+@each_router
+def test_chosen_experts_alone_equal_all_experts_with_the_others_masked(config, experts, images_per_group):
+    layer = build_layer(config, images_per_group=images_per_group).double()
+    masked, alone = both_ways(layer, experts)
+    torch.testing.assert_close(alone, masked, rtol=1e-12, atol=1e-12)
+
+
+@each_router
+def test_weights_of_other_experts_are_not_read(config):
+    """Zero times NaN would be NaN."""
+    layer = build_layer(config)
+    expected = both_ways(layer, (0, 2))[1]
+    with torch.no_grad():
+        for weight in layer.experts.parameters():
+            weight[[1, 3]] = torch.nan
+    masked, alone = both_ways(layer, (0, 2))
+    assert masked.isnan().any()
+    assert torch.equal(alone, expected)
+
+
+def test_only_the_slots_of_chosen_experts_are_computed():
+    """Six images, two of four experts for each, three slots: 6 x 2 x 3 rows; images choose differently."""
+    layer, seen = build_layer(SoftConfig(slots_per_expert=3, scale_init=8.0)), []
+    rows = layer.experts.rows
+    layer.experts.rows = lambda x_MD, count_E: seen.append((x_MD, count_E)) or rows(x_MD, count_E)
+    with torch.no_grad():
+        _, routing = layer(X_BSD, torch.ones(6), None, RoutingOverrides(experts=2))
+    ((x_MD, count_E),) = seen
+    assert len(x_MD) == count_E.sum() == 6 * 2 * 3
+    assert (count_E == 3 * routing.kept_GE.sum(0)).all()
+    assert len(set(count_E.tolist())) > 1
+
+
+def test_static_shapes_where_they_are_needed():
+    """All experts run with gradients, if they are of a subclass (over ranks), and if all are chosen."""
+
+    class Elsewhere(Experts):
+        pass
+
+    layer, some = build_layer(SoftConfig()), RoutingOverrides(experts=2)
+    _, routing = layer(X_BSD, torch.ones(6), None, some)
+    assert chosen_alone(layer.experts, routing, some) is None
+    with torch.no_grad():
+        assert chosen_alone(layer.experts, routing, some) == 2
+        assert chosen_alone(Elsewhere(4, D, HIDDEN), routing, some) is None
+        assert chosen_alone(layer.experts, routing, RoutingOverrides(experts=4)) is None
+        assert chosen_alone(layer.experts, replace(routing, kept_GE=None), some) is None
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 6), (0, 8, 0)])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_rows_by_expert(counts, activation):
+    """Each row is processed by the expert that it is sorted to, also with grouped matmuls."""
+    experts, x_MD, count_E = build(activation=activation), randn(8, D, seed=1), torch.tensor(counts)
+    expected = [
+        experts(x_MD[m].expand(E, 1, D))[e, 0]
+        for m, e in enumerate(e for e, count in enumerate(counts) for _ in range(count))
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(experts.rows(x_MD, count_E), torch.stack(expected))
+        torch.testing.assert_close(experts.rows_in_groups(x_MD, count_E), torch.stack(expected))
+
+
+def test_a_vit_runs_subsets_alone(build_vit):
+    model, pixels = build_vit(SoftConfig(scale_init=8.0), layers=(0, 1)), randn(5, 3, 8, 8)
+    overrides = RoutingOverrides(experts=(1, 3))
+    masked = model(pixels, routing_overrides=overrides).logits
+    with torch.no_grad():
+        alone = model(pixels, routing_overrides=overrides).logits
+    torch.testing.assert_close(alone, masked, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@each_router
+def test_grouped_matmuls_of_a_gpu(config):
+    """bfloat16: equal up to its rounding."""
+    layer = build_layer(config).cuda().bfloat16()
+    x, valid_B, some = X_BSD.cuda().bfloat16(), torch.ones(6).cuda(), RoutingOverrides(experts=2)
+    masked = layer(x, valid_B, None, some)[0].detach()
+    with torch.no_grad():
+        alone = layer(x, valid_B, None, some)[0]
+    torch.testing.assert_close(alone, masked, rtol=0.05, atol=0.05)

@@ -1,4 +1,4 @@
-"""Keyed initialisation: the numbers depend on seed, name and expert alone, and spread as they should."""
+"""Random numbers from keys: initial weights by seed, name and expert; SplitMix64 to the bit; moments."""
 
 import math
 from collections.abc import Callable
@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moe.init import init_weights
+from moe.init import dropout, gaussian, init_weights, mix, split, uniform
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
@@ -24,85 +26,67 @@ def build(router: RouterConfig | None, *, seed: int = 0, num_experts: int = 4) -
     return ViT(replace(PRESETS["debug"], width=64, depth=4, moe=moe), seed=seed)
 
 
-def random_ones(model: nn.Module) -> dict[str, Tensor]:
+def random_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that are not constant at the start."""
     return {name: p for name, p in model.named_parameters() if p.numel() > 1 and p.std() > 0}
 
 
 @each_router
-def test_same_seed_same_weights(router):
-    first, second = build(router).state_dict(), build(router).state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@each_router
-def test_other_seed_other_weights(router):
-    first, second = random_ones(build(router)), random_ones(build(router, seed=1))
-    assert len(first) > 10
-    assert all(not torch.equal(first[name], second[name]) for name in first)
-
-
-@each_router
 def test_no_two_parameters_share_numbers(router):
-    """Layers differ, and so do experts: no two of the first numbers of any row drawn by itself are equal."""
+    """Layers differ, and so do experts: the first numbers of separately drawn rows are not proportional."""
     rows = [
         row.flatten()[:4]
-        for name, p in random_ones(build(router)).items()
+        for name, p in random_parameters(build(router)).items()
         for row in (p if "experts" in name else p.unsqueeze(0))
     ]
-    scaled = torch.stack([row / row.norm() for row in rows])  # the same draw at another scale counts, too
+    scaled = torch.stack([row / row.norm() for row in rows])
     distance = torch.cdist(scaled, scaled) + torch.eye(len(rows))
     assert distance.min() > 1e-4
 
 
-def test_an_expert_does_not_depend_on_the_number_of_experts():
+def test_a_layer_and_an_expert_do_not_depend_on_the_others():
+    dense, sparse = build(None), build(TokenChoiceConfig())
+    for name in ("blocks.0.mlp.up.weight", "blocks.3.attention.qkv.weight"):
+        assert torch.equal(dense.get_parameter(name), sparse.get_parameter(name))
     few, many = build(TokenChoiceConfig(), num_experts=2), build(TokenChoiceConfig(), num_experts=8)
     for name, p in few.blocks[1].mlp.experts.named_parameters():
         assert torch.equal(p, many.blocks[1].mlp.experts.get_parameter(name)[:2]), name
-
-
-def test_a_layer_does_not_depend_on_the_others():
-    dense, sparse = build(None), build(TokenChoiceConfig())
-    assert torch.equal(dense.blocks[0].mlp.up.weight, sparse.blocks[0].mlp.up.weight)
-    assert torch.equal(dense.blocks[3].attention.qkv.weight, sparse.blocks[3].attention.qkv.weight)
-
-
-@each_router
-def test_every_parameter_and_buffer_is_set(router):
-    fresh, model = build(router).state_dict(), build(router)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.fill_(torch.nan)
-    init_weights(model, 0)
-    assert fresh.keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, fresh[name]), name
 
 
 def test_a_rank_draws_the_rows_it_holds():
     """The rank holds the second half of every tensor."""
     whole, model = build(TokenChoiceConfig()), build(TokenChoiceConfig(), seed=1)
     init_weights(model, 0, local=lambda p: (p[len(p) // 2 :], (slice(len(p) // 2, len(p)),)))
-    for name, p in random_ones(whole).items():
+    for name, p in random_parameters(whole).items():
         mine = model.get_parameter(name)
         assert torch.equal(mine[len(p) // 2 :], p[len(p) // 2 :]), name
         assert not torch.equal(mine[: len(p) // 2], p[: len(p) // 2]), name
 
 
 @each_router
-def test_global_generator_is_not_touched(router):
+def test_weights_depend_on_the_seed_and_not_on_the_global_generator(router):
+    """Every parameter and buffer is set; `init_weights` gives the same numbers again."""
     before = torch.random.get_rng_state()
-    build(router)
+    first, other = build(router), build(router, seed=1)
     assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(not torch.equal(p, other.get_parameter(name)) for name, p in random_parameters(first).items())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.fill_(torch.nan)
+    init_weights(other, 0)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, first.state_dict()[name]), name
 
 
-def test_global_generator_is_not_used():
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        first = build(SoftConfig())
-        torch.manual_seed(2)
-        second = build(SoftConfig())
-    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters(), strict=True))
+def test_initial_values_of_the_config():
+    model = build(MixtureConfig(level="hierarchical", clusters=4, temperature=2.5))
+    router = model.get_submodule("blocks.1.mlp.router")
+    gate, clusters = router.get_parameter("gate_DE"), router.get_parameter("gate_clusters")
+    assert is_normal(D**-0.5)(clusters.detach())
+    assert not torch.allclose(clusters, gate)
+    assert [b.item() for name, b in model.named_buffers() if name.endswith("temperature")] == [2.5, 2.5]
+    assert build(SoftConfig(scale_init=2.5)).get_parameter("blocks.1.mlp.router.scale").item() == 2.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -128,33 +112,25 @@ def is_constant(value: float) -> Callable[[Tensor], bool]:
 
 D, F, E = 64, 128, 4
 
+ATTENTION = {f"attention.{part}.weight": is_uniform(math.sqrt(6 / (D + D))) for part in ("qkv", "out")}
+BLOCK = ATTENTION | {f"attention.norm_{part}.weight": is_constant(1) for part in "qk"}
+BLOCK |= {f"norm{part}.weight": is_constant(1) for part in (1, 2)}
+BLOCK |= {f"{part}.bias": is_constant(0) for part in ("attention.qkv", "attention.out", "norm1", "norm2")}
+MLP = {f"mlp.{part}.weight": is_uniform(math.sqrt(6 / (D + F))) for part in ("up", "down")}
+MLP |= {f"mlp.{part}.bias": is_constant(0) for part in ("up", "down")}
+MOE = {f"mlp.experts.{part}": is_uniform(math.sqrt(6 / (D + F))) for part in ("w_in_EDF", "w_out_EFD")}
+MOE |= {f"mlp.experts.{part}": is_constant(0) for part in ("b_in_EF", "b_out_ED")}
 EXPECTED = {
     "embed.weight": is_normal((3 * 2 * 2) ** -0.5),
     "embed.bias": is_constant(0),
     "position_SD": is_normal(0.02),
-    "blocks.0.norm1.weight": is_constant(1),
-    "blocks.0.norm1.bias": is_constant(0),
-    "blocks.0.attention.qkv.weight": is_uniform(math.sqrt(6 / (D + D))),
-    "blocks.0.attention.qkv.bias": is_constant(0),
-    "blocks.0.attention.norm_q.weight": is_constant(1),
-    "blocks.0.attention.norm_k.weight": is_constant(1),
-    "blocks.0.attention.out.weight": is_uniform(math.sqrt(6 / (D + D))),
-    "blocks.0.attention.out.bias": is_constant(0),
-    "blocks.0.norm2.weight": is_constant(1),
-    "blocks.0.norm2.bias": is_constant(0),
-    "blocks.0.mlp.up.weight": is_uniform(math.sqrt(6 / (D + F))),
-    "blocks.0.mlp.up.bias": is_constant(0),
-    "blocks.0.mlp.down.weight": is_uniform(math.sqrt(6 / (D + F))),
-    "blocks.0.mlp.down.bias": is_constant(0),
-    "blocks.1.mlp.experts.w_in_EDF": is_uniform(math.sqrt(6 / (D + F))),
-    "blocks.1.mlp.experts.b_in_EF": is_constant(0),
-    "blocks.1.mlp.experts.w_out_EFD": is_uniform(math.sqrt(6 / (D + F))),
-    "blocks.1.mlp.experts.b_out_ED": is_constant(0),
     "norm.weight": is_constant(1),
     "norm.bias": is_constant(0),
     "head.weight": is_constant(0),
     "head.bias": is_constant(0),
 }
+EXPECTED |= {f"blocks.0.{name}": f for name, f in (BLOCK | MLP).items()}
+EXPECTED |= {f"blocks.1.{name}": f for name, f in (BLOCK | MOE).items()}
 EXPECTED_ROUTER = {
     "token_choice": {"gate_DE": is_normal(D**-0.5)},
     "expert_choice": {"gate_DE": is_normal(D**-0.5)},
@@ -165,28 +141,96 @@ EXPECTED_ROUTER = {
 
 @pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
 def test_distributions(router):
-    """Of the first two blocks, a dense and a MoE one."""
+    """Distributions of the first two blocks, a dense block and a MoE block."""
     expected = EXPECTED | {f"blocks.1.mlp.router.{n}": f for n, f in EXPECTED_ROUTER[router.kind].items()}
-    alike = {name.replace("blocks.0", "blocks.1"): f for name, f in EXPECTED.items() if ".mlp." not in name}
     checked = set()
     for name, p in build(router).named_parameters():
         if not name.startswith(("blocks.2", "blocks.3")):
-            assert (alike | expected)[name](p.detach()), name
+            assert expected[name](p.detach()), name
             checked.add(name)
-    assert checked == set(alike | expected)
+    assert checked == set(expected)
 
 
-def test_clusters_of_a_mixture_have_numbers_of_their_own():
-    router = build(MixtureConfig(level="hierarchical", clusters=4)).blocks[1].mlp.router
-    assert is_normal(D**-0.5)(router.gate_clusters.detach())
-    assert router.gate_clusters.shape == router.gate_DE.shape
-    assert not torch.allclose(router.gate_clusters, router.gate_DE)
+MASK = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
 
 
-def test_a_mixtures_temperature_starts_where_the_config_says():
-    model = build(MixtureConfig(temperature=2.5))
-    assert [b.item() for name, b in model.named_buffers() if name.endswith("temperature")] == [2.5, 2.5]
+def splitmix64(state: int) -> int:
+    """The finaliser of SplitMix64, on Python's integers."""
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
 
 
-def test_soft_scale_starts_where_the_config_says():
-    assert build(SoftConfig(scale_init=2.5)).blocks[1].mlp.router.scale.item() == 2.5
+def signed(z: int) -> int:
+    return z - 2**64 if z >= 2**63 else z
+
+
+def test_split_is_the_published_sequence():
+    """The first five outputs of SplitMix64 from seed 1234567, as implementations are checked against."""
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert split(torch.tensor(1234567), 5).tolist() == [signed(z) for z in published]
+
+
+@settings(max_examples=100)
+@given(key=st.integers(-(2**63), 2**63 - 1), salt=st.integers(-(2**20), 2**62))
+def test_mix_is_splitmix64(key, salt):
+    """State update by (salt + 1) gammas and finaliser, modulo 2^64; a salt as a tensor is the same."""
+    expected = signed(splitmix64((key + (salt + 1) * GAMMA) & MASK))
+    assert mix(torch.tensor([key]), salt).tolist() == [expected]
+    assert mix(torch.tensor([key]), torch.tensor(salt)).tolist() == [expected]
+
+
+def test_split_does_not_depend_on_how_many_are_drawn():
+    keys = mix(torch.arange(6).view(2, 3), 5)
+    many = split(keys, 100)
+    assert many.shape == (2, 3, 100)
+    for count in (1, 2, 99):
+        assert torch.equal(split(keys, count), many[..., :count])
+    assert split(keys, 4).dtype == torch.int64
+
+
+def test_keys_of_a_slice_are_the_slice_of_the_keys():
+    """A microbatch, or a rank, draws what the whole batch would."""
+    keys = mix(torch.arange(12), 5)
+    for part in (slice(0, 4), slice(4, 12), slice(11, 12)):
+        assert torch.equal(gaussian(split(keys[part], 9)), gaussian(split(keys, 9))[part])
+        assert torch.equal(mix(keys[part], 3), mix(keys, 3)[part])
+    x = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(dropout(x[4:8], 0.3, keys[4:8]), dropout(x, 0.3, keys)[4:8])
+
+
+@pytest.mark.parametrize("key", [-1, -(1 << 39), 0, (1 << 39), 2**63 - 1, -(2**63)])
+def test_uniform_never_reaches_0_or_1(key):
+    """All ones in the upper bits must not round up to 1: its normal would be infinite, once in 2^24 draws."""
+    value = uniform(torch.tensor([key]))
+    assert 0 < value < 1
+    assert gaussian(torch.tensor([key])).isfinite()
+    assert gaussian(torch.tensor([key])).abs() < 5.5
+
+
+def test_normal_is_normal():
+    n = 10**6
+    values = gaussian(split(torch.tensor(12), n)).double()
+    assert abs(values.mean()) < 5 / math.sqrt(n)
+    assert abs(values.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs(values.pow(3).mean()) < 5 * math.sqrt(15 / n)
+    assert abs(values.pow(4).mean() - 3) < 5 * math.sqrt(96 / n)
+    assert abs((values > 3).double().mean() - 0.0013499) < 5 * math.sqrt(0.00135 / n)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_mean_and_drops_its_share(p):
+    keys, n = split(torch.tensor(3), 1000), 1000 * 200
+    y = dropout(torch.ones(1000, 200), p, keys)
+    assert abs(y.eq(0).float().mean() - p) < 5 * math.sqrt(p * (1 - p) / n)
+    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / (1 - p)))
+    assert abs(y.mean() - 1) < 5 * math.sqrt(p / (1 - p) / n)
+    rows = y.eq(0).float()
+    assert not torch.equal(rows[0], rows[1]), "a row's key is its own"

@@ -1,24 +1,28 @@
 """A model split over 2 or 4 processes trains as one process does, whatever the shape of the mesh.
 
-One launch per number of ranks runs all cases, for importing torch takes longer than a case. The parent
-computes what one process without `parallel` gets, and hands it over in a file.
+One launch per number of ranks runs all cases, because importing torch takes longer than a case. The parent
+computes the results of one process without `parallel` and passes them on in a file.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe.layer import MoEConfig
-from moe.overrides import RoutingOverrides
+from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, build_sharded, check_layout, clip_grad_norm, make_mesh
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from tests.lanes import mostly_slow
 from tests.moe.parity import (
     BATCH,
     MAX_NORM,
@@ -28,6 +32,7 @@ from tests.moe.parity import (
     compare,
     default_dtype,
     one_process,
+    one_rank,
     read,
     share,
     spawn,
@@ -52,7 +57,7 @@ FAMILIES = {
     "sinkhorn": vit(SINKHORN, images_per_group=2),
 }
 EVERYWHERE = {name: Case(config=config) for name, config in FAMILIES.items()}
-# what these add does not know how it is split: one layout and few steps are enough
+# The parts tested here do not depend on the split: one layout and few steps are enough.
 ONCE = {
     "soft, 2 images": Case(config=vit(SOFT, images_per_group=2, expert_dropout=0.1)),
     "token choice, 1 image, in order": Case(config=vit(replace(TOKENS, priority="none"))),
@@ -90,7 +95,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 
 def check_shares(model: nn.Module, mesh: DeviceMesh, what: str) -> None:
-    """A rank holds 1 / (dp * ep) of the experts, and what is in no expert is spread over all ranks."""
+    """A rank holds 1 / (dp * ep) of the experts and of the other parameters."""
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor), f"{name}, {what}"
         share = p.to_local().numel() / p.numel()
@@ -101,7 +106,7 @@ def check_shares(model: nn.Module, mesh: DeviceMesh, what: str) -> None:
 
 
 def reference(cases: dict[str, Case], folder: Path) -> None:
-    """What plain torch gets in one process, and a check that the cases are not idle."""
+    """Results of plain torch in one process, and a check that every case clips and has gradients."""
     for name, result in one_process(cases, folder).items():
         assert max(result.norms) > MAX_NORM, f"{name} never clips"
         assert all(gradient.abs().max() > 0 for gradient in result.gradients.values()), name
@@ -111,7 +116,7 @@ def reference(cases: dict[str, Case], folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_one_process(ranks, tmp_path):
-    """Cases differ, or equal results would say nothing: a router, its groups, its auxiliary loss matter."""
+    """All cases give different losses, so equal results mean something."""
     reference(CASES_OF[ranks], tmp_path)
     results = read(tmp_path)
     assert len({tuple(results[name].losses) for name in CASES_OF[ranks]}) == len(CASES_OF[ranks])
@@ -133,36 +138,71 @@ def test_clip_grad_norm_is_torchs_in_one_process():
         torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
 
 
-def test_experts_must_divide():
-    config = replace(PRESETS["debug"], moe=MoEConfig(num_experts=6))
-    with pytest.raises(
-        ValueError, match=r"num_experts=6 does not divide over ep=4; use one of \[1, 2, 3, 6\]"
-    ):
-        check_layout(config, dp=1, ep=4)
-    for ep in (1, 2, 3, 6):
-        check_layout(config, dp=2, ep=ep)
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (
+            {"num_experts": 6},
+            {"dp": 1, "ep": 4},
+            r"num_experts=6 does not divide over ep=4; use one of \[1, 2, 3, 6\]",
+        ),
+        ({}, {"dp": 3, "ep": 1}, "width=32 and mlp_dim=128 must divide by dp=3"),
+        ({"mlp_dim": 132}, {"dp": 8, "ep": 1}, "width=32 and mlp_dim=132 must divide by dp=8"),
+        ({}, {"dp": 6, "ep": 1, "dp_replicate": 4}, "dp_replicate=4 does not divide dp=6"),
+        # each copy is sharded over dp / dp_replicate ranks
+        ({}, {"dp": 6, "ep": 1, "dp_replicate": 2}, "must divide by dp / dp_replicate = 6 / 2 to be sharded"),
+        ({"num_experts": 6}, {"dp": 2, "ep": 3}, None),
+        ({}, {"dp": 6, "ep": 1, "dp_replicate": 3}, None),
+        ({"moe": None}, {"dp": 3, "ep": 7}, None),  # without experts every layout is possible
+    ],
+)
+def test_layouts(config, layout, message):
+    moe = MoEConfig(num_experts=config.get("num_experts", 4))
+    fields = {"moe": moe} | {name: value for name, value in config.items() if name != "num_experts"}
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_layout(replace(PRESETS["debug"], **fields), **layout)
 
 
-def test_widths_must_divide():
-    config = replace(PRESETS["debug"], moe=MoEConfig(num_experts=4))
-    with pytest.raises(ValueError, match="width=32 and mlp_dim=128 must divide by dp=3"):
-        check_layout(config, dp=3, ep=1)
-    with pytest.raises(ValueError, match="width=32 and mlp_dim=132 must divide by dp=8"):
-        check_layout(replace(config, mlp_dim=132), dp=8, ep=1)
-    check_layout(PRESETS["debug"], dp=3, ep=7)  # without experts anything goes
+def test_options_are_checked():
+    for name in ("dp_replicate", "overlap_chunks"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            ParallelConfig(**{name: 0})
 
 
-def test_copies_must_divide():
-    """Each copy of the model is sharded over dp / dp_replicate ranks."""
-    config = replace(PRESETS["debug"], moe=MoEConfig(num_experts=4))
-    with pytest.raises(ValueError, match="dp_replicate=4 does not divide dp=6"):
-        check_layout(config, dp=6, ep=1, dp_replicate=4)
-    with pytest.raises(ValueError, match="must divide by dp / dp_replicate = 6 / 2 to be sharded"):
-        check_layout(config, dp=6, ep=1, dp_replicate=2)
-    check_layout(config, dp=6, ep=1, dp_replicate=3)
+TO_COMPILE = Case(  # without noise, whose float32 compilers round in their own way
+    config=vit(TokenChoiceConfig(k=2, priority="max", importance_weight=0.1, noise_std=0.0)),
+    after=AS_TRAINED,
+)
+COMPILED = ParallelConfig(compile=True, activation_checkpointing=True, overlap_chunks=2)
 
 
-@pytest.mark.parametrize("name", ["dp_replicate", "overlap_chunks"])
-def test_options_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        ParallelConfig(**{name: 0})
+def compiled_worker(rank: int, ranks: int, folder: str) -> None:
+    expected, mine = read(folder)["compiled"], share(rank, ranks, BATCH)
+    with default_dtype(TO_COMPILE.dtype):
+        model = build_sharded(TO_COMPILE.config, make_mesh("cpu", ep=2), seed=SEED, options=COMPILED)
+        got = train(model, TO_COMPILE, mine)
+    compare(got, expected, mine, 1e-12, "compiled")
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager(tmp_path):
+    one_process({"compiled": TO_COMPILE}, tmp_path)
+    spawn(2, compiled_worker, str(tmp_path))
+
+
+@pytest.mark.parametrize("compute_dtype", mostly_slow([None, torch.bfloat16], fast=[torch.bfloat16]), ids=str)
+def test_graphs_do_not_grow_with_depth(monkeypatch, compute_dtype):
+    """A dense block is one graph. A MoE block is five: before and after its experts, in `Block` and in
+    `MoELayer`, and the experts' MLPs; under bfloat16 the router, a unit of FSDP, adds two."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    found = []
+    for depth in (2, 6):
+        torch.compiler.reset()
+        counters.clear()
+        config = replace(TO_COMPILE.config, depth=depth)
+        with one_rank("cpu") as mesh:
+            model = build_sharded(config, mesh, seed=SEED, options=COMPILED, compute_dtype=compute_dtype)
+            images, keys_B = torch.randn(BATCH, 3, 8, 8), torch.arange(BATCH)
+            model(images, keys_B=keys_B).logits.sum().backward()
+        found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    assert found == 2 * [(1 + 5, 2) if compute_dtype is None else (1 + 7, 3)]

@@ -1,6 +1,5 @@
-"""What every router must satisfy, in every variant. A new router joins by being in ROUTERS."""
+"""Laws that every router satisfies, in every variant. A new router is tested because it is in ROUTERS."""
 
-import math
 from dataclasses import fields, replace
 
 import pytest
@@ -9,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moe.init import init_weights
-from moe.layer import MoEConfig, MoELayer
-from moe.noise import split
 from moe.routers import (
     ROUTERS,
     ExpertChoiceConfig,
@@ -19,14 +15,15 @@ from moe.routers import (
     RouterConfig,
     SoftConfig,
     TokenChoiceConfig,
-    build_router,
 )
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routing import Routing
+from tests.moe import parts
+from tests.moe.parts import build_layer, build_router, randn
 
 G, S, D, E = 3, 16, 8, 4
 
-# so many that plans converge: the gradient of a Sinkhorn plan is that of the converged one
+# Enough iterations to converge: the gradient of a Sinkhorn plan is that of the converged plan.
 SINKHORN, SPARSE = SinkhornConfig(iterations=300), SparseTransportConfig(iterations=60)
 
 VARIANTS = (
@@ -54,36 +51,39 @@ VARIANTS = (
 
 
 def changed(config: RouterConfig) -> str:
-    """Kind and what differs from its defaults: the name of a case."""
+    """Name of a case: the kind and the fields that differ from their defaults."""
     default = type(config)()
-    parts = [
+    different = [
         f"{f.name}={getattr(value, 'kind', value)}"
         for f in fields(config)
         if (value := getattr(config, f.name)) != getattr(default, f.name)
     ]
-    return "-".join([config.kind, *parts])
+    return "-".join([config.kind, *different])
 
 
 each_router = pytest.mark.parametrize("config", VARIANTS, ids=changed)
-with_and_without_noise = pytest.mark.parametrize("noise", [False, True], ids=["still", "noise"])
+# Keys are left out too if the config has noise.
+with_and_without_noise = pytest.mark.parametrize(
+    ("config", "noise"),
+    [(c, noise) for c in VARIANTS for noise in ([False, True] if getattr(c, "noise_std", 0) else [True])],
+    ids=lambda value: ("noise" if value else "still") if isinstance(value, bool) else changed(value),
+)
 
 
 def build(config: RouterConfig, num_experts: int = E) -> nn.Module:
-    router = build_router(config, dim=D, num_experts=num_experts)
-    init_weights(router, seed=0)
-    return router
+    return build_router(config, dim=D, num_experts=num_experts)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
-    return 3 * torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))
+    return 3 * randn(*shape, D, seed=seed)
 
 
 def keys(G: int, S: int, noise: bool = True) -> Tensor | None:
-    return split(torch.arange(7, 7 + G), S) if noise else None
+    return parts.keys(G, S) if noise else None
 
 
 def through(routing: Routing, x_GSD: Tensor) -> Tensor:
-    """Tokens through slots and back, with experts that only tell themselves apart."""
+    """Dispatches and combines, with experts that multiply by different factors."""
     x_END = routing.dispatch(x_GSD)
     return routing.combine(x_END * torch.arange(1, len(x_END) + 1).to(x_END)[:, None, None])
 
@@ -96,7 +96,7 @@ def run(
 
 
 def dense(routing: Routing, G: int, S: int, E: int) -> tuple[Tensor, Tensor]:
-    """The D_GSEC and C_GSEC of Routers in Vision MoE, eq. 2: what comes out when identity matrices go in.
+    """The D_GSEC and C_GSEC of Routers in Vision MoE, eq. 2, read off identity matrices.
 
     Every token of the batch is its own unit vector, so a token seen by another group would show up.
     """
@@ -131,23 +131,6 @@ def test_every_router_and_every_choice_is_among_the_variants():
             assert wanted <= seen, f"{kind.__name__}.{f.name}"
 
 
-@each_router
-@with_and_without_noise
-def test_shapes_are_static(config, noise):
-    """Whatever the tokens, the padding and the noise: the host need not look."""
-    router, C = build(config), config.slots(num_tokens=S, num_experts=E)
-    for seed in range(3):
-        g = torch.Generator().manual_seed(seed)
-        x, valid = tokens(G, S, seed=seed), torch.rand(G, S, generator=g).round()
-        routing = router(x, valid, keys(G, S, noise))
-        assert routing.dispatch(x).shape == (E, G * C, D)
-        assert routing.combine(torch.zeros(E, G * C, D)).shape == x.shape
-        assert routing.aux_G.shape == (G,)
-        assert routing.gates_GSE.shape == (G, S, E)
-        assert routing.load_GE.shape == (G, E)
-        assert not routing.load_GE.requires_grad
-
-
 @st.composite
 def groups(draw: st.DrawFn, config: RouterConfig) -> tuple[RouterConfig, Tensor, Tensor, Tensor | None]:
     """A config that fits, tokens with many ties or few, a mask, keys or none; for 4 or 6 experts."""
@@ -166,17 +149,23 @@ def groups(draw: st.DrawFn, config: RouterConfig) -> tuple[RouterConfig, Tensor,
 
 
 @each_router
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_slots_hold_at_most_one_token(config, data):
-    """C slots, each with at most one token's weight: an expert never works on more than C tokens. No expert
-    gets a token twice, and padding sits nowhere where seats are scarce."""
+    """Each of C slots has at most one token's weight, no expert gets a token twice, padding has no slot.
+
+    Shapes depend neither on tokens nor on padding, so the host need not look.
+    """
     config, x, valid, some_keys, num_experts = data.draw(groups(config))
     num_groups, num_tokens, _ = x.shape
     C = config.slots(num_tokens=num_tokens, num_experts=num_experts)
     routing = build(config, num_experts)(x, valid, some_keys)
     D_GSEC, C_GSEC = dense(routing, num_groups, num_tokens, num_experts)
     assert D_GSEC.shape[3] == C
+    assert routing.aux_G.shape == (num_groups,)
+    assert routing.gates_GSE.shape == (num_groups, num_tokens, num_experts)
+    assert routing.load_GE.shape == (num_groups, num_experts)
+    assert not routing.load_GE.requires_grad
     assert D_GSEC.min() >= 0
     assert C_GSEC.min() >= 0
     assert D_GSEC.sum(1).max() <= 1 + 1e-5
@@ -192,17 +181,11 @@ def test_slots_hold_at_most_one_token(config, data):
         assert C_GSEC[D_GSEC == 0].eq(0).all(), "a token gets the output of a slot it does not sit in"
 
 
-@each_router
 @with_and_without_noise
-@pytest.mark.parametrize("images_per_group", [1, 2])
-def test_einsum_form_equals_layer(config, noise, images_per_group):
-    """y_t = sum_ec C_tec f_e(sum_s D_sec x_s): Routers in Vision MoE, eq. 2."""
-    moe = MoEConfig(num_experts=E, router=config, images_per_group=images_per_group)
-    layer = MoELayer(moe, dim=D, hidden=16)
-    init_weights(layer, seed=0)
-    nn.init.normal_(
-        layer.experts.b_out_ED, generator=torch.Generator().manual_seed(0)
-    )  # empty slots compute, too
+def test_einsum_form_equals_layer(config, noise):
+    """y_t = sum_ec C_tec f_e(sum_s D_sec x_s): Routers in Vision MoE, eq. 2; the group has two images."""
+    images_per_group = 2
+    layer = build_layer(config, images_per_group=images_per_group)
     x_BSD = tokens(4, S // images_per_group)
     got, routing = layer(x_BSD, torch.ones(4), torch.arange(4) if noise else None)
     x = x_BSD.reshape(4 // images_per_group, S, D)
@@ -214,7 +197,6 @@ def test_einsum_form_equals_layer(config, noise, images_per_group):
     assert expected.abs().mean() > 0.1
 
 
-@each_router
 @with_and_without_noise
 def test_gradient_reaches_every_parameter(config, noise):
     x, router = tokens(G, S).requires_grad_(), build(config)
@@ -228,7 +210,6 @@ def test_gradient_reaches_every_parameter(config, noise):
         assert p.grad.abs().sum() > 1e-6, name
 
 
-@each_router
 @with_and_without_noise
 def test_groups_are_independent(config, noise):
     router, x = build(config), tokens(G, S)
@@ -242,7 +223,6 @@ def test_groups_are_independent(config, noise):
         torch.testing.assert_close(together.load_GE[g : g + 1], routing.load_GE)
 
 
-@each_router
 @with_and_without_noise
 def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
     router, x = build(config).to(torch.bfloat16), tokens(G, S).to(torch.bfloat16)
@@ -255,11 +235,10 @@ def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
 
 @each_router
 def test_huge_and_tiny_tokens_are_finite_in_bfloat16(config):
+    router = build(config).to(torch.bfloat16)
     for scale in (1e-20, 1e4):
-        router, x = (
-            build(config).to(torch.bfloat16),
-            (scale * tokens(G, S)).to(torch.bfloat16).requires_grad_(),
-        )
+        router.zero_grad()
+        x = (scale * tokens(G, S)).to(torch.bfloat16).requires_grad_()
         routing = router(x, torch.ones(G, S, dtype=torch.bfloat16), keys(G, S))
         y = through(routing, x)
         assert y.isfinite().all()
@@ -268,10 +247,9 @@ def test_huge_and_tiny_tokens_are_finite_in_bfloat16(config):
         assert all(p.grad.isfinite().all() for p in (x, *router.parameters()))
 
 
-@each_router
 @with_and_without_noise
 def test_float64_stays_float64_and_its_gradient_is_right(config, noise):
-    """Of the output and the auxiliary loss, for tokens and parameters, against differences."""
+    """Gradients of output and auxiliary loss for tokens and parameters, checked by differences."""
     router = build(config).double()
     x = (0.5 * tokens(2, S).double()).requires_grad_()
     names, values = list(dict(router.named_parameters())), list(router.parameters())
@@ -289,32 +267,23 @@ def test_float64_stays_float64_and_its_gradient_is_right(config, noise):
 @pytest.mark.parametrize(
     "config",
     [
-        TokenChoiceConfig(capacity_factor=E),
         TokenChoiceConfig(k=3, capacity_factor=E),
-        TokenChoiceConfig(
-            k=1, capacity_factor=0.5, priority="max"
-        ),  # the best are seated, wherever they stand
+        TokenChoiceConfig(k=1, capacity_factor=0.5, priority="max"),  # the best tokens are seated
         TokenChoiceConfig(k=2, capacity_factor=0.5, priority="sum"),
         TokenChoiceConfig(k=2, capacity_factor=E, affinity=SINKHORN),
-        ExpertChoiceConfig(noise_std=1.0),
-        ExpertChoiceConfig(capacity_factor=2.5),
-        ExpertChoiceConfig(affinity=SINKHORN, combine="affinity"),
-        ExpertChoiceConfig(affinity=SPARSE),
-        SoftConfig(slots_per_expert=2, noise_std=1.0),
-        SoftConfig(normalize="paper"),
-        SoftConfig(normalize="none"),
-        SoftConfig(dispatch="uniform"),
-        SoftConfig(combine="uniform"),
-        MixtureConfig(),
-        MixtureConfig(level="image"),
-        MixtureConfig(level="hierarchical"),
+        *(
+            c
+            for c in VARIANTS
+            if not isinstance(c, TokenChoiceConfig) and getattr(c, "dispatch", "") != "identity"
+            if c != ExpertChoiceConfig(affinity=SPARSE, capacity_factor=2.0)  # not converged: sums decide
+        ),
     ],
     ids=changed,
 )
-@with_and_without_noise
+@pytest.mark.parametrize("noise", [False, True])
 def test_token_order_does_not_matter(config, noise):
-    """Noise goes with its token. Without room for everybody or priority, token choice drops the last comers
-    (test_token_choice), and ``identity`` is about places."""
+    """Noise belongs to its token. Token choice without enough room or priority drops the last tokens, and
+    ``identity`` depends on positions, so they are left out."""
     router, x = build(config), tokens(G, S)
     order = torch.randperm(S, generator=torch.Generator().manual_seed(1))
     some_keys = keys(G, S, noise)
@@ -330,9 +299,7 @@ def test_padding_does_not_reach_valid_images(config, images_per_group):
     """Whatever the padding images hold, the others compute the same; alone in their groups, as without it."""
     if images_per_group == 2 and getattr(config, "total_slots", None) == S:
         config = replace(config, total_slots=2 * S)
-    moe = MoEConfig(num_experts=E, router=config, images_per_group=images_per_group)
-    layer = MoELayer(moe, dim=D, hidden=16)
-    init_weights(layer, seed=0)
+    layer = build_layer(config, images_per_group=images_per_group)
     valid = torch.tensor([0.0, 1, 1, 0, 1, 1])
     x = tokens(6, S)
     other = torch.where(valid.bool()[:, None, None], x, 100 * tokens(6, S, seed=1))
@@ -356,20 +323,6 @@ def mixes_images(config: RouterConfig) -> bool:
     return not isinstance(config, MixtureConfig) or config.level == "image"
 
 
-@each_router
-def test_padding_takes_no_seat(config):
-    """Also where it comes first and every expert has more room than there are tokens."""
-    valid = torch.ones(G, S)
-    valid[0, :5] = 0
-    valid[1, 2:] = 0
-    D_GSEC, _ = dense(build(config)(tokens(G, S), valid), G, S, E)
-    if not isinstance(config, MixtureConfig):
-        assert D_GSEC[valid == 0].eq(0).all()
-    assert D_GSEC[0, 5:].sum() > 0
-    assert D_GSEC[1, :2].sum() > 0
-
-
-@each_router
 @with_and_without_noise
 def test_group_of_padding_alone_is_finite(config, noise):
     router, x = build(config), torch.zeros(2, S, D).requires_grad_()
@@ -383,27 +336,16 @@ def test_group_of_padding_alone_is_finite(config, noise):
         assert tensor.grad is None or tensor.grad.isfinite().all()
 
 
-@each_router
 @with_and_without_noise
 def test_stats_are_the_same_names_for_all_and_count_what_is_there(config, noise):
     """Detached float32 scalars; dropped tokens and seats as counted in the dense form, padding left out."""
     x, valid = tokens(G, S), torch.ones(G, S)
     valid[0, 11:] = 0
     routing = build(config)(x.requires_grad_(), valid, keys(G, S, noise))
-    assert list(routing.stats) == [
-        "unchosen_frac",
-        "dropped_frac",
-        "load_mean",
-        "load_cv",
-        "load_min",
-        "load_max",
-        "seats_mean",
-        "seats_max",
-        "gate_entropy_nats",
-        "flip_frac",
-        "transport_residual",
-        "slot_similarity",
-    ]
+    assert " ".join(routing.stats) == (
+        "unchosen_frac dropped_frac load_mean load_cv load_min load_max seats_mean seats_max"
+        " gate_entropy_nats flip_frac transport_residual slot_similarity"
+    )
     for name, value in routing.stats.items():
         assert value.shape == (), name
         assert not value.requires_grad, name
@@ -414,12 +356,9 @@ def test_stats_are_the_same_names_for_all_and_count_what_is_there(config, noise)
     assert routing.stats["seats_mean"].item() == pytest.approx(seats_GS.mean().item())
     most_G = ((D_GSEC > 0).sum((2, 3)) * valid).amax(1).float()
     assert routing.stats["seats_max"].item() == pytest.approx(most_G.mean().item())
-    load_GE = routing.load_GE.float()
-    assert routing.stats["load_max"].item() == pytest.approx(load_GE.amax(1).mean().item())
-    assert routing.stats["load_min"].item() == pytest.approx(load_GE.amin(1).mean().item())
+    assert routing.stats["load_max"].item() == pytest.approx(routing.load_GE.float().amax(1).mean().item())
     entropy = -(routing.gates_GSE * routing.gates_GSE.log()).nan_to_num().sum(-1)[valid.bool()].mean()
     assert routing.stats["gate_entropy_nats"].item() == pytest.approx(entropy.item(), rel=1e-5, abs=1e-6)
-    assert -1e-6 <= routing.stats["gate_entropy_nats"] <= math.log(E) + 1e-6
     flips = noise and getattr(config, "noise_std", 0) > 0 and not isinstance(config, SoftConfig)
     assert (routing.stats["flip_frac"] > 0) == flips
 

@@ -1,49 +1,45 @@
-"""Slots filled and emptied by hand: what dispatch and combine of each routing do."""
+"""Dispatch and combine of each routing by hand, and each logged statistic by hand."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe.routing import DenseRouting, GatherRouting, SoftRouting, at_least_fp32
+from moe.routing import DenseRouting, GatherRouting, SoftRouting, routing_stats
 
-X = torch.tensor([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])  # two groups of three tokens, one wide
+X = torch.tensor([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])  # two groups of three tokens, D = 1
+TOKENS = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])  # two experts, two slots per group; 3 is empty
 
 
 def rest(gates_GSE: Tensor | None = None) -> dict[str, Any]:
-    """What neither dispatch nor combine look at, but for the shape of the gates."""
+    """Fields that dispatch and combine ignore, except for the shape of the gates."""
     gates_GSE = torch.zeros(2, 3, 2) if gates_GSE is None else gates_GSE
     return {"gates_GSE": gates_GSE, "load_GE": torch.zeros(2, 2), "aux_G": torch.zeros(2), "stats": {}}
 
 
 def test_gather_dispatches_expert_major_and_empty_slots_are_zero():
-    """Two experts with two slots per group; 3 marks an empty one. Slots of a group stay together."""
-    token_GEC = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])
-    routing = GatherRouting(token_GEC=token_GEC, weight_GEC=torch.zeros(2, 2, 2), **rest())
-    assert routing.dispatch(X).squeeze(-1).tolist() == [[3, 1, 20, 0], [1, 0, 0, 0]]
+    """Slots of a group are adjacent. A token that sits twice gets two gradients, an unseated token none."""
+    x = X.clone().requires_grad_()
+    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=torch.zeros(2, 2, 2), **rest())
+    x_END = routing.dispatch(x)
+    assert x_END.squeeze(-1).tolist() == [[3, 1, 20, 0], [1, 0, 0, 0]]
+    x_END.sum().backward()
+    assert x.grad.squeeze(-1).tolist() == [[2, 0, 1], [0, 1, 0]]
 
 
 def test_gather_combines_by_weight_and_adds_up():
-    """Token 0 of group 0 sits with both experts: 0.5 * 2 + 0.25 * 100. Nobody gets what empty slots say."""
-    token_GEC = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])
+    """Token 0 of group 0 sits with both experts: 0.5 * 2 + 0.25 * 100. Outputs of empty slots are ignored."""
     weight_GEC = torch.tensor([[[1.0, 0.5], [0.25, 0.0]], [[2.0, 0.0], [0.0, 0.0]]])
-    routing = GatherRouting(token_GEC=token_GEC, weight_GEC=weight_GEC, **rest())
+    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=weight_GEC, **rest())
     y_END = torch.tensor([[[1.0], [2.0], [3.0], [7.0]], [[100.0], [7.0], [7.0], [7.0]]])
     assert routing.combine(y_END).squeeze(-1).tolist() == [[26, 0, 1], [0, 6, 0]]
 
 
-def test_gather_gradient_of_unseated_tokens_is_zero():
-    x = X.clone().requires_grad_()
-    token_GEC = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])
-    routing = GatherRouting(token_GEC=token_GEC, weight_GEC=torch.ones(2, 2, 2), **rest())
-    routing.dispatch(x).sum().backward()
-    assert x.grad.squeeze(-1).tolist() == [[2, 0, 1], [0, 1, 0]]  # token 0 of group 0 sits twice
-
-
 def test_soft_mixes_tokens_into_slots_and_slots_into_tokens():
-    """One expert, two slots: the mean of all, and the last token. Every token takes 0.5 of the first, 0.25 of
-    the second."""
+    """One expert, two slots: the mean token and the last token. Every token takes 0.5 of the first slot's
+    output and 0.25 of the second's."""
     dispatch = torch.tensor([[1 / 3, 0.0], [1 / 3, 0.0], [1 / 3, 1.0]]).view(1, 3, 1, 2).expand(2, 3, 1, 2)
     combine = torch.tensor([0.5, 0.25]).expand(2, 3, 1, 2)
     routing = SoftRouting(dispatch_GSEC=dispatch, combine_GSEC=combine, **rest())
@@ -61,19 +57,77 @@ def test_dense_shows_every_token_to_every_expert():
     assert out.squeeze(-1).tolist() == [[0, 2, -3], [-5, 20, -30]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_tokens_keep_their_dtype_whatever_that_of_the_weights(dtype):
-    token_GEC = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])
-    for routing in (
-        GatherRouting(token_GEC=token_GEC, weight_GEC=torch.ones(2, 2, 2), **rest()),
-        SoftRouting(dispatch_GSEC=torch.ones(2, 3, 2, 2), combine_GSEC=torch.ones(2, 3, 2, 2), **rest()),
-        DenseRouting(weight_GSE=torch.ones(2, 3, 2), **rest()),
-    ):
-        x_END = routing.dispatch(X.to(dtype))
-        assert x_END.dtype == routing.combine(x_END).dtype == dtype
+def example(**fields) -> dict[str, float]:
+    """Statistics of two groups of two tokens with two experts; the last token is padding."""
+    case = {
+        "gates_GSE": torch.tensor([[[0.5, 0.5], [1.0, 0.0]], [[0.5, 0.5], [0.9, 0.1]]]),
+        "load_GE": torch.tensor([[2, 0], [1, 1]]),
+        "chosen_GS": torch.tensor([[1, 1], [0, 0]]),
+        "seats_GS": torch.tensor([[1, 0], [2, 5]]),
+        "valid_GS": torch.tensor([[1.0, 1.0], [1.0, 0.0]]),
+    }
+    return {name: value.item() for name, value in routing_stats(**case | fields).items()}
 
 
-def test_at_least_fp32():
-    dtypes = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float32}
-    for given, wanted in (dtypes | {torch.float64: torch.float64}).items():
-        assert at_least_fp32(torch.zeros(1, dtype=given)).dtype == wanted
+def test_stats_by_hand():
+    """No expert chooses the third of three real tokens, and the second has no seat; seats are 1, 0, 2. Loads
+    are (2, 0), with mean 1 and deviation 1, and (1, 1). Two tokens have entropy ln 2, the other 0."""
+    assert example() == pytest.approx(
+        {
+            "unchosen_frac": 1 / 3,
+            "dropped_frac": 1 / 3,
+            "load_mean": 1,
+            "load_cv": (1 + 0) / 2,
+            "load_min": (0 + 1) / 2,
+            "load_max": (2 + 1) / 2,
+            "seats_mean": 1,
+            "seats_max": (1 + 2) / 2,
+            "gate_entropy_nats": 2 / 3 * math.log(2),
+            "flip_frac": 0,
+            "transport_residual": 0,
+            "slot_similarity": 0,
+        }
+    )
+
+
+OF_GROUPS = {
+    "flip_G": "flip_frac",
+    "residual_G": "transport_residual",
+    "slot_similarity_G": "slot_similarity",
+}
+
+
+def test_group_values_are_averaged_over_groups():
+    for argument, name in OF_GROUPS.items():
+        assert example(**{argument: torch.tensor([0.2, 0.6])})[name] == pytest.approx(0.4)
+
+
+def test_groups_of_padding_are_left_out():
+    """Group 1 consists of padding: its loads, seats and values do not count."""
+    values = {argument: torch.tensor([0.3, 0.9]) for argument in OF_GROUPS}
+    stats = example(valid_GS=torch.tensor([[1.0, 1.0], [0.0, 0.0]]), **values)
+    assert stats["load_cv"] == pytest.approx(1)
+    assert stats["load_max"] == 2
+    assert stats["seats_max"] == 1
+    assert stats["dropped_frac"] == pytest.approx(1 / 2)
+    assert [stats[name] for name in OF_GROUPS.values()] == pytest.approx([0.3] * 3)
+    assert set(example(valid_GS=torch.zeros(2, 2), flip_G=torch.ones(2)).values()) == {0.0}
+
+
+def test_stats_count_exactly_under_a_bfloat16_mask():
+    """A bfloat16 model has a bfloat16 mask; 257 is not a bfloat16."""
+    valid = torch.ones(1, 300, dtype=torch.bfloat16)
+    valid[:, 257:] = 0
+    seats = torch.zeros(1, 300, dtype=torch.long)
+    seats[:, :1] = 257
+    stats = routing_stats(
+        gates_GSE=torch.full((1, 300, 2), 0.5),
+        load_GE=torch.tensor([[257, 259]]),
+        chosen_GS=seats,
+        seats_GS=seats,
+        valid_GS=valid,
+    )
+    assert stats["dropped_frac"].item() == pytest.approx(256 / 257)
+    assert stats["seats_mean"].item() == pytest.approx(1)
+    assert stats["seats_max"].item() == 257
+    assert stats["load_mean"].item() == 258

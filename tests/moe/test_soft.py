@@ -7,30 +7,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.init import init_weights
-from moe.layer import MoEConfig, MoELayer
-from moe.noise import normal, split
-from moe.routers import SoftConfig, build_router
-from moe.routers.soft import l2_normalize, l2_normalize_as_printed
-from moe.routing import SoftRouting
+from moe.init import gaussian, split
+from moe.routers import SoftConfig
+from moe.routers.soft import l2_normalize, l2_normalize_as_printed, mean_cosine
+from tests.moe import parts
+from tests.moe.parts import keys, randn
 
 G, S, D, E = 2, 6, 5, 3
+X, ONES = randn(G, S, D), torch.ones(G, S)
 
 
-def build_layer(config: SoftConfig) -> MoELayer:
-    layer = MoELayer(MoEConfig(num_experts=E, router=config), dim=D, hidden=8)
-    init_weights(layer, seed=0)
-    return layer
+def build(**fields):
+    return parts.build_router(SoftConfig(**fields), dim=D, num_experts=E)
 
 
-def build(config: SoftConfig) -> nn.Module:
-    router = build_router(config, dim=D, num_experts=E)
-    init_weights(router, seed=0)
-    return router
-
-
-def some_tokens(seed: int = 0) -> Tensor:
-    return torch.randn(G, S, D, generator=torch.Generator().manual_seed(seed))
+def build_layer(config: SoftConfig):
+    return parts.build_layer(config, dim=D, hidden=8, num_experts=E)
 
 
 def unit(vector: list[float], normalize: str) -> list[float]:
@@ -40,28 +32,26 @@ def unit(vector: list[float], normalize: str) -> list[float]:
     return [v / norm for v in vector]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("normalize", ["vmoe", "paper", "none"])
 @pytest.mark.parametrize(
-    ("dispatch", "combine"),
+    ("dispatch", "combine", "slots", "normalize"),
     [
-        ("soft", "soft"),
-        ("uniform", "soft"),
-        ("soft", "uniform"),
-        ("identity", "soft"),
-        ("identity", "identity"),
+        ("soft", "soft", 1, "vmoe"),
+        ("soft", "soft", 2, "vmoe"),
+        ("soft", "soft", 2, "paper"),
+        ("soft", "soft", 2, "none"),
+        ("uniform", "soft", 2, "vmoe"),
+        ("soft", "uniform", 1, "paper"),
+        ("identity", "soft", 2, "vmoe"),
+        ("identity", "identity", 2, "vmoe"),
     ],
 )
-def test_layer_is_its_definition(slots, normalize, dispatch, combine):
+def test_layer_is_its_definition(dispatch, combine, slots, normalize):
     """Soft MoE, equations 1 and 2, in loops over tokens, experts and slots; the ablations of section 3.6."""
-    if "identity" in (dispatch, combine):
-        slots = S // E
     scale = 1.0 if normalize == "none" else 3.0
     config = SoftConfig(
         slots_per_expert=slots, normalize=normalize, scale_init=3.0, dispatch=dispatch, combine=combine
     )
-    layer = build_layer(config).double()
-    x = some_tokens().double()
+    layer, x = build_layer(config).double(), X.double()
     x[0, 0] *= 1e-6  # where the two epsilons differ
     phi = layer.router.phi_DEC if config.learned() else torch.zeros(D, E, slots)
     expected = torch.zeros_like(x)
@@ -73,12 +63,12 @@ def test_layer_is_its_definition(slots, normalize, dispatch, combine):
             score[s, e, c] = math.exp(sum(scale * a * b for a, b in zip(token, slot, strict=True)))
         for e, c in places:
             column = sum(score[s, e, c] for s in range(S))
-            share = {  # how much of a token enters the slot
+            share = {  # weight of each token in the slot
                 "soft": [score[s, e, c] / column for s in range(S)],
                 "uniform": [1 / S] * S,
                 "identity": [float(s == e * slots + c) for s in range(S)],
             }[dispatch]
-            mixed = sum(share[s] * x[g, s] for s in range(S))  # of the tokens as they came
+            mixed = sum(share[s] * x[g, s] for s in range(S))  # tokens are not normalised here
             output = layer.experts(mixed.expand(E, 1, D))[e, 0]
             for s in range(S):
                 row = sum(score[s, i, j] for i, j in places)
@@ -92,14 +82,11 @@ def test_layer_is_its_definition(slots, normalize, dispatch, combine):
 
 
 def test_identity_with_two_slots_sends_token_i_to_expert_i_div_2():
-    """Slots in a row belong to one expert, not in turn: tokens 0 and 1 meet expert 0, 4 and 5 expert 2."""
+    """Consecutive slots belong to one expert: tokens 0 and 1 go to expert 0, tokens 4 and 5 to expert 2."""
     layer = build_layer(SoftConfig(slots_per_expert=2, dispatch="identity", combine="identity"))
-    assert not list(layer.router.parameters())
-    x = some_tokens()
-    y, routing = layer(x, torch.ones(G))
+    y, routing = layer(X, torch.ones(G))
     for i in range(S):
-        alone = layer.experts(x[:, i].expand(E, G, D))[i // 2]
-        torch.testing.assert_close(y[:, i], alone)
+        torch.testing.assert_close(y[:, i], layer.experts(X[:, i].expand(E, G, D))[i // 2])
     assert routing.gates_GSE.argmax(-1).tolist() == [[0, 0, 1, 1, 2, 2]] * G
     assert routing.stats["dropped_frac"] == 0
     assert routing.stats["seats_mean"] == 1
@@ -107,93 +94,59 @@ def test_identity_with_two_slots_sends_token_i_to_expert_i_div_2():
 
 
 def test_uniform_dispatch_is_the_mean_of_the_valid_tokens():
-    x, valid = some_tokens(), torch.ones(G, S)
+    valid = torch.ones(G, S)
     valid[0, 4:] = 0
-    routing = build(SoftConfig(slots_per_expert=2, dispatch="uniform"))(x, valid)
-    means = torch.stack([x[0, :4].mean(0), x[1].mean(0)])
+    routing = build(slots_per_expert=2, dispatch="uniform")(X, valid)
+    means = torch.stack([X[0, :4].mean(0), X[1].mean(0)])
     expected = means.repeat_interleave(2, 0).expand(E, 2 * G, D)
-    torch.testing.assert_close(routing.dispatch(x), expected)
+    torch.testing.assert_close(routing.dispatch(X), expected)
     assert routing.stats["slot_similarity"].item() == pytest.approx(1, rel=1e-5)
 
 
-def test_uniform_combine_updates_all_tokens_alike():
-    """By the mean over all slots."""
-    routing = build(SoftConfig(slots_per_expert=2, combine="uniform"))(some_tokens(), torch.ones(G, S))
-    y_END = torch.randn(E, 2 * G, D)
-    out = routing.combine(y_END)
-    for g in range(G):
-        expected = y_END.unflatten(1, (G, 2))[:, g].mean((0, 1))
-        torch.testing.assert_close(out[g], expected.expand(S, D))
-
-
-def test_l2_normalize_has_its_epsilon_under_the_root():
+@pytest.mark.parametrize(("normalized", "slope"), [(l2_normalize, 1e3), (l2_normalize_as_printed, 0.0)])
+def test_l2_norms_by_hand(normalized, slope):
+    """At lengths near their epsilons, and at 0, where the slope is 1 / sqrt(1e-6), or 0 by torch's convention
+    for a norm."""
     v = torch.tensor([3e-4, 4e-4], dtype=torch.float64)  # length 5e-4, half of sqrt(1e-6)
     torch.testing.assert_close(l2_normalize(v, dim=0), v / math.sqrt(25e-8 + 1e-6))
-
-
-def test_l2_normalize_as_printed_adds_its_epsilon_to_the_length():
-    v = torch.tensor([3e-7, 4e-7], dtype=torch.float64)  # length 5e-7, half of 1e-6
-    torch.testing.assert_close(l2_normalize_as_printed(v, dim=0), v / 1.5e-6)
-
-
-@pytest.mark.parametrize(("normalized", "slope"), [(l2_normalize, 1e3), (l2_normalize_as_printed, 0.0)])
-def test_normalisation_is_finite_at_zero(normalized, slope):
-    """1 / sqrt(1e-6) as written; the printed form has a kink there, where torch gives a norm no slope."""
-    v = torch.zeros(3, requires_grad=True)
-    y = normalized(v, dim=0)
+    torch.testing.assert_close(l2_normalize_as_printed(v / 1000, dim=0), v / 1000 / 1.5e-6)
+    zero = torch.zeros(3, requires_grad=True)
+    y = normalized(zero, dim=0)
     assert y.eq(0).all()
     y.sum().backward()
-    assert v.grad.isfinite().all()
+    assert zero.grad.isfinite().all()
     if slope:
-        torch.testing.assert_close(v.grad, torch.full((3,), slope))
+        torch.testing.assert_close(zero.grad, torch.full((3,), slope))
 
 
-def test_scale_zero_mixes_uniformly():
-    routing = build(SoftConfig(slots_per_expert=2, scale_init=0.0))(some_tokens(), torch.ones(G, S))
+def test_limits_of_the_scale():
+    """Scale 0 mixes uniformly; logits are bounded by the scale, whatever the length of the tokens."""
+    routing = build(slots_per_expert=2, scale_init=0.0)(X, ONES)
     torch.testing.assert_close(routing.dispatch_GSEC, torch.full((G, S, E, 2), 1 / S))
     torch.testing.assert_close(routing.combine_GSEC, torch.full((G, S, E, 2), 1 / (E * 2)))
     assert routing.stats["gate_entropy_nats"].item() == pytest.approx(math.log(E), rel=1e-6)
     assert routing.stats["load_cv"].item() == pytest.approx(0, abs=1e-5)
+    for normalize in ("vmoe", "paper"):
+        ratio = build(scale_init=2.0, normalize=normalize)(1e4 * X, ONES).dispatch_GSEC.log()
+        assert (ratio.amax(1) - ratio.amin(1)).max() <= 2 * 2.0 + 1e-5
 
 
-@pytest.mark.parametrize("normalize", ["vmoe", "paper"])
-def test_logits_are_bounded_by_the_scale(normalize):
-    x = 1e4 * some_tokens()
-    ratio = build(SoftConfig(scale_init=2.0, normalize=normalize))(x, torch.ones(G, S)).dispatch_GSEC.log()
-    assert (ratio.amax(1) - ratio.amin(1)).max() <= 2 * 2.0 + 1e-5
-
-
-def test_experts_see_tokens_as_long_as_they_came():
-    """Ten times longer tokens give ten times longer slots, with the same weights."""
-    router, x = build(SoftConfig(scale_init=3.0)), 100 * some_tokens()
-    short, long = (router(factor * x, torch.ones(G, S)).dispatch(factor * x) for factor in (1, 10))
-    torch.testing.assert_close(10 * short, long)
-
-
-def test_weights_sum_to_one():
-    valid = torch.ones(G, S)
-    valid[0, 3:] = 0
-    routing = build(SoftConfig(slots_per_expert=2, scale_init=20.0))(some_tokens(), valid)
-    torch.testing.assert_close(routing.dispatch_GSEC.sum(1), torch.ones(G, E, 2))
-    torch.testing.assert_close(routing.combine_GSEC.sum((2, 3)), torch.ones(G, S))
-    assert routing.dispatch_GSEC[0, 3:].eq(0).all()
-
-
-def test_noise_is_not_divided_by_the_experts_and_is_each_slots_own():
-    """Without normalisation and at phi = 0 the logits are the noise; combine shows them up to a constant."""
-    router = build(SoftConfig(slots_per_expert=2, normalize="none", noise_std=0.7))
+def test_noise_is_not_divided_by_the_experts_and_differs_by_slot():
+    """Without normalisation and at phi = 0 the logits are the noise."""
+    router = build(slots_per_expert=2, normalize="none", noise_std=0.7)
     nn.init.zeros_(router.phi_DEC)
-    keys_GS = torch.arange(G * S).view(G, S)
-    routing: SoftRouting = router(some_tokens(), torch.ones(G, S), keys_GS)
-    noise = 0.7 * normal(split(keys_GS, 2 * E)).view(G, S, E, 2)
+    routing = router(X, ONES, keys(G, S))
+    noise = 0.7 * gaussian(split(keys(G, S), 2 * E)).view(G, S, E, 2)
     torch.testing.assert_close(routing.combine_GSEC, noise.flatten(2).softmax(-1).view_as(noise))
     torch.testing.assert_close(routing.dispatch_GSEC, noise.softmax(1))
 
 
-def test_load_is_the_mass_that_goes_to_each_expert():
+def test_weights_sum_to_one_and_load_is_the_mass_of_each_expert():
     valid = torch.ones(G, S)
     valid[1, :2] = 0
-    routing = build(SoftConfig(slots_per_expert=2, scale_init=5.0))(some_tokens(), valid)
+    routing = build(slots_per_expert=2, scale_init=20.0)(X, valid)
+    torch.testing.assert_close(routing.dispatch_GSEC.sum(1), torch.ones(G, E, 2))
+    torch.testing.assert_close(routing.combine_GSEC.sum((2, 3)), torch.ones(G, S))
     expected = [
         [sum(routing.combine_GSEC[g, s, e].sum().item() for s in range(S) if valid[g, s]) for e in range(E)]
         for g in range(G)
@@ -203,16 +156,15 @@ def test_load_is_the_mass_that_goes_to_each_expert():
 
 
 def test_seats_are_counted_exactly_under_a_bfloat16_mask():
-    """All 257 slots see every token; 257 is not a bfloat16."""
-    router = build_router(SoftConfig(), dim=D, num_experts=257)
-    init_weights(router, seed=0)
-    stats = router(some_tokens().bfloat16(), torch.ones(G, S, dtype=torch.bfloat16)).stats
+    """All 257 slots mix every token; 257 is not a bfloat16."""
+    router = parts.build_router(SoftConfig(), dim=D, num_experts=257)
+    stats = router(X.bfloat16(), ONES.bfloat16()).stats
     assert stats["seats_mean"].item() == stats["seats_max"].item() == 257
 
 
-def test_parameters_are_those_that_are_used():
+def test_only_parameters_that_are_used_exist():
     def names(**fields) -> set[str]:
-        return {name for name, _ in build(SoftConfig(**fields)).named_parameters()}
+        return {name for name, _ in build(**fields).named_parameters()}
 
     assert names() == names(normalize="paper") == names(combine="uniform") == {"phi_DEC", "scale"}
     assert names(normalize="none") == {"phi_DEC"}
@@ -220,35 +172,35 @@ def test_parameters_are_those_that_are_used():
     assert names(slots_per_expert=2, dispatch="identity", combine="identity") == set()
 
 
-def test_slots_by_hand():
+def test_slots_and_config_errors():
     assert SoftConfig(slots_per_expert=3).slots(num_tokens=1, num_experts=64) == 3
-    assert SoftConfig(total_slots=128).slots(num_tokens=1, num_experts=64) == 2
     assert SoftConfig(total_slots=64, slots_per_expert=5).slots(num_tokens=1, num_experts=64) == 1
     assert SoftConfig(total_slots=8, dispatch="identity").slots(num_tokens=8, num_experts=4) == 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"slots_per_expert": 0}, "slots_per_expert must be at least 1, got 0"),
-        ({"slots_per_expert": -2}, "slots_per_expert must be at least 1, got -2"),
-        ({"total_slots": 0}, "total_slots must be at least 1, got 0"),
-        ({"total_slots": -8}, "total_slots must be at least 1, got -8"),
-        ({"noise_std": -1.0}, "noise_std must not be negative, got -1.0"),
-    ],
-)
-def test_config_errors(fields, message):
-    with pytest.raises(ValueError, match=message):
-        SoftConfig(**fields)
-
-
-@pytest.mark.parametrize("where", ["dispatch", "combine"])
-def test_identity_needs_a_slot_per_token(where):
-    config = SoftConfig(slots_per_expert=2, **{where: "identity"})
-    with pytest.raises(ValueError, match=r"4 experts x 2 slots .* 9 tokens"):
-        config.slots(num_tokens=9, num_experts=4)
-
-
-def test_total_slots_must_divide_over_the_experts():
+    for name, value in (("slots_per_expert", 0), ("total_slots", -8)):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+            SoftConfig(**{name: value})
+    with pytest.raises(ValueError, match=r"noise_std must not be negative, got -1\.0"):
+        SoftConfig(noise_std=-1.0)
     with pytest.raises(ValueError, match="total_slots=10 does not divide over 4 experts"):
         SoftConfig(total_slots=10).slots(num_tokens=8, num_experts=4)
+    for name in ("dispatch", "combine"):
+        with pytest.raises(ValueError, match=r"4 experts x 2 slots .* 9 tokens"):
+            SoftConfig(slots_per_expert=2, **{name: "identity"}).slots(num_tokens=9, num_experts=4)
+
+
+def test_slot_similarity_is_the_mean_cosine_of_pairs():
+    """1 for equal slots, 0 for orthogonal slots and for one slot; an empty slot has cosine 0 with all."""
+    columns = torch.rand(3, 7, 5, generator=torch.Generator().manual_seed(0))
+
+    def cosine(a: Tensor, b: Tensor) -> float:
+        return (a @ b / (a.norm() * b.norm())).item()
+
+    pairs = [(i, j) for i, j in product(range(5), range(5)) if i != j]
+    expected = [sum(cosine(group[:, i], group[:, j]) for i, j in pairs) / len(pairs) for group in columns]
+    assert mean_cosine(columns).tolist() == pytest.approx(expected, rel=1e-5)
+    orthogonal, equal = torch.eye(6)[:, :4], torch.rand(6, 1).expand(6, 4)
+    torch.testing.assert_close(mean_cosine(torch.stack([orthogonal, equal])), torch.tensor([0.0, 1.0]))
+    assert mean_cosine(torch.rand(2, 6, 1)).tolist() == pytest.approx([0, 0], abs=1e-6)
+    with_empty = torch.eye(4)[None].clone()
+    with_empty[:, :, 3] = 0
+    assert mean_cosine(with_empty).tolist() == pytest.approx([0], abs=1e-6)

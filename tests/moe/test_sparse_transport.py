@@ -1,8 +1,5 @@
 """Sparse transport against scipy's assignments, the goldens' optima and a long run; constraints, padding."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,20 +8,10 @@ from hypothesis import strategies as st
 from scipy import optimize
 from torch import Tensor
 
-from moe.routers.assignment import assign
-from moe.routers.sparse_transport import semi_dual, sparse_plan
+from moe.routers.sparse_transport import assign, semi_dual, sparse_plan
+from tests.moe.parts import GOLDENS, read_golden
 
-GOLDENS = {
-    path.stem: path
-    for path in sorted((Path(__file__).parents[1] / "goldens").glob("sparsity_constrained_*.npz"))
-}
 ENOUGH = 200  # measured on the goldens: the slowest semi-dual is then 6e-5 off, assignments settle in 50
-
-
-def read(name: str) -> tuple[dict[str, Tensor], dict]:
-    with np.load(GOLDENS[name]) as file:
-        arrays = {key: torch.from_numpy(np.array(file[key])) for key in file.files if key != "meta"}
-        return arrays, json.loads(str(file["meta"]))
 
 
 def scores_of(G: int, S: int, E: int, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -39,14 +26,16 @@ def objective(plan_GSE: Tensor, scores_GSE: Tensor) -> Tensor:
 
 
 def best_total(scores_SE: Tensor, capacity: int) -> float:
-    """Of all tokens' scores, with `capacity` seats per expert, by scipy."""
+    """Largest total score with `capacity` seats per expert, by scipy."""
     seats = np.repeat(scores_SE.numpy(), capacity, axis=1)
     return seats[optimize.linear_sum_assignment(seats, maximize=True)].sum()
 
 
-@pytest.mark.parametrize("name", GOLDENS)
-def test_goldens(name):
-    golden, meta = read(name)
+@pytest.mark.parametrize(
+    "path", sorted(GOLDENS.glob("sparsity_constrained_*.npz")), ids=lambda path: path.stem
+)
+def test_goldens(path):
+    golden, meta = read_golden(path)
     C, groups = meta["config"]["resolved_capacity"], meta["per_group"]
     scores = golden["softmax"].double()
     G, S, E = scores.shape
@@ -65,9 +54,8 @@ def test_goldens(name):
         assert torch.equal(plan, golden["plan_exact"].double().round())
 
 
-@pytest.mark.parametrize("scale", [0.03, 1.0, 4.0])
 @pytest.mark.parametrize(
-    ("S", "E", "C"), [(6, 3, 2), (24, 8, 3), (50, 4, 9), (200, 8, 25), (199, 8, 24), (9, 4, 1)]
+    ("S", "E", "C", "scale"), [(6, 3, 2, 1.0), (50, 4, 9, 4.0), (200, 8, 25, 0.03), (199, 8, 24, 1.0)]
 )
 def test_assignment_is_scipys(S, E, C, scale):
     scores = scores_of(2, S, E, scale)
@@ -93,7 +81,7 @@ def test_assignment_is_scipys(S, E, C, scale):
     seed=st.integers(0, 2**31),
 )
 def test_laws_however_few_iterations(S, E, C, iterations, levels, seed):
-    """With ties, padding, float32: at most C per column, exact columns, empty padding, an honest residual."""
+    """Ties, padding, float32: at most C entries per column, exact columns, empty padding, true residuals."""
     g = torch.Generator().manual_seed(seed)
     scores = (torch.randint(0, levels, (2, S, E), generator=g) / levels).softmax(-1)
     valid = torch.randint(0, 4, (2, S), generator=g).clamp(max=1).float()
@@ -117,7 +105,7 @@ def test_laws_however_few_iterations(S, E, C, iterations, levels, seed):
 
 @pytest.mark.parametrize(("S", "C", "real"), [(12, 4, 7), (12, 3, 10), (12, 3, 4), (15, 5, 0)])
 def test_padding_leaves_real_tokens_their_best_seats(S, C, real):
-    """As if the real tokens were alone with the seats, whatever the padding's own scores."""
+    """Seats are those of the real tokens alone, whatever the scores of padding."""
     scores = scores_of(1, S, 3)
     valid = (torch.arange(S) % S < real).float().unsqueeze(0)
     plan, _, residual = sparse_plan(scores, valid, C, 500)
@@ -136,26 +124,6 @@ def test_padding_does_not_move_the_semi_dual():
         torch.testing.assert_close(padded[:, :13] if padded.ndim == 3 else padded, alone)
 
 
-@pytest.mark.parametrize("C", [4, 8])
-def test_groups_do_not_meet(C):
-    """Bitwise: each group alone, and beside one that takes longer."""
-    scores = torch.cat([scores_of(1, 16, 4, scale) for scale in (0.01, 1.0, 8.0)])
-    together = sparse_plan(scores, torch.ones(3, 16), C, 60)
-    for g in range(3):
-        for ours, alone in zip(
-            together, sparse_plan(scores[g : g + 1], torch.ones(1, 16), C, 60), strict=True
-        ):
-            assert torch.equal(ours[g : g + 1], alone)
-
-
-def test_settled_groups_are_frozen():
-    scores = scores_of(4, 64, 8)
-    plan, bound, residual = sparse_plan(scores, torch.ones(4, 64), 8, 300)
-    assert (residual == 0).all()
-    for ours, longer in zip((plan, bound), sparse_plan(scores, torch.ones(4, 64), 8, 900)[:2], strict=True):
-        assert torch.equal(ours, longer)
-
-
 def test_an_assignment_that_is_not_settled_is_still_complete():
     """It keeps the seats of the last phase that seated every token."""
     plan, _, residual = sparse_plan(scores_of(2, 64, 8), torch.ones(2, 64), 8, 5)
@@ -171,7 +139,7 @@ def test_equal_bids_lower_token_first():
     assert bound.item() == pytest.approx(0.9, abs=1e-6)
 
 
-@pytest.mark.parametrize(("S", "E", "C", "scale"), [(64, 8, 16, 1.0), (200, 8, 50, 0.1), (60, 6, 12, 5.0)])
+@pytest.mark.parametrize(("S", "E", "C", "scale"), [(64, 8, 16, 1.0), (60, 6, 12, 5.0)])
 def test_semi_dual_reaches_its_optimum(S, E, C, scale):
     scores, valid = scores_of(2, S, E, scale), torch.ones(2, S)
     optimum = sparse_plan(scores, valid, C, 3000)[1]
@@ -200,13 +168,12 @@ def test_semi_dual_bounds_every_plan_and_has_its_gradient():
     torch.testing.assert_close(alpha.grad, plan.sum(-1) - 1)  # Danskin
 
 
-@pytest.mark.parametrize("C", [4, 8])
-def test_compile_whole_graph(C):
+def test_compile_whole_graph():
     """Scores that carry a gradient lose it here; the rest of the graph keeps its own."""
 
     def plan_and_gates(logits, valid):
         gates = logits.softmax(-1)
-        return *sparse_plan(gates, valid, C, 40), gates
+        return *sparse_plan(gates, valid, 8, 40), gates
 
     logits = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     eager = plan_and_gates(logits, torch.ones(2, 16))

@@ -1,4 +1,4 @@
-"""The whole model: shapes, configs that cannot be, padding, learning, compiling."""
+"""The whole model: outputs, config errors, padding, learning, compiling."""
 
 import math
 from dataclasses import replace
@@ -11,57 +11,82 @@ from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ROUTERS, ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
+from moe.routers.affinity import SparseTransportConfig
 from moe.vit import ViT, ViTConfig
 from tests.lanes import mostly_slow
+from tests.moe.parts import randn
 
 routers = [None, *(kind() for kind in ROUTERS)]
 each_router = pytest.mark.parametrize("router", routers[1:], ids=lambda r: r.kind)
 each_model = pytest.mark.parametrize("router", routers, ids=lambda r: r.kind if r else "dense")
 
 
-def images(count: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+def images(count: int) -> torch.Tensor:
+    return randn(count, 3, 8, 8)
 
 
 @each_model
 def test_output(build_vit, router):
-    logits, aux, stats, routings = build_vit(router, layers="last_2")(images(4))
-    assert logits.shape == (4, 10)
-    assert aux.shape == ()
-    assert ("dropped_frac" in stats) == (router is not None)
-    assert all(value.shape == (2,) and not value.requires_grad for value in stats.values())
-    assert routings == ()
-
-
-@each_model
-def test_routings_if_asked(build_vit, router):
-    """One per MoE layer, of the same forward pass; groups of two images."""
+    """Routings of the same forward pass if requested, for groups of two images; statistics per layer; the
+    auxiliary loss sums layers and averages groups."""
     model = build_vit(router, layers="last_2", images_per_group=2)
-    output, asked = model(images(4)), model(images(4), return_routings=True)
-    assert torch.equal(output.logits, asked.logits)
-    assert [r.gates_GSE.shape for r in asked.routings] == [(2, 32, 4)] * (2 if router else 0)
-    if router:
-        aux = torch.stack([r.aux_G.mean() for r in asked.routings]).sum()
-        torch.testing.assert_close(aux, asked.aux)
+    output, requested = model(images(4)), model(images(4), return_routings=True)
+    assert output.routings == ()
+    assert output.logits.shape == (4, 10)
+    assert torch.equal(output.logits, requested.logits)
+    features, aux, *_ = model.features(images(4))
+    assert torch.equal(model.head(features), output.logits)
+    assert [r.gates_GSE.shape for r in requested.routings] == [(2, 32, 4)] * (2 if router else 0)
+    assert ("dropped_frac" in output.stats) == (router is not None)
+    assert all(value.shape == (2,) and not value.requires_grad for value in output.stats.values())
+    summed = sum((r.aux_G.mean() for r in requested.routings), start=torch.zeros(()))
+    torch.testing.assert_close(aux, summed)
+    torch.testing.assert_close(output.aux, summed)
+    assert (output.aux > 0) == isinstance(router, TokenChoiceConfig)
+
+
+@each_router
+def test_keys_and_overrides_reach_every_layer(build_vit, router):
+    """Dropout and noise need keys; equal keys give equal logits."""
+    model, keys_B = build_vit(router, expert_dropout=0.5), torch.arange(4)
+    quiet, one, other = (model(images(4), keys_B=k).logits for k in (None, keys_B, keys_B + 4))
+    torch.testing.assert_close(quiet, build_vit(router)(images(4)).logits)
+    assert not torch.allclose(one, quiet)
+    assert not torch.allclose(one, other)
+    assert torch.equal(one, model(images(4), keys_B=keys_B).logits)
+    overridden = model(images(4), routing_overrides=kept(router)).logits
+    assert not torch.allclose(overridden, quiet)
 
 
 @each_model
-def test_features_are_what_the_head_sees(build_vit, router):
-    model = build_vit(router)
-    features, *rest = model.features(images(4))
-    output = model(images(4))
-    assert features.shape == (4, 32)
-    assert torch.equal(model.head(features), output.logits)
-    assert torch.equal(rest[0], output.aux)
+def test_bfloat16_stays_bfloat16(build_vit, router):
+    model = build_vit(router).to(torch.bfloat16)
+    output = model(images(2).to(torch.bfloat16))
+    assert output.logits.dtype == torch.bfloat16
+    (output.logits.sum() + output.aux).backward()
+    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("bias", [0.0, -math.log(10)])
-def test_starts_with_the_same_prediction(bias):
-    assert ViT(replace(PRESETS["debug"], head_bias=bias))(images(2)).logits.eq(bias).all()
+def test_sizes_of_a_config():
+    """Slots are per group; a class token is routed like any other token."""
+    config = replace(PRESETS["S/16"], moe=MoEConfig(router=ExpertChoiceConfig(), images_per_group=4))
+    assert PRESETS["S/16"].slots() == 0
+    assert config.slots() == 98  # 4 x 196 / 8
+    assert replace(config, pooling="token").tokens() == 197
+    assert replace(config, pooling="token").slots() == 98  # 98.5 to even
+    assert PRESETS["S/16"].family() == "dense"
+    assert replace(PRESETS["S/16"], moe=MoEConfig()).family() == "token_choice"
+    sparse = MoEConfig(router=ExpertChoiceConfig(affinity=SparseTransportConfig()))
+    assert replace(PRESETS["S/16"], moe=sparse).family() == "sparse_transport_expert_choice"
+
+
+def test_starts_with_the_same_prediction():
+    for bias in (0.0, -math.log(10)):
+        assert ViT(replace(PRESETS["debug"], head_bias=bias))(images(2)).logits.eq(bias).all()
 
 
 def test_names_of_checkpoints():
-    """Of the default config they stay; what is new has names of its own."""
+    """Checkpoints depend on parameter names: those of the default config, and those that options add."""
     config = replace(PRESETS["debug"], depth=1)
 
     def names(**fields) -> set[str]:
@@ -91,9 +116,9 @@ def test_names_of_checkpoints():
         ({"heads": 7}, "heads=7 does not divide width=384"),
         (
             {"patch_size": 14, "stem": "conv"},
-            "stem='conv' needs a patch_size that is a power of two from 2, got 14",
+            "stem='conv' needs a patch_size that is a power of two and at least 2, got 14",
         ),
-        ({"patch_size": 1, "stem": "conv"}, "a power of two from 2, got 1"),
+        ({"patch_size": 1, "stem": "conv"}, "a power of two and at least 2, got 1"),
         ({"depth": 0}, "depth must be at least 1, got 0"),
         ({"num_classes": -1}, "num_classes must be at least 1, got -1"),
         ({"representation_size": 0}, "representation_size must be at least 1, got 0"),
@@ -108,24 +133,6 @@ def test_names_of_checkpoints():
 def test_config_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         ViTConfig(**fields)
-
-
-def test_slots_are_those_of_a_group():
-    def slots(router, **fields) -> int:
-        return replace(PRESETS["S/16"], moe=MoEConfig(router=router, **fields)).slots()
-
-    assert PRESETS["S/16"].slots() == 0
-    assert slots(ExpertChoiceConfig(), images_per_group=4) == 98  # 4 x 196 / 8
-    assert slots(TokenChoiceConfig(k=2, capacity_factor=1.0)) == 49
-    assert slots(SoftConfig(slots_per_expert=5), images_per_group=4) == 5
-
-
-def test_routers_see_the_class_token():
-    config = replace(
-        PRESETS["S/16"], pooling="token", moe=MoEConfig(router=ExpertChoiceConfig(), images_per_group=8)
-    )
-    assert config.tokens() == 197
-    assert config.slots() == 197
 
 
 def shuffled(x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +153,7 @@ def test_position_matters_where_there_is_one(pooling, position):
 
 @pytest.mark.parametrize("position", ["learned", "sincos2d"])
 def test_class_token_comes_first(position):
-    """And has a learned position of its own, but no sine or cosine."""
+    """It has a learned position, but no sine or cosine."""
     model = ViT(replace(PRESETS["debug"], pooling="token", position=position))
     torch.nn.init.normal_(model.class_token_D)
     first_BD = model.embedded(images(2))[:, 0]
@@ -156,7 +163,7 @@ def test_class_token_comes_first(position):
 
 @each_router
 def test_without_the_skip_connection(build_vit, router):
-    """x + experts(norm(x)) loses its x: the block gives what its layer gives."""
+    """The block's output is that of its MoE layer."""
     model, seen = build_vit(router, residual=False, layers=(1,)), []
     model.blocks[1].mlp.register_forward_hook(lambda _, __, out: seen.append(out[0]))
     model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -164,58 +171,17 @@ def test_without_the_skip_connection(build_vit, router):
     assert torch.equal(*seen)
 
 
-@each_router
-def test_expert_dropout_needs_keys(build_vit, router):
-    plain, dropping = build_vit(router), build_vit(router, expert_dropout=0.5)
-    quiet, keys = plain(images(4)).logits, torch.arange(4)
-    assert torch.equal(quiet, dropping(images(4)).logits)
-    one, other = (dropping(images(4), keys_B=k).logits for k in (keys, keys + 4))
-    assert not torch.allclose(one, quiet)
-    assert not torch.allclose(one, other)
-    assert torch.equal(one, dropping(images(4), keys_B=keys).logits)
-
-
-def test_router_noise_needs_keys(build_vit):
-    model = build_vit(TokenChoiceConfig())
-    quiet, noisy = model(images(4)), model(images(4), keys_B=torch.arange(4))
-    assert torch.equal(quiet.logits, model(images(4)).logits)
-    assert not torch.allclose(quiet.logits, noisy.logits)
-
-
-def test_random_blocks_must_be_moe_blocks(build_vit):
+def test_overrides_that_do_not_fit(build_vit):
     model = build_vit(TokenChoiceConfig(), layers=(1,))
-    changed = model(images(4), routing_overrides=RoutingOverrides(random_blocks=(1,))).logits
-    assert not torch.allclose(changed, model(images(4)).logits)
     with pytest.raises(ValueError, match=r"random_blocks=\[0, 7\] are no MoE blocks; .* are \(1,\)"):
         model(images(4), routing_overrides=RoutingOverrides(random_blocks=(7, 1, 0)))
-
-
-def test_overrides_reach_the_routers(build_vit):
-    model = build_vit(TokenChoiceConfig(k=1, capacity_factor=4.0))
-    asked = model(images(4), routing_overrides=RoutingOverrides(k=2), return_routings=True)
-    assert asked.routings[0].load_GE.sum() == 2 * 4 * 16
-
-
-@each_model
-def test_aux_sums_layers_and_averages_groups(build_vit, router):
-    model, aux = build_vit(router, layers="last_2"), []
-    hooks = [
-        block.mlp.register_forward_hook(lambda _, __, out: aux.append(out[1].aux_G.detach().mean()))
-        for block in model.blocks
-        if router
-    ]
-    assert len(hooks) == (2 if router else 0)
-    torch.testing.assert_close(model(images(4)).aux, torch.tensor(aux).sum())
-
-
-def test_only_token_choice_has_an_auxiliary_loss(build_vit):
-    has = {router.kind if router else None: bool(build_vit(router)(images(2)).aux > 0) for router in routers}
-    assert has == {None: False, "token_choice": True, "expert_choice": False, "soft": False, "mixture": False}
+    with pytest.raises(ValueError, match="a dense model has no routing to override"):
+        build_vit(None)(images(2), routing_overrides=RoutingOverrides(experts=2))
 
 
 @each_model
 def test_padding_images_change_nothing(build_vit, router):
-    """With one image to a group; with more, test_routers says what holds."""
+    """One image per group; test_routers tests larger groups."""
     model, valid = build_vit(router), torch.tensor([1.0, 0, 1, 0])
     padded = images(4) * valid[:, None, None, None]
     with_padding, alone = model(padded, valid), model(images(4)[valid == 1])
@@ -232,26 +198,9 @@ def test_an_incomplete_group_is_filled_with_padding(build_vit, router):
     torch.testing.assert_close(model(padded[:3]).logits, model(padded, valid).logits[:3])
 
 
-@each_router
-def test_images_per_group_matters(build_vit, router):
-    one, two = (build_vit(router, images_per_group=n)(images(4)).logits for n in (1, 2))
-    assert torch.allclose(one, two) == (router.kind == "mixture")  # tokens of a mixture do not compete
-
-
-@each_model
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes(build_vit, router, dtype):
-    model = build_vit(router).to(dtype)
-    output = model(images(2).to(dtype))
-    assert output.logits.dtype == dtype
-    assert output.logits.isfinite().all()
-    (output.logits.sum() + output.aux).backward()
-    assert all(p.grad.dtype == dtype and p.grad.isfinite().all() for p in model.parameters())
-
-
 @each_model
 def test_learns_one_batch(router):
-    """From the start that training has: the head at zero."""
+    """From the initial weights of training, with the head at zero."""
     moe = MoEConfig(num_experts=4, router=router) if router else None
     model = ViT(replace(PRESETS["debug"], moe=moe))
     x, labels = images(8), torch.arange(8)
@@ -269,16 +218,11 @@ def test_learns_one_batch(router):
 
 
 def kept(router) -> RoutingOverrides:
-    """Overrides that every router, or every token choice, has; a dense model has nothing to override."""
+    """Overrides that the router accepts."""
     if router is None:
         return AS_TRAINED
     changes = {"k": 2, "capacity_factor": 0.5} if isinstance(router, TokenChoiceConfig) else {}
     return RoutingOverrides(experts=2, random_blocks=(1,), **changes)
-
-
-def test_a_dense_model_refuses_overrides(build_vit):
-    with pytest.raises(ValueError, match="a dense model has no routing to override"):
-        build_vit(None)(images(2), routing_overrides=RoutingOverrides(experts=2))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moe.noise import mix
+from moe.init import mix
 from moe.parallel import build_sharded, clip_grad_norm, make_mesh, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from moe.vit import ViT

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.noise import mix
+from moe.init import mix
 from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

@@ -1,28 +1,15 @@
-"""Sinkhorn against POT, the goldens, its definition and finite differences; freezing, padding, compile."""
-
-import json
-from pathlib import Path
+"""Sinkhorn against POT, the authors' code, its definition and differences; freezing, padding, compile."""
 
 import numpy as np
 import ot
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.routers.sinkhorn import sinkhorn_plan
-
-GOLDENS = sorted((Path(__file__).parents[1] / "goldens").glob("sinkhorn_*.npz"))
-PLAN_COMBINE = [path for path in GOLDENS if path.stem.endswith("plan_combine")]
-ENOUGH = 1000  # the slowest golden, token_choice__large_logits, is 8e-5 off after 500
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict]:
-    with np.load(path) as file:
-        arrays = {key: torch.from_numpy(np.array(file[key])) for key in file.files if key != "meta"}
-        return arrays, json.loads(str(file["meta"]))
+from moe.routers.affinity import sinkhorn_plan
+from tests.moe.parts import GOLDENS, read_golden
 
 
 def logits_of(*shape: int, scale: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -45,44 +32,13 @@ def test_pot(S, E, scale):
     assert np.abs(plan[0].numpy() - reference).max() < 1e-5
 
 
-@pytest.mark.parametrize("path", GOLDENS, ids=lambda path: path.stem)
-@pytest.mark.parametrize(
-    ("field", "iterations", "dtype"),
-    [("plan", ENOUGH, torch.float64), ("plan", ENOUGH, torch.float32), ("plan_vmoe20", 20, torch.float64)],
-)
-def test_goldens(path, field, iterations, dtype):
-    """The converged plan, and the authors' code, which stops after 20 iterations."""
-    golden, meta = read(path)
-    x_GSD = golden["x"].to(dtype).reshape(-1, meta["config"]["group_size"], golden["W"].shape[0])
-    plan, _ = sinkhorn_plan(x_GSD @ golden["W"].to(dtype), torch.ones(x_GSD.shape[:2]), iterations)
-    assert (plan - golden[field]).abs().max() < 3e-5
-
-
-@pytest.mark.parametrize("path", PLAN_COMBINE, ids=lambda path: path.stem)
-def test_golden_gradients(path):
-    """Combining with the plan itself: its gradient is that of the converged plan."""
-    golden, meta = read(path)
-    config, double = meta["config"], {k: v.double() for k, v in golden.items()}
-    x, W = double["x"].requires_grad_(), double["W"].requires_grad_()
-    x_GSD = x.reshape(-1, config["group_size"], len(W))
-    G, S, _ = x_GSD.shape
-    E, C = config["num_experts"], config["resolved_capacity"]
-    plan, _ = sinkhorn_plan(x_GSD @ W, torch.ones(G, S), ENOUGH)
-    if "token_choice" in meta["router"]:  # algorithm 1 for k=1, in token order
-        chosen = F.one_hot(plan.argmax(-1), E)
-        slot = F.one_hot(chosen.cumsum(1) - 1 + (1 - chosen), S + C + 1)[..., :C]
-        dispatch = (slot * chosen.unsqueeze(-1)).double()
-    else:  # algorithm 2
-        token_GEC = plan.mT.argsort(dim=-1, descending=True, stable=True)[..., :C]
-        dispatch = F.one_hot(token_GEC, S).permute(0, 3, 1, 2).double()
-    assert torch.equal(dispatch, double["dispatch"])
-
-    hidden = torch.einsum("gsec,gsd,edf->gecf", dispatch, x_GSD, double["W1"]) + double["b1"][:, None]
-    out = F.gelu(hidden, approximate="tanh") @ double["W2"] + double["b2"][:, None]
-    y = torch.einsum("gsec,gse,gecd->gsd", dispatch, plan, out).reshape(x.shape)
-    grad_W, grad_x = torch.autograd.grad((y * double["r"]).sum(), (W, x))
-    for got, expected in ((y, double["y"]), (grad_W, double["grad_W"]), (grad_x, double["grad_x"])):
-        assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+@pytest.mark.parametrize("path", sorted(GOLDENS.glob("sinkhorn_*.npz")), ids=lambda path: path.stem)
+def test_20_iterations_are_those_of_the_authors(path):
+    """`tests.moe.golden` compares converged plans; the authors' code stops after 20 iterations."""
+    golden, meta = read_golden(path)
+    x_GSD = golden["x"].double().reshape(-1, meta["config"]["group_size"], golden["W"].shape[0])
+    plan, _ = sinkhorn_plan(x_GSD @ golden["W"].double(), torch.ones(x_GSD.shape[:2]), 20)
+    assert (plan - golden["plan_vmoe20"]).abs().max() < 3e-5
 
 
 def test_gradient_is_that_of_the_converged_plan():
@@ -91,29 +47,13 @@ def test_gradient_is_that_of_the_converged_plan():
     assert torch.autograd.gradcheck(lambda x: sinkhorn_plan(x, valid, 300)[0], (logits,))
 
 
-@pytest.mark.parametrize("iterations", [1, 3, 10, 100])
+@pytest.mark.parametrize("iterations", [1, 10])
 def test_residual_is_the_column_error(iterations):
     logits, valid = logits_of(3, 12, 4, scale=4.0), torch.ones(3, 12)
     valid[1, 5:] = 0
     plan, residual = sinkhorn_plan(logits, valid, iterations)
     torch.testing.assert_close(plan.sum(-1), valid.double())
     torch.testing.assert_close(residual, column_error(plan, valid))
-
-
-def test_residual_falls():
-    residuals = [
-        sinkhorn_plan(logits_of(1, 30, 5, scale=4.0), torch.ones(1, 30), n)[1] for n in (1, 5, 20, 80)
-    ]
-    assert residuals == sorted(residuals, reverse=True)
-    assert residuals[0] > 0.1
-    assert residuals[-1] < 1e-4
-
-
-def test_one_iteration_is_columns_then_rows():
-    logits = logits_of(1, 6, 3)
-    scaled = logits.exp() / logits.exp().sum(1, keepdim=True) * 6 / 3
-    expected = scaled / scaled.sum(-1, keepdim=True)
-    torch.testing.assert_close(sinkhorn_plan(logits, torch.ones(1, 6), 1)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -129,7 +69,7 @@ def test_converged_groups_are_frozen(dtype):
 
 
 def test_frozen_from_the_tolerance_on():
-    """Not from where rounding stops the iteration: the plan keeps an error that more of them would remove."""
+    """The plan keeps an error that more iterations would remove, and does not depend on their rounding."""
     logits, tolerance = logits_of(1, 12, 4), torch.finfo(torch.float64).eps ** 0.75
     runs = [sinkhorn_plan(logits, torch.ones(1, 12), n) for n in range(1, 60)]
     first = next(i for i, (_, residual) in enumerate(runs) if residual < 0.9 * tolerance)
@@ -164,16 +104,6 @@ def test_a_group_of_padding_is_zero():
     assert residual[0] == 0
     assert (grad[0] == 0).all()
     assert (grad[1] != 0).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_extreme_logits_are_finite(dtype):
-    logits = logits_of(3, 12, 4, scale=1e4, dtype=dtype).requires_grad_()
-    plan, residual = sinkhorn_plan(logits, torch.ones(3, 12), 50)
-    (grad,) = torch.autograd.grad((plan * logits_of(3, 12, 4, seed=1, dtype=dtype)).sum(), logits)
-    for tensor in (plan, residual, grad):
-        assert tensor.isfinite().all()
-    torch.testing.assert_close(plan.sum(-1), torch.ones(3, 12, dtype=dtype))
 
 
 @pytest.mark.smoke

@@ -1,0 +1,70 @@
+"""Parts that tests of `moe` share: seeded tensors, routers and layers with weights, files of arrays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import moe.routers
+from moe.init import init_weights, split
+from moe.layer import MoEConfig, MoELayer
+from moe.routers import RouterConfig
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def keys(groups: int, tokens: int) -> Tensor:
+    """Keys (G, S) that are all different."""
+    return split(torch.arange(7, 7 + groups), tokens)
+
+
+def build_router(config: RouterConfig, *, dim: int = 8, num_experts: int = 4) -> Any:
+    router = moe.routers.build_router(config, dim=dim, num_experts=num_experts)
+    init_weights(router, seed=0)
+    return router
+
+
+def gate_router(config: RouterConfig, gate_DE: list[list[float]]) -> Any:
+    """A router with this gate."""
+    router = moe.routers.build_router(config, dim=len(gate_DE), num_experts=len(gate_DE[0]))
+    with torch.no_grad():
+        router.get_parameter("gate_DE").copy_(torch.tensor(gate_DE))
+    return router
+
+
+def build_layer(
+    config: RouterConfig,
+    *,
+    dim: int = 8,
+    hidden: int = 16,
+    num_experts: int = 4,
+    block: int = 0,
+    **fields: Any,
+) -> Any:
+    """A MoE layer whose experts have an output bias, so that empty slots compute something too."""
+    moe_config = MoEConfig(num_experts=num_experts, router=config, **fields)
+    layer = MoELayer(moe_config, dim=dim, hidden=hidden, block=block)
+    init_weights(layer, seed=0)
+    nn.init.normal_(layer.experts.b_out_ED, generator=torch.Generator().manual_seed(0))
+    return layer
+
+
+def every_expert(layer: Any, x_GSD: Tensor) -> Tensor:
+    """Output of every expert for every token, (E, G, S, D)."""
+    G, S, D = x_GSD.shape
+    E = len(layer.experts.w_in_EDF)
+    return layer.experts(x_GSD.reshape(1, G * S, D).expand(E, -1, -1)).unflatten(1, (G, S))
+
+
+def read_golden(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Arrays and description of a golden file."""
+    with np.load(path) as file:  # no pickle: strings and numbers alone
+        arrays = {name: torch.from_numpy(np.array(file[name])) for name in file.files if name != "meta"}
+        return arrays, json.loads(str(file["meta"]))
