@@ -42,7 +42,8 @@ from orchestrator.errors import UsageError
 
 SUFFIX = ".safetensors"
 OPTIMIZER = "optimizer."  # begins the names of the optimiser's tensors; weights are named as in the model
-FILE_BYTES = 128 << 20  # a file is built in memory, so large states are spread over several
+FILE_BYTES = 16 << 20  # at least; a file is built in memory, so states are spread over several
+MOST_FILES = 16  # about; of a worker
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 # one process without a process group is meant
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -101,6 +102,7 @@ def write(
             name = f"{kind}-{rank:05d}-{number:03d}.{token}{SUFFIX}"
             files[name] = hashed(str(path))
             if storage.is_local(folder):
+                storage.flush(str(path))
                 path.rename(Path(storage.absolute(folder), name))
             else:
                 with path.open("rb") as file, storage.open_to_write(storage.join(folder, name)) as stream:
@@ -113,6 +115,7 @@ def write(
     with _local_folder(folder) as local:
         mine = Path(local, f"rank-{rank:05d}")
         writer = HuggingFaceStorageWriter(str(mine), fqn_to_index_mapping=number_of, save_distributed=True)
+        writer.sync_files = False  # `move` does it
         state_dict_saver.save(
             dict(state),
             storage_writer=writer,
@@ -282,18 +285,17 @@ def _check_same(folder: str, saved: Mapping[str, Tensor], wanted: Mapping[str, T
 
 
 def _file_numbers(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """Returns name -> number of its file, from 1: weights before the optimiser, with about `FILE_BYTES` in a
-    rank's share of each.
-    """
+    """Returns name -> number of its file, from 1: weights before the optimiser."""
+    share = {name: tensor.numel() * tensor.itemsize // ranks for name, tensor in state.items()}
+    most = max(FILE_BYTES, sum(share.values()) // MOST_FILES)
     numbers: dict[str, int] = {}
     number = 0
     for kind in (False, True):
         number, filled = number + 1, 0
         for name in (name for name in state if name.startswith(OPTIMIZER) == kind):
-            size = state[name].numel() * state[name].itemsize // ranks
-            if filled and filled + size > FILE_BYTES:
+            if filled and filled + share[name] > most:
                 number, filled = number + 1, 0
-            numbers[name], filled = number, filled + size
+            numbers[name], filled = number, filled + share[name]
     return numbers
 
 
