@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.sweeps.catalog.routers import routers

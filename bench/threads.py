@@ -4,8 +4,8 @@
 
 Images/s of whole training steps (forward, backward, update) of a small, a middle and a large Soft MoE on CPU:
 with one thread, with torch's default (all cores, whose threads spin for milliseconds while they wait), and as
-`orchestrator.threads` and `orchestrator/__init__.py` set it. Each figure is a process of its own; settings
-take turns; medians over rounds, and each setting against the best of its row.
+`orchestrator.training.loop` and `orchestrator/__init__.py` set it. Each figure is a process of its own;
+settings take turns; medians over rounds, and each setting against the best of its row.
 """
 
 import argparse
@@ -104,10 +104,9 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
 
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
-    from orchestrator.data.stream import Batch
-    from orchestrator.threads import set_threads
+    from orchestrator.data.batch import Batch
     from orchestrator.training.allocator import keep_freed_memory
-    from orchestrator.training.loop import train_step
+    from orchestrator.training.loop import set_threads, train_step
     from orchestrator.training.optim import build_optimizer
     from orchestrator.training.worker import build_model
 

@@ -16,10 +16,10 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
-from orchestrator.data.adopt import adopt
-from orchestrator.data.cache import FOLDER
+from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.packing import write_shards
+from orchestrator.data.shards import CACHE_FOLDER
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import model_location
@@ -107,7 +107,7 @@ def data_path(args: argparse.Namespace) -> str:
     """The shards that were asked for; else the digits, packed on first use."""
     if args.data:
         path = storage.absolute(args.data)
-        return path if has_manifest(path) else adopt(path, root(args))
+        return path if has_manifest(path) else index_external_shards(path, root(args))
     path = f"{root(args)}/data/digits"
     if not has_manifest(path):
         digits = open_source("digits")
@@ -186,7 +186,7 @@ def spool_of(args: argparse.Namespace, name: str) -> str:
     if storage.is_local(root(args)):
         return f"{root(args)}/outbox/{name}"
     key = hashlib.sha256(f"{root(args)}/{name}".encode()).hexdigest()[:16]
-    cache = os.environ.get(FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"
+    cache = os.environ.get(CACHE_FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}"
     return f"{cache.rstrip('/')}-outbox/{key}"
 
 

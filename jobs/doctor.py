@@ -182,7 +182,7 @@ def examine_cluster(
 
 
 def sweep_of(args: argparse.Namespace, scratch: str) -> Sweep:
-    """The sweep of the flags. What it would pack or adopt below the storage goes to `scratch`."""
+    """The sweep of the flags. What it would pack or index below the storage goes to `scratch`."""
     from jobs.command import root
     from jobs.sweep_flags import sweep_from
     from orchestrator import storage

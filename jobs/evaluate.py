@@ -86,7 +86,7 @@ def evaluated(
     """Quality, cost and speed of the model at the point, as JSON has them."""
     from jobs.evaluation_flags import images_path, tell_other_classes
     from moe.cost import forward_gflops_2mac
-    from orchestrator.data.transforms import normalize
+    from orchestrator.data.images import normalize
     from orchestrator.evaluation.images import device, images_of
     from orchestrator.evaluation.latency import latencies
     from orchestrator.evaluation.point import point_key, point_name

@@ -4,7 +4,7 @@ import argparse
 
 from jobs.command import root
 from orchestrator import storage
-from orchestrator.data.adopt import adopt
+from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.classes import Classes, classes_of, few
@@ -28,7 +28,7 @@ def images_path(args: argparse.Namespace, model: Trained) -> str:
     if not args.data:
         return model.run.data.path
     path = storage.absolute(args.data)
-    return path if has_manifest(path) else adopt(path, root(args))
+    return path if has_manifest(path) else index_external_shards(path, root(args))
 
 
 def tell_other_classes(model: Trained, path: str) -> Classes:

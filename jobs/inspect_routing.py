@@ -26,7 +26,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from moe.vit import ViT
-    from orchestrator.data.stream import Batch
+    from orchestrator.data.batch import Batch
     from orchestrator.evaluation.microscope.examples import Examples
     from orchestrator.evaluation.microscope.survey import Survey
     from orchestrator.evaluation.microscope.tables import Table

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
-from orchestrator.data.in_process import in_process
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Batch, Split, Stream, in_order
+from orchestrator.data.batch import Batch
+from orchestrator.data.loader import in_process, prefetched
+from orchestrator.data.stream import Split, Stream, in_order
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.classes import classes_of
 from orchestrator.evaluation.trained import Trained

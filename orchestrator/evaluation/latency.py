@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.vit import ViT
-from orchestrator.threads import one_thread
+from orchestrator.training.loop import one_thread
 from orchestrator.training.meter import device_sync
 
 WARM_UP = 3

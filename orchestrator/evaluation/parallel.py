@@ -20,9 +20,9 @@ from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.codec import to_dict
+from orchestrator.data.images import normalize
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split
-from orchestrator.data.transforms import normalize
 from orchestrator.evaluation.classes import classes_of
 from orchestrator.evaluation.images import device, images_of
 from orchestrator.evaluation.latency import Latency, latencies

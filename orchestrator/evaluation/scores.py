@@ -11,8 +11,8 @@ from torch import Tensor
 from moe.operating import forward_at
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.vit import ViT
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.errors import UsageError
 
 TOP = 5

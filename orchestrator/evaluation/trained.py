@@ -16,9 +16,9 @@ from orchestrator.checkpoint.weights import class_names
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.threads import set_threads
 from orchestrator.tracking import Found, Tracking, checkpoint_of, children, find_sweep, open_reader
 from orchestrator.tracking.find import found_run, newest_of
+from orchestrator.training.loop import set_threads
 from orchestrator.training.worker import checkpoint_directory, run_directory
 
 IMAGES_PER_PASS = 64  # of the commands that look at trained models, unless --batch-size says otherwise

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator import storage
-from orchestrator.data.decode import BadImage
+from orchestrator.data.images import BadImage
 from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.samples import files_below, may_be_image, read_files
 from orchestrator.data.shards import DataSet
-from orchestrator.data.sources.files import may_be_image, read_files
-from orchestrator.data.sources.listing import files_below
 from orchestrator.errors import UsageError
 
 FILES_AT_ONCE = 32  # encoded images in memory

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.data.decode import BadImage
-from orchestrator.data.transforms import Transform, normalize
+from orchestrator.data.images import BadImage, Transform, normalize
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.trained import Trained
 from orchestrator.prediction.inputs import Files, Rows

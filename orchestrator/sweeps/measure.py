@@ -19,13 +19,12 @@ from torch import nn
 from moe.cost import train_flops_6mac
 from orchestrator.codec import from_dict, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig, TrainConfig
-from orchestrator.data.in_process import in_process
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Batch, open_stream
+from orchestrator.data.batch import Batch
+from orchestrator.data.loader import in_process, prefetched
+from orchestrator.data.stream import open_stream
 from orchestrator.sweeps.budget import steps_to_train
-from orchestrator.threads import set_threads
 from orchestrator.training.allocator import keep_freed_memory
-from orchestrator.training.loop import train_step
+from orchestrator.training.loop import set_threads, train_step
 from orchestrator.training.meter import device_sync
 from orchestrator.training.optim import build_optimizer
 from orchestrator.training.worker import build_model

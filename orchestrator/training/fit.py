@@ -17,10 +17,9 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.start import start_report
 from orchestrator.codec import flat, from_dict, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.check import check_shards
-from orchestrator.data.in_process import in_process
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.data.loader import in_process
+from orchestrator.data.manifest import check_shards, open_manifest
+from orchestrator.data.ray_data import BatchServer, by_ray_data
 from orchestrator.errors import UsageError
 from orchestrator.training.claim import check_claimed, claim
 from orchestrator.training.cluster import here, placement, worker_resources
@@ -162,7 +161,7 @@ def _train_on(run: RunConfig, reports: Any, until: int | None) -> None:
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), "refused.txt")
     storage.delete(refused)
-    feed: Any = Feed.options(scheduling_strategy=here()).remote()
+    feed: Any = BatchServer.options(scheduling_strategy=here()).remote()
     config = {"run": to_dict(run), "until": until, "feed": feed, "reports": reports, "refused": refused}
     try:
         _Trainer(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 
 
 class Meter:

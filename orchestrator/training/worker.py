@@ -20,14 +20,14 @@ from orchestrator.checkpoint.run import Checkpoints
 from orchestrator.checkpoint.start import start_from
 from orchestrator.codec import to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
-from orchestrator.threads import set_threads
+from orchestrator.data.batch import Batch, DecodeError
+from orchestrator.data.loader import prefetched
+from orchestrator.data.stream import Reader, Stream, open_stream
 from orchestrator.training.allocator import keep_freed_memory
 from orchestrator.training.branch import check_trunk
 from orchestrator.training.busy import Busy
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, Metrics, evaluate, good_enough, train
+from orchestrator.training.loop import Diverged, Metrics, evaluate, good_enough, set_threads, train
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer
 from orchestrator.training.profile import profiled
@@ -59,7 +59,7 @@ class Progress:
     best: tuple[float, int] | None = None
     trunk: tuple[int, float] | None = None
     fingerprint: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[DecodeError] = field(default_factory=list)
 
     def after(self, step: int, metrics: Metrics) -> "Progress":
         """With the report of `step`."""

@@ -14,7 +14,7 @@ import pytest
 from jobs import fewshot, train
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.tracking import Found, children, find_sweep, open_reader
 from orchestrator.tracking.find import newest_of
 from orchestrator.training.worker import train_worker

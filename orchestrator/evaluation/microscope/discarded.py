@@ -12,8 +12,8 @@ from torch import Tensor
 from moe.overrides import Priority, RoutingOverrides
 from moe.routers.capacity import CapacityConfig
 from moe.vit import ViT
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.views import view_of
 
 

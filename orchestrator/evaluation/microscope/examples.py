@@ -9,8 +9,8 @@ from torch import Tensor
 from moe.overrides import RoutingOverrides
 from moe.routing import SoftRouting
 from moe.vit import ViT
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.discarded import Discarded, discarded
 from orchestrator.evaluation.microscope.views import View, patches, view_of
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from moe.overrides import RoutingOverrides
 from moe.routing import Routing, SoftRouting
 from moe.vit import ViT
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.noise import SIGMAS, flips, has_noise
 from orchestrator.evaluation.microscope.slots import SlotSums, parameter_cosines, slot_sums
 from orchestrator.evaluation.microscope.tally import Tally, mutual_information, tally

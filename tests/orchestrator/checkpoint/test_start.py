@@ -26,7 +26,7 @@ from orchestrator.checkpoint.start import start_from
 from orchestrator.checkpoint.weights import export, load_exported
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
 from orchestrator.training.loop import train_step
 from orchestrator.training.optim import build_optimizer

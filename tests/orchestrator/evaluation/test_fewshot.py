@@ -9,7 +9,7 @@ from sklearn.linear_model import Ridge
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.data.stream import in_order
 from orchestrator.evaluation.fewshot import few_shot, probe, short_of_images
 from orchestrator.evaluation.trained import Trained, read_trained

@@ -10,7 +10,7 @@ from moe.vit import ViT
 from orchestrator.checkpoint.start import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.finetune import failures, fine_tuned, finetune_run, finetune_sweep
 from orchestrator.evaluation.trained import Trained, read_trained

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.decode import BadImage
+from orchestrator.data.images import BadImage
 from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from tests.parts import png

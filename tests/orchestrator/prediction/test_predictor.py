@@ -10,8 +10,7 @@ import torch
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.data.decode import decode
-from orchestrator.data.transforms import normalize
+from orchestrator.data.images import decode, normalize
 from orchestrator.errors import UsageError
 from orchestrator.prediction.inputs import open_inputs
 from orchestrator.prediction.plan import file_of

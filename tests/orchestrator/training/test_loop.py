@@ -11,8 +11,8 @@ from torch import Tensor
 from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.training.loop import Diverged, Metrics, evaluate, train, train_step
 from orchestrator.training.meter import Meter
 from orchestrator.training.optim import build_optimizer

@@ -19,7 +19,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.find import newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.training.loop import Metrics
 from orchestrator.training.worker import checkpoint_directory, result_of, run_directory, train_worker
 from tests.lanes import mostly_slow

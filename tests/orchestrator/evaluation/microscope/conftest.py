@@ -10,7 +10,7 @@ from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import RouterConfig
 from moe.vit import ViT
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 from moe.overrides import RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
-from orchestrator.data.transforms import normalize
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.discarded import discarded, drops, pixels_of, settings, whitened
 
 

@@ -12,8 +12,8 @@ from moe.routers import (
     TokenChoiceConfig,
 )
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.survey import Survey, survey
 
 ALL = [

@@ -8,7 +8,7 @@ import torch
 from moe.presets import PRESETS
 from moe.routers import ROUTERS
 from moe.routing import GatherRouting
-from orchestrator.data.transforms import normalize
+from orchestrator.data.images import normalize
 from orchestrator.evaluation.microscope.views import patches, seated, view_of
 
 each_router = pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
