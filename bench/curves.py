@@ -29,11 +29,11 @@ from sklearn.datasets import load_digits
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.images import encode_png
+from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
+from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
-from orchestrator.data.sources.source import Sample
-from orchestrator.data.sources.stored import png
 from orchestrator.sweeps.catalog.pareto import pareto
 from orchestrator.sweeps.catalog.routers import routers
 from orchestrator.sweeps.catalog.scales import SCALES, Scale, size
@@ -63,7 +63,7 @@ def moved_digits() -> Iterator[tuple[str, Sample[bytes]]]:
         moved = np.roll(image, rng.integers(-1, 2), axis=1) + rng.normal(0, 1.5, image.shape)
         pixels = (moved.clip(0, 16) * (255 / 16)).round().astype("uint8")
         split = "train" if i < 0.8 * len(bundled.target) else "val"
-        yield split, Sample(png(pixels), int(label), f"digit-{i:04d}")
+        yield split, Sample(encode_png(pixels), int(label), f"digit-{i:04d}")
 
 
 def make(name: str, folder: str) -> Sweep:

@@ -57,7 +57,7 @@ def jpegs(folder: Path) -> list[Path]:
 def pack(path: Path, images: Sequence[bytes], count: int) -> None:
     """Our shards of `count` samples, which are `images` again and again."""
     samples = [Sample(images[i % len(images)], i % CLASSES, f"{i:06d}") for i in range(count)]
-    splits: dict[str, Iterable[Sample[bytes]]] = {"train": samples, "val": samples[:1]}
+    splits: dict[str, Iterable[Sample]] = {"train": samples, "val": samples[:1]}
     write_shards(str(path), map(str, range(CLASSES)), splits)
 
 

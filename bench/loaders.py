@@ -27,7 +27,7 @@ from torchvision.transforms import v2
 from bench.images import jpegs
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.data.stream import Reader, open_stream
 from orchestrator.training.worker import keep_freed_memory
 
@@ -153,7 +153,7 @@ def ours_by_ray_data(job: Job) -> Times:
         logging_level="error",
     )
     initialised = time.perf_counter()
-    read = ray_data.by_ray_data(ray_data.Feed.remote())
+    read = ray_data.by_ray_data(ray_data.BatchServer.remote())
     for _ in read(open_stream(run_of(job), "train", 0, 1), range(1)):
         pass
     ready = time.perf_counter()

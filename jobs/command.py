@@ -16,7 +16,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
-from orchestrator.data.adopt import adopt
+from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import model_location
@@ -105,7 +105,7 @@ def data_path(args: argparse.Namespace) -> str:
     """The shards that were asked for; else the digits, packed on first use."""
     if args.data:
         path = storage.absolute(args.data)
-        return path if has_manifest(path) else adopt(path, root(args))
+        return path if has_manifest(path) else index_external_shards(path, root(args))
     return driver.digits(root(args))
 
 

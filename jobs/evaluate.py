@@ -22,7 +22,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.data.stream import Batch
+    from orchestrator.data.batch import Batch
     from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.store import Tracking
 
@@ -85,8 +85,8 @@ def evaluated(
     """The quality, cost and speed of the model at the point, as JSON has them. Records them in its run."""
     from jobs.evaluation_flags import images_path
     from moe.cost import forward_gflops_2mac
+    from orchestrator.data.images import normalize
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.data.transforms import normalize
     from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of, latencies
     from orchestrator.evaluation.points import point_key, point_name
 

@@ -4,7 +4,7 @@ import argparse
 
 from jobs.command import root
 from orchestrator import storage
-from orchestrator.data.adopt import adopt
+from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import has_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef, find_models
@@ -26,7 +26,7 @@ def images_path(args: argparse.Namespace, model: ModelRef, data: str | None = No
     if not (data := data or args.data):
         return model.run.data.path
     path = storage.absolute(data)
-    return path if has_manifest(path) else adopt(path, root(args))
+    return path if has_manifest(path) else index_external_shards(path, root(args))
 
 
 def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, list[str]]:

@@ -25,7 +25,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from experiments.routing_analysis.report import Table
-    from orchestrator.data.stream import Batch
+    from orchestrator.data.batch import Batch
     from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.find import RunWriter
 

@@ -4,14 +4,12 @@
   python jobs/pack_shards.py --source webdataset:'/data/shards/train-*.tar' --out /data/packed
   python jobs/pack_shards.py --source torchvision:CIFAR10 --root /data --download --out /data/cifar10
 
-Sources; each PATH, FILE and --out is local or s3://bucket/prefix:
+Sources; each PATH and --out is local or s3://bucket/prefix:
 
   digits            1,797 images of 8x8 pixels that ship inside scikit-learn
   folder:PATH       a folder per class, or train and val of them
   webdataset:PATH   a tar, a folder of tars, or a pattern; members .jpg .. beside .cls or .json
-  parquet:PATH      a file, or a folder of them: a column of encoded images or of paths, one of labels
-  csv:FILE          columns path, label and perhaps split; paths are relative to the file
-  jsonl:FILE        the same as an object a line
+  parquet:PATH      a file, a folder of them, or a pattern: a column of encoded images and one of labels
   torchvision:NAME  a class of torchvision.datasets, below --root, fetched only with --download;
                     other arguments of the class follow: 'torchvision:EMNIST?split=letters'
 
@@ -22,9 +20,7 @@ shards are packed by this process. More: docs/data.md.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
     from orchestrator.data.packing import Report
 
 SHOWN = 20  # lines about skipped files
-WORTH_A_CLUSTER = 8  # tasks: Ray's processes need longer to start than a few shards to be packed
+WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing a few shards
 
 
 def main() -> None:
@@ -49,19 +45,18 @@ def main() -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the data set that is there")
     parser.add_argument("--root", default="data", help="where torchvision keeps its files (%(default)s)")
     parser.add_argument("--download", action="store_true", help="let torchvision fetch what is missing")
+    parser.add_argument("--image-column", help="of parquet files; default: image, img, jpg, ..")
+    parser.add_argument("--label-column", help="of parquet files; default: label, cls, class, ..")
     args = parser.parse_args()
     with command(f"packing {args.source} into {args.out}"):
         pack_source(args)
 
 
 def pack_source(args: argparse.Namespace) -> None:
-    """Packs the source and prints what became of it.
-
-    Raises:
-        UsageError: for an --out that lies in the source, holds a data set, or cannot be written to.
-    """
+    """Packs the source and prints a report. Raises UsageError for an --out that cannot be used."""
     from jobs.command import check_writable
     from orchestrator import storage
+    from orchestrator.data.formats import Columns
     from orchestrator.data.packing import check_free, pack
     from orchestrator.data.sources import open_source
 
@@ -77,66 +72,54 @@ def pack_source(args: argparse.Namespace) -> None:
         check_free(out)
     check_writable("--out", out)
     source = open_source(
-        args.source, root=args.root, download=args.download, val_frac=args.val_frac, execute=on_cluster
+        args.source,
+        root=args.root,
+        download=args.download,
+        val_frac=args.val_frac,
+        columns=Columns(args.image_column, args.label_column),
+        execute=on_cluster,
     )
     print_report(out, pack(out, source, overwrite=args.overwrite, execute=on_cluster))
 
 
 def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-    """The result of `work` for each task, as Ray Data's tasks get ready on any CPU; a few are done here."""
+    """Yields the result of `work` for each task, on any free CPU of the cluster; a few run here."""
     if len(tasks) < WORTH_A_CLUSTER:
         yield from map(work, tasks)
         return
 
-    import ray.data
-
     from jobs.command import connect
+    from orchestrator.data.ray_data import map_tasks
 
     connect()
-
-    def run(row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            result = work(pickle.loads(row["task"]))
-        except (UsageError, OSError) as error:
-            result = error
-        return {"result": pickle.dumps(result)}
-
-    rows = [{"task": pickle.dumps(task)} for task in tasks]
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run)
-    dataset.context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
-    for row in dataset.iter_rows():
-        result = pickle.loads(row["result"])
-        if isinstance(result, Exception):
-            raise result
-        yield result
+    yield from map_tasks(work, tasks)
 
 
 def print_report(out: str, report: Report) -> None:
-    from orchestrator.data.sources.folder import NOT_AN_IMAGE
+    from orchestrator.data.sources import NOT_AN_IMAGE
 
     manifest = report.manifest
     others = [line.removesuffix(NOT_AN_IMAGE) for line in report.skipped if line.endswith(NOT_AN_IMAGE)]
     if others:
-        extensions = Counter(os.path.splitext(name)[1].lower() for name in others).most_common()
-        listed = [f"{count:,} {extension}" for extension, count in extensions[:SHOWN]]
-        listed += [".."] if len(extensions) > SHOWN else []
-        print(f"skipped {len(others):,} files that are not images: {', '.join(listed)}")
+        extensions = Counter(os.path.splitext(name)[1].lower() for name in others).most_common(SHOWN)
+        listed = ", ".join(f"{count:,} {extension}" for extension, count in extensions)
+        print(f"skipped {len(others):,} files that are not images: {listed}")
     skipped = [line for line in report.skipped if not line.endswith(NOT_AN_IMAGE)]
     for line in skipped[:SHOWN]:
         print(f"skipped {line}")
     if len(skipped) > SHOWN:
         print(f".. and {len(skipped) - SHOWN} more, see {out}/skipped.txt")
     for split, shards in manifest.splits.items():
-        size = sum(shard.bytes for shard in shards)
+        size = sum(shard.bytes for shard in shards) / 1e6
+        print(f"{split}: {manifest.rows(split)} images, {size:.1f} MB in {len(shards)} shards")
         missing = [name for number, name in enumerate(manifest.classes) if not report.labels[split][number]]
-        print(f"{split}: {manifest.rows(split)} images, {size / 1e6:.1f} MB in {len(shards)} shards")
         if missing:
             print(f"warning: {split} has no image of {len(missing)} classes: {', '.join(missing[:SHOWN])}")
-    if len(report.skipped) > sum(map(manifest.rows, manifest.splits)):
+    rows = {split: manifest.rows(split) for split in manifest.splits}
+    if len(report.skipped) > sum(rows.values()):
         print(f"warning: more than half of all files were skipped, see {out}/skipped.txt")
     print(
-        f"{out}: {manifest.rows('train')} training and {manifest.rows('val')} validation images,"
+        f"{out}: {rows['train']} training and {rows['val']} validation images,"
         f" {len(manifest.classes)} classes, {len(report.skipped)} skipped"
     )
 

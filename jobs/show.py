@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moe.vit import ViTConfig
 from orchestrator.config import RunConfig
-from orchestrator.data.decode import BadImage, Picture
+from orchestrator.data.images import BadImage, Picture
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim

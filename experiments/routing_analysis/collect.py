@@ -22,8 +22,8 @@ from moe.init import mix, split
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from moe.routing import DenseRouting, GatherRouting, Routing, SoftRouting
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 
 BINS = 50  # of the histogram of weights, which lie in 0..1
 SIGMAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -13,8 +13,8 @@ from torch import Tensor
 from experiments.routing_analysis.collect import RoutingView, parameter_cosines, patches, view_of
 from moe import ExpertChoiceConfig, RoutingOverrides, TokenChoiceConfig, ViT, ViTConfig
 from moe.routing import SoftRouting
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 
 
 @dataclass(frozen=True, kw_only=True)

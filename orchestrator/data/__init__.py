@@ -1,1 +1,1 @@
-"""Image shards, which sample is at which step, and batches from it."""
+"""Packing image shards, the order of samples, and batches from them."""

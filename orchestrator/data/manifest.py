@@ -1,20 +1,26 @@
-"""What a data set holds: a directory's `manifest.json` names every shard, its rows, size and SHA-256."""
+"""What a data set holds: its `manifest.json` names every shard with its rows, size and SHA-256."""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
 
 Format = Literal["parquet", "webdataset"]
+CHECKED_AT_ONCE = 32  # shards; most of a check is waiting for storage
+READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    path: str  # below the data set; or absolute or a URI, of shards that somebody else wrote
+    path: str  # below the data set; absolute or a URI for shards of other projects
     rows: int
     bytes: int
     sha256: str
@@ -23,7 +29,8 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Attributes:
+    """The classes and shards of a data set.
+
     classes: names by label.
     splits: ``train`` and ``val`` -> shards in order.
     val_majority: validation images of the most frequent class; None in manifests of older versions.
@@ -37,13 +44,13 @@ class Manifest:
         return sum(shard.rows for shard in self.splits[split])
 
     def digest(self) -> str:
-        """SHA-256 over all shards' own: two data sets of equal digest are equal."""
+        """SHA-256 over the digests of all shards: data sets of equal digest are equal."""
         shards = {"classes": self.classes, "splits": asdict(self)["splits"]}
         return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
 def locate(data_set: str, shard: Shard) -> str:
-    """Where a shard of the data set lies."""
+    """Returns the absolute path or URI of a shard of the data set."""
     elsewhere = shard.path.startswith("/") or "://" in shard.path
     return shard.path if elsewhere else storage.join(data_set, shard.path)
 
@@ -57,7 +64,7 @@ def save_manifest(path: str, manifest: Manifest) -> None:
 
 
 def open_manifest(path: str) -> Manifest:
-    """Reads a data set's manifest; `check` compares it with what is there.
+    """Reads a data set's manifest; `check_shards` compares it with the shards.
 
     Raises:
         UsageError: if there is none, or it has no shards of a split.
@@ -81,3 +88,66 @@ def open_manifest(path: str) -> Manifest:
         if not manifest.splits.get(split):
             raise UsageError(f"{path}/manifest.json has no {split} shards")
     return manifest
+
+
+def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None:
+    """Checks every shard's size, the rows and labels in parquet footers, and with `verify` its SHA-256.
+
+    Raises:
+        UsageError: naming the first shard that differs from the manifest.
+    """
+    sizes = storage.files(path)  # one listing instead of a request for each shard
+
+    def check(shard: Shard) -> None:
+        location = locate(path, shard)
+        size = sizes[shard.path] if shard.path in sizes else storage.size(location)
+        if size != shard.bytes:
+            state = "is missing" if size is None else f"has {size} bytes"
+            raise UsageError(
+                f"shard {location} {state}, the manifest says {shard.bytes} bytes: copy it again"
+            )
+        if shard.format == "parquet":
+            _check_footer(location, shard, len(manifest.classes))
+        if verify:
+            digest = hashlib.sha256()
+            with storage.open_to_read(location) as file:
+                while piece := file.read(READ_BYTES):
+                    digest.update(piece)
+            check_digest(location, shard, digest.hexdigest())
+
+    with ThreadPoolExecutor(CHECKED_AT_ONCE) as pool:
+        for _ in pool.map(check, [shard for shards in manifest.splits.values() for shard in shards]):
+            pass
+
+
+def check_digest(location: str, shard: Shard, digest: str) -> None:
+    """Raises UsageError unless `digest` is the shard's SHA-256."""
+    if digest != shard.sha256:
+        raise UsageError(
+            f"shard {location} changed since it was packed (SHA-256 differs): copy it again, or pack anew"
+        )
+
+
+def _check_footer(location: str, shard: Shard, classes: int) -> None:
+    try:
+        with storage.open_to_read(location) as file:
+            footer = pq.read_metadata(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise UsageError(f"shard {location} is not a whole parquet file ({error}): copy it again") from None
+    # Shards of other projects may hold rows without an image or label, which are not read.
+    may_have_more = location == shard.path
+    if footer.num_rows < shard.rows or (footer.num_rows > shard.rows and not may_have_more):
+        raise UsageError(
+            f"shard {location} has {footer.num_rows} rows, the manifest says {shard.rows}: copy it again"
+        )
+    groups = (footer.row_group(group) for group in range(footer.num_row_groups))
+    for column in (group.column(i) for group in groups for i in range(footer.num_columns)):
+        found = column.statistics
+        if column.path_in_schema != "label" or not found or not found.has_min_max:
+            continue
+        for label in (found.min, found.max):
+            if isinstance(label, int) and not 0 <= label < classes:
+                raise UsageError(
+                    f"shard {location} has label {label}, the data set has {classes} classes:"
+                    f" 0 to {classes - 1}"
+                )

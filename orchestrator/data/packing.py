@@ -1,7 +1,7 @@
-"""Samples into shards: parquet files of encoded images, and one manifest that says what they hold.
+"""Writes samples into shards: parquet files of encoded images, and one manifest that describes them.
 
-A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.parquet`; columns image (encoded
-bytes), label (int32), key (string). Images stay as they are encoded until a worker decodes them.
+A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.parquet`, of columns image
+(encoded bytes), label (int32) and key (string). Images stay encoded until a worker decodes them.
 """
 
 import hashlib
@@ -11,44 +11,40 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator import storage
-from orchestrator.data.decode import BadImage
+from orchestrator.data.images import BadImage, decode, encode_png
 from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.sources.source import Execute, Sample, Source
-from orchestrator.data.sources.stored import stored
+from orchestrator.data.samples import Execute, Sample, Source
 from orchestrator.errors import UsageError
 
-ROWS_PER_SHARD = 512  # about 50 MB of ImageNet JPEGs
-SHARD_BYTES = 64 << 20  # of larger images, fewer
-ROWS_PER_GROUP = 64  # what other readers of parquet have in memory at a time
+ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
+SHARD_BYTES = 64 << 20  # of larger images, a shard holds fewer
+ROWS_PER_GROUP = 64  # rows that other readers of parquet have in memory at a time
 PROGRESS_EVERY_S = 5.0
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
+KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A shard that is to be packed, on whatever node."""
+def encode_for_shard(encoded: bytes) -> bytes:
+    """Returns JPEG, PNG and WebP as they are, and any other image as PNG of the pixels that training sees.
 
-    out: str
-    path: str
-    samples: Sequence[Sample]
-    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """What became of a task. Attributes:
-    shard: None if it had no valid image.
-    skipped: samples that have none, with the reason.
-    labels: images of each class.
+    Raises:
+        BadImage: for an image that training cannot decode.
     """
+    pixels = decode(encoded)
+    return encoded if KEPT.match(encoded) else encode_png(pixels.permute(1, 2, 0).numpy())
+
+
+class Packed(NamedTuple):
+    """A packed shard, None if no image was valid; the samples skipped, and the images of each class."""
 
     path: str
     shard: Shard | None
@@ -58,7 +54,8 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Attributes:
+    """The data set that was packed.
+
     skipped: everything that was left out, with the reason; also in `skipped.txt` beside the manifest.
     labels: split -> images of each class.
     """
@@ -68,8 +65,15 @@ class Report:
     labels: Mapping[str, Counter[int]]
 
 
-def pack(out: str, source: Source, *, overwrite: bool = False, execute: Execute = map) -> Report:
-    """Packs a source's valid images; the manifest is written last. Same source, same bytes, however executed.
+def pack(
+    out: str,
+    source: Source,
+    *,
+    overwrite: bool = False,
+    execute: Execute = map,
+    encode: Callable[[bytes], bytes] = encode_for_shard,
+) -> Report:
+    """Packs a source's valid images; the manifest is written last. The same source gives the same bytes.
 
     Raises:
         UsageError: if `out` holds a data set and is not to be overwritten, or a split has no valid images.
@@ -77,11 +81,12 @@ def pack(out: str, source: Source, *, overwrite: bool = False, execute: Execute 
     """
     _make_room(out, overwrite)
     tasks = [
-        Task(out=out, path=_shard_path(split, number), samples=samples, fetch=source.fetch)
+        (f"{split}/{number:06d}.parquet", samples)
         for split in source.splits
-        for number, samples in enumerate(_cut(source.splits[split]))
+        for number, samples in enumerate(_chunked(source.splits[split]))
     ]
-    done = sorted(_with_progress(execute(pack_shard, tasks), len(tasks)), key=lambda packed: packed.path)
+    work = partial(pack_shard, out, source.fetch, encode)
+    done = sorted(_with_progress(execute(work, tasks), len(tasks)), key=lambda packed: packed.path)
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())
@@ -91,64 +96,52 @@ def pack(out: str, source: Source, *, overwrite: bool = False, execute: Execute 
         splits[split] = tuple(packed.shard for packed in mine if packed.shard)
         labels[split] = sum((packed.labels for packed in mine), Counter[int]())
         if not splits[split]:
-            raise UsageError(f"no valid {split} images, see {out}/skipped.txt; the first: {skipped[0]}")
-    manifest = Manifest(
-        classes=source.classes, splits=splits, val_majority=max(labels["val"].values(), default=None)
-    )
+            reason = f", see {out}/skipped.txt; the first: {skipped[0]}" if skipped else ""
+            raise UsageError(f"no valid {split} images{reason}")
+    most = max(labels.get("val", Counter[int]()).values(), default=None)
+    manifest = Manifest(classes=source.classes, splits=splits, val_majority=most)
     save_manifest(out, manifest)
     return Report(manifest=manifest, skipped=skipped, labels=labels)
 
 
-def pack_shard(task: Task) -> Packed:
-    """Reads, checks and writes the images of one shard."""
+def pack_shard(
+    out: str,
+    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
+    encode: Callable[[bytes], bytes],
+    task: tuple[str, Sequence[Sample]],
+) -> Packed:
+    """Reads, checks and writes the images of one shard, on any node."""
+    path, samples = task
     valid, skipped = [], []
-    contents = task.fetch([sample.image for sample in task.samples])
-    for sample, content in zip(task.samples, contents, strict=True):
+    for sample, content in zip(samples, fetch([sample.image for sample in samples]), strict=True):
         try:
             if isinstance(content, BadImage):
                 raise content
-            valid.append(sample._replace(image=stored(content)))
+            valid.append(sample._replace(image=encode(content)))
         except BadImage as error:
             skipped.append(f"{sample.key}: {error}")
-    return Packed(
-        path=task.path,
-        shard=write_shard(task.out, task.path, valid) if valid else None,
-        skipped=tuple(skipped),
-        labels=Counter(sample.label for sample in valid),
-    )
+    shard = write_shard(out, path, valid) if valid else None
+    return Packed(path, shard, tuple(skipped), Counter(sample.label for sample in valid))
 
 
-def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample[bytes]]]) -> Manifest:
-    """Packs images in memory, unchecked; the manifest is written last. Same input, same bytes.
+def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]]) -> Manifest:
+    """Packs images in memory, unchecked.
 
     Raises:
-        UsageError: if `out` already holds a data set, or a split has no samples.
+        UsageError: if `out` holds a data set, or a split has no samples.
     """
-    _make_room(out, overwrite=False)
-    packed: dict[str, tuple[Shard, ...]] = {}
-    splits = {split: list(samples) for split, samples in splits.items()}
-    for split, samples in splits.items():
-        packed[split] = tuple(
-            write_shard(out, _shard_path(split, number), chunk) for number, chunk in enumerate(_cut(samples))
-        )
-        if not packed[split]:
-            raise UsageError(f"no {split} images: nothing to train and validate on")
-    counts = Counter(sample.label for sample in splits.get("val", ()))
-    manifest = Manifest(
-        classes=tuple(classes), splits=packed, val_majority=max(counts.values(), default=None)
-    )
-    save_manifest(out, manifest)
-    return manifest
+    samples = {split: list(samples) for split, samples in splits.items()}
+    return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=bytes).manifest
 
 
-def write_shard(out: str, path: str, samples: Sequence[Sample[bytes]]) -> Shard:
-    images, labels, keys, _ = zip(*samples, strict=True)
+def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
+    columns = [[getattr(sample, name) for sample in samples] for name in SCHEMA.names]
     sink = pa.BufferOutputStream()
     pq.write_table(
-        pa.table([images, labels, keys], schema=SCHEMA),
+        pa.table(columns, schema=SCHEMA),
         sink,
         row_group_size=ROWS_PER_GROUP,
-        compression="none",  # images are compressed already, and readers find them as they are
+        compression="none",  # images are compressed already, and readers find them verbatim
         use_dictionary=False,
         write_statistics=["label"],  # pyright: ignore[reportArgumentType] # or columns
         write_page_checksum=True,
@@ -159,13 +152,13 @@ def write_shard(out: str, path: str, samples: Sequence[Sample[bytes]]) -> Shard:
 
 
 def check_free(out: str) -> None:
-    """Raises UsageError if a data set is there."""
+    """Raises UsageError if `out` holds a data set."""
     if has_manifest(out):
         raise UsageError(f"{out} already holds a data set; choose another place, or --overwrite")
 
 
 def _make_room(out: str, overwrite: bool) -> None:
-    """Drops the data set that is there, its manifest first: the rest could not be taken for one."""
+    """Deletes the data set at `out`, its manifest first, so that the rest is never taken for a data set."""
     if not overwrite:
         return check_free(out)
     if has_manifest(out):
@@ -175,12 +168,8 @@ def _make_room(out: str, overwrite: bool) -> None:
                 storage.delete(storage.join(out, name))
 
 
-def _shard_path(split: str, number: int) -> str:
-    return f"{split}/{number:06d}.parquet"
-
-
-def _cut(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Up to `ROWS_PER_SHARD`, and about `SHARD_BYTES` where sizes are known."""
+def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Cuts samples into shards of `ROWS_PER_SHARD`, or about `SHARD_BYTES` where sizes are known."""
     chunk: list[Sample] = []
     size = 0
     for sample in samples:
@@ -194,14 +183,13 @@ def _cut(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _with_progress(results: Iterable[Packed], shards: int) -> Iterator[Packed]:
-    began = said = time.monotonic()
+    began = reported = time.monotonic()
     images = 0
     for number, packed in enumerate(results, start=1):
         images += packed.labels.total()
         now = time.monotonic()
-        if now - said >= PROGRESS_EVERY_S:
-            said = now
-            log.info(
-                "packed %d images, %.0f/s, %d of %d shards", images, images / (now - began), number, shards
-            )
+        if now - reported >= PROGRESS_EVERY_S:
+            reported = now
+            rate = images / (now - began)
+            log.info("packed %d images, %.0f/s, %d of %d shards", images, rate, number, shards)
         yield packed

@@ -1,13 +1,13 @@
-"""Which sample is at which place of training: a function of integers, the same for any number of workers.
+"""The order of samples in training: a function of integers, the same for any number of workers.
 
-Step s takes `batch_size / lanes` samples from each lane, lane 0 first. A lane is a place in the data set that
-is read on its own: with L lanes and M samples in an epoch, the samples of training, counted from its start,
-are dealt to the lanes in turn (v-th sample: lane v mod L), so that every lane knows how many it has in each
-epoch without asking the others. In an epoch the shards are permuted and laid end to end; that line is cut
-into one segment per lane, and the samples of a segment are permuted within windows. Every sample comes once
-per epoch.
+Step s takes `batch_size / lanes` samples from each lane, lane 0 first. A lane is a part of the data set that
+is read independently: with L lanes and M samples in an epoch, the samples of training, counted from its
+start, are dealt to the lanes in turn (the v-th sample to lane v mod L), so that every lane knows how many
+samples it has in each epoch. In an epoch the shards are permuted and laid end to end; that line is cut into
+one segment per lane, and the samples of a segment are permuted within windows. Every sample comes once per
+epoch.
 
-Nothing here is proportional to the samples: an epoch's order of shards is an array, all else is arithmetic.
+Memory does not grow with the samples: an epoch's order of shards is an array, everything else is arithmetic.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """Where samples lie; arrays of one shape. `row` counts within the shard."""
+    """The locations of samples, as arrays of one shape. `row` counts within the shard."""
 
     epoch: Ints
     shard: Ints
@@ -30,13 +30,14 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity: `rows` may be long
 class Plan:
-    """Attributes:
-    rows: rows per shard.
-    seed: of all permutations.
+    """The order of training for a data set.
+
+    rows: rows of each shard.
+    seed: the seed of all permutations.
     lanes: divides `batch_size`.
     shuffle_window: samples of a lane that are permuted with each other.
-    tail: ``wrap``: batches run over the ends of epochs. ``drop``: an epoch is whole batches; the samples that
-        would fill no batch are left out, and they are others in each epoch.
+    tail: ``wrap``: batches cross the ends of epochs. ``drop``: an epoch is whole batches; the samples of an
+        incomplete batch are left out, other samples in each epoch.
     """
 
     rows: tuple[int, ...]
@@ -56,18 +57,18 @@ class Plan:
             )
 
     def epoch_size(self) -> int:
-        """Samples that an epoch trains on."""
+        """The number of samples that an epoch trains on."""
         samples = sum(self.rows)
         return samples - samples % self.batch_size if self.tail == "drop" else samples
 
     def slots(self, step: int, lanes: range) -> tuple[Ints, Ints]:
-        """(lane, index within the lane) of the samples that `lanes` add to a step, each (images,)."""
+        """(lane, index within the lane) of the samples that `lanes` contribute to a step, each (images,)."""
         per_lane = self.batch_size // self.lanes
         index = step * per_lane + np.arange(per_lane)
         return np.repeat(np.array(lanes), per_lane), np.tile(index, len(lanes))
 
     def locate(self, lane: Ints, index: Ints) -> Places:
-        """Sample `index` of `lane`, counted from the start of training; arrays of one shape."""
+        """Locates sample `index` of `lane`, counted from the start of training; arrays of one shape."""
         size = self.epoch_size()
         epoch = (index * self.lanes + lane) // size
         within = index - _before(self, lane, epoch)
@@ -83,12 +84,12 @@ class Plan:
 
 
 def _before(plan: Plan, lane: Ints, epoch: Ints) -> Ints:
-    """Samples of `lane` before `epoch`: those v < epoch * size with v mod lanes = lane."""
+    """The number of samples of `lane` before `epoch`: all v < epoch * size with v mod lanes = lane."""
     return (epoch * plan.epoch_size() + plan.lanes - 1 - lane) // plan.lanes
 
 
 def _segment(plan: Plan, epoch: int, lane: int) -> tuple[int, int]:
-    """First and last (exclusive) place of the lane's segment on the epoch's line of samples."""
+    """The first and last (exclusive) position of the lane's segment on the epoch's line of samples."""
 
     def of_lanes_below(lane: int, samples: int) -> int:
         return samples // plan.lanes * lane + min(samples % plan.lanes, lane)
@@ -102,7 +103,7 @@ def _segment(plan: Plan, epoch: int, lane: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=4)
 def _line(plan: Plan, epoch: int) -> tuple[Ints, Ints]:
-    """The epoch's shards in order, and the place on the line at which each begins."""
+    """The epoch's shards in order, and the position on the line at which each begins."""
     order = np.random.default_rng((plan.seed, epoch)).permutation(len(plan.rows))
     return order, np.concatenate([[0], np.cumsum(np.asarray(plan.rows)[order])])
 
@@ -113,7 +114,7 @@ def _window(plan: Plan, epoch: int, lane: int, window: int) -> tuple[Ints, Ints]
     first, last = _segment(plan, epoch, lane)
     start = first + window * plan.shuffle_window
     size = min(plan.shuffle_window, last - start)
-    # + 1, because numpy takes (seed, epoch, 0) for (seed, epoch): the generator of the shards' order
+    # + 1, because numpy takes (seed, epoch, 0) for (seed, epoch), the generator of the shards' order.
     rng = np.random.default_rng((plan.seed, epoch, lane + 1, window + 1))
     places = start + rng.permutation(size)
     order, begins = _line(plan, epoch)

@@ -1,15 +1,17 @@
-"""Reading by Ray Data: one execution for all workers of a run decodes on any free CPU of the cluster.
+"""Loading by Ray Data: one execution for all workers of a run decodes on any free CPU of the cluster.
 
-An actor, the feed, runs the execution and hands out references: images go from the task that decoded them to
-the worker that trains on them, and not through it. docs/data.md has the figures of other designs.
+An actor, the batch server, runs the execution and hands out references to blocks: images go from the task
+that decoded them to the worker that trains on them, and not through the actor. docs/data.md has measurements
+of other designs.
 """
 
 import asyncio
 import json
 import logging
+import pickle
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import count, islice
@@ -22,16 +24,20 @@ from ray.data.block import BlockAccessor
 from ray.exceptions import RayTaskError
 
 from orchestrator.config import RunConfig
-from orchestrator.data.stream import Bad, Batch, Piece, Reader, Split, Stream, open_stream, to_batch
-from orchestrator.data.units import Part, Units, cut
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, join
+from orchestrator.data.stream import Reader, Split, Stream, open_stream
 
-AHEAD = 2  # blocks that a worker asks for before it needs them
+CHUNK_BYTES = 32 << 20  # of decoded images per task: it streams, and pays the task's cost
+CHUNK_IMAGES = 512  # at most, of small images
+BLOCKS_AHEAD = 2  # that a worker asks for before it needs them
 READY_BLOCKS = 3  # per worker, decoded and not yet fetched
-TASKS_PER_CPU = 8  # of one execution, and so what can be decoded before it is asked for
+TASKS_PER_CPU = 8  # of one execution; bounds what is decoded before it is asked for
+
+Part = tuple[int, range]  # a step, and slots of a worker's share of it
 
 
-class Flow(NamedTuple):
-    """What all workers of a run read together."""
+class ReadPlan(NamedTuple):
+    """The steps of a split that all workers of a run read together."""
 
     run: RunConfig
     split: Split
@@ -39,67 +45,87 @@ class Flow(NamedTuple):
     stop: int
     workers: int
 
-    def units(self) -> Units:
-        return cut(self.run, range(self.start, self.stop), workers=self.workers)
+    def chunk_count(self) -> int:
+        """The number of tasks that one worker's share of the steps is cut into."""
+        parts, steps_each = self._cut()
+        return -(-(self.stop - self.start) // steps_each) * len(parts)
+
+    def chunk(self, number: int) -> list[Part]:
+        """What one task decodes: several steps of a worker's share, or a part of one step."""
+        parts, steps_each = self._cut()
+        group, part = divmod(number, len(parts))
+        first = self.start + group * steps_each
+        return [(step, parts[part]) for step in range(first, min(first + steps_each, self.stop))]
+
+    def _cut(self) -> tuple[list[range], int]:
+        """The parts of a worker's share of a step, and the steps per chunk, 1 if there are several parts.
+
+        Parts have even sizes, because images are mixed in pairs.
+        """
+        images = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * self.run.model.image_size**2))
+        share = self.run.data.batch_size // self.workers
+        size = min(share, max(2, images // 2 * 2))
+        parts = [range(first, min(first + size, share)) for first in range(0, share, size)]
+        return parts, max(1, images // share)
 
 
-def by_ray_data(feed: Any) -> Reader:
-    """Reads through `feed`, a `Feed` that all workers of the run share."""
+def by_ray_data(server: Any) -> Reader:
+    """Returns a reader of batches from `server`, a `BatchServer` that all workers of a run share."""
 
     def read(stream: Stream, steps: range) -> Iterator[Batch]:
-        flow = Flow(stream.run, stream.split, steps.start, steps.stop, stream.workers)
-        number, units = _get(feed.join.remote(flow, stream.rank)), flow.units()
-        tasks = iter(range(stream.rank, len(units) * stream.workers, stream.workers))
-        asked = deque(feed.block.remote(number, task) for task in islice(tasks, AHEAD))
-        pieces: list[Piece] = []
-        for unit in range(len(units)):
+        plan = ReadPlan(stream.run, stream.split, steps.start, steps.stop, stream.workers)
+        number = _get(server.join.remote(plan, stream.rank))
+        tasks = iter(range(stream.rank, plan.chunk_count() * stream.workers, stream.workers))
+        asked = deque(server.block.remote(number, task) for task in islice(tasks, BLOCKS_AHEAD))
+        parts: list[PartialBatch] = []
+        for chunk in range(plan.chunk_count()):
             (block,) = _get(asked.popleft())
-            asked.extend(feed.block.remote(number, task) for task in islice(tasks, 1))
-            for (_, slots), piece in _pieces(units[unit], _get(block)):
-                pieces.append(piece)
+            asked.extend(server.block.remote(number, task) for task in islice(tasks, 1))
+            for slots, part in _parts(plan.chunk(chunk), _get(block)):
+                parts.append(part)
                 if slots.stop == stream.share():
-                    yield to_batch(pieces)
-                    pieces = []
+                    yield join(parts)
+                    parts = []
 
     return read
 
 
 @ray.remote(num_cpus=0)
-class Feed:
-    """Runs what the workers of one run read, one flow of each split at a time.
+class BatchServer:
+    """Executes the read plans of one run, one plan of each split at a time.
 
-    A flow begins when all workers have joined it, and ends the one before it: workers that died and came back
-    join anew.
+    A plan begins when all workers have joined it, and ends the plan before it: workers that died and came
+    back join again.
     """
 
     def __init__(self, tasks_each: int | None = None) -> None:
-        """`tasks_each`: of an execution."""
+        """`tasks_each`: tasks per execution of Ray Data."""
         self._tasks_each = tasks_each or TASKS_PER_CPU * _cpus()
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
-        # imports and Ray Data's first execution take seconds: they are made while the workers start
+        # Imports and Ray Data's first execution take seconds; they run while the workers start.
         self._imports = [_import_all.remote() for _ in range(_cpus())]
         threading.Thread(target=_first_execution, daemon=True).start()
         self._numbers = count()
-        self._joined: dict[Flow, tuple[set[int], asyncio.Event, int]] = {}
-        self._running: dict[int, _Running] = {}
+        self._joined: dict[ReadPlan, tuple[set[int], asyncio.Event, int]] = {}
+        self._running: dict[int, _Execution] = {}
 
-    async def join(self, flow: Flow, rank: int) -> int:
-        """The flow's number, when all workers are there."""
-        ranks, complete, number = self._joined.setdefault(flow, (set(), asyncio.Event(), next(self._numbers)))
+    async def join(self, plan: ReadPlan, rank: int) -> int:
+        """Returns the number of the plan's execution, once all workers have joined."""
+        ranks, complete, number = self._joined.setdefault(plan, (set(), asyncio.Event(), next(self._numbers)))
         ranks.add(rank)
-        if len(ranks) == flow.workers:
-            del self._joined[flow]
-            for other in [n for n, one in self._running.items() if one.flow.split == flow.split]:
+        if len(ranks) == plan.workers:
+            del self._joined[plan]
+            for other in [n for n, running in self._running.items() if running.plan.split == plan.split]:
                 self._running.pop(other).close()
-            self._running[number] = _Running(flow, self._tasks_each, asyncio.get_running_loop())
+            self._running[number] = _Execution(plan, self._tasks_each, asyncio.get_running_loop())
             complete.set()
         await complete.wait()
         return number
 
     async def block(self, number: int, task: int) -> list[Any]:
-        """Reference to what a task of the flow decoded. Raises UsageError for data that is not as packed."""
+        """Returns a reference to the images of a task. Raises UsageError for shards that have changed."""
         return await self._running[number].block(task)
 
 
@@ -112,16 +138,16 @@ def _first_execution() -> None:
     ray.data.range(1).map_batches(lambda ids: ids, num_cpus=0.01).materialize()
 
 
-class _Running:
-    """An execution whose blocks wait for their workers, a few at a time."""
+class _Execution:
+    """A plan in execution, whose blocks wait for their workers, a few at a time."""
 
-    def __init__(self, flow: Flow, tasks_each: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.flow = flow
+    def __init__(self, plan: ReadPlan, tasks_each: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.plan = plan
         self._tasks_each = tasks_each
         self._loop = loop
         self._blocks: defaultdict[int, asyncio.Future[Any]] = defaultdict(loop.create_future)
         self._failed: Exception | None = None
-        self._room = threading.Semaphore(READY_BLOCKS * flow.workers)
+        self._room = threading.Semaphore(READY_BLOCKS * plan.workers)
         self._closed = False
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -139,7 +165,7 @@ class _Running:
 
     def _run(self) -> None:
         try:
-            for task, block in enumerate(_blocks(self.flow, self._tasks_each)):
+            for task, block in enumerate(_blocks(self.plan, self._tasks_each)):
                 self._room.acquire()
                 if self._closed:
                     return
@@ -157,61 +183,79 @@ class _Running:
                 waiting.set_exception(error)
 
 
-def _blocks(flow: Flow, size: int) -> Iterator[Any]:
-    """References to blocks: unit 0 of all workers, unit 1 of all workers ..
+def _blocks(plan: ReadPlan, size: int) -> Iterator[Any]:
+    """Yields references to blocks: chunk 0 of all workers, chunk 1 of all workers, ..
 
-    Executions follow each other; the next one starts while the last quarter of the one before it is decoded.
+    Each execution runs `size` tasks. The next one starts while the last quarter of the one before is decoded.
     """
-    tasks = len(flow.units()) * flow.workers
+    tasks = plan.chunk_count() * plan.workers
     with ThreadPoolExecutor(1) as starter:
-        following = starter.submit(_execute, flow, range(min(size, tasks)))
+        following = starter.submit(_execute, plan, range(min(size, tasks)))
         for first in range(0, tasks, size):
             execution = following.result()
             for done, bundle in enumerate(execution, start=first + 1):
                 if done == min(first + size * 3 // 4, tasks) and first + size < tasks:
                     following = starter.submit(
-                        _execute, flow, range(first + size, min(first + 2 * size, tasks))
+                        _execute, plan, range(first + size, min(first + 2 * size, tasks))
                     )
                 for entry in bundle.blocks:
                     yield entry.ref
 
 
-def _execute(flow: Flow, tasks: range) -> Iterator[Any]:
-    parts = flow.units()
-
+def _execute(plan: ReadPlan, tasks: range) -> Iterator[Any]:
     def decode(ids: Any) -> Any:
-        unit, rank = divmod(tasks[int(ids["id"][0])], flow.workers)
-        stream = open_stream(flow.run, flow.split, rank, flow.workers)
-        return _columns([stream.read(step, slots) for step, slots in parts[unit]])
+        chunk, rank = divmod(tasks[int(ids["id"][0])], plan.workers)
+        stream = open_stream(plan.run, plan.split, rank, plan.workers)
+        return _columns([stream.read(step, slots) for step, slots in plan.chunk(chunk)])
 
     dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(decode, batch_size=None)
     dataset.context.raise_original_map_exception = True
     dataset.context.execution_options.preserve_order = True
-    # its budgets wait for a coordinator that looks every 20 s, and until then run one task at a time
+    # Ray Data's budgets wait for a coordinator that looks every 20 s; until then one task runs at a time.
     dataset.context.set_config("backpressure_policies.enabled", [])
     return dataset.iter_internal_ref_bundles()
+
+
+def map_tasks(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+    """Yields the result of `work` for each task, on any free CPU of the cluster, in any order."""
+
+    def run(row: dict[str, Any]) -> dict[str, Any]:
+        return {"result": pickle.dumps(work(pickle.loads(row["task"])))}
+
+    rows = [{"task": pickle.dumps(task)} for task in tasks]
+    dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run)
+    dataset.context.raise_original_map_exception = True
+    dataset.context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints every execution and error at length
+    try:
+        for row in dataset.iter_rows():
+            yield pickle.loads(row["result"])
+    except RayTaskError as error:
+        raise _cause(error) from None
 
 
 def _cpus() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 0)))
 
 
-def _columns(pieces: list[Piece]) -> dict[str, Any]:
-    """A row per slot; what is bad in a piece is in its first."""
-    columns = {name: np.concatenate([getattr(p, name) for p in pieces]) for name in Piece._fields[:-1]}
-    bad = [[json.dumps(piece.bad)] + [""] * (len(piece.label) - 1) for piece in pieces]
+def _columns(parts: list[PartialBatch]) -> dict[str, Any]:
+    """A row per slot; the first row of each part has its decode errors."""
+    columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in PartialBatch._fields[:-1]}
+    bad = [[json.dumps(part.bad)] + [""] * (len(part.label) - 1) for part in parts]
     return columns | {"bad": [line for lines in bad for line in lines]}
 
 
-def _pieces(unit: list[Part], block: Any) -> Iterator[tuple[Part, Piece]]:
-    columns = BlockAccessor.for_block(block).to_numpy([*Piece._fields])
+def _parts(chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
+    """The inverse of `_columns`."""
+    columns = BlockAccessor.for_block(block).to_numpy([*PartialBatch._fields])
     assert isinstance(columns, dict)
     first = 0
-    for part in unit:
-        rows = slice(first, first + len(part[1]))
+    for _, slots in chunk:
+        rows = slice(first, first + len(slots))
         first = rows.stop
-        *arrays, bad = (columns[name][rows] for name in Piece._fields)
-        yield part, Piece._make([*arrays, [Bad(*one) for one in json.loads(str(bad[0]))]])
+        *arrays, bad = (columns[name][rows] for name in PartialBatch._fields)
+        errors = [DecodeError(*error) for error in json.loads(str(bad[0]))]
+        yield slots, PartialBatch._make([*arrays, errors])
 
 
 def _get(reference: Any) -> Any:
@@ -222,5 +266,5 @@ def _get(reference: Any) -> Any:
 
 
 def _cause(error: Exception) -> Exception:
-    """What a task raised, without what Ray wraps it in."""
+    """The exception that a task raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) else error

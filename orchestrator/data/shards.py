@@ -1,14 +1,22 @@
-"""A shard as it is read: the bytes of any of its images, without the others in memory.
+"""Shards as they are read: the bytes of any image of a shard, without the others in memory.
 
-When a shard is first opened on a node, its SHA-256 is checked and an index of its rows goes into the node's
-cache: where in the file each image lies (uncompressed parquet and tar hold it as it is), its label and key. A
-shard on S3 is copied to the cache first; of compressed parquet the images are.
+When a node first opens a shard, its SHA-256 is checked and an index of its rows is written to the node's
+cache: the offset of each image in the file (uncompressed parquet and tar hold images verbatim), its label and
+key. A shard on S3 is copied to the cache first; the images of compressed parquet are unpacked into it.
+
+The cache is a folder on the node's disk that holds files by name, up to a total size; the least recently used
+are removed. It is safe for any number of processes: one makes a file while others wait for it. A file appears
+whole or not at all, and processes that have it open can read it after it is removed.
 """
 
+import fcntl
 import hashlib
 import mmap
 import os
-from collections.abc import Iterator
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,21 +27,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from orchestrator import storage
-from orchestrator.data.cache import cached
-from orchestrator.data.check import PIECE_BYTES, check_digest
-from orchestrator.data.formats import read_table
-from orchestrator.data.manifest import Manifest, Shard, locate
+from orchestrator.data.formats import read_samples
+from orchestrator.data.manifest import READ_BYTES, Manifest, Shard, check_digest, locate
 from orchestrator.errors import UsageError
 
+CACHE_FOLDER = "MOE_FRONTIER_CACHE"  # environment variable; default: a folder of this user below /tmp
 NEEDLE_BYTES = 256
 
 
 class Rows:
-    """An open shard. Attributes:
-    location: of its file.
-    keys: name of each row's sample.
-    labels: (rows,) int64.
-    """
+    """An open shard: its location, and the key and label of each row."""
 
     def __init__(self, location: str, content: BinaryIO, index: pa.Table, labels: NDArray[np.int64]) -> None:
         self.location = location
@@ -48,16 +51,14 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataSet:
-    """A data set as this process reads it. Attributes:
-    cache_bytes: of this node's disk that its shards may take.
-    """
+    """A data set as one process reads it; its shards take up to `cache_bytes` of this node's disk."""
 
     path: str
     manifest: Manifest
     cache_bytes: int
 
     def open(self, split: str, shard: int) -> Rows:
-        """Raises UsageError if the shard is not what the manifest describes, OSError if it cannot be read."""
+        """Raises UsageError if the shard differs from the manifest, OSError if it cannot be read."""
         return _open(self, split, shard)
 
 
@@ -66,9 +67,10 @@ def _open(data: DataSet, split: str, number: int) -> Rows:
     shard = data.manifest.splits[split][number]
     location, limit = locate(data.path, shard), data.cache_bytes
     if storage.is_local(location):
-        whole = _opened(location)
+        whole = _open_to_read(location)
         state = os.fstat(whole.fileno())
-        name = f"{shard.sha256}-{state.st_ino}-{state.st_mtime_ns}"  # what was checked once may have changed
+        # A file that was checked may have been changed since.
+        name = f"{shard.sha256}-{state.st_ino}-{state.st_mtime_ns}"
     else:
         whole = cached(shard.sha256, lambda to: _download(location, shard, to), limit=limit)
         name = shard.sha256
@@ -82,14 +84,14 @@ def _open(data: DataSet, split: str, number: int) -> Rows:
     return Rows(location, content, index, _labels(location, index, data.manifest.classes))
 
 
-def _opened(path: str) -> BinaryIO:
+def _open_to_read(path: str) -> BinaryIO:
     return open(path, "rb")
 
 
 def _download(location: str, shard: Shard, to: Path) -> None:
     digest = hashlib.sha256()
     with storage.open_to_read(location) as source, to.open("wb") as copy:
-        while piece := source.read(PIECE_BYTES):
+        while piece := source.read(READ_BYTES):
             digest.update(piece)
             copy.write(piece)
     check_digest(location, shard, digest.hexdigest())
@@ -98,9 +100,9 @@ def _download(location: str, shard: Shard, to: Path) -> None:
 def _write_index(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None:
     content = _mapped(whole)
     check_digest(location, shard, hashlib.sha256(content).hexdigest())
-    table = read_table(pa.py_buffer(content), shard.format, location)
+    table, _ = read_samples(pa.py_buffer(content), shard.format, location)
     sizes = np.array([len(image) for image in _images(table)], dtype=np.int64)
-    offsets = _places(content, table)
+    offsets = _offsets(content, table)
     verbatim = offsets is not None
     index = pa.table(
         {
@@ -116,21 +118,22 @@ def _write_index(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None
 
 
 def _unpack(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None:
-    table = read_table(pa.py_buffer(_mapped(whole)), shard.format, location)
+    table, _ = read_samples(pa.py_buffer(_mapped(whole)), shard.format, location)
     with to.open("wb") as file:
         file.writelines(_images(table))
 
 
-def _places(content: mmap.mmap, table: pa.Table) -> NDArray[np.int64] | None:
-    """Where the images lie in the file, one after the other; None if they do not."""
-    places, end = [], 0
+def _offsets(content: mmap.mmap, table: pa.Table) -> NDArray[np.int64] | None:
+    """The offsets of the images in the file, if it holds them verbatim and in order; else None."""
+    offsets, end = [], 0
     for image in _images(table):
-        place = content.find(image[:NEEDLE_BYTES], end)  # looking for all of it would take much longer
-        if place < 0 or content[place : place + len(image)] != image:
+        # Searching for the whole image would take much longer.
+        offset = content.find(image[:NEEDLE_BYTES], end)
+        if offset < 0 or content[offset : offset + len(image)] != image:
             return None
-        places.append(place)
-        end = place + len(image)
-    return np.array(places, dtype=np.int64)
+        offsets.append(offset)
+        end = offset + len(image)
+    return np.array(offsets, dtype=np.int64)
 
 
 def _images(table: pa.Table) -> Iterator[bytes]:
@@ -138,7 +141,7 @@ def _images(table: pa.Table) -> Iterator[bytes]:
 
 
 def _labels(location: str, index: pa.Table, classes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Raises UsageError for a label that is none of the data set's classes."""
+    """The class number of each row. Raises UsageError for a label outside of the data set's classes."""
     found = index["label"].to_pylist()
     known = {name: label for label, name in enumerate(classes)} if isinstance(found[0], str) else None
     labels = [label if known is None else known.get(label, -1) for label in found]
@@ -150,3 +153,70 @@ def _labels(location: str, index: pa.Table, classes: tuple[str, ...]) -> NDArray
 
 def _mapped(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def cached(name: str, make: Callable[[Path], None], *, limit: int) -> BinaryIO:
+    """Opens the file `name` for reading; if it is missing, `make` writes it to the path that it is given.
+
+    All files together take at most `limit` bytes; a file that is larger is kept alone.
+
+    Raises:
+        OSError: if the disk is full or the folder belongs to another user.
+    """
+    path = _folder() / name
+    if file := _open_if_there(path):
+        return file
+    with _locked(f"{name}.lock"):
+        if file := _open_if_there(path):
+            return file
+        temporary = path.with_name(f"{name}.{uuid.uuid4().hex}.tmp")
+        try:
+            make(temporary)
+            file = temporary.open("rb")
+            with _locked("lock"):
+                _make_room(limit - temporary.stat().st_size)
+                temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return file
+
+
+def _folder() -> Path:
+    folder = Path(os.environ.get(CACHE_FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        hint = f"set ${CACHE_FOLDER} to a folder of your own"
+        raise PermissionError(f"{folder} belongs to another user: {hint}")
+    return folder
+
+
+def _open_if_there(path: Path) -> BinaryIO | None:
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    os.utime(file.fileno())
+    return file
+
+
+def _make_room(limit: int) -> None:
+    files = []
+    for path in _folder().iterdir():
+        with suppress(FileNotFoundError):
+            if path.suffix not in (".lock", ".tmp") and path.name != "lock":
+                stat = path.stat()
+                files.append((stat.st_mtime_ns, stat.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= limit:
+            return
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """A lock that one process of this node holds at a time; the process's death releases it."""
+    with open(_folder() / name, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,94 +1,33 @@
-"""What one worker reads, and how a part of it becomes arrays: the same wherever it is read."""
+"""The images that one worker reads, and how some of them become arrays: the same wherever they are read."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from orchestrator.config import DataConfig, RunConfig
-from orchestrator.data import mixing
-from orchestrator.data.decode import BadImage
+from orchestrator.data import augment
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, sample_id
+from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.plan import Ints, Plan
 from orchestrator.data.shards import DataSet
-from orchestrator.data.transforms import Transform
 from orchestrator.errors import UsageError
 
 Split = Literal["train", "val"]
-MOST_BAD_IN_A_ROW = 1000
-
-
-class Bad(NamedTuple):
-    """An image that cannot be decoded."""
-
-    shard: str
-    row: int
-    key: str
-    reason: str
-
-
-class Batch(NamedTuple):
-    """Attributes:
-    image: (B, 3, H, W) uint8, channels last in memory.
-    label: (B,) int64.
-    valid: (B,) float32, 0 for what evaluation leaves out: padding, and images that cannot be decoded.
-    key: (B,) int64, the image's place in the run (or in the validation set), the same for every number of
-        workers: what its router noise depends on.
-    sample: (B,) int64, the `sample_id` of what is there.
-    mix: (B, 5) float32, how the image is mixed with its neighbour; see `mixing`.
-    bad: what could not be decoded while this was read.
-    """
-
-    image: Tensor
-    label: Tensor
-    valid: Tensor
-    key: Tensor
-    sample: Tensor
-    mix: Tensor
-    bad: tuple[Bad, ...] = ()
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """With every tensor replaced."""
-        return Batch(*map(function, self[:-1]), bad=self.bad)
-
-
-class Piece(NamedTuple):
-    """Some slots of a worker's share: a Batch of n images as arrays, image (n, H, W, 3)."""
-
-    image: NDArray[np.uint8]
-    label: Ints
-    valid: NDArray[np.float32]
-    key: Ints
-    sample: Ints
-    mix: NDArray[np.float32]
-    bad: list[Bad]
-
-
-class Place(NamedTuple):
-    epoch: int
-    shard: int
-    row: int
-
-
-Reader = Callable[["Stream", range], Iterator[Batch]]  # the stream's batches of some steps, in order
+MAX_CONSECUTIVE_BAD = 1000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stream:
-    """The part of every global batch that one worker reads: slots `rank * share` .. `(rank + 1) * share`.
+    """The part of every global batch that one worker reads: slots `rank * share` to `(rank + 1) * share`.
 
-    A slot of training whose image cannot be decoded takes the next sample of its lane that can, which then
-    comes twice: nothing that follows moves. Without a plan it is left empty.
-
-    Attributes:
-    plan: of training; None: the split once, in the order of its shards.
+    With a plan, for training, a slot whose image cannot be decoded takes the next sample of its lane that can
+    be; that sample then comes twice, and no later slot moves. Without a plan, the split is read once in the
+    order of its shards, and such a slot stays empty.
     """
 
     run: RunConfig
@@ -100,6 +39,7 @@ class Stream:
     transform: Transform
 
     def share(self) -> int:
+        """Images of a batch for this worker."""
         return self.run.data.batch_size // self.workers
 
     def epoch(self) -> int:
@@ -107,67 +47,72 @@ class Stream:
         return self.data.manifest.rows(self.split)
 
     def steps(self) -> range:
-        """Of the split once: the last global batch is filled up with empty slots."""
+        """The steps that read the split once; empty slots fill the last global batch."""
         return range(-(-self.epoch() // self.run.data.batch_size))
 
-    def read(self, step: int, slots: range) -> Piece:
-        """Some slots of this worker's share of `step`.
+    def read(self, step: int, slots: range) -> PartialBatch:
+        """Reads some slots of this worker's share of `step`.
 
         Raises:
-            UsageError: for a shard that is not what the manifest describes, and for no end of bad images.
+            UsageError: for a shard that differs from the manifest, and for too many bad images in a row.
         """
         n, size, config = len(slots), self.transform.size, self.run.data
         first = step * config.batch_size + self.rank * self.share() + slots.start
         key = np.arange(first, first + n)
         image, label = np.zeros((n, size, size, 3), np.uint8), np.zeros(n, np.int64)
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
-        bad: list[Bad] = []
+        bad: list[DecodeError] = []
         names = [""] * n
-        for i, places in enumerate(self._training(step, slots) if self.plan else self._in_order(key)):
-            for tried, place in enumerate(places, start=1):
-                rows = self.data.open(self.split, place.shard)
-                names[i] = f"{self.run.train.seed}/{place.epoch}/{rows.keys[place.row]}"
+        for i, locations in enumerate(self._training(step, slots) if self.plan else self._in_order(key)):
+            for attempt, (epoch, shard, row) in enumerate(locations, start=1):
+                rows = self.data.open(self.split, shard)
+                names[i] = f"{self.run.train.seed}/{epoch}/{rows.keys[row]}"
                 try:
-                    pixels = self.transform(rows.image(place.row), names[i])
+                    pixels = self.transform(rows.image(row), names[i])
                 except BadImage as error:
-                    bad.append(Bad(rows.location, place.row, rows.keys[place.row], str(error)))
-                    if tried > MOST_BAD_IN_A_ROW:
-                        raise UsageError(f"{tried} images in a row cannot be decoded: {bad[-1]}") from None
+                    bad.append(DecodeError(rows.location, row, rows.keys[row], str(error)))
+                    if attempt > MAX_CONSECUTIVE_BAD:
+                        raise UsageError(f"{attempt} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
                 image[i] = pixels.permute(1, 2, 0).numpy()
-                label[i], valid[i], sample[i] = rows.labels[place.row], 1, sample_id(rows.keys[place.row])
+                label[i], valid[i], sample[i] = rows.labels[row], 1, sample_id(rows.keys[row])
                 break
         mixup, cutmix = (config.mixup, config.cutmix) if self.plan else (0, 0)
-        mix = mixing.draw(names, mixup=mixup, cutmix=cutmix, size=size)
-        return Piece(image, label, valid, key, sample, mix, bad)
+        mix = augment.draw(names, mixup=mixup, cutmix=cutmix, size=size)
+        return PartialBatch(image, label, valid, key, sample, mix, bad)
 
-    def _training(self, step: int, slots: range) -> Iterator[Iterator[Place]]:
-        """For each slot its place, and those that may stand in for it."""
+    def _training(self, step: int, slots: range) -> Iterator[Iterator[SampleLocation]]:
+        """For each slot, its sample and then those that may replace it."""
         plan = self.plan
         assert plan
         lanes = plan.lanes // self.workers
         lane, index = plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
         lane, index = lane[slots.start : slots.stop], index[slots.start : slots.stop]
 
-        def places(first: Place, lane: int, index: int) -> Iterator[Place]:
+        def candidates(first: SampleLocation, lane: int, index: int) -> Iterator[SampleLocation]:
             yield first
             for following in count(index + 1):
-                yield Place(*map(int, plan.locate(np.array(lane), np.array(following))))
+                yield SampleLocation(*map(int, plan.locate(np.array(lane), np.array(following))))
 
         for *first, lane_of, index_of in zip(*plan.locate(lane, index), lane, index, strict=True):
-            yield places(Place(*map(int, first)), lane_of, index_of)
+            yield candidates(SampleLocation(*map(int, first)), lane_of, index_of)
 
-    def _in_order(self, positions: Ints) -> Iterator[Iterator[Place]]:
+    def _in_order(self, positions: Ints) -> Iterator[Iterator[SampleLocation]]:
         starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits[self.split])])
         for position in positions[positions < starts[-1]]:
             shard = int(np.searchsorted(starts, position, side="right")) - 1
-            yield iter([Place(0, shard, int(position - starts[shard]))])
+            yield iter([SampleLocation(0, shard, int(position - starts[shard]))])
 
 
-@lru_cache(maxsize=64)  # a process decodes for many workers
+Reader = Callable[[Stream, range], Iterator[Batch]]  # the stream's batches of some steps, in order
+
+
+@lru_cache(maxsize=64)  # one process decodes for many workers
 def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream:
-    """Raises UsageError if there is no data set."""
-    config = run.data
+    """The training images in the order of the plan, or the validation images once. Raises as `in_order`."""
+    stream, config = in_order(run, split, rank, workers), run.data
+    if split == "val":
+        return stream
     transform = Transform(
         size=run.model.image_size,
         augment=config.augment,
@@ -175,17 +120,7 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream
         randaugment_magnitude=config.randaugment_magnitude,
         eval_crop=config.eval_crop,
     )
-    if split == "val":
-        return in_order(run, split, rank, workers)
-    return Stream(
-        run=run,
-        split=split,
-        rank=rank,
-        workers=workers,
-        data=_data_set(config),
-        plan=_plan(config, run.train.seed),
-        transform=transform,
-    )
+    return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
 
 
 def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1) -> Stream:
@@ -218,15 +153,3 @@ def _plan(config: DataConfig, seed: int) -> Plan:
         shuffle_window=config.shuffle_window,
         tail=config.tail,
     )
-
-
-def sample_id(key: str) -> int:
-    """63 bits of the key's SHA-256: what was trained on, for those who compare."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
-
-
-def to_batch(pieces: Sequence[Piece]) -> Batch:
-    """One after the other."""
-    *arrays, bad = zip(*pieces, strict=True)
-    image, *others = (torch.from_numpy(np.concatenate(parts)) for parts in arrays)
-    return Batch(image.permute(0, 3, 1, 2), *others, bad=tuple(one for some in bad for one in some))

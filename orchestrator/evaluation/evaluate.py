@@ -27,15 +27,15 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import to_dict
-from orchestrator.data.in_process import in_process
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
+from orchestrator.data.loader import in_process, prefetched
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Batch, Split, in_order
-from orchestrator.data.transforms import normalize
+from orchestrator.data.stream import Split, in_order
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name
-from orchestrator.threads import one_thread
+from orchestrator.training.loop import one_thread
 from orchestrator.training.metrics import device_sync
 
 TOP = 5

@@ -17,10 +17,10 @@ from orchestrator.codec import from_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.threads import set_threads
 from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
 from orchestrator.tracking.registry import checkpoint_of
 from orchestrator.tracking.store import Tracking, open_reader
+from orchestrator.training.loop import set_threads
 from orchestrator.training.run_directory import (
     checkpoint_directory,
     read_result,

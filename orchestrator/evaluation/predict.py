@@ -34,16 +34,15 @@ from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
-from orchestrator.data.decode import BadImage
+from orchestrator.data.images import BadImage, Transform, normalize
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.data.sources.files import may_be_image
 from orchestrator.data.sources.listing import files_below
-from orchestrator.data.transforms import Transform, normalize
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import TOP, default_device
 from orchestrator.evaluation.models import ModelRef
-from orchestrator.threads import CORES
+from orchestrator.training.loop import CORES
 from orchestrator.training.resources import most_resources
 
 PLAN = "_plan.json"  # says whose predictions a folder holds; readers of parquet skip names that begin with _

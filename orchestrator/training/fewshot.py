@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.batch import SampleLocation
+from orchestrator.data.images import normalize
+from orchestrator.data.loader import in_process, prefetched
 from orchestrator.data.plan import Ints
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Place, Stream, in_order
-from orchestrator.data.transforms import normalize
+from orchestrator.data.stream import Stream, in_order
 from orchestrator.errors import UsageError
 from orchestrator.recipe import FewShotConfig
 
@@ -191,7 +191,7 @@ class Selection(Stream):
     def epoch(self) -> int:
         return len(self.indices)
 
-    def _in_order(self, positions: Ints) -> Iterator[Iterator[Place]]:
+    def _in_order(self, positions: Ints) -> Iterator[Iterator[SampleLocation]]:
         return super()._in_order(self.indices[positions[positions < len(self.indices)]])
 
 

@@ -27,10 +27,9 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import start_report
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.check import check_shards
-from orchestrator.data.in_process import in_process
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.data.loader import in_process
+from orchestrator.data.manifest import check_shards, open_manifest
+from orchestrator.data.ray_data import BatchServer, by_ray_data
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
 from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
@@ -280,7 +279,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     refused, stop = (storage.join(run_directory(run), name) for name in ("refused.txt", STOP))
     storage.delete(refused)
     storage.delete(stop)
-    feed: Any = Feed.options(scheduling_strategy=here()).remote()
+    feed: Any = BatchServer.options(scheduling_strategy=here()).remote()
     config = {"run": to_dict(run), "until": until, "feed": feed, "refused": refused}
     try:
         _Trainer(

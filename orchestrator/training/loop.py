@@ -6,8 +6,8 @@ microbatches to the mean over the batch, however it is split.
 
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import torch
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from moe.init import mix
 from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
+from moe.vit import ViTConfig
 from orchestrator.config import RunConfig, TrainConfig
-from orchestrator.data import mixing
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
-from orchestrator.threads import one_thread
+from orchestrator.data import augment
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.training.metrics import Meter, device_sync
+from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.optim import learning_rate
 from orchestrator.training.profile import phase
 
-Metrics = dict[str, float]
+CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
+FLOPS_PER_THREAD = 100e6  # of a matmul, about two milliseconds; with less, threads wait longer than they work
 TIMED = 5  # forward passes of an evaluation whose time counts
 
 
@@ -119,11 +121,11 @@ def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[st
     images, label = normalize(batch.image), batch.label
     mixed = run.data.mixup > 0 or run.data.cutmix > 0
     if mixed:
-        images, label = mixing.mix(images, batch.mix), mixing.heavier(batch.label, batch.mix)
+        images, label = augment.mix(images, batch.mix), augment.dominant_label(batch.label, batch.mix)
     with phase("forward"):
         output = model(images, keys_B=mix(batch.key, run.train.seed))
         if mixed:
-            loss_sum = mixing.cross_entropy(output.logits, batch.label, batch.mix)
+            loss_sum = augment.cross_entropy(output.logits, batch.label, batch.mix)
         else:
             loss_sum = F.cross_entropy(output.logits, batch.label, reduction="sum")
         loss_class = loss_sum / run.data.batch_size
@@ -177,3 +179,28 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metr
 def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
     values = sum_over_ranks(torch.stack([value.float().cpu() for value in metrics.values()]))
     return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def threads_for(config: ViTConfig, images: int) -> int:
+    """The number of threads that the largest matmul of `images` keeps busy, at most `CORES`.
+
+    It is small for small models, whose matmuls end before a second thread has woken up.
+    """
+    flops = 2 * images * config.tokens() * config.width * config.mlp_dim
+    return max(1, min(CORES, int(flops / FLOPS_PER_THREAD)))
+
+
+def set_threads(config: ViTConfig, images: int) -> None:
+    """Makes torch compute with `threads_for` threads, in this thread and the threads that it starts."""
+    torch.set_num_threads(threads_for(config, images))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Computes with one thread, so that times of forward passes can be compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

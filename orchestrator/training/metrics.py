@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.init import mix
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
-from orchestrator.data.stream import Bad, Batch
+from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
 
 BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
@@ -108,11 +108,11 @@ class SampleTracker:
     places.
     """
 
-    def __init__(self, *, fingerprint: int = 0, bad: list[Bad]) -> None:
+    def __init__(self, *, fingerprint: int = 0, bad: list[DecodeError]) -> None:
         """With what all workers had read before."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._sum = torch.tensor(fingerprint if first else 0)
-        self._bad = {Bad(*one): None for one in bad}
+        self._bad = {DecodeError(*one): None for one in bad}
 
     def training(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches."""
@@ -126,10 +126,10 @@ class SampleTracker:
             self._bad |= dict.fromkeys(batch.bad)
             yield batch
 
-    def gather(self) -> tuple[int, list[Bad]]:
+    def gather(self) -> tuple[int, list[DecodeError]]:
         """The fingerprint, and what is bad, each once; to be called by all workers together."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone: list[list[Bad]] = [[]] * dist.get_world_size()
+            everyone: list[list[DecodeError]] = [[]] * dist.get_world_size()
             dist.all_gather_object(everyone, list(self._bad))
             self._bad = {bad: None for one in everyone for bad in one}
         return int(sum_over_ranks(self._sum.clone())), sorted(self._bad)
@@ -140,7 +140,7 @@ def shown(fingerprint: int) -> float:
     return float(fingerprint % 2**48)
 
 
-def check_bad(bad: list[Bad], *, read: int, epoch: int, most: float) -> None:
+def check_bad(bad: list[DecodeError], *, read: int, epoch: int, most: float) -> None:
     """`read`: images so far; `epoch`: images of one.
 
     Raises:
@@ -157,10 +157,10 @@ def check_bad(bad: list[Bad], *, read: int, epoch: int, most: float) -> None:
         )
 
 
-def save_bad(directory: str, bad: list[Bad]) -> None:
+def save_bad(directory: str, bad: list[DecodeError]) -> None:
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(Bad._fields)
+    writer.writerow(DecodeError._fields)
     writer.writerows(bad)
     storage.write_bytes(storage.join(directory, BAD_IMAGES), text.getvalue().encode())
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from orchestrator import storage
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 from orchestrator.training.metrics import device_sync
 
 log = logging.getLogger(__name__)

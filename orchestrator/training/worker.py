@@ -20,12 +20,12 @@ from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
 from orchestrator.checkpoint.weights import start_from
 from orchestrator.codec import MAY_CHANGE, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.prefetch import prefetched
-from orchestrator.data.stream import Bad, Batch, Reader, Stream, open_stream
+from orchestrator.data.batch import Batch, DecodeError
+from orchestrator.data.loader import prefetched
+from orchestrator.data.stream import Reader, Stream, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.threads import set_threads
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, evaluate, good_enough, train
+from orchestrator.training.loop import Diverged, evaluate, good_enough, set_threads, train
 from orchestrator.training.metrics import Meter, SampleTracker, UtilizationMonitor, check_bad, save_bad, shown
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.optim import build_optimizer, learning_rate
@@ -58,7 +58,7 @@ class Progress:
     best: tuple[float, int] | None = None
     trunk: tuple[int, float] | None = None
     fingerprint: int = 0
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[DecodeError] = field(default_factory=list)
 
     def after(self, step: int, metrics: Metrics) -> "Progress":
         """With the report of `step`."""

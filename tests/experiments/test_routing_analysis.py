@@ -26,8 +26,8 @@ from moe.routers import ROUTERS, RouterConfig
 from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from tests.lanes import mostly_slow
 
 FOUR_PATCHES = replace(PRESETS["debug"], image_size=8, patch_size=4)

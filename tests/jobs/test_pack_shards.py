@@ -15,8 +15,7 @@ from orchestrator.data import packing
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import pack
 from orchestrator.data.sources import open_source
-from tests.orchestrator.data.foreign import samples, tar
-from tests.orchestrator.data.images import JPEG, PNG, numbered, write
+from tests.orchestrator.data.images import JPEG, PNG, files, numbered, samples, tar, write
 
 ROOT = Path(__file__).parents[2]
 Call = Callable[..., tuple[str, list[str]]]
@@ -38,10 +37,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return error, capsys.readouterr().out.splitlines()[1:]
 
     return run_here
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
 def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,64 +1,92 @@
-"""Images of every kind that people have, in files, and what becomes of them when they are packed."""
+"""Images of every kind that people have, in files, tars and parquet files."""
 
 import io
+import json
 import struct
+import tarfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
-from orchestrator.data.decode import BadImage, decode
-from orchestrator.data.sources.source import Source
-from orchestrator.data.sources.stored import stored
+from orchestrator.data.images import BadImage, decode
+from orchestrator.data.packing import encode_for_shard
+from orchestrator.data.samples import Source
 
 RNG = np.random.default_rng(0)
-RGB = Image.fromarray(RNG.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-GREY = Image.fromarray(RNG.integers(0, 256, (12, 16), dtype=np.uint8))
+# Smooth, so that decoders agree about it.
+SMOOTH = np.asarray(Image.fromarray(RNG.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((56, 40), 2))
+RGB = Image.fromarray(SMOOTH)
+GREY = Image.fromarray(SMOOTH[..., 0])
+ALPHA = Image.merge("RGBA", (*RGB.split(), GREY))
+WORDS = SMOOTH[..., 0].astype("uint16") * 257 // np.uint16(2)  # 16 bits per sample
 
 
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
+def encoded(image: Image.Image | np.ndarray, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
+    image = image if isinstance(image, Image.Image) else Image.fromarray(image.astype("uint8"))
     image.save(buffer, format=kind, **options)
     return buffer.getvalue()
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
 def raw_png(*, width: int, height: int, bits: int, rows: bytes) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        crc = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + crc
+
     header = struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)
     parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
-PNG, JPEG = encoded(RGB, "PNG"), encoded(RGB, "JPEG", quality=90)
+def exif(orientation: int) -> Image.Exif:
+    found = Image.Exif()
+    found[274] = orientation
+    return found
 
-KEPT = {
-    "plain.png": PNG,
-    "plain.jpg": JPEG,
-    "progressive.jpeg": encoded(RGB, "JPEG", progressive=True),
-    "turned.jpg": encoded(RGB, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\1\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\0\0\0"),
-    "plain.webp": encoded(RGB, "WEBP", lossless=True),
-    "grey.png": encoded(GREY, "PNG"),
+
+KEPT = {  # stored as they are
+    "plain.jpg": encoded(RGB, "JPEG"),
+    "progressive.jpg": encoded(RGB, "JPEG", progressive=True),
+    "unsubsampled.jpg": encoded(RGB, "JPEG", quality=95, subsampling=0),
     "grey.jpg": encoded(GREY, "JPEG"),
-    "palette.png": encoded(RGB.quantize(16), "PNG"),
-    "alpha.png": encoded(Image.merge("RGBA", (*RGB.split(), GREY)), "PNG"),
-    "grey-alpha.png": encoded(Image.merge("LA", (GREY, GREY)), "PNG"),
-    "bits.png": encoded(GREY.convert("1"), "PNG"),
-    "sixteen.png": encoded(Image.fromarray(RNG.integers(0, 2**16, (5, 4), dtype=np.uint16)), "PNG"),
-    "print.jpg": encoded(RGB.convert("CMYK"), "JPEG"),
-    "without extension": PNG,
+    "inverted-cmyk.jpg": encoded(RGB.convert("CMYK"), "JPEG"),  # as Adobe does, and Pillow
+    "several.jpg": encoded(RGB, "MPO", save_all=True, append_images=[RGB.rotate(180)]),
+    "turned.jpg": encoded(RGB, "JPEG", exif=exif(3)),
+    "plain.png": encoded(RGB),
+    "grey.png": encoded(GREY),
+    "grey-alpha.png": encoded(ALPHA.convert("LA")),
+    "alpha.png": encoded(ALPHA),
+    "palette.png": encoded(RGB.quantize(16)),
+    "transparent-palette.png": encoded(RGB.quantize(16), transparency=bytes(range(16))),
+    "transparent-colour.png": encoded(RGB, transparency=(1, 2, 3)),
+    "bits.png": encoded(GREY.convert("1")),
+    "lossy.webp": encoded(RGB, "WEBP"),
+    "lossless.webp": encoded(ALPHA, "WEBP", lossless=True),
+    "without-extension": encoded(RGB),
 }
-CONVERTED = {
-    "plain.gif": encoded(RGB, "GIF"),
+CONVERTED = {  # stored as PNG
     "plain.bmp": encoded(RGB, "BMP"),
-    "plain.tif": encoded(RGB, "TIFF"),
+    "palette.gif": encoded(RGB, "GIF"),
+    "several.gif": encoded(RGB, "GIF", save_all=True, append_images=[RGB.rotate(180)]),
+    "plain.tiff": encoded(RGB, "TIFF"),
+    "packed.tiff": encoded(RGB, "TIFF", compression="tiff_lzw"),
+    "cmyk.tiff": encoded(RGB.convert("CMYK"), "TIFF"),
     "plain.ppm": encoded(RGB, "PPM"),
+    "bits.pbm": encoded(GREY.convert("1"), "PPM"),
 }
+IMAGES = KEPT | CONVERTED
+PNG, JPEG = KEPT["plain.png"], KEPT["plain.jpg"]
+
+
+def numbered(n: int) -> bytes:
+    """A PNG that differs from the others."""
+    return encoded(np.full((4, 5), n % 256), dpi=(n + 1, 1))
 
 
 def write(folder: Path, files: Mapping[str, bytes]) -> Path:
@@ -69,9 +97,39 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def numbered(n: int) -> bytes:
-    """A PNG that differs from the others."""
-    return encoded(Image.fromarray(np.full((4, 5), n % 256, dtype=np.uint8)), "PNG", dpi=(n + 1, 1))
+def files(folder: Path | str) -> dict[str, bytes]:
+    """The inverse of `write`."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
+
+
+def tar(path: Path, members: Sequence[tuple[str, bytes]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", **options) as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+    return path
+
+
+def samples(first: int, count: int, classes: int = 2) -> list[tuple[str, bytes]]:
+    """Members of a tar: images `numbered` from `first`, whose label is their number."""
+    return [
+        member
+        for n in range(first, first + count)
+        for member in ((f"{n:04d}.png", numbered(n)), (f"{n:04d}.cls", str(n % classes).encode()))
+    ]
+
+
+def parquet(path: Path, columns: Mapping[str, Any], *, names: Sequence[str] | None = None, **options) -> Path:
+    """`names`: the labels' names, as Hugging Face's `datasets` writes them into the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(dict(columns))
+    if names:
+        features = {"label": {"names": list(names), "_type": "ClassLabel"}, "image": {"_type": "Image"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path, **options)
+    return path
 
 
 class Taken(NamedTuple):
@@ -83,13 +141,13 @@ class Taken(NamedTuple):
 def everything(source: Source) -> tuple[dict[str, Taken], list[str]]:
     """What packing takes, by key, and the keys that it skips."""
     taken, skipped = {}, []
-    for split, samples in source.splits.items():
-        contents = source.fetch([sample.image for sample in samples])
-        for sample, content in zip(samples, contents, strict=True):
+    for split, rows in source.splits.items():
+        contents = source.fetch([sample.image for sample in rows])
+        for sample, content in zip(rows, contents, strict=True):
             try:
                 if isinstance(content, BadImage):
                     raise content
-                taken[sample.key] = Taken(split, sample.label, stored(content))
+                taken[sample.key] = Taken(split, sample.label, encode_for_shard(content))
             except BadImage:
                 skipped.append(sample.key)
     return taken, skipped

@@ -1,4 +1,4 @@
-"""Files of this node: made once however many want them, whole or absent, the least recently used go first."""
+"""Files of this node: made once for all who want them, whole or absent; the least recently used go first."""
 
 import os
 import subprocess
@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data import cache
-from orchestrator.data.cache import cached
+from orchestrator.data.shards import CACHE_FOLDER, cached
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -29,21 +28,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.suffix != ".lock" and path.name != "lock"}
 
 
-def test_made_once(folder: Path) -> None:
-    made: list[Path] = []
-
-    def make(to: Path) -> None:
-        made.append(to)
-        to.write_bytes(b"content")
-
-    for _ in range(3):
-        with cached("name", make, limit=100) as file:
-            assert file.read() == b"content"
-    assert len(made) == 1
-    assert names(folder) == {"name"}
-
-
-def test_threads_that_want_the_same_wait_for_it() -> None:
+def test_made_once_however_many_threads_want_it(folder: Path) -> None:
     calls, start = [], threading.Barrier(8)
 
     def want(_: int) -> bytes:
@@ -59,6 +44,8 @@ def test_threads_that_want_the_same_wait_for_it() -> None:
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(want, range(8))) == {b"x" * 100_000}
     assert len(calls) == 1
+    assert names(folder) == {"name"}
+    assert folder.stat().st_mode & 0o077 == 0  # other users may not look
 
 
 def test_the_least_recently_used_go(folder: Path) -> None:
@@ -68,17 +55,11 @@ def test_the_least_recently_used_go(folder: Path) -> None:
     assert put("a") == b"a" * 10  # used now
     put("d", limit=30)
     assert names(folder) == {"a", "c", "d"}
-    put("e", size=25, limit=30)
+    assert put("e", size=100, limit=30) == b"e" * 100  # larger than the limit
     assert names(folder) == {"e"}
 
 
-def test_one_larger_than_the_limit_stays_alone(folder: Path) -> None:
-    put("a", limit=30)
-    assert put("b", size=100, limit=30) == b"b" * 100
-    assert names(folder) == {"b"}
-
-
-def test_what_is_open_is_read_on(folder: Path) -> None:
+def test_an_open_file_can_be_read_after_it_is_removed(folder: Path) -> None:
     with cached("a", lambda to: to.write_bytes(b"a" * 10) and None, limit=15) as file:
         put("b", limit=15)
         assert names(folder) == {"b"}
@@ -96,11 +77,11 @@ def test_a_failure_leaves_nothing(folder: Path) -> None:
     assert put("name") == b"n" * 10
 
 
-def test_a_process_that_is_killed_leaves_its_place(folder: Path) -> None:
+def test_a_process_that_is_killed_releases_its_lock(folder: Path) -> None:
     """While it makes a file, which others wait for."""
     code = """
         import os, signal, sys
-        from orchestrator.data.cache import cached
+        from orchestrator.data.shards import CACHE_FOLDER, cached
         def make(to):
             to.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -110,12 +91,7 @@ def test_a_process_that_is_killed_leaves_its_place(folder: Path) -> None:
     assert put("name") == b"n" * 10
 
 
-def test_a_folder_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError, match=r"belongs to another user: set \$MOE_FRONTIER_CACHE"):
         put("name")
-
-
-def test_nobody_else_may_look(folder: Path) -> None:
-    put("name")
-    assert folder.stat().st_mode & 0o077 == 0

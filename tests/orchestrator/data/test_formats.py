@@ -1,4 +1,4 @@
-"""Rows of tars and parquet files, whoever wrote them; what is none is named."""
+"""Samples of tars and parquet files of any origin; what is not a sample is named."""
 
 import gzip
 import json
@@ -9,44 +9,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from orchestrator.data.formats import class_names, read_samples, read_table
+from orchestrator.data.formats import class_names, read_samples
 from orchestrator.data.manifest import Format
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
-from tests.orchestrator.data.foreign import parquet, samples, tar
+from tests.orchestrator.data.images import parquet, samples, tar
 
 BYTES = [b"a", b"bb", b"ccc"]
+NUMBERS, NAMES = [0, 1, 2], ["x", "y", "x"]
+FILES = ["0.jpg", "1.jpg", "2.jpg"]
+UNNAMED = ["NAME:0", "NAME:1", "NAME:2"]
+LARGE = pa.array(BYTES, pa.large_binary())
+HF = pa.array([{"bytes": b, "path": f"{n}.jpg"} for n, b in enumerate(BYTES)])
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     format: Format = "webdataset" if path.suffix == ".tar" else "parquet"
     table, problems = read_samples(pa.py_buffer(path.read_bytes()), format, "NAME")
-    assert table.column_names == ["image", "label", "key"]
     assert table["image"].type in (pa.binary(), pa.large_binary())
     assert table["label"].type in (pa.int64(), pa.string())
     assert table["key"].type == pa.string()
-    return table.to_pylist(), problems
+    return table.select(["image", "label", "key"]).to_pylist(), problems
 
 
 def rows(labels: list[Any], keys: list[str]) -> list[dict[str, Any]]:
-    return [
-        {"image": image, "label": label, "key": key}
-        for image, label, key in zip(BYTES, labels, keys, strict=True)
-    ]
-
-
-def test_our_own_shards(tmp_path: Path) -> None:
-    mine = [Sample(image, label, f"k{label}") for label, image in enumerate(BYTES)]
-    write_shards(str(tmp_path), "abc", {"train": mine})
-    assert read(tmp_path / "train" / "000000.parquet") == (rows([0, 1, 2], ["k0", "k1", "k2"]), [])
-
-
-HF = pa.array([{"bytes": b, "path": f"{n}.jpg"} for n, b in enumerate(BYTES)])
-UNNAMED = ["NAME:0", "NAME:1", "NAME:2"]
-
-
-NUMBERS, NAMES = [0, 1, 2], ["x", "y", "x"]
-FILES = ["0.jpg", "1.jpg", "2.jpg"]
+    found = zip(BYTES, labels, keys, strict=True)
+    return [{"image": image, "label": label, "key": key} for image, label, key in found]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +44,7 @@ FILES = ["0.jpg", "1.jpg", "2.jpg"]
         ({"label": NUMBERS, "image": HF}, NUMBERS, FILES),
         ({"image": HF, "label": NUMBERS, "id": [7, 8, 9]}, NUMBERS, ["7", "8", "9"]),
         ({"jpg": BYTES, "cls": NAMES, "__key__": ["a", None, "c"]}, NAMES, ["a", "NAME:1", "c"]),
-        ({"picture": BYTES, "class_id": pa.array(NUMBERS, pa.uint8())}, NUMBERS, UNNAMED),
-        ({"content": pa.array(BYTES, pa.large_binary()), "target": NUMBERS}, NUMBERS, UNNAMED),
+        ({"image": LARGE, "target": pa.array(NUMBERS, pa.uint8())}, NUMBERS, UNNAMED),
         ({"img": HF, "mask": BYTES, "fine_label": NUMBERS, "coarse_label": [9, 9, 9]}, NUMBERS, FILES),
         ({"image": BYTES, "label": pa.array(NAMES).dictionary_encode()}, NAMES, UNNAMED),
         ({"image": BYTES, "label": [True, False, True]}, [1, 0, 1], UNNAMED),
@@ -72,18 +59,14 @@ def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tm
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"image": BYTES, "y": NUMBERS},
-            r"NAME has no label column \(label, .* image \(binary\), y \(int64\)",
-        ),
-        ({"pixels": [[1]], "label": [0]}, r"NAME has no column of encoded images .* pixels \(list"),
-        ({"image": FILES, "label": NUMBERS}, "NAME: column image holds paths: pack those files with jobs/"),
-        ({"a": BYTES, "b": BYTES, "label": NUMBERS}, r"NAME has several binary columns \(a, b\): call one"),
-        ({"image": BYTES, "label": [0.5, 1, 2]}, "NAME: column label is double: labels are whole numbers"),
+        ({"image": BYTES, "y": NUMBERS}, r"has no label column \(label, .* image \(binary\), y \(int64\)"),
+        ({"image": [[1]], "label": [0]}, r"has no column of encoded images .* image \(list"),
+        ({"image": FILES, "label": NUMBERS}, r"has no column of encoded images .* image \(string\)"),
+        ({"image": BYTES, "label": [0.5, 1, 2]}, "column label is double: labels are whole numbers or names"),
     ],
 )
 def test_parquet_that_does_not_fit(columns: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=f"NAME:? {message}"):
         read(parquet(tmp_path / "x.parquet", columns))
 
 
@@ -98,15 +81,15 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
 
 def test_class_names(tmp_path: Path) -> None:
     columns = {"image": BYTES, "label": [0, 1, 0]}
-    named = parquet(tmp_path / "a.parquet", columns, names=["cat", "dog"])
-    assert class_names(pa.py_buffer(named.read_bytes())) == ["cat", "dog"]
-    assert class_names(pa.py_buffer(parquet(tmp_path / "b.parquet", columns).read_bytes())) is None
+    for names in (["cat", "dog"], None):
+        path = parquet(tmp_path / "a.parquet", columns, names=names)
+        assert class_names(pq.read_schema(path)) == names
 
 
 def test_webdataset(tmp_path: Path) -> None:
     """Members may come in any order, and with directories and other members between them."""
     members = [
-        ("a/b.1.jpg", b"no image: its extension is 1.jpg"),
+        ("a/b.1.jpg", b"not an image: its extension is 1.jpg"),
         ("a/0001.JPG", b"a"),
         ("a/0001.cls", b" wolf\n"),
         ("0001.json", json.dumps({"caption": "-", "class": "dog"}).encode()),
@@ -126,7 +109,7 @@ def test_webdataset(tmp_path: Path) -> None:
 
 
 def test_long_names(tmp_path: Path) -> None:
-    """GNU and pax tars say them in members of their own."""
+    """GNU and pax tars store them in members of their own."""
     name = f"{'folder/' * 30}ümlaut"
     for format in (1, 2):
         path = tar(tmp_path / f"{format}.tar", [(f"{name}.jpg", b"a"), (f"{name}.cls", b"0")], format=format)
@@ -155,8 +138,7 @@ def test_members_that_are_no_sample(members: list[tuple[str, bytes]], problem: s
 
 
 def test_a_member_twice(tmp_path: Path) -> None:
-    members = [("0.jpg", b"a"), ("0.cls", b"0"), ("0.jpg", b"bb")]
-    found, problems = read(tar(tmp_path / "x.tar", members))
+    found, problems = read(tar(tmp_path / "x.tar", [("0.jpg", b"a"), ("0.cls", b"0"), ("0.jpg", b"bb")]))
     assert found == [{"image": b"a", "label": 0, "key": "0"}]
     assert problems == ["NAME: 0: two members .jpg, the first is taken"]
 
@@ -172,32 +154,35 @@ def test_cut_short(tmp_path: Path) -> None:
     end = whole.rstrip(b"\0")
     for size in range(0, len(end) // 512 * 512 + 512, 256):
         with pytest.raises(UsageError, match="NAME is not a whole uncompressed tar"):
-            read_table(pa.py_buffer(whole[:size]), "webdataset", "NAME")
+            read_samples(pa.py_buffer(whole[:size]), "webdataset", "NAME")
     whole = parquet(tmp_path / "x.parquet", {"image": BYTES, "label": [0, 1, 2]}).read_bytes()
     for size in range(0, len(whole), 7):
         with pytest.raises(UsageError, match="NAME is not a whole parquet file"):
-            read_table(pa.py_buffer(whole[:size]), "parquet", "NAME")
+            read_samples(pa.py_buffer(whole[:size]), "parquet", "NAME")
 
 
 def test_damaged(tmp_path: Path) -> None:
     whole = bytearray(tar(tmp_path / "x.tar", samples(0, 4)).read_bytes())
-    whole[1024 + 512 + 5] ^= 1  # a name in a header
     header = next(at for at in range(1024, len(whole), 512) if whole[at : at + 4] == b"0001")
     whole[header] ^= 1
     with pytest.raises(UsageError, match=r"NAME is not a whole uncompressed tar: .*damaged at byte"):
-        read_table(pa.py_buffer(bytes(whole)), "webdataset", "NAME")
+        read_samples(pa.py_buffer(bytes(whole)), "webdataset", "NAME")
     with pytest.raises(UsageError, match="NAME is not a whole uncompressed tar"):
-        read_table(pa.py_buffer(gzip.compress(bytes(whole))), "webdataset", "NAME")
+        read_samples(pa.py_buffer(gzip.compress(bytes(whole))), "webdataset", "NAME")
 
 
-def test_images_lie_in_our_shards_as_they_are(tmp_path: Path) -> None:
-    """Readers take them from there; and others find labels in the footer without reading a row group."""
+def test_our_own_shards(tmp_path: Path) -> None:
+    """They hold images verbatim, for readers of offsets, and the labels' range in the footer."""
     mine = [Sample(bytes([n]) * 50, n % 7, f"k{n}") for n in range(200)]
     write_shards(str(tmp_path), "abcdefg", {"train": mine})
-    content, at = (tmp_path / "train" / "000000.parquet").read_bytes(), 0
+    path = tmp_path / "train" / "000000.parquet"
+    found, problems = read(path)
+    assert [tuple(row.values()) for row in found] == [sample[:3] for sample in mine]
+    assert problems == []
+    content, at = path.read_bytes(), 0
     for sample in mine:
         at = content.index(sample.image, at) + 50
-    metadata = pq.read_metadata(tmp_path / "train" / "000000.parquet")
+    metadata = pq.read_metadata(path)
     assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [64, 64, 64, 8]
     image, label, _ = (metadata.row_group(0).column(c) for c in range(3))
     assert (label.statistics.min, label.statistics.max) == (0, 6)

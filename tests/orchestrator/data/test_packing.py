@@ -1,6 +1,5 @@
 """Packing is deterministic, checks every image, and leaves no half data set."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +9,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from jobs.pack_shards import on_cluster
 from orchestrator import storage
 from orchestrator.data import packing
 from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.packing import Sample, check_free, pack, pack_shard, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
-from tests.orchestrator.data.images import CONVERTED, JPEG, KEPT, PNG, numbered, write
+from tests.orchestrator.data.images import JPEG, PNG, files, numbered, samples, tar, write
+from tests.parts import start_ray
 
 Pack = Callable[..., tuple[str, Manifest]]
 
@@ -26,10 +27,6 @@ def images(tmp_path: Path) -> str:
     """A folder of 3 x 40 images, as a source."""
     content = {f"{c}/{n}.png": numbered(40 * c + n) for c in range(3) for n in range(40)}
     return f"folder:{write(tmp_path / 'images', content)}"
-
-
-def files(path: str | Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in Path(path).rglob("*") if p.is_file()}
 
 
 def rows(path: str | Path, split: str) -> list[dict[str, Any]]:
@@ -87,9 +84,8 @@ def test_bad_images_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.M
 def test_no_valid_image(tmp_path: Path) -> None:
     images = {f"{c}/{n}.png": b"none" for c in "ab" for n in range(4)}
     source = open_source(f"folder:{write(tmp_path / 'images', images)}")
-    with pytest.raises(
-        UsageError, match=r"no valid train images, see .*skipped.txt; the first: ./\d.png: not an"
-    ):
+    message = r"no valid train images, see .*skipped.txt; the first: ./\d.png: not an"
+    with pytest.raises(UsageError, match=message):
         pack(str(tmp_path / "out"), source)
     assert not (tmp_path / "out" / "manifest.json").exists()
     assert len((tmp_path / "out" / "skipped.txt").read_text().splitlines()) == 8
@@ -111,9 +107,8 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = str(tmp_path / "out")
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
     pack(out, open_source(images))
-    write(
-        tmp_path / "out", {"notes.txt": b"mine", "train/000000.parquet.bak": b"mine", "skipped.txt": b"old"}
-    )
+    mine = {"notes.txt": b"mine", "train/000000.parquet.bak": b"mine"}
+    write(tmp_path / "out", mine | {"skipped.txt": b"old"})
     before = files(out)
     for refused in (lambda: pack(out, open_source("digits")), lambda: check_free(out)):
         with pytest.raises(UsageError, match=f"{out} already holds a data set; .*--overwrite"):
@@ -122,7 +117,7 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)
     pack(out, open_source("digits"), overwrite=True)
     shards = ("train/000000.parquet", "train/000001.parquet", "val/000000.parquet")
-    assert {*files(out)} == {*shards, "manifest.json", "notes.txt", "train/000000.parquet.bak"}
+    assert {*files(out)} == {*shards, "manifest.json", *mine}
 
 
 def test_a_packing_that_breaks_off(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,38 +142,16 @@ def test_on_s3(bucket, images: str, tmp_path: Path) -> None:
     pack(str(tmp_path / "out"), open_source(images))
     pack(bucket.uri("out"), open_source(images))
     local = files(tmp_path / "out")
-    assert {
-        name: storage.read_bytes(bucket.uri("out", name)) for name in storage.files(bucket.uri("out"))
-    } == local
+    names = storage.files(bucket.uri("out"))
+    assert {name: storage.read_bytes(bucket.uri("out", name)) for name in names} == local
     pack(bucket.uri("out"), open_source("digits"), overwrite=True)
     assert len(open_manifest(bucket.uri("out")).classes) == 10
     with bucket.failing("busy"), pytest.raises(OSError, match="503"):
         pack(bucket.uri("other"), open_source(images))
 
 
-def test_every_kind_of_image_is_packed(tmp_path: Path) -> None:
-    images = {
-        f"{c}/{n}/{name}": content for c in "ab" for n in "12" for name, content in (KEPT | CONVERTED).items()
-    }
-    report = pack(str(tmp_path / "out"), open_source(f"folder:{write(tmp_path / 'images', images)}"))
-    assert report.skipped == ()
-    assert sum(map(report.manifest.rows, ("train", "val"))) == len(images)
-
-
-def test_progress(images: str, tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 60)
-    monkeypatch.setattr(packing, "PROGRESS_EVERY_S", 0.0)
-    with caplog.at_level("INFO"):
-        report = pack(str(tmp_path / "out"), open_source(images))
-    first, *_, last = caplog.messages
-    assert first.startswith("packed 60 images, ")
-    assert first.endswith("/s, 1 of 3 shards")
-    assert last.startswith(f"packed {sum(map(report.manifest.rows, ('train', 'val')))} images, ")
-
-
 def test_a_shard_of_no_valid_image_is_none(tmp_path: Path) -> None:
-    task = packing.Task(out=str(tmp_path), path="train/0", samples=[Sample(b"", 0, "k")], fetch=iter)
-    packed = pack_shard(task)
+    packed = pack_shard(str(tmp_path), iter, packing.encode_for_shard, ("train/0", [Sample(b"", 0, "k")]))
     assert packed.shard is None
     assert packed.skipped[0].startswith("k: ")
     assert files(tmp_path) == {}
@@ -201,26 +174,28 @@ def test_round_trip(pack_greys: Pack) -> None:
     ]
 
 
-def test_write_shards_never_overwrites(pack_greys: Pack) -> None:
+def test_write_shards_refuses(pack_greys: Pack) -> None:
     path, _ = pack_greys(train=4)
     before = files(path)
     with pytest.raises(UsageError, match=f"{path} already holds a data set"):
         write_shards(path, ["a"], {"train": [Sample(b"", 0, "k")]})
     assert files(path) == before
+    with pytest.raises(UsageError, match="no valid val images"):
+        pack_greys(train=5, val=0)
 
 
-def test_manifest_is_written_last(tmp_path: Path) -> None:
-    def breaks_off() -> Iterator[Sample[bytes]]:
-        yield Sample(b"", 0, "k")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": breaks_off()})
-    assert not (tmp_path / "manifest.json").exists()
-    write_shards(str(tmp_path), ["a"], {"train": [Sample(b"", 0, "k")], "val": [Sample(b"", 0, "v")]})
-    assert json.loads((tmp_path / "manifest.json").read_text())["classes"] == ["a"]
-
-
-def test_a_split_without_images(pack_greys: Pack) -> None:
-    with pytest.raises(UsageError, match="no val images"):
-        pack_greys(train=4, val=0)
+@pytest.mark.smoke
+def test_from_a_bucket_into_a_bucket(
+    no_cluster, bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By tasks of a cluster that learns of the bucket from its environment."""
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
+    for name, first, count in (("train-0.tar", 0, 30), ("val-0.tar", 30, 10)):
+        path = tar(tmp_path / "tars" / name, samples(first, count))
+        storage.write_bytes(bucket.uri("tars", name), path.read_bytes())
+    start_ray()
+    source = open_source(f"webdataset:{bucket.uri('tars')}", execute=on_cluster)
+    report = pack(bucket.uri("out"), source, execute=on_cluster)
+    assert report == pack(str(tmp_path / "out"), open_source(f"webdataset:{tmp_path}/tars"))
+    assert open_manifest(bucket.uri("out")) == report.manifest
+    assert [shard.rows for shard in report.manifest.splits["train"]] == [8, 8, 8, 6]

@@ -68,13 +68,6 @@ def test_every_sample_once_per_epoch(plan: Plan, epochs: int) -> None:
         }
 
 
-@given(plan=plans().filter(lambda plan: plan.tail == "drop"), epochs=st.integers(1, 3))
-def test_dropped_tails_leave_whole_batches_of_one_epoch(plan: Plan, epochs: int) -> None:
-    per_epoch = plan.epoch_size() // plan.batch_size
-    for step, samples in enumerate(read(plan, range(epochs * per_epoch))):
-        assert {epoch for epoch, _, _ in samples} == {step // per_epoch}
-
-
 def test_what_is_dropped_differs_between_epochs() -> None:
     plan = Plan(rows=(5,) * 5, seed=0, lanes=2, batch_size=8, shuffle_window=4, tail="drop")
     epochs = [{s[1:] for step in read(plan, range(3 * e, 3 * e + 3)) for s in step} for e in range(8)]
@@ -101,21 +94,6 @@ def test_resuming_gives_the_suffix(plan: Plan, cuts: list[int]) -> None:
         assert read(fresh, range(first, last)) == whole[first:last]
 
 
-@given(plan=plans())
-def test_a_lane_reads_its_segment_window_by_window(plan: Plan) -> None:
-    """So that a reader goes through the shards one after the other."""
-    order = np.random.default_rng((plan.seed, 0)).permutation(len(plan.rows))
-    line = {place: i for i, place in enumerate((int(s), r) for s in order for r in range(plan.rows[s]))}
-    whole_windows = plan.epoch_size() // plan.lanes // plan.shuffle_window * plan.shuffle_window
-    index = np.arange(whole_windows)
-    for lane in range(plan.lanes if whole_windows else 0):
-        places = plan.locate(np.full_like(index, lane), index)
-        found = np.array([line[int(s), int(r)] for s, r in zip(places.shard, places.row, strict=True)])
-        for start in range(0, len(found), plan.shuffle_window):
-            window = np.sort(found[start : start + plan.shuffle_window])
-            assert np.array_equal(window, found.min() + start + np.arange(len(window)))
-
-
 def test_epochs_and_seeds_differ() -> None:
     orders = set()
     for seed in (0, 1):
@@ -139,12 +117,9 @@ def test_rows_are_not_permuted_as_the_shards_are() -> None:
     assert [step[0][1] for step in read(plan, range(100))] != shards[shards].tolist()
 
 
-def test_lanes_must_divide_the_batch() -> None:
+def test_refusals() -> None:
     with pytest.raises(ValueError, match="lanes=3 does not divide batch_size=8"):
         Plan(rows=(10,), seed=0, lanes=3, batch_size=8, shuffle_window=4)
-
-
-def test_an_epoch_that_fills_no_batch() -> None:
     with pytest.raises(ValueError, match="7 samples do not fill a batch of 8"):
         Plan(rows=(3, 4), seed=0, lanes=2, batch_size=8, shuffle_window=4, tail="drop")
     wrapped = Plan(rows=(3, 4), seed=0, lanes=2, batch_size=16, shuffle_window=4)

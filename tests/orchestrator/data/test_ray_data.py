@@ -5,25 +5,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
-from orchestrator.data.ray_data import Feed, Flow, by_ray_data
-from orchestrator.data.stream import Batch, Split, open_stream
+from orchestrator.data.batch import Batch
+from orchestrator.data.loader import in_process
+from orchestrator.data.ray_data import BatchServer, ReadPlan, by_ray_data
+from orchestrator.data.stream import Split, open_stream
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.test_stream import equal, pack
+from tests.parts import png
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]  # some ten processes
+# Some ten processes.
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module")
-def feed(cluster: None) -> Iterator[Any]:
-    feed = Feed.remote(tasks_each=6)
-    yield feed
-    ray.kill(feed)
+def server(cluster: None) -> Iterator[Any]:
+    server = BatchServer.remote(tasks_each=6)
+    yield server
+    ray.kill(server)
 
 
 def digits_run(digits: str, **changes) -> RunConfig:
@@ -32,12 +36,12 @@ def digits_run(digits: str, **changes) -> RunConfig:
 
 
 def read_all(
-    feed: Any, run: RunConfig, workers: int, steps: range, split: Split = "train"
+    server: Any, run: RunConfig, workers: int, steps: range, split: Split = "train"
 ) -> list[list[Batch]]:
     """Each worker's batches; they read at the same time, as workers do."""
 
     def one(rank: int) -> list[Batch]:
-        return list(by_ray_data(feed)(open_stream(run, split, rank, workers), steps))
+        return list(by_ray_data(server)(open_stream(run, split, rank, workers), steps))
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(one, range(workers)))
@@ -53,68 +57,60 @@ def read_all(
     ids=["one worker", "three", "parts of a step"],
 )
 def test_same_batches_as_in_process(
-    workers: int, changes: dict, steps: range, digits: str, feed: Any
+    workers: int, changes: dict, steps: range, digits: str, server: Any
 ) -> None:
     run = digits_run(digits, **changes)
-    for rank, batches in enumerate(read_all(feed, run, workers, steps)):
+    for rank, batches in enumerate(read_all(server, run, workers, steps)):
         expected = in_process(open_stream(run, "train", rank, workers), steps)
         assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
 
 
-def test_validation_beside_training(digits: str, feed: Any) -> None:
+def test_validation_beside_training(digits: str, server: Any) -> None:
     run = digits_run(digits)
     stream, validation = open_stream(run, "train", 0, 1), open_stream(run, "val", 0, 1)
-    training = by_ray_data(feed)(stream, range(40))
+    training = by_ray_data(server)(stream, range(40))
     first = next(training)
     for _ in range(2):
-        (found,) = read_all(feed, run, 1, validation.steps(), "val")
+        (found,) = read_all(server, run, 1, validation.steps(), "val")
         expected = in_process(validation, validation.steps())
         assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
     expected = in_process(stream, range(40))
     assert all(equal(a, b) for a, b in zip([first, *training], expected, strict=True))
 
 
-def test_workers_that_come_back_read_from_where_they_say(digits: str, feed: Any) -> None:
+def test_workers_that_come_back_read_from_where_they_say(digits: str, server: Any) -> None:
     """Others of the first attempt never get further; the numbers of workers and steps are new."""
     run = digits_run(digits)
-    abandoned = by_ray_data(feed)(open_stream(run, "train", 0, 1), range(60))
+    abandoned = by_ray_data(server)(open_stream(run, "train", 0, 1), range(60))
     next(abandoned)
-    for rank, batches in enumerate(read_all(feed, run, 2, range(20, 25))):
+    for rank, batches in enumerate(read_all(server, run, 2, range(20, 25))):
         expected = in_process(open_stream(run, "train", rank, 2), range(20, 25))
         assert all(equal(a, b) for a, b in zip(batches, expected, strict=True))
 
 
-def test_a_flow_that_is_joined_again_begins_anew(digits: str, feed: Any) -> None:
+def test_a_plan_that_is_joined_again_begins_anew(digits: str, server: Any) -> None:
     """The second attempt gets a number of its own, the same for both workers."""
-    flow = Flow(digits_run(digits), "train", 0, 1, 2)
-    first, again = (set(ray.get([feed.join.remote(flow, rank) for rank in range(2)])) for _ in range(2))
+    plan = ReadPlan(digits_run(digits), "train", 0, 1, 2)
+    first, again = (set(ray.get([server.join.remote(plan, rank) for rank in range(2)])) for _ in range(2))
     assert len(first) == len(again) == 1
     assert first != again
 
 
-def test_bad_images_are_named(tmp_path: Path, feed: Any) -> None:
-    digits = pack(tmp_path / "bad", [b"nothing", b"", *[_png(n) for n in range(10)]])
+def test_bad_images_are_named(tmp_path: Path, server: Any) -> None:
+    digits = pack(tmp_path / "bad", [b"nothing", b"", *[png(np.full((8, 8), n)) for n in range(10)]])
     run = override(RunConfig(), {"data.path": digits, "data.batch_size": 4, "data.lanes": 2})
     stream = open_stream(run, "train", 0, 1)
-    (found,) = read_all(feed, run, 1, range(6))
+    (found,) = read_all(server, run, 1, range(6))
     assert {bad.key for batch in found for bad in batch.bad} == {"0", "1"}
     assert all(equal(a, b) for a, b in zip(found, in_process(stream, range(6)), strict=True))
 
 
-def test_a_shard_that_changed_is_the_users_to_mend(tmp_path: Path, feed: Any) -> None:
-    path = pack(tmp_path / "changed", [_png(n) for n in range(12)])
+def test_a_shard_that_changed_is_the_users_to_mend(tmp_path: Path, server: Any) -> None:
+    path = pack(tmp_path / "changed", [png(np.full((8, 8), n)) for n in range(12)])
     shard = Path(path, "train/000000.parquet")
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
     shard.write_bytes(content)
     run = override(RunConfig(), {"data.path": path, "data.batch_size": 4, "data.lanes": 2})
     with pytest.raises(UsageError, match=r"000000.parquet changed since it was packed"):
-        read_all(feed, run, 1, range(3))
-
-
-def _png(number: int) -> bytes:
-    import numpy as np
-
-    from tests.parts import png
-
-    return png(np.full((8, 8), number))
+        read_all(server, run, 1, range(3))

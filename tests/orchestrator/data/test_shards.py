@@ -1,24 +1,21 @@
 """Any image of a shard, whoever wrote it; a shard that changed is refused when it is first read."""
 
 import hashlib
-import io
 import os
-import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data import cache
 from orchestrator.data.manifest import Format, Manifest, Shard, open_manifest
-from orchestrator.data.shards import DataSet, Rows
+from orchestrator.data.shards import CACHE_FOLDER, DataSet, Rows
 from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
+from tests.orchestrator.data.images import parquet as write_parquet
+from tests.orchestrator.data.images import tar as write_tar
 
 Pack = Callable[..., tuple[str, Manifest]]
 IMAGES = [np.random.default_rng(n).bytes(50 + 100 * n) for n in range(20)]
@@ -26,27 +23,21 @@ IMAGES = [np.random.default_rng(n).bytes(50 + 100 * n) for n in range(20)]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def parquet(compression: str, images: list[bytes] = IMAGES) -> bytes:
-    keys = [f"key-{n}" for n in range(len(images))]
-    table = pa.table({"image": images, "label": [n % 3 for n in range(len(images))], "key": keys})
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression=compression, row_group_size=7)
-    return sink.getvalue()
+def parquet(folder: Path, compression: str = "none", images: list[bytes] = IMAGES) -> bytes:
+    numbers = range(len(images))
+    columns = {"image": images, "label": [n % 3 for n in numbers], "key": [f"key-{n}" for n in numbers]}
+    path = write_parquet(folder / "made.parquet", columns, compression=compression, row_group_size=7)
+    return path.read_bytes()
 
 
-def tar() -> bytes:
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w") as file:
-        for n, image in enumerate(IMAGES):
-            for name, content in ((f"key-{n}.jpg", image), (f"key-{n}.cls", str(n % 3).encode())):
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                file.addfile(info, io.BytesIO(content))
-    return sink.getvalue()
+def tar(folder: Path) -> bytes:
+    images = [(f"key-{n}.jpg", image) for n, image in enumerate(IMAGES)]
+    labels = [(f"key-{n}.cls", str(n % 3).encode()) for n in range(len(IMAGES))]
+    return write_tar(folder / "made.tar", [*images, *labels]).read_bytes()
 
 
 def described(path: str, content: bytes, format: Format = "parquet", rows: int = 20) -> Shard:
@@ -66,22 +57,16 @@ def assert_all_there(rows: Rows) -> None:
     assert rows.keys == [f"key-{n}" for n in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("content", "format"),
-    [
-        (parquet("none"), "parquet"),
-        (parquet("zstd"), "parquet"),
-        (parquet("snappy"), "parquet"),
-        (tar(), "webdataset"),
-    ],
-    ids=["parquet", "zstd", "snappy", "tar"],
-)
-@pytest.mark.parametrize("where", ["local", "s3"])
-def test_every_row(
-    content: bytes, format: Format, where: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    root = str(tmp_path) if where == "local" else request.getfixturevalue("bucket").uri("data")
+@pytest.fixture(params=["local", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket").uri("data")
+
+
+@pytest.mark.parametrize("kind", ["none", "zstd", "tar"])
+def test_every_row(kind: str, root: str, tmp_path: Path) -> None:
+    content = tar(tmp_path) if kind == "tar" else parquet(tmp_path, kind)
     storage.write_bytes(storage.join(root, "shard"), content)
+    format: Format = "webdataset" if kind == "tar" else "parquet"
     for _ in range(2):  # the second finds the index of the first
         rows = data_set(root, described("shard", content, format)).open("train", 0)
         assert rows.location == storage.join(root, "shard")
@@ -91,36 +76,30 @@ def test_every_row(
 def test_images_that_repeat_and_hold_each_other(tmp_path: Path) -> None:
     """They are looked for one after the other."""
     images = [b"aaaa", b"aa", b"aaaa", b"", b"a", b"", b"aaaa" * 200, b"aaaa" * 199]
-    content = parquet("none", images)
+    content = parquet(tmp_path, images=images)
     (tmp_path / "shard").write_bytes(content)
     rows = data_set(str(tmp_path), described("shard", content, rows=8)).open("train", 0)
     assert [rows.image(n) for n in range(8)] == images
 
 
 def test_names_for_labels(tmp_path: Path) -> None:
-    sink = io.BytesIO()
-    pq.write_table(pa.table({"image": IMAGES[:3], "label": ["cat", "dog", "cat"], "key": list("xyz")}), sink)
-    (tmp_path / "shard").write_bytes(sink.getvalue())
-    shard = described("shard", sink.getvalue(), rows=3)
-    assert data_set(str(tmp_path), shard, classes=("dog", "cat")).open("train", 0).labels.tolist() == [
-        1,
-        0,
-        1,
-    ]
+    columns = {"image": IMAGES[:3], "label": ["cat", "dog", "cat"], "key": list("xyz")}
+    content = write_parquet(tmp_path / "shard", columns).read_bytes()
+    shard, path = described("shard", content, rows=3), str(tmp_path)
+    found = data_set(path, shard, classes=("dog", "cat")).open("train", 0).labels
+    assert found.tolist() == [1, 0, 1]
     with pytest.raises(UsageError, match=r"shard: y has label 'dog', the data set has 1 classes"):
-        data_set(str(tmp_path), shard, classes=("cat",)).open("train", 0)
+        data_set(path, shard, classes=("cat",)).open("train", 0)
 
 
 def test_labels_out_of_range(tmp_path: Path) -> None:
-    (tmp_path / "shard").write_bytes(content := parquet("none"))
+    (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
     with pytest.raises(UsageError, match=r"shard: key-2 has label 2, the data set has 2 classes"):
         data_set(str(tmp_path), described("shard", content), classes=("a", "b")).open("train", 0)
 
 
-@pytest.mark.parametrize("where", ["local", "s3"])
-def test_flipped_byte(where: str, tmp_path: Path, own_cache: Path, request: pytest.FixtureRequest) -> None:
-    root = str(tmp_path) if where == "local" else request.getfixturevalue("bucket").uri("data")
-    content = bytearray(parquet("none"))
+def test_flipped_byte(root: str, tmp_path: Path, own_cache: Path) -> None:
+    content = bytearray(parquet(tmp_path))
     shard = described("shard", bytes(content))
     content[len(content) // 2] ^= 1
     storage.write_bytes(storage.join(root, "shard"), bytes(content))
@@ -131,7 +110,7 @@ def test_flipped_byte(where: str, tmp_path: Path, own_cache: Path, request: pyte
 
 def test_a_change_after_it_was_indexed(tmp_path: Path) -> None:
     """By whoever opens it next; nothing is taken from the old index."""
-    (tmp_path / "shard").write_bytes(content := parquet("none"))
+    (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
     assert_all_there(data_set(str(tmp_path), described("shard", content)).open("train", 0))
     (tmp_path / "shard").write_bytes(zlib.compress(content)[: len(content)])
     with pytest.raises(UsageError, match="changed since it was packed"):
@@ -145,8 +124,8 @@ def test_a_shard_that_is_gone(tmp_path: Path) -> None:
 
 class TestS3:
     @pytest.fixture
-    def data(self, bucket: Bucket) -> DataSet:
-        content = parquet("none")
+    def data(self, bucket: Bucket, tmp_path: Path) -> DataSet:
+        content = parquet(tmp_path)
         storage.write_bytes(bucket.uri("data/shard"), content)
         bucket.proxy.requests.clear()
         return data_set(bucket.uri("data"), described("shard", content))
@@ -169,7 +148,7 @@ class TestS3:
     def test_busy_and_cut_connections(self, data: DataSet, bucket: Bucket) -> None:
         with bucket.failing("busy", times=1, attempts=3):
             assert_all_there(data.open("train", 0))
-        for path in Path(os.environ[cache.FOLDER]).iterdir():
+        for path in Path(os.environ[CACHE_FOLDER]).iterdir():
             path.unlink()
         again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
         with bucket.failing("cut download", lambda request: request.startswith("GET"), times=1, attempts=3):

@@ -1,25 +1,32 @@
-"""Folders of images of every kind that people have, and files that are none."""
+"""Sources of images of every kind that people have, and files that are none."""
 
 import os
+import struct
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.decode import BadImage, decode
+from orchestrator.data.formats import Columns
+from orchestrator.data.images import BadImage, decode
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import (
-    CONVERTED,
+    IMAGES,
     JPEG,
     KEPT,
     PNG,
+    RNG,
     everything,
     numbered,
+    parquet,
     pixels,
     raw_png,
+    samples,
+    tar,
     write,
 )
 
@@ -28,182 +35,174 @@ def many(classes: int, images: int) -> dict[str, bytes]:
     return {f"{c}/{n}.png": numbered(n) for c in range(classes) for n in range(images)}
 
 
-def test_every_kind_of_image_is_stored_as_training_sees_it(tmp_path: Path) -> None:
-    """What training decodes stays as it is; the rest becomes PNG of the same pixels."""
-    files = {f"cat/{name}": content for name, content in (KEPT | CONVERTED).items()}
-    source = open_source(f"folder:{write(tmp_path, {**files, 'dog/a/b/1.png': PNG, 'dog/2.png': PNG})}")
-    found, bad = everything(source)
-    assert source.skipped == ()
-    assert bad == []
-    assert {*found} == {*files, "dog/a/b/1.png", "dog/2.png"}
-    for key, content in files.items():
-        np.testing.assert_array_equal(pixels(found[key].image), pixels(content), err_msg=key)
-        assert (found[key].image == content) == (key.removeprefix("cat/") in KEPT), key
-        assert found[key].image == content or found[key].image.startswith(b"\x89PNG"), key
+def write_tar(path: Path, first: int, count: int) -> None:
+    tar(path.with_suffix(".tar"), samples(first, count))
 
 
-def test_files_that_are_no_images_are_named(tmp_path: Path) -> None:
-    bomb = raw_png(width=60_000, height=60_000, bits=8, rows=b"")
-    bad = {
-        "cat/cut.jpg": JPEG[: len(JPEG) // 2],
-        "dog/empty.png": b"",
-        "dog/bomb.png": bomb,
-        "dog/x": b"text",
-    }
-    by_name = {
-        "cat/notes.txt": b"no image",
-        "cat/labels.xml": b"<a/>",
-        "loose.png": PNG,
-        "dog/LICENSE.md": b"",
-    }
-    hidden = {
-        f"cat/{name}": b"?" for name in (".DS_Store", "._1.png", "Thumbs.db", ".cache/1.png", "desktop.ini")
-    }
-    good = {f"{c}/{n}.png": PNG for c in ("cat", "dog") for n in range(4)}
-    source = open_source(f"folder:{write(tmp_path, bad | by_name | hidden | good)}")
-    found, skipped = everything(source)
-    assert {*found} == {*good}
-    assert {*skipped} == {*bad}
-    assert sorted(line.split(": ")[0] for line in source.skipped) == sorted(
-        f"{tmp_path}/{n}" for n in by_name
-    )
+def write_parquet(path: Path, first: int, count: int) -> None:
+    numbers = range(first, first + count)
+    image = pa.array([{"bytes": numbered(n), "path": f"{n:04d}.png"} for n in numbers])
+    columns = {"image": image, "label": [n % 2 for n in numbers]}
+    parquet(path.with_suffix(".parquet"), columns, row_group_size=7, compression="zstd")
 
 
-def test_links(tmp_path: Path) -> None:
-    """Followed, to files and folders; not in a circle; one that leads nowhere is named."""
-    store = write(
-        tmp_path / "store", {"1.png": numbered(1), "more/2.png": numbered(2), "more/3.png": numbered(3)}
-    )
-    folder = write(tmp_path / "set", {"dog/4.png": numbered(4), "dog/5.png": numbered(5), "cat/6.png": PNG})
-    for link, target in {
-        "cat/1.png": store / "1.png",
-        "cat/more": store / "more",
-        "cat/gone.png": store / "gone.png",
-        "cat/circle": folder,
-    }.items():
-        (folder / link).symlink_to(target)
-    found, skipped = everything(open_source(f"folder:{folder}"))
-    pets = ["cat/1.png", "cat/6.png", "cat/more/2.png", "cat/more/3.png", "dog/4.png", "dog/5.png"]
-    assert sorted(found) == pets
-    assert skipped == ["cat/gone.png"]
+EVERY_KIND = pytest.mark.parametrize(
+    ("kind", "write_shard"),
+    [pytest.param("webdataset", write_tar, id="tar"), pytest.param("parquet", write_parquet, id="pq")],
+)
 
 
-def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, many(2, 4))
-    (folder / "0" / "2.png").chmod(0)
-    if os.access(folder / "0" / "2.png", os.R_OK):
-        pytest.skip("root may read all")
-    _, skipped = everything(open_source(f"folder:{folder}"))
-    assert skipped == ["0/2.png"]
+class TestFolder:
+    def test_every_kind_of_image_is_stored_as_training_sees_it(self, tmp_path: Path) -> None:
+        """What training decodes stays as it is; the rest becomes PNG of the same pixels."""
+        files = {f"cat/{name}": content for name, content in IMAGES.items()}
+        others = {"dog/a/b/1.png": PNG, "dog/2.png": PNG}
+        source = open_source(f"folder:{write(tmp_path, files | others)}")
+        found, bad = everything(source)
+        assert source.skipped == ()
+        assert bad == []
+        assert {*found} == {*files, *others}
+        for key, content in files.items():
+            np.testing.assert_array_equal(pixels(found[key].image), pixels(content), err_msg=key)
+            assert (found[key].image == content) == (key.removeprefix("cat/") in KEPT), key
+            assert found[key].image == content or found[key].image.startswith(b"\x89PNG"), key
 
+    def test_files_that_are_no_images_are_named(self, tmp_path: Path) -> None:
+        bomb = raw_png(width=60_000, height=60_000, bits=8, rows=b"")
+        bad = {"cat/cut.jpg": JPEG[:300], "dog/empty.png": b"", "dog/bomb.png": bomb, "dog/x": b"text"}
+        by_name = {"cat/notes.txt": b"-", "cat/labels.xml": b"<a/>", "loose.png": PNG, "dog/README.md": b""}
+        hidden = (".DS_Store", "._1.png", "Thumbs.db", ".cache/1.png", "desktop.ini")
+        write(tmp_path, bad | by_name | {f"cat/{name}": b"?" for name in hidden})
+        good = {f"{c}/{n}.png": PNG for c in ("cat", "dog") for n in range(4)}
+        source = open_source(f"folder:{write(tmp_path, good)}")
+        found, skipped = everything(source)
+        assert {*found} == {*good}
+        assert {*skipped} == {*bad}
+        named = sorted(line.split(": ")[0] for line in source.skipped)
+        assert named == sorted(f"{tmp_path}/{name}" for name in by_name)
 
-@pytest.mark.parametrize("count", [50, pytest.param(300, marks=pytest.mark.slow)])
-def test_what_is_packed_can_be_decoded(count: int, tmp_path: Path) -> None:
-    """Damaged files, none of which may stop a training run."""
-    rng = np.random.default_rng(0)
-    files = {}
-    for i in range(count):
-        name, content = list((KEPT | CONVERTED).items())[i % len(KEPT | CONVERTED)]
-        damaged = bytearray(content)
-        for _ in range(rng.choice([1, 2, 8])):
-            damaged[rng.integers(min(len(damaged), 60))] = rng.integers(256)
-        files[f"{i % 2}/{i}-{name}"] = bytes(damaged)
-    found, skipped = everything(open_source(f"folder:{write(tmp_path, files)}"))
-    assert len(found) + len(skipped) == count
-    assert len(found) > count / 6
-    assert len(skipped) > count / 6
-    for taken in found.values():
-        assert decode(taken.image).shape[0] == 3
+    def test_links_and_pipes(self, tmp_path: Path) -> None:
+        """Links are followed, but not in a circle. A broken link and a pipe are named."""
+        store = write(tmp_path / "store", {f"{n}.png": numbered(n) for n in (1, 2)})
+        folder = write(tmp_path / "set", {"dog/4.png": numbered(4), "dog/5.png": PNG, "cat/6.png": PNG})
+        for link, target in {
+            "cat/1.png": store / "1.png",
+            "cat/more": store,
+            "cat/gone.png": store / "gone.png",
+            "cat/circle": folder,
+        }.items():
+            (folder / link).symlink_to(target)
+        os.mkfifo(folder / "cat" / "pipe.png")
+        source = open_source(f"folder:{folder}")
+        found, skipped = everything(source)
+        pets = ["cat/1.png", "cat/6.png", "cat/more/1.png", "cat/more/2.png", "dog/4.png", "dog/5.png"]
+        assert sorted(found) == pets
+        assert sorted(skipped) == ["cat/gone.png", "cat/pipe.png"]
+        images = (i for part in source.splits.values() for i in source.fetch([s.image for s in part]))
+        reasons = {str(image) for image in images if isinstance(image, BadImage)}
+        assert reasons == {"no such file", "not a regular file"}
 
+    def test_unreadable_files_are_named(self, tmp_path: Path) -> None:
+        folder = write(tmp_path, many(2, 4))
+        (folder / "0" / "2.png").chmod(0)
+        if os.access(folder / "0" / "2.png", os.R_OK):
+            pytest.skip("root may read all")
+        assert everything(open_source(f"folder:{folder}"))[1] == ["0/2.png"]
 
-@pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
-def test_own_split(val: str, tmp_path: Path) -> None:
-    """A class may be missing on one side; labels count the classes of both."""
-    files = ("train/b/1.png", "train/a/x/1.png", f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
-    source = open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}")
-    assert source.classes == ("a", "b", "c")
-    found, _ = everything(source)
-    assert {key: taken[:2] for key, taken in found.items()} == {
-        "train/b/1.png": ("train", 1),
-        "train/a/x/1.png": ("train", 0),
-        f"{val}/b/2.png": ("val", 1),
-        f"{val}/c/3.png": ("val", 2),
-    }
-    assert source.skipped == (
-        f"{tmp_path}/extra/a/1.png: neither in train nor in a folder of validation images",
-    )
+    def test_what_is_packed_can_be_decoded(self, tmp_path: Path) -> None:
+        """Damaged files, none of which may stop a training run."""
+        rng, files = np.random.default_rng(0), {}
+        for i in range(60):
+            name, content = list(IMAGES.items())[i % len(IMAGES)]
+            damaged = bytearray(content)
+            for _ in range(rng.choice([1, 2, 8])):
+                damaged[rng.integers(min(len(damaged), 60))] = rng.integers(256)
+            files[f"{i % 2}/{i}-{name}"] = bytes(damaged)
+        found, skipped = everything(open_source(f"folder:{write(tmp_path, files)}"))
+        assert len(found) + len(skipped) == 60
+        assert min(len(found), len(skipped)) > 8
+        assert all(decode(taken.image).shape[0] == 3 for taken in found.values())
 
+    @pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
+    def test_own_split(self, val: str, tmp_path: Path) -> None:
+        """A class may be missing on one side; labels count the classes of both."""
+        files = ("train/b/1.png", "train/a/x/1.png", f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
+        source = open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}")
+        assert source.classes == ("a", "b", "c")
+        assert {key: taken[:2] for key, taken in everything(source)[0].items()} == {
+            "train/b/1.png": ("train", 1),
+            "train/a/x/1.png": ("train", 0),
+            f"{val}/b/2.png": ("val", 1),
+            f"{val}/c/3.png": ("val", 2),
+        }
+        line = f"{tmp_path}/extra/a/1.png: neither in train nor in a folder of validation images"
+        assert source.skipped == (line,)
 
-def test_test_images_are_kept_for_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files = [f"{split}/{c}/{n}.png" for split in ("train", "valid", "test") for c in "ab" for n in range(2)]
-    found, _ = everything(open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}"))
-    assert sorted(found) == sorted(name for name in files if not name.startswith("test"))
-    assert "validation is valid; left out: test" in caplog.text
+    def test_test_images_are_kept_for_later(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        names = [f"{split}/{c}/{n}.png" for split in ("train", "valid", "test") for c in "ab" for n in "12"]
+        found, _ = everything(open_source(f"folder:{write(tmp_path, dict.fromkeys(names, PNG))}"))
+        assert sorted(found) == sorted(name for name in names if not name.startswith("test"))
+        assert "validation is valid; left out: test" in caplog.text
 
+    def test_train_as_a_class_and_as_the_only_split(self, tmp_path: Path) -> None:
+        names = [f"{c}/{n}.png" for c in ("bus", "train") for n in range(4)]
+        source = open_source(f"folder:{write(tmp_path / 'a', dict.fromkeys(names, PNG))}")
+        assert source.classes == ("bus", "train")
+        write(tmp_path / "b" / "train", many(2, 30))
+        found, _ = everything(open_source(f"folder:{tmp_path}/b"))
+        assert len(found) == 60
+        assert Counter(taken.split for taken in found.values())["val"] > 2
 
-def test_a_class_named_train(tmp_path: Path) -> None:
-    names = [f"{c}/{n}.png" for c in ("bus", "train") for n in range(4)]
-    assert open_source(f"folder:{write(tmp_path, dict.fromkeys(names, PNG))}").classes == ("bus", "train")
+    def test_split_by_key_is_stable(self, tmp_path: Path) -> None:
+        """A sample keeps its side when others come; a fifth is validation."""
+        write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(0, 200)})
+        before, _ = everything(open_source(f"folder:{tmp_path}"))
+        write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(200, 400)})
+        after, _ = everything(open_source(f"folder:{tmp_path}"))
+        assert len(after) == 400
+        assert all(after[key].split == taken.split for key, taken in before.items())
+        assert 55 < sum(taken.split == "val" for taken in after.values()) < 105
 
+    @pytest.mark.parametrize("val_frac", [0.01, 0.5, 0.99])
+    def test_a_class_of_two_has_one_on_either_side(self, val_frac: float, tmp_path: Path) -> None:
+        """An only image is for training, unless its hash says otherwise."""
+        write(tmp_path, {**many(20, 2), "single/1.png": PNG, **{f"big/{n}.png": PNG for n in range(300)}})
+        found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=val_frac))
+        count = Counter((t.split, t.label) for key, t in found.items() if key[0] not in "sb")
+        assert count == Counter({(split, label): 1 for split in ("train", "val") for label in range(20)})
+        val = sum(taken.split == "val" for key, taken in found.items() if key[0] == "b")
+        assert abs(val / 300 - val_frac) < 0.1
+        assert found["single/1.png"].split == ("val" if val_frac == 0.99 else "train")
 
-def test_train_alone_is_split(tmp_path: Path) -> None:
-    found, _ = everything(
-        open_source(f"folder:{write(tmp_path / 'set', many(2, 30)).rename(tmp_path / 'train')}")
-    )
-    inside, _ = everything(open_source(f"folder:{tmp_path}"))
-    assert len(found) == len(inside) == 60
-    assert Counter(taken.split for taken in inside.values())["val"] > 2
+    def test_every_part_of_the_order_holds_all_classes(self, tmp_path: Path) -> None:
+        source = open_source(f"folder:{write(tmp_path, many(4, 60))}")
+        for first in range(0, 180, 20):
+            assert {sample.label for sample in source.splits["train"][first : first + 20]} == {0, 1, 2, 3}
 
-
-def test_split_by_key_is_stable(tmp_path: Path) -> None:
-    """A sample keeps its side when others come; a fifth is validation."""
-    write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(0, 200)})
-    before, _ = everything(open_source(f"folder:{tmp_path}"))
-    write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(200, 400)})
-    after, _ = everything(open_source(f"folder:{tmp_path}"))
-    assert len(after) == 400
-    assert all(after[key].split == taken.split for key, taken in before.items())
-    assert 55 < sum(taken.split == "val" for taken in after.values()) < 105
-
-
-@pytest.mark.parametrize("val_frac", [0.01, 0.2, 0.99])
-def test_a_class_of_two_has_one_on_either_side(val_frac: float, tmp_path: Path) -> None:
-    write(tmp_path, {**many(20, 2), "single/1.png": PNG})
-    found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=val_frac))
-    count = Counter(
-        (taken.split, taken.label) for key, taken in found.items() if not key.startswith("single")
-    )
-    assert count == Counter({(split, label): 1 for split in ("train", "val") for label in range(20)})
-
-
-def test_val_frac(tmp_path: Path) -> None:
-    write(tmp_path, many(2, 300))
-    found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=0.5))
-    assert 250 < sum(taken.split == "val" for taken in found.values()) < 350
-    for wrong in (0, 1, -0.1, float("nan")):
-        with pytest.raises(UsageError, match=r"--val-frac .* must lie between 0 and 1"):
-            open_source(f"folder:{tmp_path}", val_frac=wrong)
-
-
-def test_every_part_of_the_order_holds_all_classes(tmp_path: Path) -> None:
-    write(tmp_path, many(4, 60))
-    samples = open_source(f"folder:{tmp_path}").splits["train"]
-    for first in range(0, 180, 20):
-        assert {sample.label for sample in samples[first : first + 20]} == {0, 1, 2, 3}
+    def test_on_s3(self, bucket) -> None:
+        for name, content in many(2, 5).items():
+            storage.write_bytes(bucket.uri("set", name), content)
+        storage.write_bytes(bucket.uri("set", "0", ".hidden.png"), PNG)
+        source = open_source(f"folder:{bucket.uri('set')}")
+        found, skipped = everything(source)
+        assert {key: taken.image for key, taken in found.items()} == many(2, 5)
+        assert skipped == []
+        with pytest.raises(UsageError, match="no files below s3://"):
+            open_source(f"folder:{bucket.uri('nothing')}")
+        with bucket.failing("busy"), pytest.raises(OSError, match="503"):
+            everything(source)
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ([], "no files below"),
-        (
-            ["image.png"],
-            "has no class folders with images; 1 files, the first: .*image.png: in no class folder",
-        ),
+        (["image.png"], "no class folders with images; 1 files, the first: .*image.png: in no class folder"),
         (["cat/1.txt"], "has no class folders with images.*is not an image by its name"),
         (["cat/1.png"], "only one class .cat."),
         (["train/1.png", "val/1.png"], "has no class folders with images"),
         (["cat/1.png", "dog/1.png"], "none of the 2 images is for (train|val)"),
+        (["cat/\udcff.png"], "is not UTF-8: rename it"),
     ],
 )
 def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path) -> None:
@@ -220,47 +219,207 @@ def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path)
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
         ("parquet:/not/there", "no folder /not/there"),
-        ("csv:/not/there.csv", "no file /not/there.csv"),
-        ("jsonl:/not/there", "no file /not/there"),
+        ("torchvision:NoSuchSet", r"torchvision.datasets has no 'NoSuchSet'$"),
+        ("torchvision:Cifar10", "datasets has no 'Cifar10'; did you mean CIFAR10 or CIFAR100"),
+        ("torchvision:mnist", "torchvision.datasets has no 'mnist'; did you mean .*MNIST"),  # a module there
+        ("torchvision:CIFAR10", "CIFAR10 below '/not/there': Dataset not found .*; --download fetches it"),
+        ("torchvision:ImageFolder", "torchvision:ImageFolder below '/not/there': .*No such file"),
+        ("torchvision:CocoDetection", "torchvision:CocoDetection below '/not/there': .*annFile"),
+        ("torchvision:EMNIST", "torchvision:EMNIST below '/not/there': .*split"),
+        ("torchvision:FakeData?size=0", "torchvision:FakeData below '/not/there': it has no images"),
     ],
 )
 def test_unknown_sources(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        open_source(name)
+        open_source(name, root="/not/there")
 
 
-def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
-    write(tmp_path, {"cat/\udcff.png": PNG})
-    with pytest.raises(UsageError, match="is not UTF-8: rename it"):
-        open_source(f"folder:{tmp_path}")
+@pytest.mark.parametrize("val_frac", [0, 1, -0.1, float("nan")])
+def test_val_frac_out_of_range(val_frac: float) -> None:
+    with pytest.raises(UsageError, match=r"--val-frac .* must lie between 0 and 1"):
+        open_source("digits", val_frac=val_frac)
 
 
-def test_on_s3(bucket) -> None:
-    for name, content in many(2, 5).items():
-        storage.write_bytes(bucket.uri("set", name), content)
-    storage.write_bytes(bucket.uri("set", "0", ".hidden.png"), PNG)
-    source = open_source(f"folder:{bucket.uri('set')}")
-    found, skipped = everything(source)
-    assert {key: taken.image for key, taken in found.items()} == many(2, 5)
-    assert skipped == []
-    with pytest.raises(UsageError, match="no files below s3://"):
-        open_source(f"folder:{bucket.uri('nothing')}")
-    with bucket.failing("busy"), pytest.raises(OSError, match="503"):
-        everything(source)
+class TestShards:
+    @EVERY_KIND
+    def test_images_labels_and_order(self, kind: str, write_shard, tmp_path: Path) -> None:
+        """In the order of the files, which lie at any depth; split by key."""
+        write_shard(tmp_path / "b", 0, 30)
+        write_shard(tmp_path / "a" / "z", 30, 30)
+        source = open_source(f"{kind}:{tmp_path}")
+        found, skipped = everything(source)
+        assert skipped == []
+        assert source.skipped == ()
+        key = "{:04d}" if kind == "webdataset" else "{:04d}.png"
+        expected = {key.format(n): (n % 2, numbered(n)) for n in range(60)}
+        assert {k: (t.label, t.image) for k, t in found.items()} == expected
+        for split in ("train", "val"):
+            mine = [int(k[:4]) for k, taken in found.items() if taken.split == split]
+            assert mine == sorted(mine, key=lambda n: (n < 30, n))
+            assert 3 < len(mine) < 57
+
+    @EVERY_KIND
+    @pytest.mark.parametrize(
+        ("train", "val"),
+        [("train-000", "val-000"), ("train/0", "validation/0"), ("x-train-0of1", "x-test-0of1")],
+    )
+    def test_own_split(self, kind: str, write_shard, train: str, val: str, tmp_path: Path) -> None:
+        write_shard(tmp_path / train, 0, 6)
+        write_shard(tmp_path / val, 6, 3)
+        found, _ = everything(open_source(f"{kind}:{tmp_path}"))
+        splits = [(int(k[:4]), taken.split) for k, taken in found.items()]
+        assert splits == [(n, "train" if n < 6 else "val") for n in range(9)]
+
+    @EVERY_KIND
+    def test_patterns_and_single_files(self, kind: str, write_shard, tmp_path: Path) -> None:
+        suffix = {"webdataset": ".tar", "parquet": ".parquet"}[kind]
+        for n in range(3):
+            write_shard(tmp_path / "test" / f"shard-{n}", 100 * n, 40)
+        for pattern, count in (("shard-[01]*", 80), (f"shard-?{suffix}", 120), (f"shard-2{suffix}", 40)):
+            found, _ = everything(open_source(f"{kind}:{tmp_path}/test/{pattern}"))
+            assert len(found) == count, pattern
+            assert {taken.split for taken in found.values()} == {"train", "val"}
+        with pytest.raises(UsageError, match=rf"no {suffix} files at .*x\*; there are shard-0{suffix}"):
+            open_source(f"{kind}:{tmp_path}/test/x*")
+
+    @EVERY_KIND
+    def test_on_s3(self, kind: str, write_shard, bucket, tmp_path: Path) -> None:
+        write_shard(tmp_path / "train-0", 0, 10)
+        write_shard(tmp_path / "val-0", 10, 4)
+        for path in tmp_path.iterdir():
+            storage.write_bytes(bucket.uri("set", path.name), path.read_bytes())
+        for place in (bucket.uri("set"), bucket.uri("set", "*-0.*")):
+            found, _ = everything(open_source(f"{kind}:{place}"))
+            assert [taken.image for taken in found.values()] == [numbered(n) for n in range(14)]
+
+    def test_keys_that_repeat_are_told_apart(self, tmp_path: Path) -> None:
+        for name in ("train-0", "train-1", "val-0"):
+            write_tar(tmp_path / name, 0, 4)
+        found, _ = everything(open_source(f"webdataset:{tmp_path}"))
+        assert [key for key in found if key.startswith("0000")] == ["0000", "0000#2", "0000#3"]
+        assert len(found) == 12
+
+    def test_names_of_numbers(self, tmp_path: Path) -> None:
+        columns = {"image": [numbered(n) for n in range(9)], "label": [n % 3 for n in range(9)]}
+        names = ["zebra", "ape", "cat", "none of it"]
+        for split in ("train", "test"):
+            parquet(tmp_path / f"{split}.parquet", columns, names=names)
+        source = open_source(f"parquet:{tmp_path}")
+        assert source.classes == tuple(names)
+        assert [sample.label for sample in source.splits["train"]] == [0, 1, 2] * 3
+        parquet(tmp_path / "test.parquet", columns, names=names[::-1])
+        with pytest.raises(UsageError, match=r"test.* and .*train.parquet name their labels differently"):
+            open_source(f"parquet:{tmp_path}")
+        for split in ("train", "test"):
+            parquet(tmp_path / f"{split}.parquet", columns, names=["zebra", "ape"])
+        with pytest.raises(UsageError, match=r"label 2 of train.parquet:8: classes are numbered 0 to 1"):
+            open_source(f"parquet:{tmp_path}")
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            ([-1, 0], "label -1 of x.parquet:0: classes are numbered 0 to 0"),
+            ([2**40, 0], "label 1099511627776 of x.parquet:0: .* 0 to 999999"),
+            (["x", "x"], r"only one class \(x\)"),
+        ],
+    )
+    def test_labels_that_cannot_be(self, labels: list, message: str, tmp_path: Path) -> None:
+        path = parquet(tmp_path / "x.parquet", {"image": [PNG, PNG], "label": labels})
+        with pytest.raises(UsageError, match=message):
+            open_source(f"parquet:{path}")
+
+    def test_columns_can_be_named(self, tmp_path: Path) -> None:
+        columns = {"image": ["a", "b"] * 5, "scan": [PNG] * 10, "label": [0] * 10, "kind": ["cat", "dog"] * 5}
+        path = parquet(tmp_path / "x.parquet", columns)
+        source = open_source(f"parquet:{path}", columns=Columns("scan", "kind"))
+        assert source.classes == ("cat", "dog")
+        assert {taken.image for taken in everything(source)[0].values()} == {PNG}
+
+    def test_rows_that_are_no_samples_are_named(self, tmp_path: Path) -> None:
+        image = pa.array([{"bytes": numbered(n) if n != 3 else None, "path": f"{n}"} for n in range(8)])
+        labels = [n % 2 if n != 5 else None for n in range(8)]
+        source = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', {'image': image, 'label': labels})}")
+        found, skipped = everything(source)
+        assert sorted(found) == ["0", "1", "2", "4", "6", "7"]
+        assert skipped == ["3"]
+        assert source.skipped == (f"{tmp_path}/x.parquet: 5: no label",)
+        members = [*samples(0, 6), ("lost.jpg", b""), ("0001.txt", b"a caption")]
+        source = open_source(f"webdataset:{tar(tmp_path / 'x.tar', members)}")
+        assert source.skipped[0].startswith(f"{tmp_path}/x.tar: lost: no label")
+        assert len(everything(source)[0]) == 6
+
+    def test_files_of_no_split_and_damaged_files(self, tmp_path: Path) -> None:
+        for name in ("train-0", "val-0", "more"):
+            write_tar(tmp_path / name, 0, 4)
+        message = r"more.tar is neither for training nor for validation, but others are"
+        with pytest.raises(UsageError, match=message):
+            open_source(f"webdataset:{tmp_path}")
+        (tmp_path / "more.tar").write_bytes((tmp_path / "val-0.tar").read_bytes()[:3000])
+        with pytest.raises(UsageError, match=r"more.tar is not a whole uncompressed tar"):
+            open_source(f"webdataset:{tmp_path}/more.tar")
+        (tmp_path / "b.parquet").write_bytes(b"PAR1")
+        with pytest.raises(UsageError, match=r"b.parquet is not a whole parquet file"):
+            open_source(f"parquet:{tmp_path}")
+        for name in ("train-0.tar", "more.tar"):
+            (tmp_path / name).unlink()
+        with pytest.raises(UsageError, match="has images for val, none for train"):
+            open_source(f"webdataset:{tmp_path}")
 
 
-def test_a_pipe_is_no_image_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    write(tmp_path / "a", {"cat/fine.png": PNG, "dog/fine.png": PNG})
-    os.mkfifo(tmp_path / "a" / "cat" / "pipe.png")
-    source = open_source(f"folder:{tmp_path / 'a'}")
-    fetched = [
-        image for samples in source.splits.values() for image in source.fetch([s.image for s in samples])
-    ]
-    assert sorted(str(image) for image in fetched if isinstance(image, BadImage)) == ["no regular file"]
+class TestTorchvision:
+    def test_files_are_packed_as_they_are(self, tmp_path: Path) -> None:
+        files = {f"{c}/{n}.png": numbered(10 * len(c) + n) for c in ("ape", "zebra") for n in range(10)}
+        source = open_source("torchvision:ImageFolder", root=str(write(tmp_path, files)))
+        assert source.classes == ("ape", "zebra")
+        found, _ = everything(source)
+        expected = {f"{n:07d}": (n // 10, content) for n, content in enumerate(files.values())}
+        assert {key: (t.label, t.image) for key, t in found.items()} == expected
+        assert {taken.split for taken in found.values()} == {"train", "val"}
 
+    @pytest.mark.parametrize(
+        ("name", "folder", "prefixes"),
+        [
+            ("MNIST", "MNIST/raw", ("train", "t10k")),
+            ("EMNIST?split=letters", "EMNIST/raw", ("emnist-letters-train", "emnist-letters-test")),
+        ],
+    )
+    def test_train_is_true_or_false(
+        self, name: str, folder: str, prefixes: list[str], tmp_path: Path
+    ) -> None:
+        images = RNG.integers(0, 256, (9, 28, 28), dtype=np.uint8)
+        labels = np.array([0, 1, 2, 3, 4, 5, 0, 1, 2], dtype=np.uint8)
+        for prefix, part in zip(prefixes, (slice(6), slice(6, 9)), strict=True):
+            pixel_header = struct.pack(">BBBBIII", 0, 0, 8, 3, *images[part].shape)
+            label_header = struct.pack(">BBBBI", 0, 0, 8, 1, len(labels[part]))
+            files = {
+                f"{prefix}-images-idx3-ubyte": pixel_header + images[part].tobytes(),
+                f"{prefix}-labels-idx1-ubyte": label_header + labels[part].tobytes(),
+            }
+            write(tmp_path / folder, files)
+        source = open_source(f"torchvision:{name}", root=str(tmp_path))
+        found, _ = everything(source)
+        assert len(source.classes) == (10 if name == "MNIST" else 27)
+        for n in range(9):
+            taken = found[f"train{n:07d}" if n < 6 else f"val{n - 6:07d}"]
+            assert (taken.split, taken.label) == ("train" if n < 6 else "val", labels[n])
+            np.testing.assert_array_equal(pixels(taken.image)[..., 0], images[n])
 
-def test_an_empty_class_folder_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path / "a", {"cat/fine.png": PNG, "dog/deep/fine.png": PNG})
-    (tmp_path / "a" / "emu").mkdir()
-    assert open_source(f"folder:{tmp_path / 'a'}").classes == ("cat", "dog")
-    assert [record.message for record in caplog.records] == [f"{tmp_path}/a/emu has no files: it is no class"]
+    def test_validation_rather_than_test(self, tmp_path: Path) -> None:
+        """Test images are for the end."""
+        files = {f"images/images/{c}/{n}.jpg": JPEG for c in ("apple", "zoo") for n in range(6)}
+        for at, split in enumerate(("train", "val", "test")):
+            names = [f"{c}/{n}.jpg" for c in ("apple", "zoo") for n in (2 * at, 2 * at + 1)]
+            files[f"labels/{split}1.txt"] = "\n".join(names).encode()
+        write(tmp_path / "dtd" / "dtd", files)
+        source = open_source("torchvision:DTD", root=str(tmp_path))
+        assert source.classes == ("apple", "zoo")
+        numbers = {split: {Path(s.image).stem for s in part} for split, part in source.splits.items()}
+        assert numbers == {"train": {"0", "1"}, "val": {"2", "3"}}
+        assert all(taken.image == JPEG for taken in everything(source)[0].values())
+
+    def test_without_files_or_split(self) -> None:
+        source = open_source("torchvision:FakeData?size=30&num_classes=3")
+        found, _ = everything(source)
+        assert source.classes == ("0", "1", "2")
+        assert len(found) == 30
+        assert everything(open_source("torchvision:FakeData?size=30&num_classes=3"))[0] == found

@@ -1,7 +1,7 @@
 """Training from S3 through a storm: one request in seven refused, every shard's connection cut once."""
 
-import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +10,14 @@ import pytest
 from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import cache, packing
-from orchestrator.data.in_process import in_process
+from orchestrator.data import packing
+from orchestrator.data.batch import Batch
+from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
-from orchestrator.data.ray_data import Feed, by_ray_data
+from orchestrator.data.ray_data import BatchServer, by_ray_data
+from orchestrator.data.shards import CACHE_FOLDER
 from orchestrator.data.sources import open_source
-from orchestrator.data.stream import Batch, Reader, open_stream
+from orchestrator.data.stream import Reader, open_stream
 from tests.orchestrator.buckets import Bucket, connect_anew
 from tests.orchestrator.data.test_stream import equal
 from tests.orchestrator.faulty_proxy import Kind
@@ -27,15 +29,20 @@ STEPS = range(5, 65)  # of 48 images: two ends of epochs
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a node that has read nothing before."""
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+
+
+def pack_digits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = open_source("digits")
+    with monkeypatch.context() as small:
+        small.setattr(packing, "ROWS_PER_SHARD", 120)
+        write_shards(path, digits.classes, digits.splits)
 
 
 @pytest.fixture
 def stormy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[Kind]]]:
     """The digits on S3 in 15 shards, and what has failed."""
-    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 120)
-    digits = open_source("digits")
-    write_shards(bucket.uri("digits"), digits.classes, digits.splits)
+    pack_digits(bucket.uri("digits"), monkeypatch)
     monkeypatch.setattr(storage, "ATTEMPTS", 8)
     connect_anew()
     failed: list[Kind] = []
@@ -64,16 +71,13 @@ def batches(path: str, read: Reader) -> list[Batch]:
 
 @pytest.fixture
 def expected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    with monkeypatch.context() as small:
-        small.setattr(packing, "ROWS_PER_SHARD", 120)
-        digits = open_source("digits")
-        write_shards(str(tmp_path / "local"), digits.classes, digits.splits)
+    pack_digits(str(tmp_path / "local"), monkeypatch)
     return batches(str(tmp_path / "local"), in_process)
 
 
 def assert_same(found: list[Batch], expected: list[Batch], failed: list[Kind]) -> None:
     assert all(equal(a, b) for a, b in zip(found, expected, strict=True))
-    kinds = {kind: len(list(some)) for kind, some in itertools.groupby(sorted(failed))}
+    kinds = Counter(failed)
     assert kinds["cut download"] >= 12
     assert kinds["busy"] >= 1
 
@@ -89,4 +93,4 @@ def test_by_ray_data(no_cluster: None, expected: list[Batch], stormy: tuple[str,
     """Its processes inherit where S3 is."""
     path, failed = stormy
     start_ray()
-    assert_same(batches(path, by_ray_data(Feed.remote())), expected, failed)
+    assert_same(batches(path, by_ray_data(BatchServer.remote())), expected, failed)

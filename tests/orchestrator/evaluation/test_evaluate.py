@@ -12,7 +12,7 @@ import torch
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.vit import ViT
-from orchestrator.data.stream import Bad, Batch
+from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
 from orchestrator.evaluation import evaluate
 from orchestrator.evaluation.evaluate import (
@@ -73,7 +73,7 @@ def test_batches_add_up():
     torch.testing.assert_close(at_once.counts, by_parts.counts, rtol=0, atol=1e-6)
 
 
-def batch(label: int, bad: tuple[Bad, ...] = ()) -> Batch:
+def batch(label: int, bad: tuple[DecodeError, ...] = ()) -> Batch:
     image = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
     valid = torch.tensor([1.0, 0.0]) if bad else torch.ones(2)
     zeros = torch.zeros(2, dtype=torch.int64)
@@ -86,7 +86,7 @@ def test_what_cannot_be_evaluated():
         evaluate_at(model, [batch(10)])
     with pytest.raises(UsageError, match="a dense model has no routing to override"):
         evaluate_at(model, [batch(0)], [AS_TRAINED, RoutingOverrides(experts=1)])
-    (scores,) = evaluate_at(model, [batch(3, (Bad("shard", 1, "key", "torn"),))])
+    (scores,) = evaluate_at(model, [batch(3, (DecodeError("shard", 1, "key", "torn"),))])
     assert (scores.images(), scores.unread) == (1, 1)
 
 

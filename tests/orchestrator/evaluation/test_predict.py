@@ -12,8 +12,7 @@ import torch
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.data.decode import decode
-from orchestrator.data.transforms import normalize
+from orchestrator.data.images import decode, normalize
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.predict import (

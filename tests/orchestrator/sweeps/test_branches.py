@@ -11,7 +11,7 @@ from moe.vit import ViT
 from orchestrator.checkpoint.weights import load_newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import run as sweep_run

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 
 
 def make_batch(image: Tensor, label: Tensor, *, valid: int | None = None) -> Batch:

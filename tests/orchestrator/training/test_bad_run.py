@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training.metrics_file import Metrics

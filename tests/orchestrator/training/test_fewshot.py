@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.in_process import in_process
+from orchestrator.data.loader import in_process
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError

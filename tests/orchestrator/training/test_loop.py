@@ -11,8 +11,8 @@ from torch import Tensor
 from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.training.loop import Diverged, evaluate, train, train_step
 from orchestrator.training.metrics import Meter
 from orchestrator.training.metrics_file import Metrics

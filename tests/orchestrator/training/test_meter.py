@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch
 from orchestrator.training.metrics import Meter
 from tests.orchestrator.training.batches import make_batch
 

@@ -10,9 +10,9 @@ from moe.init import mix
 from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data import mixing
-from orchestrator.data.stream import Batch
-from orchestrator.data.transforms import normalize
+from orchestrator.data import augment
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
 from orchestrator.training.loop import train_step
 from orchestrator.training.optim import build_optimizer
 
@@ -28,7 +28,7 @@ def batch_of(run: RunConfig) -> Batch:
     image = torch.randint(256, (8, 3, 8, 8), generator=rng, dtype=torch.uint8)
     label = torch.randint(10, (8,), generator=rng)
     keys = [str(n) for n in range(8)]
-    draws = mixing.draw(keys, mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
+    draws = augment.draw(keys, mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
     key = torch.arange(8)
     return Batch(image, label, torch.ones(8), key, sample=key, mix=torch.from_numpy(draws))
 
@@ -50,12 +50,12 @@ def step(run: RunConfig, batch: Batch) -> tuple[ViT, dict[str, float]]:
 def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters: dict[str, float]) -> None:
     run = run_of(**parameters)
     batch = batch_of(run)
-    images = mixing.mix(normalize(batch.image), batch.mix)
+    images = augment.mix(normalize(batch.image), batch.mix)
     logits = live_model(run)(images, keys_B=mix(batch.key, run.train.seed)).logits
-    batch = batch._replace(label=mixing.partners(logits.argmax(-1)))  # correct where the partner weighs more
+    batch = batch._replace(label=augment.partners(logits.argmax(-1)))  # correct where the partner weighs more
     weight = batch.mix[:, :1]
     one_hot = F.one_hot(batch.label, logits.shape[1]).float()
-    soft = weight * one_hot + (1 - weight) * mixing.partners(one_hot)
+    soft = weight * one_hot + (1 - weight) * augment.partners(one_hot)
     _, metrics = step(run, batch)
     assert metrics["train/loss_class"] == pytest.approx(F.cross_entropy(logits, soft).item(), rel=1e-5)
     correct = (logits.argmax(-1) == soft.argmax(-1)).float().mean().item()

@@ -6,19 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestrator.data.stream import Bad, Batch
+from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
 from orchestrator.training.metrics import SampleTracker, check_bad, save_bad, shown
 from tests.orchestrator.training.batches import make_batch
 
 
-def batch(samples: list[int], places: list[int], bad: tuple[Bad, ...] = ()) -> Batch:
+def batch(samples: list[int], places: list[int], bad: tuple[DecodeError, ...] = ()) -> Batch:
     made = make_batch(torch.zeros(len(samples), 3, 1, 1), torch.zeros(len(samples)))
     return made._replace(sample=torch.tensor(samples), key=torch.tensor(places), bad=bad)
 
 
-def bad(*rows: int) -> tuple[Bad, ...]:
-    return tuple(Bad("s3://x/train/000000.parquet", row, f"key-{row}", "not an image") for row in rows)
+def bad(*rows: int) -> tuple[DecodeError, ...]:
+    return tuple(
+        DecodeError("s3://x/train/000000.parquet", row, f"key-{row}", "not an image") for row in rows
+    )
 
 
 def fingerprint(*batches: Batch, before: int = 0) -> int:
@@ -83,6 +85,6 @@ def test_too_many(count: int, read: int, epoch: int, refused: bool) -> None:
 
 
 def test_the_list_is_a_table(tmp_path: Path) -> None:
-    save_bad(str(tmp_path), [Bad("a,b", 1, "k", 'not "an" image')])
+    save_bad(str(tmp_path), [DecodeError("a,b", 1, "k", 'not "an" image')])
     expected = b'shard,row,key,reason\r\n"a,b",1,k,"not ""an"" image"\r\n'
     assert (tmp_path / "bad_images.csv").read_bytes() == expected

@@ -1,21 +1,48 @@
-"""Batches on the device before they are asked for."""
+"""Loading in the process that trains: threads decode ahead, and a thread moves batches to the device."""
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from orchestrator.data.stream import Batch
+from orchestrator.data.batch import Batch, PartialBatch, join
+from orchestrator.data.stream import Stream
 
-AHEAD = 2
+CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
+SLOTS = 16  # of a thread's task; even, because images are mixed in pairs
+DECODED_BYTES = 64 << 20  # of images decoded ahead, or two steps
+BATCHES_AHEAD = 2  # on the device
+
+
+def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
+    """Yields this worker's batches of `steps`, decoded by one thread per core."""
+    share = stream.share()
+    parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
+    ahead = max(2, min(32, DECODED_BYTES // (share * 3 * stream.transform.size**2)))
+    waiting: deque[list[Future[PartialBatch]]] = deque()
+    pool = ThreadPoolExecutor(CORES, thread_name_prefix="decode")
+    try:
+        for step in steps:
+            waiting.append([pool.submit(stream.read, step, part) for part in parts])
+            if len(waiting) > ahead:
+                yield join([part.result() for part in waiting.popleft()])
+        while waiting:
+            yield join([part.result() for part in waiting.popleft()])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prefetched(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
-    """The same batches on `device`, fetched by a thread; to a GPU through pinned memory, beside its work."""
-    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(AHEAD)
+    """Yields the same batches on `device`, fetched by a thread.
+
+    A GPU gets them through pinned memory, while it computes.
+    """
+    ready: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES_AHEAD)
     stopped = threading.Event()
 
     def put(item: Batch | BaseException | None) -> None:
@@ -32,7 +59,7 @@ def prefetched(batches: Iterator[Batch], device: torch.device) -> Generator[Batc
                 if stopped.is_set():
                     break
             put(None)
-        except BaseException as error:  # belongs to whoever asks for the next batch
+        except BaseException as error:  # is raised where the next batch is asked for
             put(error)
 
     threading.Thread(target=fetch, daemon=True, name="prefetch").start()
@@ -51,7 +78,7 @@ def _items(ready: "queue.Queue[Batch | BaseException | None]") -> Generator[Batc
 
 
 def _on_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """One batch is copied while the one before it is worked on."""
+    """Copies a batch while the GPU works on the one before."""
     copying = torch.cuda.Stream(device)
     before: Batch | None = None
     for batch in batches:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe.vit import ViTConfig
-from orchestrator import threads
-from orchestrator.threads import one_thread, set_threads, threads_for
+from orchestrator.training import loop
+from orchestrator.training.loop import one_thread, set_threads, threads_for
 
 SMALL = ViTConfig(image_size=28, patch_size=7, width=48, depth=4, heads=3, mlp_dim=192, num_classes=10)
 LARGE = ViTConfig(image_size=224, patch_size=32, width=384, depth=6, heads=6, mlp_dim=1536)
@@ -17,7 +17,7 @@ LARGE = ViTConfig(image_size=224, patch_size=32, width=384, depth=6, heads=6, ml
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(threads, "CORES", 8)
+    monkeypatch.setattr(loop, "CORES", 8)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -41,7 +41,7 @@ def test_torch_is_told():
 
 
 def test_no_process_shares_more_than_it_was_given(monkeypatch):
-    monkeypatch.setattr(threads, "CORES", 1)
+    monkeypatch.setattr(loop, "CORES", 1)
     assert threads_for(LARGE, 64) == 1
 
 

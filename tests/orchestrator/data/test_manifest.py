@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.data.check import check_shards
-from orchestrator.data.manifest import Manifest, locate, open_manifest, save_manifest
+from orchestrator.data.manifest import Manifest, check_shards, locate, open_manifest, save_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
@@ -30,20 +29,16 @@ def test_what_is_whole_passes(pack_greys: Pack, bucket: Bucket) -> None:
     check_shards(bucket.uri("data"), remote, verify=True)
 
 
-@pytest.mark.parametrize("shard", ["train/000001.parquet", "val/000000.parquet"])
-def test_missing_shard(shard: str, pack_greys: Pack) -> None:
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_missing_and_incomplete_shards(split: str, pack_greys: Pack) -> None:
     path, manifest = pack_greys(train=8)
-    os.remove(f"{path}/{shard}")
-    with pytest.raises(UsageError, match=f"{path}/{shard} is missing, the manifest says"):
-        check_shards(path, manifest)
-
-
-def test_shard_cut_short(pack_greys: Pack) -> None:
-    path, manifest = pack_greys(train=8)
-    shard = manifest.splits["train"][1]
+    shard = manifest.splits[split][-1]
     os.truncate(f"{path}/{shard.path}", shard.bytes - 1)
     message = f"{path}/{shard.path} has {shard.bytes - 1} bytes, the manifest says {shard.bytes}"
     with pytest.raises(UsageError, match=message):
+        check_shards(path, manifest)
+    os.remove(f"{path}/{shard.path}")
+    with pytest.raises(UsageError, match=f"{path}/{shard.path} is missing, the manifest says"):
         check_shards(path, manifest)
 
 
@@ -53,36 +48,28 @@ def test_shards_that_lie_elsewhere(pack_greys: Pack, tmp_path: Path) -> None:
     save_manifest(str(tmp_path / "other"), absolute)
     with pytest.raises(UsageError, match=f"shard {tmp_path}/other/val/000000.parquet is missing"):
         check_shards(str(tmp_path / "other"), absolute)
-    moved = {
-        split: [replace(s, path=f"{path}/{s.path}") for s in manifest.splits[split]]
-        for split in manifest.splits
-    }
+    moved = {k: [replace(s, path=f"{path}/{s.path}") for s in v] for k, v in manifest.splits.items()}
     check_shards(str(tmp_path / "other"), replace(manifest, splits=moved), verify=True)
     on_s3 = replace(manifest.splits["train"][0], path="s3://theirs/0.parquet")
     assert locate("s3://ours/data", on_s3) == "s3://theirs/0.parquet"
 
 
-def test_damaged_footer(pack_greys: Pack) -> None:
+def test_damaged_footer_and_wrong_number_of_rows(pack_greys: Pack) -> None:
     path, manifest = pack_greys(train=4)
     shard = Path(path, manifest.splits["train"][0].path)
+    with pytest.raises(UsageError, match=f"{shard} has 4 rows, the manifest says 5"):
+        check_shards(path, changed(manifest, rows=5))
     shard.write_bytes(shard.read_bytes()[:-4] + b"nope")
-    with pytest.raises(UsageError, match=f"{shard} is no whole parquet file"):
+    with pytest.raises(UsageError, match=f"{shard} is not a whole parquet file"):
         check_shards(path, manifest)
 
 
-def test_wrong_number_of_rows(pack_greys: Pack) -> None:
-    path, manifest = pack_greys(train=4)
-    with pytest.raises(UsageError, match=f"{path}/train/000000.parquet has 4 rows, the manifest says 5"):
-        check_shards(path, changed(manifest, rows=5))
-
-
-@pytest.mark.parametrize("label", [-1, 2, 1000])
+@pytest.mark.parametrize("label", [-1, 2])
 def test_label_out_of_range(label: int, tmp_path: Path) -> None:
     samples = [Sample(b"image", 0, "a"), Sample(b"image", label, "b")]
     manifest = write_shards(str(tmp_path), ["a", "b"], {"train": samples, "val": samples[:1]})
-    with pytest.raises(
-        UsageError, match=f"000000.parquet has label {label}, the data set has 2 classes: 0 to 1"
-    ):
+    message = f"000000.parquet has label {label}, the data set has 2 classes: 0 to 1"
+    with pytest.raises(UsageError, match=message):
         check_shards(str(tmp_path), manifest)
 
 

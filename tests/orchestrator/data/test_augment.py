@@ -1,14 +1,31 @@
-"""mixup and CutMix against loops over images and pixels."""
+"""RandAugment against torchvision's; mixup and CutMix against loops over images and pixels."""
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import RandAugment
 
-from orchestrator.data.mixing import cross_entropy, draw, heavier, mix, partners
+from orchestrator.data.augment import (
+    GREY,
+    OPERATIONS,
+    cross_entropy,
+    dominant_label,
+    draw,
+    mix,
+    partners,
+    randaugment,
+)
+from tests.orchestrator.data.images import RGB
+
+NAMES = [*RandAugment()._AUGMENTATION_SPACE]
+SIGNED = {*NAMES[1:10]}
+IMAGE = torch.from_numpy(np.array(RGB)).permute(2, 0, 1)[:, :, :48]
 
 SIZE = 12
 KEYS = [f"0/3/image-{n}" for n in range(600)]
@@ -38,15 +55,63 @@ def random_images(count: int) -> Tensor:
     return torch.rand(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
+def published(name: str, magnitude: int, sign: int) -> Tensor:
+    """What torchvision makes of the image with this operation."""
+    theirs = RandAugment(interpolation=InterpolationMode.NEAREST, fill=GREY)
+    magnitudes, signed = theirs._AUGMENTATION_SPACE[name]
+    values = magnitudes(31, *IMAGE.shape[1:])
+    value = 0.0 if values is None else float(values[magnitude]) * (sign if signed else 1)
+    return theirs._apply_image_or_video_transform(
+        IMAGE, name, value, interpolation=theirs.interpolation, fill=theirs._fill
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operations_are_torchvisions(name: str) -> None:
+    for magnitude in (0, 9, 30):
+        for sign in (1, -1):
+            found = OPERATIONS[NAMES.index(name)](IMAGE, sign * magnitude / 30)
+            assert (found.dtype, found.shape) == (torch.uint8, IMAGE.shape)
+            difference = (found.int() - published(name, magnitude, sign).int()).abs()
+            # Pixels within a rounding error of a border may be taken from either side of it.
+            assert (difference > 1).float().mean() < 0.01
+    assert torch.equal(OPERATIONS[NAMES.index(name)](IMAGE, 0.5), IMAGE) == (name == "Identity")
+
+
+def test_all_are_drawn_with_both_signs_and_evenly() -> None:
+    rng = Random(0)
+    found = [randaugment(IMAGE, 1, 15, rng).numpy().tobytes() for _ in range(3000)]
+    possible = {
+        OPERATIONS[i](IMAGE, sign * 0.5).numpy().tobytes(): len(NAMES) * (2 if name in SIGNED else 1)
+        for i, name in enumerate(NAMES)
+        for sign in (1, -1)
+    }
+    assert {*found} == {*possible}
+    for outcome, one_in in possible.items():
+        expected = 3000 / one_in
+        assert abs(found.count(outcome) - expected) < 5 * expected**0.5
+
+
+def test_operations_follow_one_another() -> None:
+    rng, same = Random(3), Random(3)
+    twice = randaugment(randaugment(IMAGE, 1, 9, rng), 1, 9, rng)
+    assert torch.equal(randaugment(IMAGE, 2, 9, same), twice)
+    assert torch.equal(randaugment(IMAGE, 0, 9, same), IMAGE)
+
+
+def test_one_pixel() -> None:
+    for n in range(60):
+        image = randaugment(torch.full((3, 1, 1), 200, dtype=torch.uint8), 3, 30, Random(n))
+        assert image.shape == (3, 1, 1)
+
+
 @pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])
 def test_pixels_are_those_of_the_definition(draws: np.ndarray) -> None:
     images = random_images(len(draws))
-    torch.testing.assert_close(mix(images, torch.from_numpy(draws)), by_loop(images, draws))
-
-
-def test_what_is_cut_is_exact() -> None:
-    images = random_images(len(CUTMIX))
-    assert torch.equal(mix(images, torch.from_numpy(CUTMIX)), by_loop(images, CUTMIX))
+    found, expected = mix(images, torch.from_numpy(draws)), by_loop(images, draws)
+    torch.testing.assert_close(found, expected)
+    cut = torch.from_numpy(boxed(draws))
+    assert torch.equal(found[cut], expected[cut])
 
 
 def test_without_either_images_stay_themselves() -> None:
@@ -55,10 +120,6 @@ def test_without_either_images_stay_themselves() -> None:
     images = random_images(4)
     assert torch.equal(mix(images, torch.from_numpy(draws[:4])), images)
     assert draw([], mixup=1, cutmix=0, size=SIZE).shape == (0, 5)
-
-
-def test_partners_are_neighbours() -> None:
-    assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
 
 
 @pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])
@@ -75,15 +136,6 @@ def test_the_weight_is_the_part_of_an_image_that_is_its_own() -> None:
     for draws in (MIXUP, CUTMIX, BOTH):
         left = mix(images, torch.from_numpy(draws))[::2].mean((1, 2, 3))
         np.testing.assert_allclose(left.numpy(), draws[::2, 0], atol=1e-5)
-
-
-def test_boxes_lie_in_the_image_and_are_cut_off_at_its_border() -> None:
-    box = CUTMIX[:, 1:]
-    assert box.min() == 0
-    assert box.max() == SIZE
-    assert (box == box.astype(int)).all()
-    heights, widths = box[:, 2] - box[:, 0], box[:, 3] - box[:, 1]
-    assert 0.2 < (heights != widths).mean() < 0.8  # squares but for the border
 
 
 def test_boxes_have_the_published_distribution() -> None:
@@ -128,9 +180,10 @@ def test_loss_is_that_of_soft_labels() -> None:
     torch.testing.assert_close(cross_entropy(logits, label, torch.from_numpy(MIXUP[:8])), expected)
 
 
-def test_accuracy_counts_the_heavier_label() -> None:
+def test_accuracy_counts_the_dominant_label() -> None:
+    assert partners(torch.arange(6)).tolist() == [1, 0, 3, 2, 5, 4]
     draws = torch.tensor([[0.8], [0.8], [0.3], [0.3], [0.5], [0.5]])
-    assert heavier(torch.tensor([1, 2, 3, 4, 5, 6]), draws).tolist() == [1, 2, 4, 3, 5, 6]
+    assert dominant_label(torch.tensor([1, 2, 3, 4, 5, 6]), draws).tolist() == [1, 2, 4, 3, 5, 6]
 
 
 def test_nothing_is_read_back_from_the_device() -> None:
@@ -138,7 +191,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
     images, draws = torch.empty(8, 3, 6, 6, device="meta"), torch.empty(8, 5, device="meta")
     label = torch.empty(8, dtype=torch.int64, device="meta")
     assert mix(images, draws).shape == images.shape
-    assert heavier(label, draws).shape == label.shape
+    assert dominant_label(label, draws).shape == label.shape
     assert cross_entropy(torch.empty(8, 4, device="meta"), label, draws).shape == ()
 
 

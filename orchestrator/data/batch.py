@@ -1,0 +1,78 @@
+"""The batches that a model trains on, and the parts that they are joined from."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class SampleLocation(NamedTuple):
+    """The place of a sample in training: its epoch, its shard's number, and its row there."""
+
+    epoch: int
+    shard: int
+    row: int
+
+
+class DecodeError(NamedTuple):
+    """An image that could not be decoded, and why."""
+
+    shard: str
+    row: int
+    key: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """B images of a step, with what training needs to know of them.
+
+    image: (B, 3, H, W) uint8, channels last in memory.
+    label: (B,) int64.
+    valid: (B,) float32, 0 for slots that evaluation ignores: padding, and images that cannot be decoded.
+    key: (B,) int64, the slot's number in the run (or in the validation set), the same for any number of
+    workers;
+        router noise depends on it.
+    sample: (B,) int64, the `sample_id` of each image.
+    mix: (B, 5) float32, how the image is mixed with its neighbour; see `augment`.
+    bad: images that could not be decoded while this batch was read.
+    """
+
+    image: Tensor
+    label: Tensor
+    valid: Tensor
+    key: Tensor
+    sample: Tensor
+    mix: Tensor
+    bad: tuple[DecodeError, ...] = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Returns the batch with `function` applied to every tensor."""
+        return Batch(*map(function, self[:-1]), bad=self.bad)
+
+
+class PartialBatch(NamedTuple):
+    """Some slots of a worker's share of a batch, as numpy arrays; image is (n, H, W, 3)."""
+
+    image: NDArray[np.uint8]
+    label: NDArray[np.int64]
+    valid: NDArray[np.float32]
+    key: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    mix: NDArray[np.float32]
+    bad: list[DecodeError]
+
+
+def join(parts: Sequence[PartialBatch]) -> Batch:
+    """Concatenates the parts of a batch in their order."""
+    *arrays, bad = zip(*parts, strict=True)
+    image, *others = (torch.from_numpy(np.concatenate(array)) for array in arrays)
+    return Batch(image.permute(0, 3, 1, 2), *others, bad=tuple(error for errors in bad for error in errors))
+
+
+def sample_id(key: str) -> int:
+    """The first 63 bits of the key's SHA-256: names a sample in fingerprints and comparisons."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,310 @@
+"""Images of every kind that people have, upright and in 8 bits; bytes that are none; crops of them."""
+
+import hashlib
+import io
+import math
+import random
+import subprocess
+import sys
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms.v2 import functional as tv
+
+from orchestrator.data.augment import randaugment
+from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, normalize
+from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
+
+LARGE = RGB.resize((1008, 800), Image.Resampling.BILINEAR)
+
+
+def seen(content: bytes) -> np.ndarray:
+    """(H, W, 3), by the definition."""
+    with Image.open(io.BytesIO(content)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).astype(int)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_every_kind_is_what_pillow_sees(name: str) -> None:
+    found = pixels(IMAGES[name])
+    assert found.shape == (40, 56, 3)
+    assert found.dtype == np.uint8
+    # Two builds of libjpeg round differently.
+    assert np.abs(found - seen(IMAGES[name])).max() <= (3 if name.endswith("jpg") else 0)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_of_grey_become_eight(kind: str) -> None:
+    """Pillow's own conversion clips them to white."""
+    found = pixels(encoded(Image.fromarray(WORDS), kind))
+    np.testing.assert_array_equal(found, np.repeat(WORDS[..., None] // 256, 3, axis=2))
+
+
+def test_sixteen_bits_of_colour_become_eight() -> None:
+    values = np.random.default_rng(0).integers(0, 2**16, (5, 4, 3))
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    np.testing.assert_array_equal(pixels(raw_png(width=4, height=5, bits=16, rows=rows)), values // 256)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_orientation(kind: str) -> None:
+    """0 and 9 are not orientations."""
+    for orientation in range(10):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        content = encoded(RGB, kind, exif=exif(orientation), **options)
+        upright = (56, 40) if orientation in (5, 6, 7, 8) else (40, 56)
+        picture = Picture(content)
+        assert (picture.height, picture.width) == upright
+        assert pixels(content).shape == (*upright, 3)
+        assert np.abs(pixels(content) - seen(content)).max() <= (3 if kind == "JPEG" else 0)
+
+
+def test_orientation_may_stand_after_the_pixels_and_be_damaged() -> None:
+    """As the PNG specification allows; damaged EXIF is not a damaged image."""
+    content = encoded(RGB, exif=exif(6))
+    at = content.index(b"eXIf") - 4
+    end = at + 12 + int.from_bytes(content[at : at + 4], "big")
+    moved = content[:at] + content[end:-12] + content[at:end] + content[-12:]
+    assert torch.equal(decode(moved), decode(content))
+    assert decode(moved).shape == (3, 56, 40)
+    content = encoded(RGB, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + b"\xff" * 40)
+    assert decode(content).shape == (3, 40, 56)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not an image of a known format"),
+        (b"no image", r"not an image of a known format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)"),
+        (JPEG[:-100], "RuntimeError: Image is incomplete or truncated"),
+        (IMAGES["plain.png"][:-100], "OSError: .*truncated"),
+        (raw_png(width=60_000, height=60_000, bits=8, rows=b""), "3600000000 pixels"),
+        (raw_png(width=0, height=4, bits=8, rows=b""), "."),
+        (encoded(Image.fromarray(WORDS.astype("float32")), "TIFF"), r"32 bits \(mode F\)"),
+        (encoded(Image.fromarray(WORDS.astype("int32")), "TIFF"), r"32 bits \(mode I\)"),
+    ],
+)
+def test_reasons(content: bytes, reason: str) -> None:
+    with pytest.raises(BadImage, match=f"^.*{reason}.*$"):
+        Transform(size=8)(content)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in IMAGES if "several" not in name])
+def test_truncated_images_are_bad(name: str) -> None:
+    """Never half grey. Nothing but the end mark may be missing: 22 bytes in PNG, 2 in GIF."""
+    content = IMAGES[name]
+    for length in range(0, len(content) - 23, max(1, len(content) // 100)):
+        with pytest.raises(BadImage):
+            decode(content[:length])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about damage
+def test_damaged_images_are_bad_or_have_the_size_of_their_header() -> None:
+    rng = np.random.default_rng(1)
+    contents = [*IMAGES.values(), encoded(RGB, "JPEG", comment=b"\xff\xc0" * 9, icc_profile=b"x" * 70)]
+    good, reasons = 0, []
+    for i in range(1500):
+        damaged = bytearray(contents[i % len(contents)])
+        for _ in range(rng.choice([1, 2, 8])):
+            place = rng.integers(min(len(damaged), rng.choice([60, 10_000])))
+            damaged[place : place + rng.integers(3)] = rng.bytes(rng.integers(3))
+        try:
+            picture = Picture(bytes(damaged))
+            image = picture.pixels()
+        except BadImage as error:
+            reasons.append(str(error))
+        else:
+            good += 1
+            assert image.dtype == torch.uint8
+            assert image.shape == (3, picture.height, picture.width)
+    assert 100 < good < 1400
+    assert all(len(reason.splitlines()) == 1 for reason in reasons)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize(("most", "scale"), [(0.3, 1), (1.9, 1), (2, 2), (3.9, 2), (4, 4), (7.9, 4), (99, 8)])
+def test_large_jpegs_can_be_decoded_smaller(most: float, scale: int, orientation: int) -> None:
+    content = encoded(LARGE, "JPEG", exif=exif(orientation), quality=95)
+    picture = Picture(content)
+    assert picture.scale(most) == scale
+    found = picture.pixels(scale).permute(1, 2, 0).numpy().astype(int)
+    small = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).reduce(scale)
+    assert np.abs(found - np.asarray(small)).mean() < 1
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+@pytest.mark.parametrize(("height", "width"), [(801, 1001), (15, 60_001)])
+def test_sides_of_smaller_jpegs_are_rounded_up(height: int, width: int, scale: int) -> None:
+    picture = Picture(encoded(LARGE.resize((width, height)), "JPEG"))
+    assert picture.scale(scale) == scale
+    assert picture.pixels(scale).shape == (3, -(-height // scale), -(-width // scale))
+
+
+def test_small_images_and_other_formats_come_whole() -> None:
+    for image in (encoded(LARGE), encoded(LARGE.convert("CMYK"), "JPEG"), JPEG):
+        assert Picture(image).scale(9) == 1
+
+
+@pytest.mark.smoke
+def test_decoding_warns_of_nothing() -> None:
+    """In a process of its own, in which no test runner ignores warnings."""
+    code = "import sys; from orchestrator.data.images import decode; decode(sys.stdin.buffer.read())"
+    ran = subprocess.run([sys.executable, "-W", "always", "-c", code], input=JPEG, capture_output=True)
+    assert ran.returncode == 0
+    assert b"torchcodec" not in ran.stderr
+
+
+def coordinates(height: int, width: int) -> np.ndarray:
+    """Red is x, green is y."""
+    y, x = np.mgrid[:height, :width]
+    return np.stack([x, y, 0 * x], axis=-1)
+
+
+def noise(height: int, width: int, kind: str = "PNG") -> bytes:
+    """Coarse, so that it survives being made smaller."""
+    coarse = np.random.default_rng(0).integers(0, 256, (7, 9, 3), dtype=np.uint8)
+    return encoded(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), kind)
+
+
+def white(height: int, width: int, kind: str = "PNG") -> bytes:
+    return encoded(np.full((height, width, 3), 255), kind)
+
+
+INCEPTION = Transform(size=16, augment="inception")
+SQUARE = encoded(coordinates(256, 256))
+
+
+@pytest.mark.parametrize(("height", "width", "top", "left"), [(8, 20, 0, 6), (20, 8, 6, 0), (8, 8, 0, 0)])
+def test_without_augmentation_the_middle_is_seen(height: int, width: int, top: int, left: int) -> None:
+    image = Transform(size=8, eval_crop=1)(encoded(coordinates(height, width)))
+    middle = coordinates(height, width)[top : top + 8, left : left + 8]
+    np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), middle)
+
+
+def test_exif_turns_before_the_crop() -> None:
+    """The left half of what is stored is the upper half of what is seen."""
+    image = Transform(size=8, eval_crop=1)(encoded(coordinates(8, 20), exif=exif(6)))
+    turned = np.rot90(coordinates(8, 20), -1)[6:14]
+    np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), turned)
+
+
+@pytest.mark.parametrize("augment", ["none", "inception"])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 90), (90, 1), (7, 200), (33, 32)])
+def test_crops_stay_inside(height: int, width: int, augment: str) -> None:
+    """Whatever lies outside an image would be black."""
+    content, transform = white(height, width), Transform(size=6, augment=augment)
+    for n in range(30):
+        image = transform(content, str(n))
+        assert tuple(image.shape) == (3, 6, 6)
+        assert image.min() == 255
+
+
+def test_the_key_alone_decides() -> None:
+    image = encoded(coordinates(100, 120))
+    assert torch.equal(INCEPTION(image, "a"), INCEPTION(image, "a"))
+    assert len({INCEPTION(image, str(n)).numpy().tobytes() for n in range(50)}) == 50
+
+
+def box(key: str) -> tuple[float, float, bool]:
+    """Height and width of the crop from a 256x256 image as parts of it, and whether it is mirrored."""
+    red, green, _ = INCEPTION(SQUARE, key).double()
+    per_pixel_x, per_pixel_y = (red[:, 12] - red[:, 3]).mean() / 9, (green[12] - green[3]).mean() / 9
+    return float(per_pixel_y) * 16 / 256, abs(float(per_pixel_x)) * 16 / 256, bool(per_pixel_x < 0)
+
+
+def simulated(rng: np.random.Generator) -> float:
+    """The area that the definition gives for a square."""
+    for _ in range(10):
+        area, aspect = rng.uniform(0.05, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        if area * aspect <= 1 and area / aspect <= 1:
+            return area
+    return 1.0
+
+
+def test_statistics_of_the_inception_crop() -> None:
+    heights, widths, mirrored = map(np.array, zip(*(box(str(n)) for n in range(500)), strict=True))
+    areas, aspects = heights * widths, widths / heights
+    assert 0.045 < areas.min() < 0.1
+    assert areas.max() < 1.02
+    rng = np.random.default_rng(0)
+    expected = np.array([simulated(rng) for _ in range(20_000)])
+    assert abs(areas.mean() - expected.mean()) < 4 * expected.std() / math.sqrt(500)
+    assert 3 / 4 * 0.97 < aspects.min() < aspects.max() < 4 / 3 * 1.03
+    assert abs(np.log(aspects).mean()) < 0.04
+    assert 0.42 < mirrored.mean() < 0.58
+
+
+def test_randomness_is_the_same_in_every_process() -> None:
+    """Not Python's hash of the key, which differs between them."""
+    rng = Random(int.from_bytes(b"key" + hashlib.sha512(b"key").digest(), "big"))
+    assert box("key")[1] == pytest.approx(inception_box(256, 256, rng).width / 256, rel=0.02)
+
+
+def test_normalize() -> None:
+    assert normalize(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize(("height", "width"), [(320, 480), (480, 320), (16, 24)])
+def test_evaluation_is_resizing_and_then_cropping(height: int, width: int) -> None:
+    """The definition, in two steps: shorter side to size / eval_crop, then the middle."""
+    content = noise(height, width)
+    resized = tv.resize(decode(content), [32], antialias=True)  # 28 / 0.875
+    expected = tv.center_crop(resized, [28, 28]).int()
+    found = Transform(size=28, eval_crop=0.875)(content).int()
+    difference = (found - expected)[:, 1:-1, 1:-1].abs()
+    assert difference.float().mean() < 1.5
+    assert found.float().std() > 10
+
+
+def test_an_image_of_the_right_size_stays_as_it_is() -> None:
+    content = noise(28, 28)
+    assert torch.equal(Transform(size=28)(content), decode(content))
+    assert not torch.equal(Transform(size=28)(noise(28, 29)), decode(content))
+
+
+@pytest.mark.parametrize("augment", ["none", "inception"])
+def test_large_jpegs_show_the_same_as_when_decoded_whole(
+    augment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for up to half a pixel, since the box is rounded to the smaller image's."""
+    content, transform = noise(1203, 1601, "JPEG"), Transform(size=32, augment=augment)
+    reduced = [transform(content, str(n)).int() for n in range(8)]
+    monkeypatch.setattr("orchestrator.data.images.SCALED_FROM", math.inf)
+    whole = [transform(content, str(n)).int() for n in range(8)]
+    assert not torch.equal(torch.stack(reduced), torch.stack(whole))
+    assert max((a - b).abs().float().mean() for a, b in zip(reduced, whole, strict=True)) < 2.5
+
+
+def test_nothing_is_decoded_smaller_than_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Picture, "scale", lambda _, most: asked.append(most) or 1)
+    Transform(size=20, eval_crop=0.5)(noise(100, 160))
+    assert asked == [50 / 20]
+
+
+def test_one_pixel_of_a_large_jpeg() -> None:
+    """Rows 12 to 20 are rows 1.5 to 2.5 of the image at an eighth of its size, and must not become none."""
+    assert Transform(size=1, eval_crop=0.25)(white(32, 60_000, "JPEG")).flatten().tolist() == [255] * 3
+
+
+def test_global_generators_are_left_alone() -> None:
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
+    content = noise(40, 40)
+    for n in range(40):
+        Transform(size=16, augment="inception", randaugment=4)(content, str(n))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    np.testing.assert_array_equal(np.random.get_state()[1], before[2])
+
+
+def test_randaugment_comes_after_crop_and_flip() -> None:
+    content = noise(90, 120)
+    changed = Transform(size=16, augment="inception", randaugment=2)(content, "a")
+    rng = Random("a")
+    inception_box(90, 120, rng)
+    rng.random()
+    assert torch.equal(changed, randaugment(INCEPTION(content, "a"), 2, 9, rng))
