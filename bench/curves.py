@@ -91,7 +91,7 @@ def curve(run: RunConfig) -> list[float]:
     return found
 
 
-def record(name: str, seeds: int, processes: int) -> dict[str, object]:
+def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         sweep = make(name, folder)
         steps = sweep.base.train.steps

@@ -166,7 +166,7 @@ def _regress(
     shifted[:, 0] = 1.0
     rows, expected = shifted[known], np.array([prior, 0.0, 0.0])
     precision = np.diag(np.array(GAIN_SD) ** -2.0)
-    noise = NOISE_SD**2
+    noise, covariance, weights = NOISE_SD**2, np.linalg.inv(precision), expected
     # The noise comes from the residuals of a first fit. What was assumed of the slopes does not depend on it.
     for _ in range(2):
         covariance = np.linalg.inv(rows.T @ rows / noise + precision)

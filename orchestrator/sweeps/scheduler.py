@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import ray
+from ray.tune import PlacementGroupFactory
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
@@ -177,9 +178,11 @@ class FrontierScheduler(QueueScheduler):
     def state_of(self, trial: Trial) -> TrialState:
         self.wants_more = False
         if not self.queue.free:
-            self.queue.free = dict(ray.cluster_resources())
-        config = trial.config
-        need = dict(trial.placement_group_factory.required_resources)
+            free: Any = ray.cluster_resources()
+            self.queue.free = dict(free)
+        config, reserved = trial.config, trial.placement_group_factory
+        assert isinstance(reserved, PlacementGroupFactory)
+        need: dict[str, float] = dict(reserved.required_resources)
         for name, amount in self.need(config).items():
             need[name] = need.get(name, 0.0) + amount
         state = TrialState(

@@ -105,7 +105,7 @@ class OptunaSearch:
             return self._again.popleft()
         if self._proposed >= self.count:
             return None
-        duplicates, reason = 0, ""
+        duplicates, reason, params = 0, "", dict[str, Any]()
         for _ in range(DRAWS):
             asked = self._study.ask()
             try:
@@ -118,12 +118,12 @@ class OptunaSearch:
             if key not in self._names:
                 return self._propose(asked, changes, key)
             self._tell_again(asked, self._names[key])
-            duplicates += 1
+            duplicates, params = duplicates + 1, asked.params
             if duplicates == DUPLICATES:
                 break
         if not duplicates:
             raise UsageError(f"the space's last {DRAWS} suggestions were all refused: {reason}")
-        return self._neighbour(asked.params)
+        return self._neighbour(params)
 
     def tell(self, name: str, quality: float | None, cost: float | None) -> None:
         """The result of an arm, or what is predicted of it. A value that is not finite counts as None; a
@@ -279,7 +279,8 @@ class ArmSearcher(Searcher):
         self.search.tell(arm.name, quality, cost)
 
     def save(self, checkpoint_path: str) -> None:
-        Path(checkpoint_path).write_bytes(cloudpickle.dumps((self.search, self._arms)))
+        state = cloudpickle.dumps((self.search, self._arms))  # pyright: ignore[reportPrivateImportUsage]
+        Path(checkpoint_path).write_bytes(state)
 
     def restore(self, checkpoint_path: str) -> None:
         self.search, self._arms = cloudpickle.loads(Path(checkpoint_path).read_bytes())
