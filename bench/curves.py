@@ -55,7 +55,7 @@ MOVED = Scale(
 )
 
 
-def moved_digits() -> Iterator[tuple[str, Sample[bytes]]]:
+def moved_digits() -> Iterator[tuple[str, Sample]]:
     """(split, sample): every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
     bundled: Any = load_digits()
     rng = np.random.default_rng(0)

@@ -36,9 +36,8 @@ from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
 from orchestrator.data.images import BadImage, Transform, normalize
 from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.samples import files_below, may_be_image
 from orchestrator.data.shards import DataSet
-from orchestrator.data.sources.files import may_be_image
-from orchestrator.data.sources.listing import files_below
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import TOP, default_device
 from orchestrator.evaluation.models import ModelRef
