@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from jobs import progress
-from jobs.progress import RunProgress, StepLines, TrialProgress
+from jobs.progress import RunProgress, StepLines, SweepProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result
 
@@ -46,41 +47,60 @@ def test_a_line_for_every_report_of_a_run(clock, capsys):
     ]
 
 
+class Work(SweepRun):
+    """A sweep of named trials whose ends the test decides."""
+
+    def __init__(self, *names: str) -> None:
+        self.ends: dict[str, Any] = {}
+        self.retrained = {}
+        self.queue: Any = SimpleNamespace(states=dict.fromkeys(names))
+
+    def outcomes(self) -> dict[str, Any]:
+        return self.ends
+
+
+def begun(shown: SweepProgress, name: str, until: int) -> None:
+    job: Any = SimpleNamespace(trial=SimpleNamespace(name=name), until=until)
+    shown.began(job)
+
+
 def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
     """Without a terminal a line each, at most every 20 s; and one when a trial ends."""
-    outcomes: dict[str, Any] = {}
-    run: Any = SimpleNamespace(outcomes=lambda: outcomes, sweep=Sweep(base=RunConfig(), arms={}))
-    with TrialProgress(run, total=lambda: 2, status=lambda: "1 of 2 complete") as shown:
-        shown.start("a", 100)
+    work = Work("a", "b")
+    with SweepProgress(Sweep(base=RunConfig(), arms={})) as shown:
+        shown.start(work)
+        begun(shown, "a", 100)
         for step in range(10, 60, 10):
             clock[0] += 9
             shown.report("a", step, {"perf/images_per_s": 100.0})
-        outcomes["a"] = Result(status="diverged", step=50, metrics={"train/loss": float("nan")})
-        shown.ended("a", outcomes["a"])
-        shown.status()
+        work.ends["a"] = Result(status="diverged", step=50, metrics={"train/loss": float("nan")})
+        shown.ended("a", work.ends["a"])
     assert capsys.readouterr().out.splitlines() == [
         "        a                  step 30/100, 100 images/s, about 63 s left",
         "[ 1/2] a                  diverged: train/loss nan",
-        "        1 of 2 complete",
     ]
 
 
 def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
-    run: Any = SimpleNamespace(outcomes=dict, sweep=Sweep(base=RunConfig(), arms={}))
-    with TrialProgress(run, total=lambda: 1, status=lambda: "") as shown:
+    sweep = Sweep(base=RunConfig(), arms={})
+    paused = Result(status="paused", step=50, metrics={"val/acc1": 0.5, "cost/train_flops_6mac": 1.0})
+    with SweepProgress(sweep) as shown:
+        shown.start(Work("a"))
         for until in (50, 100):
-            shown.start("a", until)
+            begun(shown, "a", until)
             clock[0] += 21
             shown.report("a", until - 20, {"perf/images_per_s": 100.0})
-            shown.stop("a")
-    assert capsys.readouterr().out.splitlines() == [
+            shown.ended("a", paused)
+    assert capsys.readouterr().out.splitlines()[::2] == [
         "        a                  step 30/50, 100 images/s",
         "        a                  step 80/100, 100 images/s",
     ]
 
 
 def test_a_trial_that_failed_before_it_began(capsys):
-    run: Any = SimpleNamespace(outcomes=lambda: {"a": "no place"}, sweep=Sweep(base=RunConfig(), arms={}))
-    with TrialProgress(run, total=lambda: 1, status=lambda: "") as shown:
+    work = Work("a")
+    with SweepProgress(Sweep(base=RunConfig(), arms={})) as shown:
+        shown.start(work)
+        work.ends["a"] = "no place"
         shown.ended("a", "no place")
     assert capsys.readouterr().out == "[ 1/1] a                  failed: no place\n"

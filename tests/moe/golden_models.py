@@ -11,7 +11,14 @@ from moe.layer import MoEConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
 from orchestrator.recipe import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
-from orchestrator.training.fewshot import STRENGTHS, Features, best_strength, choose_shots, fit_ridge
+from orchestrator.training.fewshot import (
+    STRENGTHS,
+    Frozen,
+    accuracies,
+    best_strength,
+    choose_shots,
+    fit_ridge,
+)
 from orchestrator.training.optim import build_optimizer, learning_rate
 from tests.moe.flax_names import from_flax
 from tests.moe.golden_report import Arrays, Meta, Report
@@ -172,7 +179,7 @@ def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
     x_train, y_train, x_test, y_test = (
         z[name].numpy() for name in ("x_train", "y_train", "x_test", "y_test")
     )
-    features = Features(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
+    images, test = (Frozen(x=x, label=y, valid=y >= 0) for x, y in ((x_train, y_train), (x_test, y_test)))
     report.exact("l2_regs", list(STRENGTHS) == meta["l2_regs"])
     for row, shots in enumerate(meta["shots"]):
         train = choose_shots(y_train, shots=shots, seed=123)
@@ -182,7 +189,7 @@ def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
             if name.startswith(f"weights_{shots}shot_l2_"):
                 strength = float(name.rsplit("_", 1)[1])
                 report.close(name, torch.from_numpy(ridge.weights(strength)), expected)
-        ours, theirs = features.accuracies(train), z["accuracy"][row].numpy()
+        ours, theirs = accuracies(images, test, train), z["accuracy"][row].numpy()
         report.bound(f"accuracy_{shots}shot", float(np.abs(ours - theirs).max()), 1 / len(y_test) + 1e-6)
         best = STRENGTHS.index(meta["best_l2"][str(shots)])
         report.exact(f"best_l2 {shots} shot", best_strength(ours[None]) == best)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from moe.vit import ViT
-from orchestrator.checkpoint import single_file
+from orchestrator.checkpoint.weights import write_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import ModelRef, read_model
@@ -20,5 +20,5 @@ def exported(path: Path, changes: dict | None = None, seed: int = 0) -> ModelRef
     model = ViT(run.model, seed=seed)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
     metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
-    single_file.write(str(path), model.state_dict(), metadata)
+    write_file(str(path), model.state_dict(), metadata)
     return read_model(str(path))

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from orchestrator.checkpoint.manifest import located
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef, find_models, load_model, read_model
 from orchestrator.evaluation.soup import write_soup
-from orchestrator.tracking.find import RunWriter, find_sweep, newest_of
+from orchestrator.tracking.find import find_sweep, newest_of
+from orchestrator.tracking.registry import register
 from orchestrator.tracking.store import Tracking
-from orchestrator.tracking.UNKNOWN import log_checkpoint, register
 from tests.trained_sweep import open_store
 
 
 @pytest.fixture
-def store(trained_home: Path) -> Iterator[Tracking]:
-    with open_store(trained_home) as store:
-        yield store
+def store(trained_home: Path) -> Tracking:
+    return open_store(trained_home)
 
 
 def found(reference: str, home: Path, store: Tracking) -> ModelRef:
@@ -70,18 +70,24 @@ def test_a_soup_is_of_no_one_run(trained_home: Path, store: Tracking, tmp_path: 
     assert soup.name == "soft"
 
 
-def test_a_registered_model(trained_home: Path, store: Tracking):
+def test_a_registered_model(trained_home: Path, store: Tracking, tmp_path: Path):
+    """By its alias, its run and its name. Weights that took its place are refused."""
     soft = found("tiny/trials/soft", trained_home, store)
     run = newest_of(store, f"{trained_home}/tiny/trials/soft")
     assert run
-    tracked: RunWriter = RunWriter(store, run)
-    log_checkpoint(tracked, "soft", soft.location, 20, {})
-    register(store, run.run_id, soft.location, "fast")
-    assert found("models:/moe-frontier@fast", trained_home, store).location == soft.location
-    for reference in ("models:/moe-frontier@fast", "tiny/trials/soft", f"runs:/{run.run_id}"):
+    _, manifest = located(soft.location)
+    model = {"uri": soft.location, "weights": manifest.weights_digest(), "description": ""}
+    register(store, "a sweep", {"fast": (run.run_id, model)})
+    assert found("models:/a sweep@fast", trained_home, store).location == soft.location
+    for reference in ("models:/a sweep@fast", "tiny/trials/soft", f"runs:/{run.run_id}"):
         loaded = load_model(reference, root=str(trained_home), tracking_uri=store.uri)
         assert torch.equal(loaded.head.weight, soft.load().head.weight)
         assert not loaded.training
+    register(
+        store, "a sweep", {"fast": (run.run_id, {**model, "uri": soft.location.replace("soft", "dense")})}
+    )
+    with pytest.raises(UsageError, match="holds other weights than were registered"):
+        load_model("models:/a sweep@fast", tracking_uri=store.uri)
     with pytest.raises(UsageError, match="say which MLflow store has this run"):
         load_model(f"runs:/{run.run_id}")
 

@@ -9,7 +9,7 @@ import torch
 
 from moe.load import load
 from moe.vit import ViT
-from orchestrator.checkpoint import single_file
+from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -29,7 +29,7 @@ def trained(tmp_path):
         torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed))
         path = str(tmp_path / f"seed{seed}.safetensors")
         metadata = {"version": "1", "config": json.dumps(to_dict(run)), "step": "7"}
-        single_file.write(path, model.state_dict(), metadata)
+        write_file(path, model.state_dict(), metadata)
         return read_model(path)
 
     return make
@@ -53,7 +53,7 @@ def test_of_one_it_is_that_model_bit_for_bit(trained, tmp_path):
     one = trained(0)
     tensors = weights(one)
     tensors["head.bias"][:3] = torch.tensor([-0.0, 1e-45, 3.4e38])  # sign of zero, subnormal, nearly infinite
-    single_file.write(one.location, tensors, single_file.read_header(one.location).metadata)
+    write_file(one.location, tensors, read_metadata(one.location))
     found = soup(tmp_path, one)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(bits(found[name]), bits(tensors[name])) for name in tensors)
@@ -90,7 +90,7 @@ def test_it_is_a_model_like_others(trained, tmp_path):
     assert found.run == replace(one.run, name="broth")
     images = torch.rand(2, 3, 8, 8)
     assert torch.equal(load(found.location)(images).logits, found.load()(images).logits)
-    made_of = json.loads(single_file.read_header(found.location).metadata["soup"])
+    made_of = json.loads(read_metadata(found.location)["soup"])
     assert [part["location"] for part in made_of] == [one.location, two.location]
     assert made_of[0]["step"] == 7
 
@@ -112,7 +112,7 @@ def test_different_models_are_refused(changes, message, trained, tmp_path):
 def test_tensors_that_the_config_does_not_describe(trained, tmp_path):
     one, two = trained(0), trained(1)
     tensors = weights(two) | {"head.bias": torch.zeros(9)}
-    single_file.write(two.location, tensors, single_file.read_header(two.location).metadata)
+    write_file(two.location, tensors, read_metadata(two.location))
     with pytest.raises(UsageError, match=r"seed1\.safetensors holds head\.bias as torch\.float32 \[9\], "):
         soup(tmp_path, one, two)
 

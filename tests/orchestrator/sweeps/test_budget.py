@@ -10,8 +10,8 @@ from orchestrator.checkpoint.manifest import MANIFEST, folder_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.agenda import Agenda, Job, Standing, ToTheEnd
 from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
+from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, state_of
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.run_directory import Result, checkpoint_directory
 
@@ -75,24 +75,24 @@ class Trials:
     def tracker(self, hours: float | None = None, **options: Any) -> BudgetTracker:
         return BudgetTracker(Budget(hours=hours), str(self.folder), **options)
 
-    def make(self, name: str, flops: float, trunk: int = 0, workers: int = 1) -> Standing:
+    def make(self, name: str, flops: float, trunk: int = 0, workers: int = 1) -> TrialState:
         fields = {"train.steps": 100, "model.moe": None, "scale.workers": workers, "name": name}
         fields["storage"] = str(self.folder)
         if trunk:
             fields["train.trunk"] = f"/runs/trunk/checkpoints/step-{trunk:08d}"
         trial = Trial(name=name, arm=name, changes={}, run=override(RunConfig(), fields))
-        return Standing(trial, cost=9 * flops, need={"CPU": 1}, flops=flops)
+        return state_of(trial, cost=9 * flops, need={"CPU": 1}, flops=flops)
 
     def work(
-        self, tracker: BudgetTracker, state: Standing, seconds: float, outcome: Result | str | None = None
+        self, tracker: BudgetTracker, state: TrialState, seconds: float, outcome: Result | str | None = None
     ) -> float:
         tracker.begin(job(state), state)
         self.clock[0] += seconds
         return tracker.record(job(state), state, finished() if outcome is None else outcome)
 
 
-def job(state: Standing, until: int = 100) -> Job:
-    return Job(trial=state.trial, until=until)
+def job(state: TrialState, until: int = 100) -> Job:
+    return Job(state=state, until=until)
 
 
 def finished(step: int = 100) -> Result:
@@ -186,17 +186,23 @@ def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Tr
     """While `a` runs its prediction of 90 s leaves no room for `b`; it ends early, and `b` fits."""
     tracker = trials.tracker(hours=100 / 3600, flops_per_s=1e7)
     a, b = trials.make("a", 9e8), trials.make("b", 9e8)
-    agenda = Agenda([a, b], ToTheEnd(), most={"CPU": 2}, quality="val/acc1", admits=tracker.admits)
+    queue = TrialQueue(
+        [a, b],
+        RunToCompletion(),
+        cluster_resources={"CPU": 2},
+        quality="val/acc1",
+        admits=tracker.admits,
+    )
     for refused in (True, False):
-        started = agenda.next()
+        started = queue.next()
         assert started
-        state = agenda.standings[started.trial.name]
+        state = queue.states[started.trial.name]
         tracker.begin(started, state)
-        assert agenda.next() is None
-        assert agenda.out_of_budget == refused
+        assert queue.next() is None
+        assert queue.out_of_budget == refused
         trials.clock[0] += 10.0
         tracker.record(started, state, finished())
-        agenda.done(started.trial.name, finished())
-    assert agenda.next() is None
-    assert not agenda.out_of_budget
+        queue.done(started.trial.name, finished())
+    assert queue.next() is None
+    assert not queue.out_of_budget
     assert tracker.spent_s == 20

@@ -14,13 +14,13 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
-from orchestrator.frontier.points import Frontier, on_front
-from orchestrator.sweeps.agenda import Outcome
+from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.catalog.scales import SCALES
 from orchestrator.sweeps.catalog.space import families_space
 from orchestrator.sweeps.check import check_fits, check_sweep
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
+from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import Watch
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
@@ -114,7 +114,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     assert "error" not in again["broken"].data.tags
 
     marked = {run.info.run_name for run in again.values() if run.data.tags.get("pareto") == "true"}
-    on = {p.arm for p, front in zip(frontier.points, on_front(frontier), strict=True) if front}
+    on = {p.arm for p in frontier.front}
     assert marked == on
     assert on
     assert {a.path for a in client.list_artifacts(again["tiny"].info.run_id)} == FILES
@@ -225,14 +225,12 @@ class PauseAll:
     def __init__(self, best: str) -> None:
         self.best = best
 
-    def jobs(self, standings):
-        from orchestrator.sweeps.agenda import Job
-
-        for one in standings:
-            if one.waiting and not one.reached:
-                yield Job(trial=one.trial, until=5)
-            elif one.waiting and one.trial.name == self.best:
-                yield Job(trial=one.trial, until=one.steps)
+    def jobs(self, states):
+        for state in states:
+            if state.waiting and not state.reached:
+                yield Job(state=state, until=5)
+            elif state.waiting and state.name == self.best:
+                yield Job(state=state, until=state.steps)
 
 
 @pytest.mark.smoke

@@ -3,8 +3,7 @@
 import math
 from dataclasses import replace
 
-from orchestrator.frontier.operating import gains
-from orchestrator.frontier.points import Frontier, panel
+from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.sweeps.operating import (
     AS_TRAINED,
     COLUMNS,
@@ -44,7 +43,7 @@ def two_seeds() -> Frontier:
     arm = replace(
         arm, run_id="first", runs=(("second", None),), qualities=(0.88, 0.92), costs={MS: 7.0, "a": 1}
     )
-    return replace(FRONTIER, points=(arm, point("dense-s", "dense", 2e10, 0.8)), rest=(arm,))
+    return replace(FRONTIER, points=(arm, point("dense-s", "dense", 2e10, 0.8)), retrained=(arm,))
 
 
 def test_a_point_is_the_mean_of_its_seeds():
@@ -64,7 +63,7 @@ def test_a_point_is_the_mean_of_its_seeds():
     trained, untouched = found.points
     assert (trained.quality, trained.costs) == (0.9, {MS: 2.0, "a": 1, GFLOPS: 3.0})
     assert math.isnan(untouched.costs[MS])
-    assert math.isnan(found.rest[0].costs[MS])
+    assert math.isnan(found.retrained[0].costs[MS])
     assert one.spreads == {MS: (0.9, 1.5)}
     assert trained.spreads == {MS: (1.8, 3.0)}
     assert untouched.spreads == {}
@@ -89,8 +88,10 @@ def test_times_compare_where_they_are_the_cost_of_the_sweep():
     """Training's validation took 5 ms beside other trials. As trained the clock says 1.0 ms, and 1.1 ms for a
     worse setting, which must not be ahead of it; a model that the clock did not measure is not judged.
     """
-    frontier = panel(two_seeds(), MS)
-    frontier = replace(frontier, points=tuple(replace(p, cost=5.0, costs={MS: 5.0}) for p in frontier.points))
+    frontier = two_seeds()
+    points = tuple(replace(p, cost=5.0, costs={MS: 5.0}) for p in frontier.points)
+    reference = {**frontier.reference, MS: 5.5}
+    frontier = replace(frontier, points=points, cost_name=MS, reference=reference)
     rows = [
         row(run, name, quality, ms)
         for run in ("first", "second")
@@ -101,7 +102,7 @@ def test_times_compare_where_they_are_the_cost_of_the_sweep():
     (point,) = found.operating
     assert (trained.cost, trained.costs[MS], point.cost) == (1.0, 1.0, 1.1)
     assert math.isnan(unmeasured.cost)
-    assert found.reference[0] == 1.1
+    assert found.reference[MS] == 1.1
     (gain,) = gains(replace(found, points=(trained,)))
     assert gain.with_points == gain.without
 
@@ -121,7 +122,7 @@ def test_a_table_from_before_quartiles_claims_no_gain_in_time():
         for run in ("first", "second")
         for one in (row(run, AS_TRAINED, 0.9, 1.0), row(run, "experts=2", 0.6, 0.1))
     ]
-    frontier = replace(two_seeds(), panels=(MS,))
+    frontier = two_seeds()
     found = with_operating(replace(frontier, points=frontier.points[:1]), rows)
     (one,) = found.operating
     assert (one.quality, one.costs[MS]) == (0.6, 0.1)
@@ -137,5 +138,6 @@ def test_a_table_has_every_column():
 
 def test_without_rows_or_of_another_quality_nothing_changes():
     assert with_operating(two_seeds(), []) == two_seeds()
-    other = replace(two_seeds(), quality_name="fewshot/acc_10shot")
+    shots, known = "fewshot/acc_10shot", two_seeds()
+    other = replace(known, quality_name=shots, reference={**known.reference, shots: 0.1})
     assert with_operating(other, [row("first", AS_TRAINED, 0.9, 1.0)]) == other

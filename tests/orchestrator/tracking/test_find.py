@@ -8,10 +8,10 @@ import pytest
 
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import find
 from orchestrator.tracking.find import RunWriter, children, create_run, find_run, find_sweep
 from orchestrator.tracking.store import Tracking, open_reader
 from orchestrator.tracking.sync import Sync
-from orchestrator.tracking.UNKNOWN import find
 from tests.made_directories import end_sweep, run_at
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite

@@ -11,13 +11,13 @@ from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import sync
 from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.registry import checkpoint_of
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
-from orchestrator.tracking.UNKNOWN import sync
 from orchestrator.training.run_directory import (
     Result,
     move_aside,

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.tracking import sync
 from orchestrator.tracking.store import open_tracking
 from orchestrator.tracking.sync import BackgroundSync
-from orchestrator.tracking.UNKNOWN import sync
 from orchestrator.training.metrics_file import MetricsWriter
 from orchestrator.training.run_directory import SWEEP, acquire_run_dir
 from tests.made_directories import DIGEST, begin_sweep, end, run_at
