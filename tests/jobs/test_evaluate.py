@@ -62,7 +62,7 @@ def test_an_operating_point_has_its_own_key_and_its_own_cost(home: Path, call: C
 def test_a_second_look_is_recorded_too(home: Path, call: Call, monkeypatch: pytest.MonkeyPatch):
     """Its place is the time of day, which goes on."""
     for now in (2_000_000_000, 2_000_000_060):
-        monkeypatch.setattr(evaluate.time, "time", lambda now=now: now)
+        monkeypatch.setattr("orchestrator.tracking.find.time.time", lambda now=now: now)
         assert call(evaluate.main, "tiny/trials/dense", "--repeats", "1")[0] == ""
     history = trial(home, "dense").history("eval/shards/val/step-20/as_trained/ms_per_image")
     assert [place for place, _ in history][-2:] == [2_000_000_000, 2_000_000_060]

@@ -220,7 +220,7 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
         (["--name", "sotf"], "no checkpoint in {home}/sotf/checkpoints; {home} holds: soft"),
         (
             ["--name", "soft/trials/x"],
-            "no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: checkpoints, fields.json,",
+            "no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: checkpoints, config.json,",
         ),
         (["--checkpoint", "{home}/soft"], "no checkpoint in {home}/soft; {home}/soft holds: checkpoints, "),
         (

@@ -10,7 +10,12 @@ from orchestrator.errors import UsageError
 
 @pytest.mark.parametrize(
     ("file", "holds"),
-    [("fields.json", "a run or a sweep"), ("manifest.json", "a data set"), ("_plan.json", "predictions")],
+    [
+        ("config.json", "a run or a sweep"),
+        ("sweep.json", "a run or a sweep"),
+        ("manifest.json", "a data set"),
+        ("_plan.json", "predictions"),
+    ],
 )
 def test_a_file_never_lies_among_results(file: str, holds: str, digits: str, tmp_path: Path):
     folder = tmp_path / "taken"

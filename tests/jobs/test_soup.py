@@ -35,7 +35,10 @@ def test_what_is_refused(empty_home, call, tmp_path):
     wide = exported(tmp_path / "2.safetensors", {**SOFT, "model.width": 32}).location
     out = f"{tmp_path}/soup.safetensors"
     for args, message in [
-        ((one, wide, "--out", out), f"error: no soup of different models: model.width is 16 in {one}, 32 in"),
+        (
+            (one, wide, "--out", out),
+            f"error: there is no soup of different models: model.width is 16 in {one}, 32 in",
+        ),
         ((one, "--out", f"{tmp_path}/soup.pt"), "error: --out "),
         ((one, f"{tmp_path}/3.safetensors", "--out", out), "error: no file "),
         ((one, "--out", out, "--data", "x"), "2"),

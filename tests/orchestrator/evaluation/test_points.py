@@ -61,7 +61,7 @@ def test_a_grid_is_a_product():
         ("routing.k=1.5", "k=1.5: Input should be a valid integer"),
         ("routing.k=1,2", "give one value each; a list is written"),
         ("routing.priority=best", "Input should be 'none', 'max' or 'sum'"),
-        ("routing.experts=[1,1]", "experts must be a number of them or a tuple of different ones"),
+        ("routing.experts=[1,1]", "experts must be a number or a tuple of distinct indices"),
     ],
 )
 def test_what_is_not_a_point(text: str, message: str):
