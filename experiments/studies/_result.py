@@ -62,6 +62,6 @@ def finish(axes: Axes, x: str, y: str, ticks: Sequence[float] = (), title: str =
     """Adds titles, a legend and ticks at these places."""
     if ticks:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        axes.xaxis.minorticks_off()
     axes.legend(frameon=False, fontsize=9.5)
     style_axes(axes, title, x, y)

@@ -233,7 +233,8 @@ def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
         axes.plot([n // 2], [row["best-k"]], "o", color=COLOURS[2], label=f"best {n // 2}")
         draw_reference(axes, [1, n], [row["all"]] * 2, "all")
         axes.set_ylim(0.0, 1.02)
-        finish(axes, "Experts that run, k", "Accuracy on unseen digits", title=f"{n} experts")
+        ticks = range(1, n + 1, max(1, n // 8))
+        finish(axes, "Experts that run, k", "Accuracy on unseen digits", ticks, f"{n} experts")
     return StudyResult(
         title=title,
         table={name: [row[name] for row in half] for name in half[0]},
