@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from jobs.command import open_store, print_fields, run_config, source_labels
+    from jobs.command import connect, open_store, print_fields, run_config, source_labels
     from jobs.progress import StepLines
     from jobs.show import print_result, print_training
     from orchestrator.config import RunConfig
@@ -37,6 +37,7 @@ def train(args: argparse.Namespace) -> None:
     check_data(run, verify=args.verify)
     print_training(run)
     if not is_inline(run):
+        connect()
         print(f"starting {run.scale.workers} workers, which load libraries first ..", flush=True)
     store, lines = open_store(args), StepLines(run)
     try:

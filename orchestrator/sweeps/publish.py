@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator import storage
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.points import Point, is_complete
+from orchestrator.frontier.points import Point, is_complete, knee_points
 from orchestrator.sweeps.build import TrialRecord, read_trials, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
@@ -70,16 +70,16 @@ def publish(directory: str) -> Frontier:
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:
-    """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the
-    knee's arm trained for longer, if it was.
+    """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the arm
+    that `knee_points` retrains, if it was retrained.
     """
     front = frontier.front
     if not front:
         return {}
-    knee = frontier.knee
-    named = {FAST: front[0], KNEE: knee, BEST: front[-1]}
+    named = {FAST: front[0], KNEE: frontier.knee, BEST: front[-1]}
+    (worth_retraining,) = knee_points(frontier.points, 1)
     for point in frontier.retrained:
-        if is_complete(point) and point.arm == knee.arm:
+        if is_complete(point) and point.arm == worth_retraining.arm:
             named[CONFIRMED] = point
     found = {}
     for alias, point in named.items():

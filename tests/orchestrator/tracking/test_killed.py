@@ -17,6 +17,7 @@ from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Store
 
 KILLS = 20
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,8 @@ def test_what_killed_processes_reported_is_there_once(store: Store, tmp_path: Pa
     open_store(store)  # makes the tables
     dice = random.Random(1)
     with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("writer.py")), store.uri, str(tmp_path)],
+        [sys.executable, "-m", "tests.orchestrator.tracking.writer", store.uri, str(tmp_path)],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

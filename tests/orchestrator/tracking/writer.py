@@ -1,4 +1,4 @@
-"""A program whose processes are killed: ``python writer.py URI FOLDER``.
+"""A program whose processes are killed: ``python -m tests.orchestrator.tracking.writer URI FOLDER``.
 
 For each line that it reads it forks a process, which spares the imports, and prints its id, "writing" and
 "ended". A line is the step to end after; an empty line means never.

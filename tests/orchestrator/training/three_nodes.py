@@ -25,7 +25,8 @@ from orchestrator.training.fit import fit
 from orchestrator.training.resources import check_shared
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
-STEPS = 1200  # for the time that nodes take to come and go
+STEPS = 160
+SLOW = {"train.microbatch": 2}  # steps that leave time for nodes to come and go
 NEVER_S = 240
 
 
@@ -101,7 +102,7 @@ def lost_for_good(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
 
 def drained(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
     """The cloud takes a spot node and says so first."""
-    training = Training(override(run, {"scale.workers": 4, "scale.wait_s": 5}))
+    training = Training(override(run, {**SLOW, "scale.workers": 4, "scale.wait_s": 5}))
     training.reach(40)
     going = cluster.list_all_nodes()[-1]
     command = [
