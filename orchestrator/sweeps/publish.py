@@ -70,8 +70,8 @@ def publish(directory: str) -> Frontier:
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:
-    """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the arm
-    that `knee_points` retrains, if it was retrained.
+    """alias -> the trial that it names: on the frontier the cheapest point, the knee and the best; and the
+    arm that `knee_points` retrains, if it was retrained.
     """
     front = frontier.front
     if not front:

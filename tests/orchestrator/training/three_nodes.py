@@ -91,7 +91,7 @@ def lost_and_replaced(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
 
 def lost_for_good(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
     """Four workers, then two, and four again when a node comes, long after."""
-    training = Training(override(run, {"scale.workers": 4, "scale.ep": 4, "scale.wait_s": 5}))
+    training = Training(override(run, {**SLOW, "scale.workers": 4, "scale.ep": 4, "scale.wait_s": 5}))
     training.reach(40)
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
     training.wait_for(lambda: len(training.nodes) == 2)
