@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,12 @@ def port_of_no_web_server():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            while True:
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(100)
-                    connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            with suppress(OSError):  # of the socket that the fixture closes
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(100)
+                        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
         yield server.getsockname()[1]
