@@ -1,11 +1,13 @@
 """A sweep whose driver, workers and tracking server go away ends as if nothing had happened."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +25,9 @@ State = dict[str, tuple[str, float, float, str]]
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     home = tmp_path_factory.mktemp("undisturbed")
     assert start(home).wait(timeout=900) == 0
-    return state(f"sqlite:///{home}/mlflow.db")
+    found = state(f"sqlite:///{home}/mlflow.db")
+    assert [status for status, *_ in found.values()] == ["FINISHED"] * ARMS
+    return found
 
 
 def start(home: Path, **env: str) -> subprocess.Popen[bytes]:
@@ -93,30 +97,35 @@ def state(uri: str) -> State:
     return found
 
 
-@pytest.mark.parametrize(
-    ("milestones", "workers"),
-    [pytest.param((2,), 1, marks=pytest.mark.smoke), pytest.param((1, 3, 5), 2, marks=pytest.mark.slow)],
-    ids=["once", "often"],
-)
-def test_the_driver_and_workers_are_killed(milestones, workers, tmp_path, undisturbed):
-    """The driver when so many trials are complete, then so many workers."""
+@pytest.mark.smoke
+def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
     home = tmp_path / "home"
-    for milestone in milestones:
-        driver = start(home)
-        until(lambda milestone=milestone: complete(home) >= milestone, driver, home)
-        kill_driver(driver)
     driver = start(home)
-    killed: set[int] = set()
-    while len(killed) < workers:
-        until(lambda: any(one.pid not in killed for one in trainers(driver)), driver, home)
-        victim = next(one for one in trainers(driver) if one.pid not in killed)
-        victim.kill()
-        killed.add(victim.pid)
+    until(lambda: complete(home) >= 2, driver, home)
+    kill_driver(driver)
+    driver = start(home)
+    until(lambda: bool(trainers(driver)), driver, home)
+    trainers(driver)[0].kill()
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
-    found = state(f"sqlite:///{home}/mlflow.db")
-    assert len(found) == ARMS
-    assert {status for status, *_ in found.values()} == {"FINISHED"}
-    assert found == undisturbed
+    assert state(f"sqlite:///{home}/mlflow.db") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_driver_is_killed_at_random_moments_and_the_database_lost(tmp_path, undisturbed):
+    """Twenty kills, some of them while Ray starts; the database is deleted after the tenth."""
+    home, moments = tmp_path / "home", random.Random(0)
+    for kill in range(20):
+        driver = start(home)
+        with suppress(subprocess.TimeoutExpired):  # a driver that ends before its kill has no more to do
+            driver.wait(timeout=moments.uniform(1, 45))
+        assert driver.poll() in (None, 0), (home / "log.txt").read_text()[-3000:]
+        if driver.returncode is None:
+            kill_driver(driver)
+        if kill == 9:
+            (home / "mlflow.db").unlink()
+    assert start(home).wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
+    assert state(f"sqlite:///{home}/mlflow.db") == undisturbed
 
 
 def trainers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
