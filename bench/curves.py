@@ -58,8 +58,16 @@ MOVED = Scale(
 )
 
 
-def moved_digits() -> Iterator[tuple[str, Sample]]:
-    """(split, sample): every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
+Images = Iterator[tuple[str, Sample]]  # split, sample
+
+
+def digits() -> Images:
+    for split, samples in open_source("digits").splits.items():
+        yield from ((split, sample) for sample in samples)
+
+
+def moved_digits() -> Images:
+    """Yields every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
     bundled: Any = load_digits()
     rng = np.random.default_rng(0)
     for i, (image, label) in enumerate(zip(bundled.images, bundled.target, strict=True)):
@@ -69,9 +77,9 @@ def moved_digits() -> Iterator[tuple[str, Sample]]:
         yield split, Sample(encode_png(pixels), int(label), f"digit-{i:04d}")
 
 
-def textures() -> Iterator[tuple[str, Sample]]:
-    """(split, sample): stripes in 8 directions, with noise. The class is the direction; the stripes' width,
-    phase and contrast vary. The last 400 are ``val``.
+def textures() -> Images:
+    """Yields stripes in 8 directions, with noise. The class is the direction; the stripes' width, phase and
+    contrast vary. The last 400 images are ``val``.
     """
     rng = np.random.default_rng(1)
     y, x = np.mgrid[:16, :16]
@@ -86,19 +94,18 @@ def textures() -> Iterator[tuple[str, Sample]]:
 
 
 def make(name: str, folder: str) -> Sweep:
-    """The sweep, with its data packed in `folder`."""
-    if name == "routers":
-        sweep, digits = routers(SCALES["tiny"]), open_source("digits")
-        classes, splits = digits.classes, digits.splits
-    else:
-        sweep, images = (
-            (pareto(MOVED), moved_digits()) if name == "pareto" else (quickstart_in_widths(), textures())
-        )
-        classes = [str(label) for label in range(sweep.base.model.num_classes)]
-        splits: dict[str, list[Sample]] = {"train": [], "val": []}
-        for split, sample in images:
-            splits[split].append(sample)
-    write_shards(f"{folder}/data", classes, splits)
+    """Returns the sweep, with its data packed in `folder`."""
+    match name:
+        case "routers":
+            sweep, images = routers(SCALES["tiny"]), digits()
+        case "pareto":
+            sweep, images = pareto(MOVED), moved_digits()
+        case _:
+            sweep, images = quickstart_in_widths(), textures()
+    splits: dict[str, list[Sample]] = {"train": [], "val": []}
+    for split, sample in images:
+        splits[split].append(sample)
+    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_classes)], splits)
     return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
@@ -117,7 +124,7 @@ def quickstart_in_widths() -> Sweep:
 
 
 def curve(run: RunConfig) -> list[float]:
-    """``val/acc1`` after every `EVERY` steps."""
+    """Returns ``val/acc1`` after every `EVERY` steps."""
     found: list[float] = []
 
     def report(step: int, metrics: Metrics) -> None:
@@ -147,12 +154,12 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
                 entry["val/acc1"].append(future.result())
                 print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
-    told = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
-    return provenance() | told | {"arms": curves}
+    about = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
+    return provenance() | about | {"arms": curves}
 
 
 def provenance() -> dict[str, Any]:
-    """The hardware and the commit that figures come from."""
+    """Returns the hardware and the commit of figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     git = ["git", "-C", str(ROOT)]
