@@ -87,6 +87,8 @@ class MultiObjectiveASHA:
 
     def predictions(self, states: Sequence[TrialState]) -> dict[Hashable, float]:
         """Returns arm -> its predicted final quality, for arms that have reached a rung."""
+        if not states:
+            return {}
         arms = _by_arm(states)
         _, mean, _ = self._predict_arms(arms)
         tried = [any(s.reached for s in seeds) for seeds in arms]
