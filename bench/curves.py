@@ -2,10 +2,12 @@
 
   python bench/curves.py routers --out bench/results/curves-routers-tiny.json
   python bench/curves.py pareto --out bench/results/curves-pareto-moved.json
+  python bench/curves.py quickstart --out bench/results/curves-quickstart-textures.json
 
 `routers`: 65 arms x 3 seeds on the digits. `pareto`: 36 arms x 3 seeds of other families, in other sizes and
-on other images: the digits, moved and with noise. Every arm's validation accuracy is recorded after every 10
-steps, with what its training costs.
+on other images: the digits, moved and with noise. `quickstart`: its 15 arms in 2 widths, on made-up textures
+of 16 x 16 pixels; 21 of these arms are recorded, with 2 seeds. The validation accuracy of every arm is
+recorded after every 10 steps, with the cost of its training.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
 from orchestrator.sweeps.catalog.pareto import pareto
+from orchestrator.sweeps.catalog.quickstart import quickstart
 from orchestrator.sweeps.catalog.routers import routers
 from orchestrator.sweeps.catalog.scales import SCALES, Scale, size
 from orchestrator.sweeps.sweep import Sweep
@@ -55,8 +58,16 @@ MOVED = Scale(
 )
 
 
-def moved_digits() -> Iterator[tuple[str, Sample]]:
-    """(split, sample): every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
+Images = Iterator[tuple[str, Sample]]  # split, sample
+
+
+def digits() -> Images:
+    for split, samples in open_source("digits").splits.items():
+        yield from ((split, sample) for sample in samples)
+
+
+def moved_digits() -> Images:
+    """Yields every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
     bundled: Any = load_digits()
     rng = np.random.default_rng(0)
     for i, (image, label) in enumerate(zip(bundled.images, bundled.target, strict=True)):
@@ -66,21 +77,54 @@ def moved_digits() -> Iterator[tuple[str, Sample]]:
         yield split, Sample(encode_png(pixels), int(label), f"digit-{i:04d}")
 
 
+def textures() -> Images:
+    """Yields stripes in 8 directions, with noise. The class is the direction; the stripes' width, phase and
+    contrast vary. The last 400 images are ``val``.
+    """
+    rng = np.random.default_rng(1)
+    y, x = np.mgrid[:16, :16]
+    for i in range(2200):
+        label = int(rng.integers(8))
+        angle = (label + rng.uniform(-0.3, 0.3)) * np.pi / 8
+        across = x * np.cos(angle) + y * np.sin(angle)
+        wave = np.sin(across * rng.uniform(0.6, 1.6) + rng.uniform(0, 2 * np.pi))
+        pixels = 128 + rng.uniform(20, 50) * wave + rng.normal(0, 50, wave.shape)
+        split = "train" if i < 1800 else "val"
+        yield split, Sample(encode_png(pixels.clip(0, 255).astype("uint8")), label, f"stripes-{i:04d}")
+
+
 def make(name: str, folder: str) -> Sweep:
-    """The sweep, with its data packed in `folder`."""
-    if name == "routers":
-        sweep, digits = routers(SCALES["tiny"]), open_source("digits")
-        classes, splits = digits.classes, digits.splits
-    else:
-        sweep, moved = pareto(MOVED), list(moved_digits())
-        classes = [str(digit) for digit in range(10)]
-        splits = {split: [sample for where, sample in moved if where == split] for split in ("train", "val")}
-    write_shards(f"{folder}/data", classes, splits)
+    """Returns the sweep, with its data packed in `folder`."""
+    match name:
+        case "routers":
+            sweep, images = routers(SCALES["tiny"]), digits()
+        case "pareto":
+            sweep, images = pareto(MOVED), moved_digits()
+        case _:
+            sweep, images = quickstart_in_widths(), textures()
+    splits: dict[str, list[Sample]] = {"train": [], "val": []}
+    for split, sample in images:
+        splits[split].append(sample)
+    write_shards(f"{folder}/data", [str(i) for i in range(sweep.base.model.num_classes)], splits)
     return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
+def quickstart_in_widths() -> Sweep:
+    base = override(
+        SCALES["tiny"].base,
+        {"train.steps": 160, "model.image_size": 16, "model.patch_size": 4, "model.num_classes": 8},
+    )
+    sweep = quickstart(Scale(base=base, sizes={}, experts=8))
+    widths = {f"w{width}": size(width, 4, heads) for width, heads in ((24, 2), (60, 3))}
+    # The arms come last: two of them change the depth.
+    arms = {
+        f"{w}-{name}": {**fields, **arm} for w, fields in widths.items() for name, arm in sweep.arms.items()
+    }
+    return replace(sweep, base=base, arms=arms)
+
+
 def curve(run: RunConfig) -> list[float]:
-    """``val/acc1`` after every `EVERY` steps."""
+    """Returns ``val/acc1`` after every `EVERY` steps."""
     found: list[float] = []
 
     def report(step: int, metrics: Metrics) -> None:
@@ -110,12 +154,12 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
                 entry["val/acc1"].append(future.result())
                 print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
-    told = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
-    return provenance() | told | {"arms": curves}
+    about = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
+    return provenance() | about | {"arms": curves}
 
 
 def provenance() -> dict[str, Any]:
-    """The hardware and the commit that figures come from."""
+    """Returns the hardware and the commit of figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     git = ["git", "-C", str(ROOT)]
@@ -134,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sweep", choices=("routers", "pareto"))
+    parser.add_argument("sweep", choices=("routers", "pareto", "quickstart"))
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="(%(default)s)")

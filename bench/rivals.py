@@ -1,4 +1,4 @@
-"""Schedulers that `bench/stopping.py` compares ours with, as policies of the queue."""
+"""Policies of the queue that `bench/stopping.py` compares early stopping with."""
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -8,14 +8,11 @@ import numpy as np
 
 from orchestrator.frontier.pareto import pareto_front
 from orchestrator.sweeps.asha import expected_improvement
-from orchestrator.sweeps.queue import Job, RunToCompletion, TrialState
-
-# Every arm to its end as it arrives: a random subset, for arrivals are shuffled.
-Arrival = RunToCompletion
+from orchestrator.sweeps.queue import Job, TrialState
 
 
 def ranks(points: np.ndarray) -> np.ndarray:
-    """(points, 2) -> (points,): 0 on the front, 1 on the front without rank 0, and so on.
+    """(points, 2) -> (points,): 0 on the front, 1 on the front of the other points, and so on.
 
     Source: non-dominated sorting, Deb et al., "NSGA-II" (2002), section III.A.
     """
@@ -33,10 +30,12 @@ class CheapestFirst:
 
 
 class Oracle:
-    """Knows every point before: trains the frontier's arms alone, by what each adds per cost to those before.
+    """Knows every point from the start, and trains only the frontier's arms, in the order of what each adds
+    per cost.
 
     Args:
-        points: arm -> log10 cost and 1 - quality; bound: the limit of the hypervolume.
+        points: arm -> log10 cost and 1 - quality.
+        bound: the limit of the hypervolume.
     """
 
     def __init__(self, points: Mapping[str, tuple[float, float]], bound: np.ndarray) -> None:
@@ -55,8 +54,11 @@ class Oracle:
 
 
 class Promotion:
-    """ASHA (Li et al. 2020, algorithm 2): of those at a rung the best 1/eta go on, highest rung first; else
-    the next arm begins. `keys`: points (N, 2) of log10 cost and 1 - quality -> what is sorted by.
+    """ASHA (Li et al. 2020, algorithm 2): the best 1/eta of the trials at a rung go on, the highest rung
+    first. If there is none, the next arm begins.
+
+    Args:
+        keys: points (N, 2) of log10 cost and 1 - quality -> sort key.
     """
 
     def __init__(self, keys: Callable[[np.ndarray], np.ndarray], *, eta: int = 4, rungs: int = 2) -> None:
@@ -87,8 +89,8 @@ def scalarised(weight: float) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def non_dominated(points: np.ndarray) -> np.ndarray:
-    """By rank, and within one by an epsilon-net: next the point that is furthest from those before it, as
-    MO-ASHA (Schmucker et al. 2021).
+    """Sorts by rank, and within a rank by an epsilon-net as MO-ASHA does (Schmucker et al. 2021): next comes
+    the point that is furthest from all points before it.
     """
     rank, span = ranks(points), np.ptp(points, axis=0)
     scaled = points / np.where(span > 0, span, 1)
@@ -101,45 +103,3 @@ def non_dominated(points: np.ndarray) -> np.ndarray:
             chosen.append(left.pop(int(np.argmax(apart))))
         place[chosen] = np.arange(len(chosen))
     return rank * (len(points) + 1) + place
-
-
-class SyneTune:
-    """MOASHA of syne-tune: every arm runs on from rung to rung unless it is stopped there."""
-
-    def __init__(self, *, eta: int = 4, every: int = 10) -> None:
-        from syne_tune.optimizer.schedulers.multiobjective.moasha import MOASHA  # pyright: ignore
-
-        self.every = every
-        self.scheduler = MOASHA(
-            config_space={},
-            metrics=["cost", "error"],
-            time_attr="step",
-            max_t=10**6,  # `jobs` ends at the last step itself
-            grace_period=every,
-            reduction_factor=eta,
-            random_seed=0,
-        )
-        self._told: dict[str, int] = {}
-        self._stopped: set[str] = set()
-
-    def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
-        for state in states:
-            name, at = state.name, max(state.reached, default=0)
-            if at > self._told.get(name, 0) and state.outcome is None:
-                self._tell(state, at)
-        going = [state for state in states if state.waiting and state.name not in self._stopped]
-        for state in sorted(going, key=lambda state: not state.reached):
-            at = max(state.reached, default=0)
-            yield Job(state=state, until=min(at + self.every, state.steps))
-
-    def _tell(self, state: TrialState, at: int) -> None:
-        from syne_tune.backend.trial_status import Trial  # pyright: ignore
-
-        name = state.name
-        trial = Trial(trial_id=abs(hash(name)), config={}, creation_time=None)  # pyright: ignore
-        if name not in self._told:
-            self.scheduler.on_trial_add(trial)
-        self._told[name] = at
-        result = {"step": at, "cost": math.log10(state.cost), "error": 1 - state.reached[at]}
-        if self.scheduler.on_trial_result(trial, result) == "STOP":
-            self._stopped.add(name)

@@ -2,17 +2,17 @@
 
   python bench/stopping.py --out bench/results/stopping.json
 
-Replays schedulers on learning curves that `bench/curves.py` recorded, on 4 workers, with arms in a new order
-each time: with one seed of every arm, and with all three, where a point is the mean and counts once all seeds
-are complete. The constants of `orchestrator/sweeps/asha.py` were chosen on the curves of `routers`;
-those of `pareto` judge them.
+Replays policies on the learning curves that `bench/curves.py` recorded, on 4 workers, with arms in a new
+order each time: with one seed of every arm, and with all seeds, where a point is their mean and counts once
+all are complete. The policy of `orchestrator/sweeps/asha.py` was made on the curves of `routers` and
+`pareto`. Those of `quickstart` judge it.
 
-At 5, 10, 20 and 40 % of the cost of training everything to its end: hypervolume regret, 1 - (of the
-complete arms' frontier) / (of the full one), and recall, the part of the full frontier's arms that is
-complete. Without a budget: the regret, and the part of the full cost that was spent until the scheduler had
-nothing left to do. Means over replays, with bootstrap intervals of 95 %. Trials that were stopped cost what
-they cost and count for nothing. Costs are FLOPs; a pause costs nothing. Last, the time that the driver takes
-for an event, at 3,000 trials.
+At 5, 10, 20 and 40 % of the cost of training everything to its end: hypervolume regret, 1 - (hypervolume of
+the complete arms) / (hypervolume of all arms), and recall, the part of the full frontier's arms that is
+complete. Without a budget: the regret, and the part of the full cost that was spent when the policy had no
+jobs left. Means over replays, with bootstrap intervals of 95 %. Stopped trials cost what they cost and add no
+point. Costs are FLOPs; a pause costs nothing. Last, the time that the driver takes for an event, at 3,000
+trials.
 """
 
 import argparse
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,14 +31,14 @@ from typing import Any
 import numpy as np
 
 from bench.curves import provenance
-from bench.rivals import Arrival, CheapestFirst, Oracle, Promotion, SyneTune, non_dominated, scalarised
+from bench.rivals import CheapestFirst, Oracle, Promotion, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.asha import MultiObjectiveASHA
-from orchestrator.sweeps.queue import Policy, TrialQueue, TrialState
+from orchestrator.sweeps.queue import Policy, RunToCompletion, TrialQueue, TrialState
 from orchestrator.training.run_directory import Result
 
 RESULTS = Path(__file__).parent / "results"
-CURVES = [RESULTS / f"curves-{name}.json" for name in ("routers-tiny", "pareto-moved")]
+CURVES = [RESULTS / f"curves-{name}.json" for name in ("routers-tiny", "pareto-moved", "quickstart-textures")]
 PARTS = (0.05, 0.1, 0.2, 0.4)
 WORKERS = 4
 CHANCE = 0.1
@@ -47,9 +46,11 @@ CHANCE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Attributes:
-    cost: arm -> cost of one full training.
-    quality: (arm, seed) -> quality by step.
+    """The learning curves of a sweep.
+
+    Attributes:
+        cost: arm -> cost of one full training.
+        quality: (arm, seed) -> quality by step.
     """
 
     steps: int
@@ -86,14 +87,12 @@ class Curves:
 POLICIES: dict[str, Callable[[Curves], Policy]] = {
     "ours": lambda curves: MultiObjectiveASHA(chance=CHANCE),
     "oracle": lambda curves: Oracle({arm: curves.point(arm) for arm in curves.cost}, curves.bound),
-    "random subset": lambda curves: Arrival(),
+    "random subset": lambda curves: RunToCompletion(),  # the arms arrive in random order
     "cheapest first": lambda curves: CheapestFirst(),
     "ASHA, quality alone": lambda curves: Promotion(scalarised(0.0)),
     "ASHA, 0.1 of quality per decade": lambda curves: Promotion(scalarised(0.1)),
     "MO-ASHA, promotion": lambda curves: Promotion(non_dominated),
 }
-if find_spec("syne_tune"):
-    POLICIES["MOASHA of syne-tune"] = lambda curves: SyneTune()
 
 
 def load_curves(path: Path) -> Curves:
@@ -113,9 +112,11 @@ def load_curves(path: Path) -> Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Attributes:
-    complete: (cost spent when the last seed of the arm was complete, arm), in that order.
-    spent: at the end.
+    """How a replay went.
+
+    Attributes:
+        complete: (cost spent when the last seed of the arm was complete, arm), in that order.
+        spent: cost at the end.
     """
 
     complete: Sequence[tuple[float, str]]
@@ -125,8 +126,8 @@ class Replay:
         return [arm for at, arm in self.complete if at <= spent]
 
 
-def replay(policy: Policy, curves: Curves, order: Sequence[str], most: float = math.inf) -> Replay:
-    """`WORKERS` jobs at a time, each taking the time of its cost, until `most` is spent."""
+def replay(policy: Policy, curves: Curves, order: Sequence[str]) -> Replay:
+    """Runs `WORKERS` jobs at a time, each for the time of its cost, until the policy has none."""
     seeds = curves.seeds
     states = [
         TrialState(
@@ -138,7 +139,7 @@ def replay(policy: Policy, curves: Curves, order: Sequence[str], most: float = m
     left = dict.fromkeys(order, len(seeds))
     running: list[tuple[float, int, TrialState, float]] = []
     now, spent, complete = 0.0, 0.0, list[tuple[float, str]]()
-    while spent < most:
+    while True:
         while len(running) < WORKERS:
             job = next(iter(policy.jobs(states)), None)
             if job is None:
@@ -163,12 +164,12 @@ def replay(policy: Policy, curves: Curves, order: Sequence[str], most: float = m
     return Replay(complete=complete, spent=spent)
 
 
-def judge(name: str, path: Path, seeds: int, replays: int) -> dict[str, np.ndarray]:
-    """Figures of one scheduler, (replays,) each."""
-    recorded, rng = load_curves(path), random.Random(0)  # the same orders for every scheduler
+def judge(name: str, path: Path, single: bool, replays: int) -> dict[str, Any]:
+    """Mean figures of one policy, with their intervals. `single`: every replay has one seed of each arm."""
+    recorded, rng = load_curves(path), random.Random(0)  # the same orders for every policy
     figures: dict[str, list[float]] = {}
     for i in range(replays):
-        curves = recorded.only(recorded.seeds[i % len(recorded.seeds)]) if seeds == 1 else recorded
+        curves = recorded.only(recorded.seeds[i % len(recorded.seeds)]) if single else recorded
         order = list(curves.cost)
         rng.shuffle(order)
         full = curves.hypervolume(order)
@@ -182,17 +183,7 @@ def judge(name: str, path: Path, seeds: int, replays: int) -> dict[str, np.ndarr
             now[f"recall at {part:g}"] = len(front & set(arms)) / len(front)
         for what, value in now.items():
             figures.setdefault(what, []).append(value)
-    return {what: np.array(values) for what, values in figures.items()}
-
-
-def record(name: str, judged: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
-    """Means with their intervals; also of the regret beyond ours in the same replays."""
-    figures = dict(judged[name])
-    for part in PARTS:
-        figures[f"regret beyond ours at {part:g}"] = (
-            figures[f"regret at {part:g}"] - judged["ours"][f"regret at {part:g}"]
-        )
-    return {"scheduler": name} | {what: _interval(values) for what, values in figures.items()}
+    return {"scheduler": name} | {what: _interval(np.array(values)) for what, values in figures.items()}
 
 
 def _interval(values: np.ndarray) -> list[float]:
@@ -202,16 +193,17 @@ def _interval(values: np.ndarray) -> list[float]:
 
 
 def show(record: Mapping[str, Any]) -> str:
-    cells = []
-    for part in PARTS:
-        mean, low, high = (100 * x for x in record[f"regret at {part:g}"])
-        cells.append(f"{mean:6.2f} ({low:5.2f}-{high:5.2f}) {record[f'recall at {part:g}'][0]:.2f}")
+    """A row of a table in Markdown."""
+    regrets = ["{:.2f} ({:.2f}-{:.2f})".format(*(100 * x for x in record[f"regret at {p:g}"])) for p in PARTS]
+    recalls = ", ".join(f"{record[f'recall at {part:g}'][0]:.2f}" for part in PARTS)
     end = [100 * record[f"{what} without a budget"][0] for what in ("regret", "cost")]
-    return f"{record['scheduler']:32}" + "  ".join([*cells, f"{end[0]:6.2f} at {end[1]:3.0f} % of the cost"])
+    return f"| {' | '.join([record['scheduler'], *regrets, recalls])} | {end[0]:.2f} at {end[1]:.0f} % |"
 
 
 def driver_time(trials: int = 3000) -> dict[str, float]:
-    """Milliseconds of an event that changes no ranking, and of a new ranking. Half of the arms are tried."""
+    """Returns milliseconds of an event that changes no ranking, and of a new ranking. Half of the arms are
+    tried.
+    """
     rng = random.Random(0)
     states = [
         TrialState(f"{i}", arm=i // 3, cost=10 ** rng.uniform(9, 12), steps=160, need={"CPU": 1.0})
@@ -241,26 +233,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--curves", type=Path, nargs="+", default=CURVES, help="(all)")
-    parser.add_argument("--replays", type=int, default=42, help="of each scheduler (%(default)s)")
+    parser.add_argument("--replays", type=int, default=42, help="of each policy (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     tables = []
     for path in args.curves:
-        for seeds, replays in ((1, args.replays), (3, max(1, args.replays // 3))):
+        for seeds, replays in (("one seed", args.replays), ("all seeds", max(1, args.replays // 3))):
             with ProcessPoolExecutor(args.processes) as pool:
-                futures = {name: pool.submit(judge, name, path, seeds, replays) for name in POLICIES}
-                judged = {name: future.result() for name, future in futures.items()}
-            records = [record(name, judged) for name in POLICIES]
-            print(f"\n{path.stem}, {seeds} seeds, {replays} replays: regret %, recall; without a budget")
-            print(f"{'':32}" + "  ".join(f"{f'{part:.0%}':>24}" for part in PARTS))
-            print("\n".join(map(show, records)))
+                futures = [pool.submit(judge, name, path, seeds == "one seed", replays) for name in POLICIES]
+                records = [future.result() for future in futures]
+            print(f"\n{path.stem}, {seeds}, {replays} replays")
+            print(f"| scheduler | {' | '.join(f'{p:.0%}' for p in PARTS)} | recall | without a budget |")
+            print("\n".join(map(show, records)), flush=True)
             tables.append({"curves": path.name, "seeds": seeds, "replays": replays, "records": records})
     driver = driver_time()
     print("\n3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
     if args.out:
-        told = provenance() | {"workers": WORKERS, "driver": driver, "tables": tables}
-        args.out.write_text(json.dumps(told, indent=1) + "\n")
+        record = provenance() | {"workers": WORKERS, "driver": driver, "tables": tables}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

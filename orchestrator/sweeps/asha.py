@@ -4,7 +4,7 @@ Source: the rungs, and promotion without waiting, are those of ASHA (Li et al. 2
 (Schmucker et al. 2021) promotes a fixed part of a rung, by non-dominated sorting and an epsilon-net. Here
 the cost of an arm is known before it starts, so the expected improvement of the hypervolume (Emmerich et al.
 2006) is a sum of one-dimensional integrals, exact for a normal prediction of the quality. `bench/stopping.py`
-compares them.
+compares these policies.
 """
 
 import math
@@ -19,33 +19,34 @@ from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.queue import Job, TrialState
 
 Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
-# What is assumed before there are data, of qualities in 0..1; `PRIOR_WEIGHT` trials' worth of evidence.
+# Assumptions before there are data, for qualities in 0..1. They weigh as much as `PRIOR_WEIGHT` trials.
 UNKNOWN_GAIN = 0.15  # between two rungs
-GAIN_SD = (0.2, 0.5, 0.1)  # of that gain, of its slope over quality, of its slope over decades of cost
+GAIN_SD = 0.2  # of that gain, for arms of any cost
+SLOPE_SD = 0.5  # of its slope over the quality at the rung
+COST_SD = 0.1  # of the difference between arms whose costs are far apart
+DECADES = 0.3  # of cost, within which arms predict each other
 NOISE_SD = 0.04  # of a predicted quality at the end
 SEED_SD = 0.015  # between seeds of an arm
 PRIOR_WEIGHT = 4.0
 
-UNKNOWN_SD = 0.02  # among arms of like cost
-SD_PER_DECADE = 0.03  # more, for arms whose cost is that far from all that were tried
-DECADES = 0.3  # of cost, within which arms predict each other
-NEGLIGIBLE = 3e-4  # part of the hypervolume: an arm that is expected to add less is not gone on with
+TOLERANCE = 2e-3  # part of the hypervolume that all stopped arms together are expected to add at most
 WORTH_A_PAUSE = 0.05  # part of everything spent: what a pause must be able to save
 
 
 class MultiObjectiveASHA:
-    """Every trial pauses at its rungs, 1/16 and 1/4 of its steps by default, and goes on when its arm is the
-    one that is expected to improve the hypervolume most, per cost still to pay.
+    """Every trial pauses at its rungs, 1/16 and 1/4 of its steps by default, and the arm goes on that is
+    expected to improve the hypervolume most, per cost still to pay.
 
-    The seeds of an arm are judged together: the first one is trained alone. Once it is complete the others
-    come next, without pauses, or the arm is dropped. An arm that is expected to improve the hypervolume by
-    less than `NEGLIGIBLE` is not gone on with, and its trials are stopped when the sweep ends.
+    The seeds of an arm are judged together: the first seed is trained alone, and the others follow without
+    pauses if the arm is still worth their cost. The arms that are worth least are not gone on with, as many
+    as are expected to add less than `TOLERANCE` together. Their trials are stopped when the sweep ends.
 
     Args:
         chance: quality that the hypervolume counts from.
-        eta: rungs are a factor of it apart.
-        rungs: how many there are before the end.
+        eta: factor between two rungs.
+        rungs: number of rungs before the end.
     """
 
     def __init__(self, *, chance: float, eta: int = 4, rungs: int = 2) -> None:
@@ -53,85 +54,92 @@ class MultiObjectiveASHA:
         self.parts = [eta**-k for k in range(rungs, 0, -1)] + [1.0]
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
-        """Yields jobs by improvement per cost; every arm is tried to its first rung at least."""
+        """Yields jobs by improvement per cost. Every arm is tried to its first rung at least."""
         if not states:
             return
         arms = _by_arm(states)
-        cost = np.array([fsum(s.cost for s in seeds) / len(seeds) for seeds in arms])
-        log_cost = np.log10(cost)
-        mean, sd = self._predict_arms(arms, log_cost)
+        log_cost, mean, sd = self._predict_arms(arms)
         finished = np.array([any(s.finished for s in seeds) for seeds in arms])
         failed = np.array([any(s.failed for s in seeds) for seeds in arms])
         running = np.array([any(s.running for s in seeds) for seeds in arms])
-        points = np.column_stack([log_cost, 1 - mean])
-        bound = np.array([log_cost.max() + math.log10(1.1), 1 - self.chance])
-        gains, volume = _improvements(points, sd, (finished | running) & ~failed, bound)
+        tried = np.array([any(s.reached for s in seeds) for seeds in arms])
         left = np.array([fsum(_cost_left(s) for s in seeds) for seeds in arms])
         spent = fsum(s.cost for s in states) - fsum(left)
-        order = np.lexsort((cost, -gains / np.maximum(left, 1e-9 * cost), ~finished))
-        for i in order:
-            seeds = arms[i]
-            if failed[i] or (gains[i] <= NEGLIGIBLE * volume and any(s.reached for s in seeds)):
+        bound = np.array([log_cost.max() + math.log10(1.1), 1 - self.chance])
+        points = np.column_stack([log_cost, 1 - mean])
+        gains, volume = _improvements(points, sd, (finished | running) & ~failed, bound)
+        worth = gains / np.maximum(left, 1e-9 * 10**log_cost)
+
+        open_arms = np.flatnonzero((left > 0) & tried & ~failed)
+        open_arms = open_arms[np.argsort(worth[open_arms])]
+        stopped = failed.copy()
+        stopped[open_arms[np.cumsum(gains[open_arms]) <= TOLERANCE * volume]] = True
+        for i in np.lexsort((log_cost, -worth)):
+            if stopped[i]:
                 continue
             if finished[i]:
-                yield from (Job(state=s, until=s.steps) for s in seeds if s.waiting)
+                yield from (Job(state=s, until=s.steps) for s in arms[i] if s.waiting)
                 continue
-            first = max(seeds, key=lambda s: (s.begins_at, s.running))
+            first = max(arms[i], key=lambda s: (s.begins_at, s.running))
             if first.waiting:
                 small = _cost_left(first) <= WORTH_A_PAUSE * spent
                 yield Job(state=first, until=first.steps if small else self._next_rung(first))
 
     def predictions(self, states: Sequence[TrialState]) -> dict[Hashable, float]:
-        """Returns arm -> its final quality as it is predicted, of arms that have reached a rung."""
+        """Returns arm -> its predicted final quality, for arms that have reached a rung."""
+        if not states:
+            return {}
         arms = _by_arm(states)
-        cost = np.array([fsum(s.cost for s in seeds) / len(seeds) for seeds in arms])
-        mean, _ = self._predict_arms(arms, np.log10(cost))
+        _, mean, _ = self._predict_arms(arms)
         tried = [any(s.reached for s in seeds) for seeds in arms]
         return {seeds[0].arm: float(m) for seeds, m, yes in zip(arms, mean, tried, strict=True) if yes}
 
-    def _predict_arms(self, arms: Sequence[Sequence[TrialState]], log_cost: Floats) -> tuple[Floats, Floats]:
-        """Returns the final quality of each arm, a mean over its seeds: expectation, standard deviation."""
+    def _predict_arms(self, arms: Sequence[Sequence[TrialState]]) -> tuple[Floats, Floats, Floats]:
+        """Returns log10 of the cost of each arm, and mean and standard deviation of its final quality, which
+        is a mean over its seeds.
+        """
+        log_cost = np.log10([fsum(s.cost for s in seeds) / len(seeds) for seeds in arms])
         states = [s for seeds in arms for s in seeds]
         arm_of = np.repeat(np.arange(len(arms)), [len(seeds) for seeds in arms])
         final, var = self._predict(states, log_cost[arm_of])
         over = np.array([s.finished for s in states])
-        # The trials of each arm that count: the complete ones, else all that were tried.
-        some_over = np.bincount(arm_of, over, len(arms)) > 0
-        counts = np.isfinite(final) & (over | ~some_over[arm_of])
-        num = np.bincount(arm_of, counts, len(arms))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.bincount(arm_of, np.where(counts, final, 0), len(arms)) / num
-            var = np.bincount(arm_of, np.where(counts, var, 0), len(arms)) / num
-        around = np.where(counts & over, final - mean[arm_of], 0)
-        freedom = np.maximum(num - 1, 0)[some_over].sum()
+        # The complete seeds of an arm count; without them those that were tried; without these all.
+        level = np.array([2 * s.finished + bool(s.reached) for s in states])
+        best = np.zeros(len(arms), dtype=int)
+        np.maximum.at(best, arm_of, level)
+        counts = level == best[arm_of]
+        num = np.bincount(arm_of, counts)
+        mean = np.bincount(arm_of, counts * final) / num
+        around = np.where(over, final - mean[arm_of], 0)
+        freedom = over.sum() - len(set(arm_of[over]))
         seed_var = _shrunk((around**2).sum(), freedom, SEED_SD)
         size = np.bincount(arm_of)
-        missing = size - num
-        with np.errstate(invalid="ignore", divide="ignore"):
-            var = np.where(some_over, seed_var * missing / (size * num), var)
-        return _fill_in(mean, np.sqrt(var), log_cost)
+        missing = seed_var * (size - num) / (size * num)
+        var = np.where(best > 1, missing, np.bincount(arm_of, counts * var) / num)
+        return log_cost, mean, np.sqrt(var)
 
     def _predict(self, states: Sequence[TrialState], log_cost: Floats) -> tuple[Floats, Floats]:
-        """Returns the final quality of each trial, mean and variance; not a number for trials without a rung.
+        """Returns mean and variance of the final quality of each trial.
 
-        From the last rung to the first: what the trials that went on from it gained, as a linear function of
-        their quality there and of their cost. Trials that are at a later rung count with their prediction.
+        From the last rung to the start: the gain of the trials that went on from there predicts the gain of
+        those that did not. Trials that are at a later rung count with their prediction and its variance.
         """
         rungs = len(self.parts) - 1
-        at = np.array([[s.reached.get(self._step(s, k), math.nan) for k in range(rungs)] for s in states])
-        at = at.reshape(len(states), rungs)
+        at = np.full((len(states), rungs + 1), self.chance)
+        for k in range(rungs):
+            at[:, k + 1] = [s.reached.get(self._step(s, k), math.nan) for s in states]
         final = np.array([s.reached[s.steps] if s.finished else math.nan for s in states])
         var = np.zeros(len(states))
-        for k in reversed(range(rungs)):
+        for k in reversed(range(rungs + 1)):
             known, here = np.isfinite(final), np.isfinite(at[:, k])
             went_on, waits = here & known, here & ~known
             if waits.any():
-                features = np.column_stack([np.ones(len(states)), at[:, k], log_cost])
-                prior = UNKNOWN_GAIN * (rungs - k)
-                gain, gain_var = _regress(features, final - at[:, k], went_on, waits, prior)
-                later = var[went_on].mean() if went_on.any() else 0.0
-                final[waits] = np.minimum(at[waits, k] + gain, 1.0)
-                var[waits] = gain_var + later
+                features, prior_sd = _features(at[:, k] - np.mean(at[here, k]), log_cost)
+                expected = at[:, k] + UNKNOWN_GAIN * (rungs + 1 - k)
+                surplus, var[waits] = _regress(
+                    features[went_on], (final - expected)[went_on], var[went_on], features[waits], prior_sd
+                )
+                final[waits] = np.minimum(expected[waits] + surplus, 1.0)
         return final, var
 
     def _step(self, state: TrialState, rung: int) -> int:
@@ -153,50 +161,41 @@ def _cost_left(state: TrialState) -> float:
 
 
 def _shrunk(squares: float, freedom: float, prior_sd: float) -> float:
-    """Returns a variance, from a sum of squares and what was assumed before."""
+    """Returns a variance, from a sum of squares and the assumption before."""
     return (PRIOR_WEIGHT * prior_sd**2 + squares) / (PRIOR_WEIGHT + freedom)
 
 
+def _features(quality: Floats, log_cost: Floats) -> tuple[Floats, Floats]:
+    """(N,), (N,) -> (N, F), (F,): what a gain depends on, and the standard deviation of each weight.
+
+    A gain is linear in the quality and a smooth function of the cost. Far from every known cost that function
+    is as uncertain as before there were data: what small arms gained does not say what large arms gain.
+    """
+    knots = np.arange(log_cost.min(), log_cost.max() + DECADES, DECADES)
+    bumps = np.exp(-(((log_cost[:, None] - knots) / DECADES) ** 2))
+    prior_sd = np.array([GAIN_SD, SLOPE_SD, *np.full(len(knots), COST_SD)])
+    return np.column_stack([np.ones(len(quality)), quality, bumps]), prior_sd
+
+
 def _regress(
-    features: Floats, target: Floats, known: NDArray[np.bool_], asked: NDArray[np.bool_], prior: float
+    rows: Floats, target: Floats, var: Floats, asked: Floats, prior_sd: Floats
 ) -> tuple[Floats, Floats]:
-    """Bayesian linear regression on the rows `known`: mean and variance of the target of the rows `asked`."""
-    center = features[known].mean(axis=0) if known.any() else features[asked].mean(axis=0)
-    shifted = features - center
-    shifted[:, 0] = 1.0
-    rows, expected = shifted[known], np.array([prior, 0.0, 0.0])
-    precision = np.diag(np.array(GAIN_SD) ** -2.0)
-    noise, covariance, weights = NOISE_SD**2, np.linalg.inv(precision), expected
-    # The noise comes from the residuals of a first fit. What was assumed of the slopes does not depend on it.
+    """Bayesian linear regression, with weights around zero: mean and variance of the target of the rows
+    `asked`. `var` is the variance of each known target, in addition to the common noise.
+    """
+    precision, noise = np.diag(prior_sd**-2.0), NOISE_SD**2
+    covariance, weights = np.linalg.inv(precision), np.zeros(len(prior_sd))
+    # The noise comes from the residuals of a first fit.
     for _ in range(2):
-        covariance = np.linalg.inv(rows.T @ rows / noise + precision)
-        weights = covariance @ (rows.T @ target[known] / noise + precision @ expected)
-        residual = target[known] - rows @ weights
-        noise = _shrunk((residual**2).sum(), len(residual), NOISE_SD)
-    ahead = shifted[asked]
-    return ahead @ weights, noise + np.einsum("ij,jk,ik->i", ahead, covariance, ahead)
+        weight = 1 / (noise + var)
+        covariance = np.linalg.inv((rows.T * weight) @ rows + precision)
+        weights = covariance @ (rows.T @ (weight * target))
+        certain = noise * weight
+        noise = _shrunk((certain * (target - rows @ weights) ** 2).sum(), certain.sum(), NOISE_SD)
+    return asked @ weights, noise + ((asked @ covariance) * asked).sum(axis=1)
 
 
-def _fill_in(mean: Floats, sd: Floats, log_cost: Floats) -> tuple[Floats, Floats]:
-    """Predicts arms that were not tried by those that were, weighted by how near their cost is."""
-    known = np.isfinite(mean)
-    if not known.any():
-        return np.full(len(mean), 0.5), np.full(len(mean), 0.2)
-    # Neighbours are taken together in bins of a fiftieth of a decade, so that thousands of arms stay cheap.
-    place, bin_of = np.unique(np.round(log_cost[known], 2), return_inverse=True)
-    count, total = np.bincount(bin_of), np.bincount(bin_of, mean[known])
-    apart = np.abs(log_cost[~known, None] - place)
-    nearest = apart.min(axis=1, keepdims=True)
-    weight = np.exp(-((apart / DECADES) ** 2)) + 1e-9 * (apart == nearest)
-    mean, sd = mean.copy(), sd.copy()
-    mean[~known] = (weight @ total) / (weight @ count)
-    sd[~known] = UNKNOWN_SD + SD_PER_DECADE * np.minimum(nearest[:, 0], 1)
-    return mean, sd
-
-
-def _improvements(
-    points: Floats, sd: Floats, taken: NDArray[np.bool_], bound: Floats
-) -> tuple[Floats, float]:
+def _improvements(points: Floats, sd: Floats, taken: Mask, bound: Floats) -> tuple[Floats, float]:
     """Returns what each arm is expected to add to the hypervolume of all others that are `taken`, and that
     hypervolume.
     """

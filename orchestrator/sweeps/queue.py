@@ -1,6 +1,7 @@
-"""Which trial trains next, and to which step: the order is the policy's; devices and budget admit.
+"""The trial that trains next, and its next step: a policy orders the trials, devices and budget admit them.
 
-Pure: the queue is told what happened and answers what to do. Ray Tune does it (`scheduler.py`).
+The queue itself starts nothing. It is called with what happened, and returns the next job; Ray Tune runs it
+(`scheduler.py`).
 """
 
 import math
@@ -13,24 +14,26 @@ from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.resources import fits
 from orchestrator.training.run_directory import Result
 
-PATIENCE = 8  # later trials may start before one whose devices are not free so often; then all wait for it
+# A trial whose devices are not free is passed by so many later ones. Then all wait for it.
+PATIENCE = 8
 
-Outcome = Result | str  # how a trial ended, or why it failed
+Outcome = Result | str  # the result of a trial, or why it failed
 
 
 class TrialState:
-    """Where a trial stands.
+    """The state of a trial in the queue.
 
     Attributes:
-        arm: trials of the same arm are its seeds, and one point of the frontier.
-        cost: of the whole trial, known before it starts; early stopping judges by it.
-        steps, start: where the trial ends and begins; a branch begins where it leaves its trunk.
+        arm: trials of the same arm are its seeds, and together one point of the frontier.
+        cost: cost of the whole trial, known before it starts. Early stopping judges by it.
+        steps: last step of the trial.
         need: resources that the trial keeps busy while it trains.
-        after: the trial that must be complete before.
-        trial: the trial as its owner knows it.
-        flops: of the steps that it trains itself: the trunk of a branch is already paid for.
+        start: first step of the trial. A branch starts where it leaves its trunk.
+        after: name of the trial that must be complete before.
+        trial: the sweep's own trial.
+        flops: cost of the steps that the trial trains itself, without those of its trunk.
         reached: step -> quality, at its pauses and its end.
-        until: the step that it trains to while it runs.
+        until: step at which the running job ends.
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class TrialState:
 
     @property
     def begins_at(self) -> int:
-        """The last step that it paused at, else its start."""
+        """The step of its last pause, or its start."""
         return max(self.reached, default=self.start)
 
     def part(self, until: int) -> float:
-        """The fraction of its own steps that lies between its last pause and `until`."""
+        """The fraction of its own steps between its last pause and `until`."""
         return max(0, until - self.begins_at) / (self.steps - self.start)
 
     @property
@@ -76,7 +79,7 @@ class TrialState:
 
     @property
     def finished(self) -> bool:
-        """Whether it has the quality of its last step. A run may end before by ``train.stop_at``."""
+        """Whether the quality of its last step is known. A run may end before, by ``train.stop_at``."""
         return self.steps in self.reached
 
     @property
@@ -87,7 +90,7 @@ class TrialState:
 def state_of(
     trial: Trial, *, cost: float, need: Mapping[str, float], flops: float | None = None
 ) -> TrialState:
-    """The state of a sweep's trial that has not begun."""
+    """Returns the state of a sweep's trial that has not begun."""
     return TrialState(
         trial.name,
         arm=trial.arm,
@@ -115,12 +118,12 @@ class Job:
 
 class Policy(Protocol):
     def jobs(self, states: Sequence[TrialState]) -> Iterable[Job]:
-        """Returns what could be done now, best first. `states`: all trials of the sweep, in its order."""
+        """Returns the jobs that could start now, best first. `states`: all trials of the sweep, in order."""
         ...
 
 
 class RunToCompletion:
-    """Trains every trial to its end, those with the largest demand first: small trials fill the gaps."""
+    """Trains every trial to its end, the largest demand first, so that small trials fill the gaps."""
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         for state in sorted((s for s in states if s.waiting), key=lambda s: -sum(s.need.values())):
@@ -128,12 +131,14 @@ class RunToCompletion:
 
 
 class TrialQueue:
-    """Args:
-    cluster_resources: resources of the cluster, up or still to come.
-    quality: the metric that early stopping judges by.
-    max_concurrent: jobs that run at the same time, however many would fit.
-    admits: whether a job can be paid for, beside those that run.
-    more: draws the trials of another arm; none: there are no more.
+    """Chooses the next job from the policy's, by free devices and budget.
+
+    Args:
+        cluster_resources: resources of the cluster, including those that its autoscaler may add.
+        quality: metric that early stopping judges by.
+        max_concurrent: highest number of jobs that run at the same time.
+        admits: whether the budget holds a job beside those that run.
+        more: draws the trials of another arm, or returns no trials at the end of a search.
     """
 
     def __init__(
@@ -155,8 +160,8 @@ class TrialQueue:
         self.admits = admits
         self.more = more
         self.out_of_budget = False
-        self._num_running = 0
-        # The last answer was "wait", and nothing has happened since that could change it.
+        self.num_running = 0
+        # The last answer was to wait, and nothing has happened since that could change it.
         self._idle = False
         # A job waits for the budget, or for devices that no other trial may take before it.
         self._held = False
@@ -166,31 +171,32 @@ class TrialQueue:
         self._idle = False
 
     def next(self) -> Job | None:
-        """Returns the job to start now, which then counts as running. None: wait for one that runs; if none
-        does, everything is done, or the budget is exhausted.
+        """Returns the job to start now, which then counts as running. None means to wait for a running job.
+        If none runs, everything is done or the budget is exhausted.
         """
         if self._idle:
             return None
-        job = self._chosen() if self._num_running < self.max_concurrent and self._has_room() else None
-        if job is None:
+        can_start = self.num_running < self.max_concurrent and self._has_room()
+        if not can_start or (job := self._chosen()) is None:
             self._idle = True
             return None
         job.state.running, job.state.until = True, job.until
-        self._num_running += 1
+        self.num_running += 1
         self._take(job.state.need, -1)
         return job
 
     def done(self, name: str, outcome: Outcome) -> None:
-        """The running job of that trial ended: for good, or with a pause."""
+        """Records that the running job of a trial ended, for good or with a pause."""
         state = self.states[name]
-        if state.running:  # else its process died when it had paused
+        # A process may also die after its trial has paused.
+        if state.running:
             state.running = False
-            self._num_running -= 1
+            self.num_running -= 1
             self._take(state.need, +1)
         self.record(name, outcome)
 
     def record(self, name: str, outcome: Outcome) -> None:
-        """Takes over what is known of a trial: from `done`, or what an earlier process left."""
+        """Records the outcome or a pause of a trial, also of an earlier process."""
         state = self.states[name]
         self._idle = False
         if isinstance(outcome, Result) and outcome.status == "paused":
@@ -204,9 +210,6 @@ class TrialQueue:
                 if branch.after == name and branch.waiting:
                     branch.outcome = f"its trunk {name} did not finish"
 
-    def running(self) -> int:
-        return self._num_running
-
     def _chosen(self) -> Job | None:
         while (job := self._admitted()) is None:
             if self._held or not (drawn := self.more()):
@@ -215,7 +218,7 @@ class TrialQueue:
         return job
 
     def _admitted(self) -> Job | None:
-        """The first job of the policy that has its trunk, its devices and its budget."""
+        """Returns the policy's first job whose trunk is complete and whose devices and budget are free."""
         skipped: list[TrialState] = []
         self.out_of_budget = self._held = False
         for job in self.policy.jobs(list(self.states.values())):
@@ -236,9 +239,9 @@ class TrialQueue:
         return None
 
     def _has_room(self) -> bool:
-        """Whether the smallest trial fits: another arm is drawn when it can start, not before."""
-        needs = {tuple(state.need.items()): state.need for state in self.states.values()}
-        return not needs or any(fits(need, self.free) for need in needs.values())
+        """Whether any trial fits. Another arm is drawn when it can start, not before."""
+        needs = {tuple(state.need.items()) for state in self.states.values()}
+        return not needs or any(fits(dict(need), self.free) for need in needs)
 
     def _take(self, need: Mapping[str, float], sign: int) -> None:
         for name, amount in need.items():

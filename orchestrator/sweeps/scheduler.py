@@ -22,44 +22,44 @@ Config = Mapping[str, Any]
 class QueueScheduler(TrialScheduler):
     """Lets Tune run the jobs of a `TrialQueue`: it starts, pauses and resumes trials, and ends the sweep.
 
-    Tune starts what is pending without asking its scheduler, so a trial is held as paused until the queue
-    says that it is next. A trial of a searcher that asked `new_job` starts at once.
+    Tune starts pending trials without asking its scheduler. A trial is therefore held as paused until the
+    queue returns its job. A trial of a searcher that called `new_job` starts at once.
 
     Args:
-        time_attr: the reported step. It must count on after a pause: `training_iteration` begins at 1 again
-            if the trainable reports no checkpoints. A report without it is never a rung.
+        time_attr: name of the reported step, which must count on after a pause. `training_iteration` begins
+            at 1 again if the trainable reports no checkpoints. A report without this name is never a rung.
     """
 
     def __init__(self, queue: TrialQueue, *, time_attr: str) -> None:
         super().__init__()
         self.queue = queue
         self.time_attr = time_attr
-        self._trials: dict[str, Trial] = {}  # by the name of their state
+        self._trials: dict[str, Trial] = {}  # by the name of the state
         self._states: dict[str, TrialState] = {}  # by Tune's trial id
-        self._due: list[Job] = []  # admitted, but not started yet
+        self._due: list[Job] = []  # admitted but not started
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        return True  # two metrics, not one with a mode
+        return True  # there are two metrics
 
     def state_of(self, trial: Trial) -> TrialState:
-        """The state of a trial that Tune adds."""
+        """Returns the state of a trial that Tune adds."""
         raise NotImplementedError
 
     def ended(self, state: TrialState, outcome: Outcome) -> None:
-        """The running job of `state` has ended, perhaps with a pause."""
+        """Is called when the running job of `state` has ended, perhaps with a pause."""
         self.queue.done(state.name, outcome)
 
     def new_job(self) -> Job | None:
-        """The job to start now, if it is the first of a trial that Tune does not know yet."""
+        """Returns the job to start now, if it belongs to a trial that Tune does not know yet."""
         return self._next_job(lambda job: job.state.name not in self._trials)
 
     def active(self) -> bool:
-        """Whether a job runs, or is about to."""
-        return self.queue.running() > 0
+        """Whether a job runs or was admitted."""
+        return self.queue.num_running > 0
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         if (state := self._states.get(trial.trial_id)) is not None:
-            # Its process died. Tune starts another one by itself, unless it was just pausing.
+            # The trial's process died. Tune starts another process by itself, unless the trial was pausing.
             if not state.running or any(job.state is state for job in self._due):
                 tune_controller._set_trial_status(trial, Trial.PAUSED)
             return
@@ -67,14 +67,15 @@ class QueueScheduler(TrialScheduler):
         self._trials[state.name] = trial
         if not state.running:
             self.queue.add(state)
-            # Without it, Tune raises at the very end if the trial never has a process.
+            # Without a local path Tune raises at the very end, if the trial never has a process.
             trial.init_local_path()
             trial.set_status(Trial.PAUSED if state.outcome is None else Trial.TERMINATED)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         state, step = self._states[trial.trial_id], result.get(self.time_attr, 0)
         if result.get("done") or step < state.until or step >= state.steps:
-            return self.CONTINUE  # after the last step the function returns by itself
+            # After the last step the function returns by itself.
+            return self.CONTINUE
         self.ended(state, self._result("paused", state.until, result))
         if (job := self._fetch()) is not None and job.state is state:
             self._due.remove(job)
@@ -86,14 +87,13 @@ class QueueScheduler(TrialScheduler):
         self.ended(state, self._result("finished", state.steps, result))
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        # Tune calls this before a restart too, and has set the status then.
+        # Before a restart Tune calls this too, and has set the status by then.
         if trial.status != Trial.ERROR:
-            self.ended(
-                self._states[trial.trial_id], f"its process died {trial.run_metadata.num_failures} times"
-            )
+            failures = trial.run_metadata.num_failures
+            self.ended(self._states[trial.trial_id], f"its process died {failures} times")
 
     def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
-        """A held trial is stopped."""
+        """Is called when a held trial is stopped."""
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         job = self._next_job(self._is_paused)
@@ -102,13 +102,13 @@ class QueueScheduler(TrialScheduler):
         over = self.queue.out_of_budget or tune_controller.search_alg.is_finished()
         if over and not self.active():
             tune_controller.search_alg.set_finished()
-            # Else Tune would wait for ever for something to go on with them.
+            # Tune would wait for ever for the paused trials.
             for trial in self._trials.values():
                 tune_controller.stop_trial(trial)
         return None
 
     def debug_string(self) -> str:
-        return f"{type(self).__name__}: {self.queue.running()} of {len(self.queue.states)} trials run"
+        return f"{type(self).__name__}: {self.queue.num_running} of {len(self.queue.states)} trials run"
 
     def _is_paused(self, job: Job) -> bool:
         # The process of a trial that was just paused may not have ended yet.
@@ -135,18 +135,19 @@ class QueueScheduler(TrialScheduler):
 class FrontierScheduler(QueueScheduler):
     """Early stopping for the frontier of quality against cost, in any `ray.tune.Tuner` with a function.
 
-    The function reports `metric` and `time_attr` with a checkpoint at every rung, and goes on from
-    `tune.get_checkpoint()`: the process of a paused trial ends.
+    The function reports `metric` and `time_attr` with a checkpoint at every rung. It goes on from
+    `tune.get_checkpoint()`, since the process of a paused trial ends.
 
     Args:
-        cost: of a whole trial, by its config; smaller is better.
-        steps: the last step of a trial.
-        metric: the quality; larger is better, and `chance` is where the hypervolume counts from.
-        arm: trials with the same value are seeds of one arm; by default all that differ in ``seed`` alone.
-        need: resources that a trial takes beside what Tune reserves for it.
+        cost: returns the cost of a whole trial; smaller is better.
+        steps: returns the last step of a trial.
+        metric: name of the quality; larger is better.
+        arm: trials with the same value are seeds of one arm; by default trials that differ in ``seed`` alone.
+        need: returns resources that a trial takes beside those that Tune reserves for it.
         cluster_resources: by default those that are up when the first trial is added.
-        known: step -> quality, of what an earlier sweep did with the config.
-        budget: bounds the cost that is begun.
+        known: returns step -> quality, as an earlier sweep reached it with the config.
+        budget: bound of the cost of all jobs that are started.
+        chance: quality that the hypervolume counts from.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class FrontierScheduler(QueueScheduler):
         self._metric = metric
         self.cost, self.steps, self.arm, self.need, self.known = cost, steps, arm, need, known
         self.budget = budget
-        self.spent = 0.0  # cost of everything that was begun
-        self.wants_more = True  # there is room that no known trial is worth; a searcher may ask
+        self.spent = 0.0  # cost of all jobs that were started
+        # There is room, and no known trial is worth it: a searcher may draw another arm.
+        self.wants_more = True
 
     def state_of(self, trial: Trial) -> TrialState:
         self.wants_more = False
@@ -196,7 +198,7 @@ class FrontierScheduler(QueueScheduler):
         return state
 
     def predicted(self, trial_id: str) -> float | None:
-        """The final quality that is predicted of the arm of a trial; None before it has reached a rung."""
+        """Returns the predicted final quality of a trial's arm, or None before it has reached a rung."""
         states = list(self.queue.states.values())
         return self.policy.predictions(states).get(self._states[trial_id].arm)
 

@@ -1,4 +1,4 @@
-"""Which arm is tried next, from the results so far: random, TPE or NSGA-II over a conditional space.
+"""Chooses the next arm from the results so far: random, TPE or NSGA-II over a conditional space.
 
 Sources: Bergstra et al. 2011 (TPE) as optuna extends it to several objectives (Ozaki et al. 2022); Deb et al.
 2002 (NSGA-II).
@@ -31,17 +31,17 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
 log = logging.getLogger(__name__)
-optuna.logging.set_verbosity(optuna.logging.ERROR)  # a line for every trial
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # Optuna logs every trial.
 
 Kind = Literal["random", "tpe", "nsga2"]
-DRAWS = 50  # of one arm; a space that refuses them all is an error
-DUPLICATES = 5  # draws of known arms, after which a new neighbour of the last one is taken
-# Fields in which an earlier run may differ from what the space proposes: they do not say how good an arm is.
+DRAWS = 50  # for one arm; a space that refuses all of them is an error
+DUPLICATES = 5  # draws of known arms before a neighbour of the last one is taken
+# An earlier run may differ from the space's proposals in these fields, which do not affect quality or cost.
 INCIDENTAL = ("name", "train.seed", "train.report_every", "train.eval_every")
 
 
 class Suggest(Protocol):
-    """What a space may ask: a part of `optuna.Trial`. `name` is the dotted field that the value is for."""
+    """The part of `optuna.Trial` that a space may use. `name` is the dotted field of the value."""
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int: ...
@@ -55,7 +55,7 @@ Space = Callable[[Suggest], Mapping[str, Any]]  # -> dotted changes of the base
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A name, and dotted fields of the base with their values."""
+    """A name, and changes of the base: dotted fields with their values."""
 
     name: str
     changes: Mapping[str, Any]
@@ -64,16 +64,16 @@ class Arm:
 class OptunaSearch:
     """Maximises quality and minimises log10(cost).
 
-    A space is define-by-run, so it may be conditional: what it asks may depend on what it was answered.
+    A space is define-by-run, so it may be conditional: later questions may depend on earlier answers.
     ``suggest_categorical("model.moe.router.kind", [None, "soft", "expert_choice"])`` is None where the model
-    has no experts. Fields that are always the same are in its changes too, without being asked for.
+    has no experts. Fixed fields are in the changes too, without a question.
 
-    ``tpe`` fits every field on the trials that had it. ``nsga2`` crosses only fields that all trials have and
-    draws the others at random: not for spaces in which most depends on a kind.
+    ``tpe`` fits every field on the trials that have it. ``nsga2`` crosses only fields that all trials have
+    and draws the others at random, so it does not suit spaces in which most fields depend on a kind.
 
     Args:
-        base: the run that an arm changes; None: the changes are a config by themselves.
-        count: arms in all, those that are restored among them.
+        base: the run that an arm changes. Without a base the changes are a config by themselves.
+        count: number of arms, including restored arms.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class OptunaSearch:
         self._neighbours = optuna.create_study(sampler=RandomSampler(seed=seed))
         self._rng = random.Random(seed)
         self._asked: dict[str, optuna.Trial] = {}
-        self._names: dict[Hashable, str] = {}  # of what was proposed
+        self._names: dict[Hashable, str] = {}  # of all proposed arms
         self._values: dict[str, tuple[float, float]] = {}
         self._told = set[int]()  # numbers of Optuna's trials
         self._again = deque[Arm]()
         self._number = self._proposed = 0
 
     def next(self) -> Arm | None:
-        """Returns None once `count` arms were proposed, or the space has nothing new.
+        """Returns the next arm, or None once `count` arms were proposed or the space has nothing new.
 
         Raises:
             UsageError: if all of `DRAWS` suggestions are refused, with the last reason.
@@ -126,8 +126,8 @@ class OptunaSearch:
         return self._neighbour(params)
 
     def tell(self, name: str, quality: float | None, cost: float | None) -> None:
-        """The result of an arm, or what is predicted of it. A value that is not finite counts as None; a
-        second result is one more observation.
+        """Records the result of an arm, or its predicted result. A quality that is not finite counts as None.
+        A second result is one more observation.
         """
         known = None
         if quality is not None and cost is not None and math.isfinite(quality):
@@ -143,10 +143,11 @@ class OptunaSearch:
         self._study.tell(asked, known, state=None if known else TrialState.FAIL)
 
     def restore(self, trials: Sequence[tuple[str, Mapping[str, Any], float | None, float | None]]) -> None:
-        """Before the first `next`: what an earlier process proposed, as (name, changes, quality, cost).
+        """Takes over the proposals of an earlier process, as (name, changes, quality, cost). To be called
+        before the first `next`.
 
-        Without quality and cost: unfinished, to be proposed again before anything new. With a cost alone:
-        over, without a quality. Numbers go on where they ended.
+        An arm without quality and cost is unfinished, and is proposed again before new arms. An arm with a
+        cost alone ended without a quality. The numbers in names continue.
 
         Raises:
             UsageError: for a trial that the space does not offer any more.
@@ -168,11 +169,11 @@ class OptunaSearch:
         self._study.sampler = _sampler(self.sampler, self.count, self.seed + len(trials))
 
     def warm_start(self, runs: Sequence[tuple[RunConfig, float, float]]) -> int:
-        """Learns from runs of other sweeps, as (run, quality, cost); how many the space has.
+        """Learns from runs of other sweeps, as (run, quality, cost). Returns how many runs the space offers.
 
-        Left out are runs on other data, runs with a value that the space does not offer, and those that
-        differ from what it proposes in anything that bears on quality or cost (not: `INCIDENTAL`, nor what
-        may change when a run is resumed). They do not count as proposed: a sweep has all of its own frontier.
+        Left out are runs on other data, and runs with a value that the space does not offer or propose. A run
+        may differ in `INCIDENTAL` fields and in those that may change when a run is resumed. These runs do
+        not count as proposed: a sweep trains its whole frontier itself.
         """
         assert self.base is not None
         taken = 0
@@ -200,8 +201,8 @@ class OptunaSearch:
         return Arm(name=name, changes=changes)
 
     def _tell_again(self, asked: optuna.Trial, name: str) -> None:
-        """The result of a known arm for another draw of it: TPE would not learn from a failure, and draw it
-        again. While it still runs, the worst result so far keeps the sampler away from it.
+        """Answers another draw of a known arm with its result. TPE would not learn from a failure, and would
+        draw the arm again. While the arm runs, the worst result so far keeps the sampler away from it.
         """
         values = self._values.get(name)
         if values is None and self._values:
@@ -210,7 +211,7 @@ class OptunaSearch:
         self._study.tell(asked, values, state=None if values else TrialState.FAIL)
 
     def _neighbour(self, params: dict[str, Any]) -> Arm | None:
-        """A new arm that differs from `params` in one field, or in the fewest that are tried."""
+        """Returns a new arm that differs from `params` in one field, or in as few as possible."""
         for draw in range(200):
             changed = self._rng.sample(list(params), min(len(params), 1 + draw // 40))
             self._neighbours.enqueue_trial({k: v for k, v in params.items() if k not in changed})
@@ -226,7 +227,7 @@ class OptunaSearch:
         return None
 
     def _ask_for(self, params: dict[str, Any]) -> optuna.Trial:
-        """A trial of these; in a generation, for NSGA-II puts in and sees only those that ask it for them."""
+        """Returns a trial with these values. NSGA-II sees only trials that it has put into a generation."""
         self._study.enqueue_trial(params)
         asked, sampler = self._study.ask(), self._study.sampler
         self.space(asked)
@@ -239,10 +240,11 @@ class ArmSearcher(Searcher):
     """`OptunaSearch` for any `ray.tune.Tuner`, with ``num_samples=-1``: the config is the changes of an arm.
 
     Args:
-        quality, cost: names of reported metrics; `cost` may be a function of the config instead.
-        wanted: whether another arm may be drawn now. `FrontierScheduler` knows; without it Tune asks as often
-            as it has room.
-        predicted: final quality of a trial that was stopped, by its id.
+        quality: name of a reported metric.
+        cost: name of a reported metric, or a function of the config.
+        wanted: whether another arm may be drawn now, as `FrontierScheduler.wants_more` says. By default Tune
+            draws as often as it has room.
+        predicted: returns the final quality of a stopped trial by its id.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class ArmSearcher(Searcher):
         self._arms: dict[str, Arm] = {}
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
-        return True  # two metrics, and a space of its own
+        return True  # there are two metrics and another space
 
     def suggest(self, trial_id: str) -> Any:
         if not self.wanted():
@@ -287,7 +289,7 @@ class ArmSearcher(Searcher):
 
 
 def _digest(path: str) -> str | None:
-    """What a data set holds. One that is not there is like no other."""
+    """Returns the digest of a data set, or None if the data set is missing."""
     try:
         return open_manifest(path).digest()
     except (UsageError, OSError):
@@ -297,10 +299,11 @@ def _digest(path: str) -> str | None:
 def _sampler(kind: Kind, count: int, seed: int) -> BaseSampler:
     if kind == "random":
         return RandomSampler(seed=seed)
-    if kind == "nsga2":  # five generations, if there are trials enough
+    if kind == "nsga2":
+        # Five generations, if there are trials enough.
         return NSGAIISampler(seed=seed, population_size=min(50, max(4, count // 5)))
-    # each field by itself: conditional spaces as they are, and on such (two made up, 40 and 100
-    # trials, 10 seeds) no worse than multivariate in groups, which is experimental
+    # Univariate TPE takes conditional spaces as they are. On two made-up spaces (40 and 100 trials, 10 seeds)
+    # it was no worse than multivariate TPE in groups, which is experimental.
     return TPESampler(seed=seed, multivariate=False, n_startup_trials=min(10, max(4, count // 4)))
 
 
@@ -309,10 +312,10 @@ class _OutsideError(Exception):
 
 
 def _read(space: Space, run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the space asks and proposes, if every answer is what `run` has.
+    """Returns the parameters and the changes of the space if every answer is the value that `run` has.
 
     Raises:
-        _OutsideError: if one is not in the distribution it was asked from.
+        _OutsideError: for a value that is not in the distribution of its question.
     """
     given = _Given(values=flat(run))
     changes = dict(space(given))
@@ -321,7 +324,7 @@ def _read(space: Space, run: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """Answers with the values of a flat config, and keeps them."""
+    """Answers a space with the values of a flat config, and keeps the answers."""
 
     values: Mapping[str, Any]
     params: dict[str, Any] = field(default_factory=dict)
@@ -338,12 +341,13 @@ class _Given:
         return self._answer(name, FloatDistribution(low, high, log=log, step=step))
 
     def _answer(self, name: str, distribution: BaseDistribution) -> Any:
-        parts = name.split(".")
-        above = [".".join(parts[:n]) for n in range(1, len(parts))]
-        if name not in self.values and not any(self.values.get(group, 0) is None for group in above):
+        # A field of a group that is None counts as None.
+        absent = [group for group, value in self.values.items() if value is None]
+        if name not in self.values and not name.startswith(tuple(f"{group}." for group in absent)):
             raise _OutsideError(f"the run has no {name}")
         value = self.values.get(name)
-        try:  # at once: what the space does with it may need what it asked for
+        # The value is checked at once, since the space may fail on a value that it does not offer.
+        try:
             create_trial(state=TrialState.WAITING, params={name: value}, distributions={name: distribution})
         except ValueError as error:
             raise _OutsideError(f"{name}={value!r}: {error}") from None

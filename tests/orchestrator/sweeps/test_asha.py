@@ -1,6 +1,7 @@
-"""Early stopping: what a point is expected to add, which arm goes on, which never does."""
+"""Early stopping: the expected improvement of a point, the arm that goes on, the arms that are stopped."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +71,27 @@ def test_an_arm_without_hope_stops_and_every_arm_is_tried():
     assert asked(*complete, good, bad, untried) == [("good", 40), ("new", 10)]
 
 
+def test_small_arms_do_not_say_what_large_arms_gain():
+    """The quality falls from the smallest arms to the medium ones. A line through both would predict that
+    arms of 30 times the cost end far below the frontier. These arms go on until one of them is complete.
+    """
+    small = [state(f"small{i}", 1 + i / 10, {10: 0.12, 40: 0.22, 160: 0.5}) for i in range(5)]
+    medium = [state(f"medium{i}", 4 + i / 10, {10: 0.2, 40: 0.22, 160: 0.43}) for i in range(5)]
+    large = [state(f"large{i}", 30 + i, {10: 0.18}) for i in range(5)]
+    assert asked(*small, *medium, *large)[0] == ("large0", 40)
+    large[0].reached |= {40: 0.22, 160: 0.4}
+    large[0].outcome = "complete"
+    assert asked(*small, *medium, *large) == []
+
+
+def test_stopped_arms_add_little_together():
+    """One arm that is expected to add little is stopped. Of twenty such arms some go on."""
+    done = [state(f"done{i}", 10 * 1.1**i, RISES) for i in range(8)]
+    assert asked(*done, state("one", 15.0, {10: 0.2})) == []
+    many = [state(f"open{i}", 15.0 + i / 10, {10: 0.2}) for i in range(20)]
+    assert 0 < len(asked(*done, *many)) < 20
+
+
 def test_a_crowded_place_gains_less():
     """The cheaper of two arms goes first, until an arm like it runs: then it would add nearly nothing."""
     rises = [{40: q, 160: q + 0.1} for q in np.linspace(0.1, 0.85, 30)]
@@ -98,11 +120,11 @@ def seeds(arm: str, cost: float, *reached: dict[int, float]) -> list[TrialState]
 
 
 def test_seeds_of_an_arm_are_judged_together():
-    """The first seed goes alone. Once it is complete the others come next, without pauses, or never."""
+    """The first seed goes alone. Once it is complete the others follow without pauses, or never."""
     known = [s for i in range(5) for s in seeds(f"known{i}", 1.0 + i / 10, RISES, RISES)]
     first = seeds("first", 1.5, {10: 0.3}, {})
     good, bad = seeds("good", 3.0, RISES | {160: 0.8}, {}, {}), seeds("bad", 3.0, RISES | {160: 0.3}, {}, {})
-    assert asked(*known, *first, *good, *bad) == [("good1", 160), ("good2", 160), ("first0", 40)]
+    assert asked(*known, *first, *good, *bad) == [("first0", 40), ("good1", 160), ("good2", 160)]
     first[0].running = True
     assert asked(*known, *first) == []
 
@@ -111,3 +133,11 @@ def test_an_arm_with_a_failed_seed_is_no_point_and_costs_no_more():
     broken = seeds("broken", 1.0, {}, {})
     broken[0].outcome = "out of memory"
     assert asked(*broken, state("sound", 2.0)) == [("sound", 10)]
+
+
+def test_predictions_are_of_tried_arms():
+    """A search asks before there are trials. A quality that is not a number counts as unknown."""
+    policy = MultiObjectiveASHA(chance=0.1)
+    assert policy.predictions([]) == {}
+    tried = [state("tried", 1.0, {10: 0.2}), state("nan", 1.0, {10: float("nan")}), state("new", 2.0)]
+    assert policy.predictions(tried) == {"tried": 0.5, "nan": pytest.approx(0.53, abs=0.01)}

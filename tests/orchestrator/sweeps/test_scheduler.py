@@ -1,4 +1,4 @@
-"""The scheduler in a plain Tuner, with a function that knows nothing of this project."""
+"""The scheduler in a plain Tuner, with a function that uses nothing of this project."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from orchestrator.sweeps.search import ArmSearcher, OptunaSearch
 pytestmark = pytest.mark.usefixtures("cluster")
 
 STEPS = 32
-# Two arms of each of six sizes; the second is worse everywhere, and all learn at the same pace.
+# Two arms of each of six sizes. The second arm is worse everywhere, and all learn at the same pace.
 COST = {f"{name}{size}": 2.0**size for size in range(6) for name in ("good", "bad")}
 
 
@@ -77,7 +77,7 @@ def fit(folder: Path, tuning: tune.TuneConfig, space: dict[str, Any] | None = No
 
 @pytest.mark.smoke
 def test_the_exhaustive_frontier_at_lower_cost(tmp_path: Path) -> None:
-    """Ends although trials stay paused, and trains no step of a trial twice."""
+    """The sweep ends although trials stay paused, and trains no step of a trial twice."""
     scheduler, results = run(tmp_path, list(COST))
     final: dict[str, list[float]] = {}
     for result in results:
@@ -97,7 +97,7 @@ def test_the_exhaustive_frontier_at_lower_cost(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) -> None:
-    """Every trial dies once after its first rung; the budget holds the small arm, and a rung of the large."""
+    """Every trial dies once after its first rung. The budget holds the small arm and a rung of the large."""
     scheduler, results = run(tmp_path, ["good0", "good5"], dies_at=4, budget=4.5)
     ended = {(r.config["arm"], r.config["seed"]): r.metrics["step"] for r in results if r.config}
     assert ended == {("good0", 0): STEPS, ("good0", 1): STEPS, ("good5", 0): 2}
@@ -114,7 +114,7 @@ def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_a_search_draws_arms_when_there_is_room(tmp_path: Path) -> None:
-    """Two at a time on two CPUs. What is stopped is told as predicted: Optuna has no trial left open."""
+    """Two trials at a time on two CPUs. Stopped trials count with their prediction; Optuna has none open."""
 
     def space(trial: Any) -> dict[str, Any]:
         arm = trial.suggest_categorical("arm", list(COST))
