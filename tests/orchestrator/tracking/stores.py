@@ -15,7 +15,7 @@ from tests.parts import free_port, system_program
 
 
 class Sqlite:
-    """Has no server: it is never away."""
+    """A store without a server: it is never down."""
 
     def __init__(self, folder: Path) -> None:
         self.uri = f"sqlite:///{folder}/mlflow.db"
@@ -48,7 +48,7 @@ class Server:
         wait_until(self._answers, 120)
 
     def stop(self) -> None:
-        """As a power cut would."""
+        """Kills the server, as a power cut would."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
