@@ -3,8 +3,9 @@
 import csv
 import io
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
@@ -158,10 +159,7 @@ def check_bad(bad: list[DecodeError], *, read: int, epoch: int, max_frac: float)
         )
 
 
-def save_bad(directory: str, bad: list[DecodeError]) -> None:
-    """Writes the table of bad images to the run's directory."""
+def write_csv(location: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(DecodeError._fields)
-    writer.writerows(bad)
-    storage.write_bytes(storage.join(directory, BAD_IMAGES), text.getvalue().encode())
+    csv.writer(text).writerows([columns, *rows])
+    storage.write_bytes(location, text.getvalue().encode())

@@ -1,8 +1,6 @@
 """A profile of a few steps of the first worker, as a table and as a trace."""
 
-import csv
 import gzip
-import io
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from torch.profiler import profile as torch_profile
 
 from orchestrator import storage
 from orchestrator.data.batch import Batch
-from orchestrator.training.metrics import device_sync
+from orchestrator.training.metrics import device_sync, write_csv
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +44,8 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
 
     def write(profile: torch_profile) -> None:
         rows = table(profile, steps)
-        storage.write_bytes(storage.join(directory, TABLE), as_csv(rows).encode())
+        shown = [(name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows]
+        write_csv(storage.join(directory, TABLE), ("part", "ms_per_step", "share"), shown)
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profile.export_chrome_trace(str(trace))
@@ -77,11 +76,3 @@ def table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
     spent["all_to_all"] = sum(event.device_time_total or event.cpu_time_total for event in sent)
     spent["step"] = whole
     return [(name, us / steps / 1000, us / whole) for name, us in spent.items()]
-
-
-def as_csv(rows: list[tuple[str, float, float]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(("part", "ms_per_step", "share"))
-    writer.writerows((name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows)
-    return text.getvalue()

@@ -330,7 +330,7 @@ def _lease(directory: str, path: str) -> Iterator[None]:
         if age_s < LEASE_S:
             raise UsageError(
                 f"a process on {other['host']} works in {directory}, or was killed {age_s:.0f} s ago: its"
-                f" lock expires {LEASE_S:.0f} s after its last sign of life"
+                f" lock, {path}, expires {LEASE_S:.0f} s after its last sign of life"
             ) from None
         storage.write_bytes(path, content())
         time.sleep(1)  # of two processes that find the lease expired, the last to write gets it

@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
+from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
 from orchestrator.checkpoint.weights import start_from
@@ -27,12 +28,13 @@ from orchestrator.errors import UsageError
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, set_threads, train
 from orchestrator.training.metrics import (
+    BAD_IMAGES,
     Meter,
     SampleTracker,
     UtilizationMonitor,
     check_bad,
     fingerprint_metric,
-    save_bad,
+    write_csv,
 )
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.optim import build_optimizer, learning_rate
@@ -131,7 +133,7 @@ def train_worker(
         progress, resumed = progress.after(step, values | resumed), {}
         if metrics_file:
             if bad:
-                save_bad(run_directory(run), bad)
+                write_csv(storage.join(run_directory(run), BAD_IMAGES), DecodeError._fields, bad)
             metrics_file.report(step, progress.metrics)
         report(step, progress.metrics)
         images = step * run.data.batch_size
@@ -183,16 +185,17 @@ def train_worker(
     if metrics_file:
         metrics_file.close()
         if reached == until:
-            folder, weights = _newest_checkpoint(run)
+            directory, kept = run_directory(run), manifests.steps(checkpoints.directory)
+            folder = manifests.folder_of(checkpoints.directory, kept[-1]) if kept else ""
             result = Result(
                 status=status,
                 step=progress.reported,
                 metrics=progress.metrics,
                 time_s=time.time(),
-                checkpoint=folder,
-                weights=weights,
+                checkpoint=folder.removeprefix(f"{directory}/"),
+                weights=manifests.read(folder).weights_digest() if kept else "",
             )
-            write_result(run_directory(run), result)
+            write_result(directory, result)
 
 
 def _begin(
@@ -216,15 +219,6 @@ def _begin(
         without, group = run.train.init_without, checkpoints.group
         log.info("%s %s", run.name, start_from(model, run.train.init_from, without=without, group=group))
     return 0, Progress(), {}
-
-
-def _newest_checkpoint(run: RunConfig) -> tuple[str, str]:
-    """Returns the newest checkpoint's folder, relative to the run's directory, and its weights' digest."""
-    directory = checkpoint_directory(run)
-    if not (steps := manifests.steps(directory)):
-        return "", ""
-    folder = manifests.folder_of(directory, steps[-1])
-    return folder.removeprefix(f"{run_directory(run)}/"), manifests.read(folder).weights_digest()
 
 
 def build_model(run: RunConfig, device: torch.device) -> nn.Module:
@@ -299,8 +293,7 @@ def keep_freed_memory() -> None:
 
     glibc maps every large tensor anew and unmaps it when freed, so each step pays a page fault for every
     4 KiB of its weight gradients; with many experts that costs more than computing them (`bench/results/`).
-    The same as MALLOC_MMAP_MAX_=0 without MALLOC_TRIM_THRESHOLD_ in the environment, but it also works in a
-    process that already runs. Does nothing without glibc.
+    Does nothing without glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

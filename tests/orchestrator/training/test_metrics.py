@@ -18,7 +18,7 @@ from orchestrator.training.metrics import (
     UtilizationMonitor,
     check_bad,
     fingerprint_metric,
-    save_bad,
+    write_csv,
 )
 from tests.orchestrator.training.batches import make_batch
 
@@ -142,6 +142,7 @@ def test_too_many_bad_images(count: int, read: int, epoch: int, refused: bool) -
 
 
 def test_the_list_is_a_table(tmp_path: Path) -> None:
-    save_bad(str(tmp_path), [DecodeError("a,b", 1, "k", 'not "an" image')])
+    errors = [DecodeError("a,b", 1, "k", 'not "an" image')]
+    write_csv(f"{tmp_path}/bad_images.csv", DecodeError._fields, errors)
     expected = b'shard,row,key,reason\r\n"a,b",1,k,"not ""an"" image"\r\n'
     assert (tmp_path / "bad_images.csv").read_bytes() == expected
