@@ -94,12 +94,10 @@ class RunWriter:
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes an artifact; `name` may have folders."""
         with mlflow_errors(self._tracking):
             self._client.log_text(self.run_id, text, name)
 
     def write_file(self, path: Path, *, folder: str = "") -> None:
-        """Writes an artifact into a folder of the artifacts."""
         with mlflow_errors(self._tracking):
             self._client.log_artifact(self.run_id, str(path), folder or None)
 
@@ -157,7 +155,6 @@ def find_sweep(tracking: Tracking, name: str) -> RunInfo:
 
 
 def find_run(tracking: Tracking, run_id: str) -> RunInfo:
-    """Raises UsageError if there is no such run."""
     with mlflow_errors(tracking):
         return _info(tracking, tracking.client.get_run(run_id))
 
@@ -168,7 +165,6 @@ def children(tracking: Tracking, parent_run_id: str) -> list[RunInfo]:
 
 
 def newest_of(tracking: Tracking, directory: str) -> RunInfo | None:
-    """Returns the newest run of a directory; None if MLflow has no run of it."""
     found = _search(tracking, eq_filter("tags.directory", directory), NEWEST)
     return next((run for run in found if run.tags["directory"] == directory), None)
 
@@ -209,7 +205,6 @@ def _search(tracking: Tracking, query: str, order: str) -> Iterator[RunInfo]:
 
 
 def _all_runs(tracking: Tracking, query: str, order: str) -> Iterator[Run]:
-    """Yields active runs, page by page; none where our experiment does not exist."""
     token = None
     while tracking.experiment_id:
         page = tracking.client.search_runs(

@@ -88,15 +88,13 @@ def fit_ridge(x_ND: NDArray[np.floating], labels_N: Ints, num_classes: int) -> R
 
 
 def augmented(x_ND: NDArray[np.floating], mean: Floats, scale: Floats) -> Floats:
-    """Returns standardised features with the bias feature last, (N, D + 1)."""
     return np.pad((x_ND - mean) / scale, ((0, 0), (0, 1)), constant_values=BIAS)
 
 
 def best_strength(accuracies: Floats) -> int:
     """Returns the index of the strength with the best mean rank; accuracies are (data sets, strengths).
 
-    Equal accuracies rank as an unstable sort orders them, as in the authors' code. A heap sort orders them
-    alike on every machine, and as in the golden case.
+    Equal accuracies rank as in the authors' unstable sort. A heap sort gives one order on every machine.
     """
     order = np.argsort(accuracies, axis=1, kind="heapsort")
     return int(np.argsort(order, axis=1, kind="heapsort").mean(0).argmax())
@@ -104,18 +102,12 @@ def best_strength(accuracies: Floats) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FewShotResult:
-    """Few-shot figures of a model.
-
-    Attributes:
-        strength: shots -> the strength chosen for all data sets.
-        accuracy: (data set, shots) -> the accuracy with each seed.
-    """
+    """`strength`: shots -> strength for all data sets; `accuracy`: (data set, shots) -> with each seed."""
 
     strength: Mapping[int, float]
     accuracy: Mapping[tuple[str, int], tuple[float, ...]]
 
     def names(self) -> list[str]:
-        """Returns the data sets."""
         return list(dict.fromkeys(name for name, _ in self.accuracy))
 
     def mean(self, shots: int, name: str | None = None) -> float:
@@ -242,7 +234,6 @@ def accuracies(train: Frozen, test: Frozen, chosen: Ints | None = None) -> Float
 
 
 def all_labels(stream: Stream) -> Ints:
-    """Returns the labels of a split in the order of its shards."""
     shards = range(len(stream.data.manifest.splits[stream.split]))
     return np.concatenate([stream.data.open(stream.split, shard).labels for shard in shards])
 

@@ -192,7 +192,6 @@ def threads_for(config: ViTConfig, images: int) -> int:
 
 
 def set_threads(config: ViTConfig, images: int) -> None:
-    """Makes torch compute with `threads_for` threads, in this thread and the threads that it starts."""
     torch.set_num_threads(threads_for(config, images))
 
 

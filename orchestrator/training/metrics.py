@@ -107,23 +107,21 @@ class SampleTracker:
 
     The fingerprint is a sum over samples of a hash of the sample and its place in the run, so it does not
     depend on how samples are distributed over workers: runs with equal fingerprints after a step have read
-    the same samples at the same places.
+    the same samples at the same places. A resumed run starts with what all its workers had read.
     """
 
     def __init__(self, *, fingerprint: int = 0, bad: Iterable[DecodeError] = ()) -> None:
-        """`fingerprint` and `bad`: what all workers had read before."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._sum = torch.tensor(fingerprint if first else 0)
         self._bad = {DecodeError(*error) for error in bad}
 
     def training(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the same batches, and records their samples and decode errors."""
         for batch in self.validation(batches):
             self._sum = self._sum.to(batch.key.device) + mix(batch.sample, batch.key).sum()
             yield batch
 
     def validation(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the same batches, and records only their decode errors."""
+        """Records only decode errors."""
         for batch in batches:
             self._bad |= {*batch.bad}
             yield batch

@@ -22,7 +22,7 @@ SEGMENT_S = 10.0  # between uploads of a line file to S3
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One report. Charts have `images`, the images seen, as their axis; `time_s` counts from the epoch."""
+    """One report after `images` images; `time_s` counts from the epoch."""
 
     step: int
     images: int
@@ -118,8 +118,6 @@ def _segments(directory: str, name: str) -> list[str]:
 
 
 class MetricsWriter(LineWriter):
-    """Writes the reports of a run to its directory."""
-
     def __init__(self, run: RunConfig) -> None:
         super().__init__(run_directory(run), METRICS)
         self._batch_size = run.data.batch_size

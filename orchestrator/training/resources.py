@@ -40,12 +40,11 @@ def worker_resources(run: RunConfig) -> dict[str, float]:
 
 
 def placement(run: RunConfig) -> str:
-    """Returns the placement strategy: GPUs of one node communicate faster; CPU workers would share cores."""
+    """GPUs of one node communicate faster; CPU workers would share its cores."""
     return "PACK" if run.scale.use_gpu else "SPREAD"
 
 
 def run_resources(run: RunConfig) -> dict[str, float]:
-    """Returns what a run occupies while it trains."""
     workers = run.scale.workers
     if workers == 1 and not run.scale.use_gpu:
         return {"CPU": 1}

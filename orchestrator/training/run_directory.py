@@ -38,6 +38,7 @@ REFUSED = "refused.txt"  # the error of a worker that the user can correct
 UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
 DATA = "data.digest"
 LEASE_S = 90.0
+IN_USE = "another process works in {}: wait for it, or end it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +79,11 @@ def pause_of(run: RunConfig, step: int) -> Result | None:
 
 
 def pauses_of(run: RunConfig) -> list[Result]:
-    """Returns all pauses of a run, by step."""
     return read_pauses(run_directory(run))
 
 
 def read_pauses(directory: str) -> list[Result]:
+    """Returns all pauses of a run, by step."""
     names = [name for name in storage.names(directory) if name.startswith("paused-")]
     pauses = [read_result(directory, name) for name in names]
     return sorted((pause for pause in pauses if pause), key=lambda pause: pause.step)
@@ -133,7 +134,6 @@ class RunRecord:
         key: names this start of the run; a run that starts over gets another key.
         began_s: seconds since the epoch.
         config: the run, as `codec.to_dict` writes it.
-        data_digest: digest of the data's manifest.
         labels: tags in MLflow, such as the role of a run outside any sweep.
     """
 
@@ -151,7 +151,6 @@ class SweepRecord:
     Attributes:
         key: names this start of the sweep; a sweep that starts over gets another key.
         base: the run that every arm changes, as `codec.to_dict` writes it.
-        data_digest: digest of the base's data.
         quality, cost: the metrics to maximise and to minimise, with their units in their names.
         seeds: every arm is trained with each; if empty, once, with the base's seed.
         arms: name -> dotted changes of the base.
@@ -236,7 +235,6 @@ def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:
 
 
 def check_resumable(directory: str, mode: Mode) -> None:
-    """Raises UsageError for `--resume` in an empty directory."""
     if mode == "resume":
         raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
 
@@ -305,7 +303,7 @@ def _file_lock(directory: str, path: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise _in_use(directory) from None
+            raise UsageError(IN_USE.format(directory)) from None
         yield
 
 
@@ -335,7 +333,7 @@ def _lease(directory: str, path: str) -> Iterator[None]:
         storage.write_bytes(path, content())
         time.sleep(1)  # of two processes that find the lease expired, the last to write gets it
         if json.loads(storage.read_bytes(path))["holder"] != holder:
-            raise _in_use(directory) from None
+            raise UsageError(IN_USE.format(directory)) from None
     thread = threading.Thread(target=renew, daemon=True, name="lease")
     thread.start()
     try:
@@ -344,10 +342,6 @@ def _lease(directory: str, path: str) -> Iterator[None]:
         ended.set()
         thread.join()
         storage.delete(path)
-
-
-def _in_use(directory: str) -> UsageError:
-    return UsageError(f"another process works in {directory}: wait for it, or end it")
 
 
 def new_key() -> str:
