@@ -33,9 +33,9 @@ _HOMES = {
     "train": "sweeps.driver",
 }
 
-# Read when torch is loaded, so set before. Threads that wait for each other at the end of a matmul give up
-# their core soon, after some 50 us. The default of several ms takes it from whatever else runs on the
-# machine, their own partners included (measured: bench/results/threads.json).
+# Set before torch is loaded, which reads it. Threads that wait for each other at the end of a matmul release
+# their core after about 50 us. The default of several ms keeps it from other processes and threads, even from
+# the threads that they wait for (measured: bench/results/threads.json).
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 

@@ -1,7 +1,7 @@
-"""Configs to plain dicts and back: for wires, files, overrides from the command line, MLflow params.
+"""Configs as plain dicts and back, with overrides by dotted names.
 
-pydantic checks the leaves; the walk over dataclasses is ours, because its errors for unions and unknown
-fields do not say which fields and kinds there are.
+`moe.codec` walks over the dataclasses; pydantic checks the leaves here. pydantic's own errors do
+not name the fields and kinds that exist.
 """
 
 import json
@@ -18,24 +18,22 @@ from orchestrator.errors import UsageError
 
 T = TypeVar("T")
 
-# What may differ between a run and its resumption: how it is split, how and where it is kept.
+# Fields that may differ between a run and its resumption: how it is split, and how and where it is kept.
 MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac")
 
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Raises what is wrong with a config as a mistake of the user."""
+    """Turns a ValueError into a UsageError."""
     try:
         yield
-    except UsageError:
-        raise
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 @_usage_errors()
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Rebuilds and so re-checks a config. Strings are parsed as the types of their fields.
+    """Rebuilds a config, which checks itself. Strings are parsed as the types of their fields.
 
     Raises:
         UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
@@ -45,10 +43,10 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 
 @_usage_errors()
 def override(config: T, changes: Mapping[str, Any]) -> T:
-    """`config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
+    """Returns `config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
 
-    A new ``kind`` starts that member from its defaults, whatever the order; so does a field below one that
-    is None.
+    A new ``kind`` starts that member of a union from its defaults, whatever the order of the changes; so does
+    a field below a group that is None.
 
     Raises:
         UsageError: as `from_dict`.
@@ -72,8 +70,25 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     return from_dict(type(config), tree)
 
 
+def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
+    return change[0].count("."), not change[0].endswith(".kind")
+
+
+def _parse(hint: Any, value: Any, path: str) -> Any:
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        why = " or ".join(mistake["msg"] for mistake in error.errors())
+        raise ValueError(f"{path}={value!r}: {why}") from None
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
+
+
 def flat(config: Any) -> dict[str, Any]:
-    """Dotted leaves, as MLflow params."""
+    """Returns the leaves of a config, or of its dict, by dotted names: the params in MLflow."""
 
     def walk(node: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(node, dict):
@@ -84,7 +99,9 @@ def flat(config: Any) -> dict[str, Any]:
 
 
 def describe(config: Any, prefix: str = "") -> list[str]:
-    """Every field with its value, one per line; of unions every member, the others with their defaults."""
+    """Returns a line for every field with its value; for a union, lines for every member, with the defaults
+    of those that are not chosen.
+    """
     lines = []
     for name, hint in hints_of(type(config)).items():
         value, path = getattr(config, name), f"{prefix}{name}"
@@ -100,23 +117,6 @@ def describe(config: Any, prefix: str = "") -> list[str]:
 
 
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields of two flat configs that differ and may not when a run is resumed: field -> (old, new)."""
+    """Returns the fields of two flat configs that differ and may not: field -> (old, new)."""
     names = [n for n in {**old, **new} if not n.startswith(MAY_CHANGE)]
     return {n: (old.get(n), new.get(n)) for n in names if old.get(n) != new.get(n)}
-
-
-def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
-    return change[0].count("."), not change[0].endswith(".kind")
-
-
-def _parse(hint: Any, value: Any, path: str) -> Any:
-    try:
-        return _adapter(hint).validate_python(value)
-    except ValidationError as error:
-        why = " or ".join(found["msg"] for found in error.errors())
-        raise ValueError(f"{path}={value!r}: {why}") from None
-
-
-@cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))

@@ -1,4 +1,4 @@
-"""One frozen tree describes a run; `codec.py` carries it over wires and files."""
+"""The config of a run: one frozen tree, which `codec.py` turns into JSON and back."""
 
 import math
 from dataclasses import dataclass
@@ -15,27 +15,31 @@ from orchestrator.recipe import (
     RsqrtConfig,
     ScheduleConfig,
     at_least_one,
+    phases,
     within,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Attributes:
-    path: directory or URI with `manifest.json`, as `jobs/pack_shards.py` writes it.
-    batch_size: global: images per step over all workers.
-    lanes: places of the data set that are read at the same time, each batch taking as much from all of them;
-        the number of workers must divide it, and may change as long as it does. None: as `lane_count` says.
-    shuffle_window: images of a lane that are mixed with each other.
-    tail: what an epoch does with the images that fill no batch: ``wrap``: the batch goes on with the next
-        epoch; ``drop``: they are left out, others in each epoch.
-    augment: ``none``, or ``inception`` (random crop of 5-100 % of the area, flip; the papers' pre-training).
-    eval_crop: part of the shorter side that the central crop of evaluation keeps.
-    randaugment: operations per image, 0 to 14, after the crop; of `randaugment_magnitude`, 0 to 30.
-    mixup, cutmix: parameter of the Beta distribution that two images are mixed by; 0: not. With both, a pair
-        is mixed by one of them, either as often.
-    max_bad_frac: images that cannot be decoded, of those read, above which the run stops.
-    cache_gb: of a node's disk that shards on S3 may take.
+    """Which images a run reads, in which order, and how they are changed.
+
+    Attributes:
+        path: directory or URI with the `manifest.json` that `jobs/pack_shards.py` writes.
+        batch_size: images per step, over all workers.
+        lanes: places of the data set that are read at the same time; every batch takes as many images from
+            each. The number of workers must divide it. None: see `lane_count`.
+        shuffle_window: images of a lane that are shuffled together.
+        tail: what happens to images at the end of an epoch that do not fill a batch. ``wrap`` fills the batch
+            from the next epoch; ``drop`` leaves them out, different images in each epoch.
+        augment: ``none``, or ``inception``, the papers' pre-training: a random crop of 5-100 % of the area,
+            and flips.
+        eval_crop: fraction of the shorter side that the central crop of evaluation keeps.
+        randaugment: operations per image after the crop, 0 to 14, of magnitude `randaugment_magnitude`.
+        mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
+            pair of images is mixed by either, equally often.
+        max_bad_frac: fraction of undecodable images above which the run stops.
+        cache_gb: disk space per node for shards from S3.
     """
 
     path: str = ""
@@ -59,33 +63,37 @@ class DataConfig:
         within(self, 0, 30, "randaugment_magnitude")
         within(self, 0, 1, "max_bad_frac", "eval_crop")
         if not self.eval_crop:
-            raise ValueError("eval_crop must be more than 0: it is the part of the image that stays")
+            raise ValueError("eval_crop must be more than 0: it is the fraction of the image that is kept")
         if self.lanes is not None and self.batch_size % self.lanes:
             raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
 
     def lane_count(self) -> int:
-        """`lanes`; else the largest divisor of the batch up to 16, or up to an eighth of it."""
-        most = max(16, self.batch_size // 8)
-        return self.lanes or max(d for d in range(1, most + 1) if self.batch_size % d == 0)
+        """Returns `lanes`, or the largest divisor of the batch up to 16 or an eighth of the batch."""
+        limit = max(16, self.batch_size // 8)
+        return self.lanes or max(d for d in range(1, limit + 1) if self.batch_size % d == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Attributes:
-    steps: optimiser updates.
-    lr: the schedule's peak.
-    microbatch: images per worker and forward pass, accumulated; None: the worker's whole share at once.
-    init_from: weights to start from, as far as they fit: a directory of checkpoints, the folder of one, or an
-        exported file. None: all are drawn from `seed`.
-    init_without: tensors whose names begin so stay as drawn all the same: ``head`` for fine-tuning.
-    trunk: folder of a checkpoint of another run, which this one goes on from with its optimiser and its place
-        in the data: a branch that cools down. None: from the start.
-    clip_norm: largest gradient norm.
-    compute_dtype: of matmuls and activations; weights and optimiser stay float32, routers compute in it.
-    eval_every: steps between; None: at the end only.
-    stop_at: ``val/acc1`` at which the run is finished before its last step, for models that are compared at
-        one quality (Implicit Bias in Soft MoE, section 4.2). None: at the last step.
-    fewshot: evaluate the frozen features too, each time; None: not.
+    """How a model is trained.
+
+    Attributes:
+        steps: optimiser updates.
+        lr: peak of the learning rate's schedule.
+        init_from: weights to start from, as far as they fit: a directory of checkpoints, one checkpoint's
+            folder or an exported file. None: all weights are drawn from `seed`.
+        init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
+        trunk: checkpoint folder of another run that this run continues with its optimiser and its place in
+            the data, as a cooldown does. None: the run starts at step 0.
+        eval_every: steps between evaluations; None: only at the end.
+        stop_at: ``val/acc1`` at which the run finishes early, to compare models at one quality (Implicit Bias
+            in Soft MoE, section 4.2). None: the run takes all its steps.
+        microbatch: images per worker and forward pass, whose gradients are accumulated; None: a worker's
+            whole share of the batch at once.
+        compute_dtype: data type of matmuls and activations. Weights and the optimiser's state stay float32,
+            and routers compute in float32.
+        clip_norm: largest gradient norm.
+        fewshot: few-shot evaluation of the frozen features at every evaluation; None: none.
     """
 
     steps: int = 200
@@ -111,10 +119,10 @@ class TrainConfig:
         if self.stop_at is not None:
             within(self, 0, 1, "stop_at")
             if self.eval_every is None:
-                raise ValueError(f"stop_at={self.stop_at} is looked at every eval_every steps: set that too")
+                raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
         if self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
-        warmup, cooldown = self.schedule.phases(self.steps)
+        warmup, cooldown = phases(self.schedule, self.steps)
         if min(warmup, cooldown) < 0 or warmup + cooldown > self.steps:
             raise ValueError(
                 f"warmup_steps={warmup} and cooldown_steps={cooldown} do not fit into steps={self.steps}"
@@ -123,11 +131,13 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Attributes:
-    every: steps between; None: every tenth of the run. The last step is always saved.
-    asynchronous: write while training goes on; costs a second copy of the state in host memory.
-    keep_last, keep_best: newest checkpoints that stay, and those of the best ``val/acc1``.
-    keep_every: multiples of this many steps stay too: a trunk that cooldowns branch from (Soft MoE, 3.4).
+    """When checkpoints are saved and which are kept.
+
+    Attributes:
+        every: steps between checkpoints; None: a tenth of the run. The last step is always saved.
+        asynchronous: write while training continues, from a second copy of the state in host memory.
+        keep_last, keep_best: how many of the newest checkpoints are kept, and of those of best ``val/acc1``.
+        keep_every: multiples of this many steps are kept too, for cooldowns to branch from (Soft MoE, 3.4).
     """
 
     every: int | None = None
@@ -144,16 +154,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleConfig(ParallelConfig):
-    """Attributes:
-    workers: processes that train one model together, a GPU or half a CPU each.
-    ep: workers that share one set of experts, dp = workers / ep; ``auto``: commands choose the number that
-        spends the least time on links, and write it here (`sweeps.estimate`).
-    workers_per_node: what ``auto`` assumes.
-    use_gpu: a GPU for every worker.
-    min_workers: where nodes are lost, or not up yet, the run goes on with as few as these and the same global
-        batch, until there are `workers` again.
-    wait_s: for how long it waits for the missing ones first.
-    profile_steps: that the first worker writes a profile of; 0: none (`training.profile`).
+    """How many workers train one model, and how they share it.
+
+    Attributes:
+        workers: processes, with a GPU or half a CPU each.
+        ep: workers that share one set of experts; dp = workers / ep. ``auto``: the command chooses the number
+            that spends the least time on links, and writes it here (`sweeps.estimate`).
+        workers_per_node: what ``auto`` assumes.
+        use_gpu: one GPU per worker.
+        min_workers: when nodes are lost or not up yet, the run continues with as few workers as this and the
+            same global batch, until all `workers` are available again.
+        wait_s: how long a run waits for missing workers before it continues with fewer.
+        profile_steps: steps that the first worker profiles; 0: none (`training.profile`).
     """
 
     workers: int = 1
@@ -178,6 +190,8 @@ class ScaleConfig(ParallelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """A whole run. Its directory is ``<storage>/<name>``."""
+
     name: str = "train"
     storage: str = "runs"
     model: ViTConfig = PRESETS["debug"]
@@ -215,7 +229,7 @@ class RunConfig:
             check_layout(self.model, dp=dp, ep=self.scale.ep, dp_replicate=self.scale.dp_replicate)
 
     def ep(self) -> int:
-        """Workers that share one set of experts.
+        """Returns the number of workers that share one set of experts.
 
         Raises:
             UsageError: if `scale.ep` is still ``auto``.
@@ -225,5 +239,5 @@ class RunConfig:
         return self.scale.ep
 
     def images_per_pass(self) -> int:
-        """Images of one worker's forward pass."""
+        """Returns the images of one worker's forward pass."""
         return self.train.microbatch or self.data.batch_size // self.scale.workers

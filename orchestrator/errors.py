@@ -1,15 +1,15 @@
-"""Errors that a user can mend, and one line for any other."""
+"""The error that a user can correct, and one line for any other error."""
 
 
 class UsageError(ValueError):
-    """Wrong input. The message names the value, the bound and the way out."""
+    """Wrong input. The message names the value, the bound and what to do."""
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The last line of an error, which in a remote traceback is the one that names it."""
+    """Returns the last line of an error, which names the cause in a remote traceback."""
     return last_line(str(error)) or repr(error)
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank; empty if all are."""
+    """Returns the last line that is not blank, or an empty string."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

@@ -1,4 +1,4 @@
-"""The recipe of training: optimisers, schedules and few-shot evaluation, as fields of a run."""
+"""Configs of optimisers, learning rate schedules and few-shot evaluation."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,10 @@ def at_least_one(config: Any, *names: str) -> None:
 
 
 def within(config: Any, low: float, high: float, *names: str) -> None:
-    """Raises ValueError for the first of these fields that is not in low .. high."""
+    """Raises ValueError for the first of these fields outside low .. high."""
     for name in names:
         if not low <= getattr(config, name) <= high:
             raise ValueError(f"{name} must lie in {low} .. {high}, got {getattr(config, name)}")
-
-
-def _tenth(given: int | None, steps: int) -> int:
-    return steps // 10 if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +54,7 @@ OptimizerConfig = AdamWConfig | SGDConfig
 class RsqrtConfig:
     """Linear warm-up, peak / sqrt(1 + t / timescale), linear cooldown to 0 from the rate at its start.
 
-    Source: Soft MoE section 3.3. None: a tenth of the run for warm-up, a fifth for cooldown.
+    Source: Soft MoE section 3.3. The defaults are a tenth of the run for warm-up and a fifth for cooldown.
     """
 
     kind: Literal["rsqrt"] = "rsqrt"
@@ -69,30 +65,19 @@ class RsqrtConfig:
     def __post_init__(self) -> None:
         at_least_one(self, "timescale")
 
-    def phases(self, steps: int) -> tuple[int, int]:
-        """Steps of warm-up and of cooldown."""
-        cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
-        return _tenth(self.warmup_steps, steps), cooldown
-
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantConfig:
-    """Linear warm-up, the peak, linear cooldown to 0. None: a tenth of the run for warm-up, a fifth for
-    cooldown.
-    """
+    """Linear warm-up, the peak, linear cooldown to 0, with the defaults of `RsqrtConfig`."""
 
     kind: Literal["constant"] = "constant"
     warmup_steps: int | None = None
     cooldown_steps: int | None = None
 
-    def phases(self, steps: int) -> tuple[int, int]:
-        cooldown = steps // 5 if self.cooldown_steps is None else self.cooldown_steps
-        return _tenth(self.warmup_steps, steps), cooldown
-
 
 @dataclass(frozen=True, kw_only=True)
 class CosineConfig:
-    """Linear warm-up (None: a tenth of the run), then half a cosine down to `end_frac` of the peak."""
+    """Linear warm-up (a tenth of the run by default), then half a cosine down to `end_frac` of the peak."""
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: int | None = None
@@ -101,13 +86,10 @@ class CosineConfig:
     def __post_init__(self) -> None:
         within(self, 0, 1, "end_frac")
 
-    def phases(self, steps: int) -> tuple[int, int]:
-        return _tenth(self.warmup_steps, steps), 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """Linear warm-up (None: a tenth of the run), then linear decay to `end_frac` of the peak."""
+    """Linear warm-up (a tenth of the run by default), then linear decay to `end_frac` of the peak."""
 
     kind: Literal["linear"] = "linear"
     warmup_steps: int | None = None
@@ -116,22 +98,27 @@ class LinearConfig:
     def __post_init__(self) -> None:
         within(self, 0, 1, "end_frac")
 
-    def phases(self, steps: int) -> tuple[int, int]:
-        return _tenth(self.warmup_steps, steps), 0
-
 
 ScheduleConfig = RsqrtConfig | ConstantConfig | CosineConfig | LinearConfig
 
 
+def phases(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
+    """Returns the steps of warm-up and of cooldown in a run of `steps`."""
+    warmup = steps // 10 if schedule.warmup_steps is None else schedule.warmup_steps
+    if isinstance(schedule, CosineConfig | LinearConfig):
+        return warmup, 0
+    return warmup, steps // 5 if schedule.cooldown_steps is None else schedule.cooldown_steps
+
+
 @dataclass(frozen=True, kw_only=True)
 class FewShotConfig:
-    """What frozen features are worth, as ``fewshot/acc_<n>shot`` at every evaluation: classes from a few
-    images, by ridge regression (`orchestrator.training.fewshot`).
+    """Ridge regression on frozen features from a few images per class, reported as ``fewshot/acc_<n>shot``
+    at every evaluation (`orchestrator.training.fewshot`).
 
     Attributes:
-    paths: data sets, whose train split gives the shots and whose val split is tested; none: the run's own.
-    shots: images per class.
-    seeds: how often they are drawn: with the seeds 0, 1, ..; figures are means.
+        paths: data sets whose train split gives the shots and whose val split is tested; default: the run's.
+        shots: images per class.
+        seeds: how often shots are drawn, with the seeds 0, 1, ..; figures are means.
     """
 
     paths: tuple[str, ...] = ()
@@ -144,5 +131,5 @@ class FewShotConfig:
             raise ValueError(f"shots must be different numbers from 1, got {list(self.shots)}")
 
     def metrics(self) -> tuple[str, ...]:
-        """What each evaluation reports."""
+        """Returns the names that each evaluation reports."""
         return tuple(f"fewshot/acc_{shots}shot" for shots in self.shots)

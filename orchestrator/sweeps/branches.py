@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.checkpoint.manifest import folder_of, step_of
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.recipe import ConstantConfig, RsqrtConfig
+from orchestrator.recipe import ConstantConfig, RsqrtConfig, phases
 from orchestrator.training.run_directory import checkpoint_directory
 
 
@@ -78,4 +78,4 @@ def branch_step(run: RunConfig) -> int:
 
 def _warmup(trunk: Trunk, run: RunConfig) -> int:
     """As set, else a tenth of the longest branch: the same for all of them."""
-    return run.train.schedule.phases(trunk.at[-1] + trunk.cooldown)[0]
+    return phases(run.train.schedule, trunk.at[-1] + trunk.cooldown)[0]

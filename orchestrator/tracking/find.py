@@ -1,4 +1,4 @@
-"""Runs that MLflow has, ours and those of other tools; and what commands write to a run that is there."""
+"""Finds runs in MLflow, ours and those of other tools, and writes the results of commands to a run."""
 
 import json
 import math
@@ -20,20 +20,20 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.store import Tracking, redact_uri
 
-CONFIG = "moe_frontier.config"  # tag: the config as JSON; what is too long for it follows in .1, .2, ..
+CONFIG = "moe_frontier.config"  # tag: the config as JSON; the rest of a long one is in .1, .2, ..
 OLDEST, NEWEST = "attributes.start_time ASC", "attributes.start_time DESC"
 PAGE = 1000
-MOST_METRICS = 800  # of one request
+MAX_METRICS = 800  # per request
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """A run as MLflow has it.
+    """A run in MLflow.
 
     Attributes:
         metrics: the newest values.
         start_s, end_s: seconds since the epoch; `end_s` is None while it runs.
-        url: its page, if a server shows one.
+        url: its page on a tracking server.
     """
 
     run_id: str
@@ -48,7 +48,7 @@ class RunInfo:
     tracking: Tracking = field(repr=False, compare=False)
 
     def config(self) -> RunConfig:
-        """Raises UsageError if the run is not ours, or of another version."""
+        """Returns the run's config. Raises UsageError if it is not ours, or of another version."""
         text, number = self.tags.get(CONFIG, ""), 1
         while part := self.tags.get(f"{CONFIG}.{number}"):
             text, number = text + part, number + 1
@@ -57,19 +57,19 @@ class RunInfo:
         return from_dict(RunConfig, json.loads(text))
 
     def read_text(self, name: str) -> str:
-        """Returns an artifact. Raises UsageError if there is none of that name."""
+        """Returns an artifact. Raises UsageError if there is no artifact of that name."""
         with mlflow_errors(self.tracking), tempfile.TemporaryDirectory() as folder:
             return Path(self.tracking.client.download_artifacts(self.run_id, name, folder)).read_text()
 
     def history(self, metric: str) -> list[tuple[int, float]]:
-        """(images seen, value), in the order of images."""
+        """Returns (images seen, value), in the order of images."""
         with mlflow_errors(self.tracking):
             rows = self.tracking.client.get_metric_history(self.run_id, metric)
         return sorted((row.step, row.value) for row in rows)
 
 
 class RunWriter:
-    """Writes to one run at once. Every method raises UsageError if MLflow does not answer, or refuses."""
+    """Writes to one run. Every method raises UsageError if MLflow does not answer, or refuses."""
 
     def __init__(self, tracking: Tracking, run_id: str) -> None:
         self.run_id = run_id
@@ -77,7 +77,7 @@ class RunWriter:
         self._client = tracking.client
 
     def log(self, metrics: Mapping[str, float], *, step: int | None = None) -> None:
-        """Writes the finite ones of `metrics`; `step` defaults to seconds since the epoch."""
+        """Writes the finite values of `metrics`; `step` defaults to seconds since the epoch."""
         now = time.time()
         at = int(now) if step is None else step
         rows = [
@@ -86,25 +86,23 @@ class RunWriter:
             if math.isfinite(value)
         ]
         with mlflow_errors(self._tracking):
-            for i in range(0, len(rows), MOST_METRICS):
-                self._client.log_batch(self.run_id, metrics=rows[i : i + MOST_METRICS])
+            for i in range(0, len(rows), MAX_METRICS):
+                self._client.log_batch(self.run_id, metrics=rows[i : i + MAX_METRICS])
 
     def tag(self, **tags: str) -> None:
         with mlflow_errors(self._tracking):
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
 
     def write_text(self, name: str, text: str) -> None:
-        """`name` may have folders."""
         with mlflow_errors(self._tracking):
             self._client.log_text(self.run_id, text, name)
 
     def write_file(self, path: Path, *, folder: str = "") -> None:
-        """`folder`: of the artifacts."""
         with mlflow_errors(self._tracking):
             self._client.log_artifact(self.run_id, str(path), folder or None)
 
     def write_table(self, name: str, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Writes one of MLflow's tables, which its pages show. `name` ends in ``.json``."""
+        """Writes a table that MLflow's pages show. `name` ends in ``.json``."""
         self.write_text(name, json.dumps(table(columns)))
         with mlflow_errors(self._tracking):
             tags = self._client.get_run(self.run_id).data.tags
@@ -119,7 +117,7 @@ class RunWriter:
 
 
 def table(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Columns as MLflow's tables have them. JSON has no NaN, and no numbers of numpy."""
+    """Returns columns in the format of MLflow's tables. JSON has no NaN, and no numbers of numpy."""
     rows = [[_cell(value) for value in row] for row in zip(*columns.values(), strict=True)]
     return {"columns": list(columns), "data": rows}
 
@@ -130,17 +128,17 @@ def _cell(value: Any) -> Any:
 
 
 def create_run(tracking: Tracking, name: str, tags: Mapping[str, str]) -> RunWriter:
-    """A new run, for the results of a command that trains nothing."""
+    """Creates a run, for the results of a command that trains nothing."""
     with mlflow_errors(tracking):
         run = tracking.client.create_run(tracking.experiment_id, tags=dict(tags), run_name=name)
     return RunWriter(tracking, run.info.run_id)
 
 
 def find_sweep(tracking: Tracking, name: str) -> RunInfo:
-    """The sweep of that name.
+    """Returns the newest run of the sweep with that name.
 
     Raises:
-        UsageError: if there is none, or if sweeps of several directories have that name.
+        UsageError: if there is no such sweep, or if sweeps of several directories have that name.
     """
     query = f"tags.role = 'sweep' and {eq_filter('attributes.run_name', name)}"
     found = [run for run in _search(tracking, query, NEWEST) if run.name == name]
@@ -151,37 +149,35 @@ def find_sweep(tracking: Tracking, name: str) -> RunInfo:
         listed = "; ".join(sorted(directories))
         raise UsageError(
             f"{len(directories)} sweeps at {redact_uri(tracking.uri)} are named {name!r}, in {listed}: give"
-            " one its own --name, or work in its --storage"
+            " each its own --name, or work in its --storage"
         )
     return found[0]
 
 
 def find_run(tracking: Tracking, run_id: str) -> RunInfo:
-    """Raises UsageError if there is no such run."""
     with mlflow_errors(tracking):
         return _info(tracking, tracking.client.get_run(run_id))
 
 
 def children(tracking: Tracking, parent_run_id: str) -> list[RunInfo]:
-    """The runs of a sweep, oldest first."""
+    """Returns the runs of a sweep, oldest first."""
     return list(_search(tracking, f"tags.`mlflow.parentRunId` = '{parent_run_id}'", OLDEST))
 
 
 def newest_of(tracking: Tracking, directory: str) -> RunInfo | None:
-    """The newest run of a directory; None if MLflow has none."""
     found = _search(tracking, eq_filter("tags.directory", directory), NEWEST)
     return next((run for run in found if run.tags["directory"] == directory), None)
 
 
 def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
-    """Runs with that tag, those with metrics first, oldest first."""
+    """Returns the runs with that tag, oldest first, but empty runs last."""
     runs = list(_all_runs(tracking, f"tags.`{tag}` = '{value}'", OLDEST))
     return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
 
 
 @contextmanager
 def mlflow_errors(tracking: Tracking) -> Iterator[None]:
-    """Turns errors of MLflow, or of a server that does not answer, into a UsageError of one line."""
+    """Turns errors of MLflow or of the connection into a UsageError of one line."""
     try:
         yield
     except (MlflowException, OSError) as error:
@@ -189,9 +185,8 @@ def mlflow_errors(tracking: Tracking) -> Iterator[None]:
 
 
 def eq_filter(name: str, text: str) -> str:
-    """A condition that holds where `name` is `text`; if that has quotes elsewhere too: compare again.
-
-    MLflow's filters know no escapes.
+    """Returns the condition that `name` is `text`. MLflow's filters have no escapes: if `text` has quotes or
+    backslashes, other texts match too, so callers compare again.
     """
     if "'" in text or "\\" in text:
         return f"{name} LIKE '{text.replace(chr(39), '_').replace(chr(92), '_')}'"
@@ -199,7 +194,7 @@ def eq_filter(name: str, text: str) -> str:
 
 
 def metric_name(text: str) -> str:
-    """`text` as a part of a metric's name, for which MLflow allows few characters: others become dashes."""
+    """Returns `text` as part of a metric's name: characters that MLflow does not allow become dashes."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
 
 
@@ -210,7 +205,6 @@ def _search(tracking: Tracking, query: str, order: str) -> Iterator[RunInfo]:
 
 
 def _all_runs(tracking: Tracking, query: str, order: str) -> Iterator[Run]:
-    """Active runs, page by page; none where there is no experiment of ours."""
     token = None
     while tracking.experiment_id:
         page = tracking.client.search_runs(

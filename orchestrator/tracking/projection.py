@@ -1,4 +1,4 @@
-"""What MLflow shows of the directory of a run or a sweep."""
+"""Computes what MLflow shows of the directory of a run or a sweep."""
 
 import json
 import time
@@ -14,25 +14,25 @@ from orchestrator.tracking.find import CONFIG
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
 
-CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # metrics of one value, which are params
-FINGERPRINT = "data/fingerprint"  # a metric that no chart can show
-OURS = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags that may go again
+CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
+FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
+REMOVABLE = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags
 RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
-SUMMARY = "summary.json"  # what a sweep says of its frontier: note, metrics, tags, members, aliases, tables
-TAG_LENGTH = 5000  # of a tag that every MLflow takes whole
+SUMMARY = "summary.json"  # a sweep's frontier: note, metrics, tags, members, aliases, tables
+TAG_LENGTH = 5000  # that every MLflow store accepts
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """What MLflow shows of one directory, but for its reports.
+    """What MLflow shows of one directory, apart from its reports.
 
     Attributes:
+        metrics: results, at the time `ended_s`.
+        dataset: path and digest.
         files: names of artifacts, below the directory.
         tables: artifacts in the format of MLflow's tables: name -> columns and rows.
-        metrics: results, which stand at `ended_s`.
-        dataset: path and digest.
     """
 
     directory: str
@@ -51,7 +51,7 @@ class Projection:
 
 
 def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str], live: bool) -> Projection:
-    """`live`: the process that trains the run is at work; otherwise a run without a result was killed."""
+    """`live`: the process that trains the run is running; otherwise a run without a result was killed."""
     result, error = runs.read_result(directory), runs.read_error(directory)
     pauses = runs.read_pauses(directory)
     tags = {**labels, "directory": directory}

@@ -1,6 +1,6 @@
-"""Checkpoints as models of MLflow: a LoggedModel for each trained run, and named versions for a sweep's best.
+"""Checkpoints as models in MLflow: a LoggedModel per trained run, and registered versions of a sweep's best.
 
-The weights stay where training wrote them; a version carries their digest, so that it never loads others.
+The weights stay where training wrote them; a version has their digest, so that it never loads other weights.
 """
 
 import re
@@ -33,8 +33,8 @@ def log_checkpoint(
     time_s: float,
     metrics: Mapping[str, float],
 ) -> None:
-    """Makes the checkpoint at `uri` a LoggedModel of the run, ranked by `metrics`; goes on where an earlier
-    attempt ended. Characters that MLflow refuses in a model's name become dashes.
+    """Makes the checkpoint at `uri` a LoggedModel of the run, ranked by `metrics`; completes what an earlier
+    attempt began. Characters that MLflow refuses in a model's name become dashes.
     """
     client = tracking.client
     model = _find_checkpoint(tracking, run_id, digest)
@@ -49,7 +49,7 @@ def log_checkpoint(
             params={"step": str(step)},
         )
     if model.status != LoggedModelStatus.READY:
-        with tempfile.TemporaryDirectory() as folder:  # the registry wants the description, not the weights
+        with tempfile.TemporaryDirectory() as folder:  # the registry needs the description, not the weights
             get_external_mlflow_model_spec(model).save(f"{folder}/MLmodel")
             client.log_model_artifacts(model.model_id, folder)
         client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
@@ -63,21 +63,21 @@ def log_checkpoint(
 def _rows(
     tracking: Tracking, run_id: str, metrics: Mapping[str, float], step: int, time_s: float
 ) -> list[Metric]:
-    """The run's own rows of that step where it has them: MLflow writes a model's metrics to the run too, and
-    takes the same row only once.
+    """Returns the run's own rows of that step where it has them: MLflow writes a model's metrics to the run
+    too, and stores equal rows only once.
     """
     newest = {row.key: row for row in tracking.client.get_run(run_id).data.to_proto().metrics}
-    found = []
+    rows = []
     for name, value in metrics.items():
         row = newest.get(name)
         if row is not None and row.step > step:
             history = tracking.client.get_metric_history(run_id, name)
             row = next((each for each in history if each.step == step), None)
         if row is not None and row.step == step:
-            found.append(Metric(row.key, row.value, row.timestamp, row.step))
-        elif row is not None:  # metrics that the run itself does not chart stay out
-            found.append(Metric(name, value, int(1000 * time_s), step))
-    return found
+            rows.append(Metric(row.key, row.value, row.timestamp, row.step))
+        elif row is not None:  # metrics that the run itself does not chart are left out
+            rows.append(Metric(name, value, int(1000 * time_s), step))
+    return rows
 
 
 def _find_checkpoint(tracking: Tracking, run_id: str, digest: str) -> LoggedModel | None:
@@ -87,7 +87,7 @@ def _find_checkpoint(tracking: Tracking, run_id: str, digest: str) -> LoggedMode
 
 
 def model_name(sweep: str) -> str:
-    """The registered model of a sweep, with dashes for characters that MLflow refuses or misreads."""
+    """Returns the name of a sweep's registered model; characters that MLflow refuses become dashes."""
     return re.sub(r"[/:%'\"\\]", "-", sweep)
 
 
@@ -96,7 +96,7 @@ def register(
 ) -> dict[str, str]:
     """Points the aliases of a sweep's registered model at checkpoints that `log_checkpoint` has logged.
 
-    An alias that is not in `models` is removed: it would name a model that is no longer what it says.
+    An alias that is not in `models` is removed, because its model no longer is what the alias says.
 
     Args:
         models: alias -> run id, and ``uri``, ``weights`` and ``description`` of the checkpoint.
@@ -116,7 +116,7 @@ def register(
             logged = _find_checkpoint(tracking, run_id, model["weights"])
             if logged is None:
                 continue
-            # not models:/<id>, which MLflow looks up in a store of its own choice
+            # not models:/<id>, which MLflow would look up in its default store
             version = client.create_model_version(
                 name,
                 logged.artifact_location,
@@ -141,10 +141,10 @@ def register(
 
 
 def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunConfig, str]:
-    """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: where it lies,
-    its config, and the digest that its weights had when they were registered.
+    """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: its location, its
+    config, and the digest that its weights had when they were registered.
 
-    Without `tracking_uri`, MLflow's own holds (MLFLOW_TRACKING_URI). Raises UsageError if there is none.
+    `tracking_uri` defaults to MLFLOW_TRACKING_URI. Raises UsageError if there is no such model.
     """
     tracking = open_reader(tracking_uri or mlflow.get_tracking_uri())
     client, name = tracking.client, uri.removeprefix("models:/")

@@ -1,9 +1,10 @@
-"""The connection to an MLflow store, opened once on the driver: processes that race to create it break it."""
+"""The connection to an MLflow store, opened once, by the driver: processes that race for it break it."""
 
 import fcntl
 import http.client
 import logging
 import os
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# Before mlflow is imported. A request is sent once, for of two both may arrive, and may last longer than the
-# 20 s that MLflow waits for a lock of SQLite.
+# Set before mlflow is imported. A request is sent only once, because a repeated one may arrive twice, and may
+# take longer than the 20 s that MLflow waits for a lock of SQLite.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # a line, and a request, per run
-os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # one bar per file otherwise
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # a line and a request per run
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # a bar per file
 
 import sqlalchemy
 from mlflow import MlflowClient
@@ -27,30 +28,31 @@ from mlflow.exceptions import MlflowException
 from orchestrator.errors import UsageError
 
 EXPERIMENT = "moe-frontier"
-ANSWER_S = 5  # until a server is taken for dead, at the start
+ANSWER_S = 5  # a server that is silent for longer counts as down
+CREATION_S = 120.0  # creating the tables takes some seconds; a process that holds their lock longer is stuck
 KIND = ("mlflow.experimentKind", "custom_model_development")  # tag: MLflow opens the model-training view
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
-logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback for every attempt
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback per attempt
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """An MLflow store. `experiment_id` is empty where it has no experiment of ours."""
+    """An MLflow store. `experiment_id` is empty if our experiment does not exist there."""
 
     uri: str
     experiment_id: str
 
     @property
     def client(self) -> MlflowClient:
-        """Always used with explicit ids: the fluent API's active run is per thread and makes stray runs."""
+        """A client, because the fluent API's active run is per thread and creates stray runs."""
         return _client_of(self.uri)
 
 
 def open_tracking(uri: str, *, artifacts: str) -> Tracking:
-    """Opens a store, and creates what it lacks.
+    """Opens a store, and creates its tables and our experiment if they are missing.
 
-    `artifacts`: where files go when the store is a local database.
+    `artifacts`: the location of artifacts if the store is a local database.
 
     Raises:
         UsageError: if MLflow refuses the URI, or no server answers there.
@@ -67,17 +69,13 @@ def open_tracking(uri: str, *, artifacts: str) -> Tracking:
         found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
         if not known or KIND[0] not in known.tags:
             client.set_experiment_tag(found, *KIND)
-        elif uri.startswith("http"):  # changes nothing: a user who may only read learns it now
+        elif uri.startswith("http"):  # changes nothing, but fails now for a user who may only read
             client.rename_experiment(found, EXPERIMENT)
     return Tracking(uri, found)
 
 
 def open_reader(uri: str) -> Tracking:
-    """Opens a store that is there.
-
-    Raises:
-        UsageError: as `open_tracking`, and if there is no store.
-    """
+    """Opens an existing store. Raises UsageError as `open_tracking`, and if there is no store."""
     with _opening(uri, create=False):
         known = _client_of(uri).get_experiment_by_name(EXPERIMENT)
     return Tracking(uri, known.experiment_id if known else "")
@@ -89,7 +87,7 @@ def _client_of(uri: str) -> MlflowClient:
 
 
 def redact_uri(uri: str) -> str:
-    """The URI without its password, whatever characters that has, and without a query, which may hold one."""
+    """Returns the URI without its password, and without its query, which may contain a password."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme in ("sqlite", "file"):
         return uri
@@ -101,22 +99,22 @@ def redact_uri(uri: str) -> str:
 
 @contextmanager
 def _opening(uri: str, *, create: bool) -> Iterator[None]:
-    """Says what is wrong, and soon: MLflow itself takes minutes to find that nobody answers."""
+    """Raises UsageError within seconds; MLflow itself takes minutes to find that no server answers."""
     try:
         if uri.startswith(("http://", "https://")):
             _check_server(uri)
-        elif "://" in uri and not uri.startswith("file:"):  # MLflow says itself what is wrong with that
+        elif "://" in uri and not uri.startswith("file:"):  # MLflow itself reports errors of file URIs well
             _check_database(uri, create=create)
         yield
     except UsageError:
         raise
-    except Exception as error:  # whatever the many back ends raise
+    except Exception as error:  # MLflow's back ends raise many types
         reason = _refusal(error) or (str(error).strip() or repr(error)).splitlines()[0]
         raise UsageError(f"MLflow refuses the tracking URI {redact_uri(uri)}: {reason}") from None
 
 
 def _refusal(error: Exception) -> str | None:
-    """What to do about a server that wants another user, or another name for itself."""
+    """Returns what to do about a server that requires another user, or another host name."""
     code = error.error_code if isinstance(error, MlflowException) else ""
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     if code == "UNAUTHENTICATED":
@@ -139,13 +137,13 @@ def _check_server(uri: str) -> None:
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_S)
     except urllib.error.HTTPError:
-        return  # somebody answers; MLflow will say what is wrong
+        return  # a server answers; MLflow reports what is wrong
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UsageError(f"no MLflow server answers at {redact_uri(uri)}: {error}") from None
 
 
 def _check_database(uri: str, *, create: bool) -> None:
-    """`create`: MLflow may make its tables there, as it does wherever it looks."""
+    """`create`: MLflow may create its tables there, which it does in every database that it opens."""
     url = sqlalchemy.make_url(uri)
     if local := url.get_backend_name() == "sqlite" and bool(url.database):
         file = Path(str(url.database))
@@ -163,11 +161,21 @@ def _check_database(uri: str, *, create: bool) -> None:
 
 @contextmanager
 def _creating_alone(uri: str) -> Iterator[None]:
-    """Of the processes of this machine, one at a time creates the tables of a SQLite file."""
+    """Lets only one process of this machine at a time create the tables of a SQLite file."""
     url = sqlalchemy.make_url(uri) if uri.startswith("sqlite:") else None
     if url is None or not url.database:
         yield
         return
-    with open(f"{url.database}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    path, deadline = f"{url.database}.lock", time.monotonic() + CREATION_S
+    with open(path, "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UsageError(
+                        f"another process has held {path} for {CREATION_S:.0f} s: end it (`lsof {path}`)"
+                    ) from None
+                time.sleep(0.05)
         yield

@@ -1,8 +1,8 @@
-"""What lies in the directory of a run or a sweep, shown in MLflow.
+"""Sends the directory of a run or a sweep to MLflow.
 
-`Sync.update` asks MLflow what it has and sends what is missing, so it may be called at any time, by any
-process, twice without harm: a run is found by the key in its directory, a metric is sent past the newest step
-that MLflow has of it, and the time of a report comes from its file, so MLflow's database takes it only once.
+`Sync.update` asks MLflow what it has and sends what is missing, so any process may call it at any time, and
+repeatedly: a run is found by the key in its directory, only steps after the newest step in MLflow are sent,
+and the time of a report comes from its file, so MLflow's database stores it only once.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from orchestrator.tracking.find import find_by_tag
 from orchestrator.tracking.projection import (
     CONSTANT,
     FINGERPRINT,
-    OURS,
+    REMOVABLE,
     SUMMARY,
     TAG_LENGTH,
     Projection,
@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 KEY = "moe_frontier.key"  # tag: the key of the run's directory
 SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial: the key of its sweep
 FILES = "moe_frontier.files"  # tag: artifact -> digest
-PARAM_LENGTH, DIGEST_LENGTH = 6000, 36  # that every MLflow takes whole
-MOST_ITEMS = 900, 100  # metrics, and tags or params, of one request
+PARAM_LENGTH, DIGEST_LENGTH = 6000, 36  # that every MLflow store accepts
+MAX_ITEMS, MAX_FEW = 900, 100  # all items of a request; its tags, and its params
 REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "PERMISSION_DENIED")
 EVERY_S = 5.0
-PATIENCE_S = 30.0  # for the last update, at the end of a command
+PATIENCE_S = 30.0  # without progress of the last update, at the end of a command
 
 
 class _Mirror:
-    """What MLflow has of one run, as far as is known here."""
+    """What MLflow is known to have of one run."""
 
     def __init__(self, run: Run, directory: str) -> None:
         self.run_id = run.info.run_id
@@ -69,11 +69,11 @@ class _Mirror:
         self.datasets = {(each.dataset.name, each.dataset.digest) for each in inputs}
         self.reports = LineReader(directory, METRICS)
         self.load = LineReader(directory, SYSTEM)
-        self.settled: object = None  # the end that was sent whole
+        self.complete: bool | None = None  # its end was sent, as a member of the frontier or not
 
 
 class Sync:
-    """Keeps MLflow's view of one directory up to date. For one thread."""
+    """Keeps MLflow's view of one directory up to date. Not thread-safe."""
 
     def __init__(self, tracking: Tracking, directory: str) -> None:
         self._tracking = tracking
@@ -81,13 +81,13 @@ class Sync:
         self._directory = directory
         self._mirrors: dict[str, _Mirror] = {}
         self._refused: set[str] = set()
-        self.sent = 0  # runs looked after: rises while the server answers
+        self.sent = 0  # runs sent: rises while the server answers
 
     def update(self, *, live: bool = False) -> None:
-        """Sends what MLflow lacks. `live`: the command that trains there is at work.
+        """Sends what MLflow lacks. `live`: the command that trains there is running.
 
         Raises:
-            Exception: whatever MLflow's many back ends raise when they do not answer.
+            Exception: of any type, when a back end of MLflow does not answer.
         """
         if (sweep := runs.read_sweep(self._directory)) is None:
             if (record := runs.read_run(self._directory)) is not None:
@@ -99,37 +99,30 @@ class Sync:
         parent = self._send(projection)
         summary = runs.read_json(storage.join(self._directory, SUMMARY)) or {}
         members = set(summary.get("pareto", ()))
-        begun = self._begun(sweep)
+        folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
+        begun = {(f, name) for f in folders for name in storage.names(storage.join(self._directory, f))}
         for name, labels in sweep.trials.items():
-            if labels["directory"] not in begun or parent is None:
+            if labels["directory"].rpartition("/")[::2] not in begun or parent is None:
                 continue
-            directory = storage.join(self._directory, labels["directory"])
+            directory, member = storage.join(self._directory, labels["directory"]), name in members
             known = self._mirrors.get(directory)
-            pareto = {"pareto": "true"} if name in members else {}
-            if known and known.settled is not None and known.settled == (name in members):
+            if known and known.complete == member:
                 continue
             if (record := runs.read_run(directory)) is None:
                 continue
-            own = {k: v for k, v in labels.items() if k != "directory"}
-            tags = {**own, "trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id, **pareto}
-            child = project_run(directory, record, labels=tags, live=live)
+            tags = {k: v for k, v in labels.items() if k != "directory"}
+            tags |= {"trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id}
+            child = project_run(
+                directory, record, labels=tags | ({"pareto": "true"} if member else {}), live=live
+            )
             mirror = self._send(child)
             if mirror and child.result is not None:
-                mirror.settled = name in members
+                mirror.complete = member
         if not live:
             self._register(sweep, summary)
 
-    def _begun(self, sweep: SweepRecord) -> set[str]:
-        """Directories of the trials that have one."""
-        folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
-        return {
-            f"{folder}/{name}"
-            for folder in folders
-            for name in storage.names(storage.join(self._directory, folder))
-        }
-
     def _find_all(self, key: str) -> None:
-        """One search for all trials of a sweep, in place of one for each."""
+        """Finds all trials of a sweep with one search instead of one per trial."""
         if self._mirrors:
             return
         for run in find_by_tag(self._tracking, SWEEP_KEY, key):
@@ -150,7 +143,7 @@ class Sync:
                     self._send_checkpoint(mirror, wanted, wanted.result)
             self._send_status(mirror, wanted)
         except Exception as error:
-            self._mirrors.pop(wanted.directory, None)  # what arrived is not known
+            self._mirrors.pop(wanted.directory, None)  # it is not known what arrived
             if not isinstance(error, MlflowException) or error.error_code not in REFUSED:
                 raise
             self._refused.add(wanted.key)
@@ -165,7 +158,7 @@ class Sync:
             return known
         found = find_by_tag(self._tracking, KEY, wanted.key)
         for empty in [run for run in found[1:] if not run.data.metrics and not run.data.params]:
-            self._client.delete_run(empty.info.run_id)  # made by a request that seemed lost
+            self._client.delete_run(empty.info.run_id)  # created by a request that seemed lost
         run = found[0] if found else self._create(wanted)
         self._mirrors[wanted.directory] = _Mirror(run, wanted.directory)
         return self._mirrors[wanted.directory]
@@ -185,17 +178,15 @@ class Sync:
             if name not in mirror.params
         ]
         metrics = self._new_metrics(mirror, wanted)
-        most, few = MOST_ITEMS
         while metrics or params or new_tags:
-            room = most - len(params[:few]) - len(new_tags[:few])
-            self._client.log_batch(
-                mirror.run_id, metrics=metrics[:room], params=params[:few], tags=new_tags[:few]
-            )
+            some_params, some_tags = params[:MAX_FEW], new_tags[:MAX_FEW]
+            room = MAX_ITEMS - len(some_params) - len(some_tags)
+            self._client.log_batch(mirror.run_id, metrics[:room], some_params, some_tags)
             mirror.last |= {metric.key: metric.step for metric in metrics[:room]}
-            mirror.params.update(param.key for param in params[:few])
-            mirror.tags |= {tag.key: tag.value for tag in new_tags[:few]}
-            metrics, params, new_tags = metrics[room:], params[few:], new_tags[few:]
-        for name in [name for name in OURS if name in mirror.tags and name not in tags]:
+            mirror.params.update(param.key for param in some_params)
+            mirror.tags |= {tag.key: tag.value for tag in some_tags}
+            metrics, params, new_tags = metrics[room:], params[MAX_FEW:], new_tags[MAX_FEW:]
+        for name in [name for name in REMOVABLE if name in mirror.tags and name not in tags]:
             self._client.delete_tag(mirror.run_id, name)
             del mirror.tags[name]
 
@@ -228,7 +219,7 @@ class Sync:
             mirror.datasets.add((name, digest))
 
     def _send_files(self, mirror: _Mirror, wanted: Projection) -> None:
-        """Artifacts whose content MLflow was not sent yet."""
+        """Sends the artifacts whose content is new."""
         sent: dict[str, str] = json.loads(mirror.tags.get(FILES, "{}"))
         contents: dict[str, bytes] = {
             name: json.dumps(table).encode() for name, table in wanted.tables.items()
@@ -297,10 +288,10 @@ def _cut(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 class BackgroundSync:
-    """Updates MLflow every few seconds while the block lasts, and a last time at its end, with a time limit.
+    """Updates MLflow every few seconds while the block lasts, and a last time at its end.
 
-    A server that does not answer delays nothing: what it lacks is sent when it is back, or by the next
-    command that works at the directory.
+    A server that does not answer delays the end by `PATIENCE_S` at most: what it lacks is sent when it is
+    back, or by the next command that works on the directory.
     """
 
     def __init__(self, tracking: Tracking, directory: str, say: Callable[[str], None] = log.warning) -> None:
@@ -339,7 +330,7 @@ class BackgroundSync:
     def _update(self, *, live: bool) -> None:
         try:
             self._sync.update(live=live)
-        except Exception as error:  # whatever the many back ends raise
+        except Exception as error:  # MLflow's back ends raise many types
             if not self._down:
                 log.warning("MLflow at %s does not answer: %s", self._where, reason_of(error))
             self._down = reason_of(error)

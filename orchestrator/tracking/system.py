@@ -1,4 +1,4 @@
-"""How busy this machine is, beside the training: what MLflow shows as system metrics."""
+"""The load of the driver's machine, which MLflow shows as system metrics."""
 
 import threading
 import time
@@ -13,6 +13,7 @@ from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
 from orchestrator.training.metrics_file import SYSTEM, LineWriter
 
+PATIENCE_S = 10.0
 Monitor = CPUMonitor | DiskMonitor | NetworkMonitor | GPUMonitor
 
 
@@ -33,8 +34,10 @@ class SystemMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
-        self._lines.close()
+        # A network disk or a GPU driver that does not answer must not keep the command from ending.
+        self._thread.join(PATIENCE_S)
+        if not self._thread.is_alive():
+            self._lines.close()
 
     def _sample(self) -> None:
         monitors: list[Monitor] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]

@@ -1,1 +1,1 @@
-"""One run: optimiser, loop, checkpoints, and how it is started on one or many workers."""
+"""Training of one run: the optimiser, the loop, the run's directory, and its start on one or many workers."""

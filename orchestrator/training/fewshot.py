@@ -1,9 +1,9 @@
-"""Few-shot classification of frozen features: closed-form ridge regression, for every strength at once.
+"""Few-shot classification of frozen features by ridge regression in closed form, for every strength at once.
 
-Source: the few-shot evaluator of V-MoE (section 3.4) and Soft MoE as the authors' code has it: features
-standardised by the training images, targets -1 and +1, a bias feature of 100 that is regularised like the
-others, and one strength for each number of shots, chosen by its mean rank over the data sets' test accuracy.
-The choice is made on the test images: figures are comparable with the papers', and a little optimistic.
+Source: the few-shot evaluator of V-MoE (section 3.4) and Soft MoE, as in the authors' code: features are
+standardised by the training images, targets are -1 and +1, a bias feature of 100 is regularised like the
+others, and each number of shots has one strength, chosen by its mean rank over the data sets' test accuracy.
+The choice is made on the test images: figures are comparable with the papers', and slightly optimistic.
 
 Several workers call it together, each with its part of the images, and all get the same figures.
 Dimensions: N training images, M test images, D features, C classes, R = min(N, D + 1).
@@ -37,7 +37,7 @@ STRENGTHS: tuple[float, ...] = tuple(2.0**power for power in range(-10, 20))
 
 
 def choose_shots(labels: Ints, *, shots: int, seed: int) -> Ints:
-    """Indices of `shots` images of each class, class after class, or all images of a class with fewer.
+    """Returns indices of `shots` images of each class, class after class; of smaller classes all images.
 
     A larger number of shots begins with the same images.
     """
@@ -48,7 +48,7 @@ def choose_shots(labels: Ints, *, shots: int, seed: int) -> Ints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ridge:
-    """The solution for every strength: a decomposition to whose spectrum the strength is added.
+    """The solution for every strength: a decomposition, to whose spectrum the strength is added.
 
     Attributes:
         mean, scale: (D,), of the training features.
@@ -62,14 +62,14 @@ class Ridge:
     target: Floats
 
     def weights(self, strength: float) -> Floats:
-        """(D + 1, C), for standardised features and the bias feature."""
+        """Returns the weights (D + 1, C) for standardised features and the bias feature."""
         return self.basis @ (self.target / (self.spectrum + strength)[:, None])
 
     def answers(self, x_MD: NDArray[np.floating]) -> Ints:
-        """(strengths, M): the class with the largest score."""
+        """Returns the class with the largest score for every strength, (strengths, M)."""
         projected = augmented(x_MD, self.mean, self.scale) @ self.basis
         scores = ((projected / (self.spectrum + strength)) @ self.target for strength in STRENGTHS)
-        return np.stack([of_strength.argmax(-1) for of_strength in scores])
+        return np.stack([scores_MC.argmax(-1) for scores_MC in scores])
 
 
 def fit_ridge(x_ND: NDArray[np.floating], labels_N: Ints, num_classes: int) -> Ridge:
@@ -88,15 +88,13 @@ def fit_ridge(x_ND: NDArray[np.floating], labels_N: Ints, num_classes: int) -> R
 
 
 def augmented(x_ND: NDArray[np.floating], mean: Floats, scale: Floats) -> Floats:
-    """(N, D + 1): standardised, with the bias feature last."""
     return np.pad((x_ND - mean) / scale, ((0, 0), (0, 1)), constant_values=BIAS)
 
 
 def best_strength(accuracies: Floats) -> int:
-    """Index of the strength with the best mean rank, the first of several; accuracies (data sets, strengths).
+    """Returns the index of the strength with the best mean rank; accuracies are (data sets, strengths).
 
-    Equal accuracies rank as an unstable sort leaves them, as in the authors' code. A heap sort gives the same
-    order on every machine, and the golden case's choices.
+    Equal accuracies rank as in the authors' unstable sort. A heap sort gives one order on every machine.
     """
     order = np.argsort(accuracies, axis=1, kind="heapsort")
     return int(np.argsort(order, axis=1, kind="heapsort").mean(0).argmax())
@@ -104,26 +102,20 @@ def best_strength(accuracies: Floats) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class FewShotResult:
-    """Few-shot figures of a model.
-
-    Attributes:
-        strength: shots -> the strength chosen for all data sets.
-        accuracy: (data set, shots) -> the accuracy with each seed.
-    """
+    """`strength`: shots -> strength for all data sets; `accuracy`: (data set, shots) -> with each seed."""
 
     strength: Mapping[int, float]
     accuracy: Mapping[tuple[str, int], tuple[float, ...]]
 
     def names(self) -> list[str]:
-        """The data sets."""
         return list(dict.fromkeys(name for name, _ in self.accuracy))
 
     def mean(self, shots: int, name: str | None = None) -> float:
-        """The mean over seeds, for one data set or over all of them."""
+        """Returns the mean over seeds, for one data set or over all of them."""
         return fmean(fmean(self.accuracy[data, shots]) for data in ([name] if name else self.names()))
 
     def metrics(self) -> dict[str, float]:
-        """Means over seeds and data sets, by the names of `FewShotConfig.metrics`."""
+        """Returns means over seeds and data sets, by the names of `FewShotConfig.metrics`."""
         return {f"fewshot/acc_{shots}shot": self.mean(shots) for shots in self.strength}
 
 
@@ -143,15 +135,13 @@ class FewShot:
         }
 
     def measure(self, model: nn.Module, device: torch.device) -> FewShotResult:
-        """The figures of a model, with the strength of the best mean rank for each number of shots; nan if
-        features are not finite.
-        """
-        accuracies = {name: shots.accuracies(model, device) for name, shots in self.sets.items()}
+        """Returns the figures of a model; NaN if features are not finite."""
+        by_set = {name: shots.accuracies(model, device) for name, shots in self.sets.items()}
         strength, accuracy = {}, {}
         for shots in self.config.shots:
-            best = best_strength(np.stack([by_shots[shots].mean(0) for by_shots in accuracies.values()]))
+            best = best_strength(np.stack([by_shots[shots].mean(0) for by_shots in by_set.values()]))
             strength[shots] = STRENGTHS[best]
-            for name, by_shots in accuracies.items():
+            for name, by_shots in by_set.items():
                 accuracy[name, shots] = tuple(by_shots[shots][:, best].tolist())
         return FewShotResult(strength=strength, accuracy=accuracy)
 
@@ -166,19 +156,18 @@ class _Shots:
             shots: [choose_shots(labels, shots=shots, seed=seed) for seed in range(config.seeds)]
             for shots in config.shots
         }
-        chosen = np.unique(np.concatenate([draw for of_shots in draws.values() for draw in of_shots]))
+        # `train` has the images of all draws, which become indices into it.
+        chosen = np.unique(np.concatenate([draw for drawn in draws.values() for draw in drawn]))
         self.train = Selection(**vars(all_images), indices=chosen)
         self.test = in_order(run, "val", rank, workers)
-        self.draws = {
-            shots: [np.searchsorted(chosen, draw) for draw in of_shots] for shots, of_shots in draws.items()
-        }
+        self.draws = {n: [np.searchsorted(chosen, draw) for draw in drawn] for n, drawn in draws.items()}
 
     def accuracies(self, model: nn.Module, device: torch.device) -> dict[int, Floats]:
-        """shots -> (seeds, strengths)."""
+        """Returns shots -> accuracies (seeds, strengths)."""
         train, test = (frozen_features(model, stream, device) for stream in (self.train, self.test))
         return {
-            shots: np.stack([accuracies(train, test, draw) for draw in of_shots])
-            for shots, of_shots in self.draws.items()
+            shots: np.stack([accuracies(train, test, draw) for draw in drawn])
+            for shots, drawn in self.draws.items()
         }
 
 
@@ -197,33 +186,30 @@ class Selection(Stream):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Frozen:
-    """x (N, D) float32, label (N,), and which of them are images that could be decoded, in order."""
+    """Features x (N, D) float32, label (N,), and `valid` (N,): whether the image could be decoded."""
 
     x: np.ndarray
     label: Ints
     valid: np.ndarray
 
 
+@torch.no_grad()
 def frozen_features(model: nn.Module, stream: Stream, device: torch.device) -> Frozen:
-    """What the head sees of every image, in evaluation mode. All workers call it, each with its stream."""
+    """Returns the input of the head for every image, in evaluation mode. All workers call it together."""
     seen: list[Tensor] = []
-    # A hook, because a sharded model gathers its weights in `forward` alone.
+    # A hook, because a sharded model gathers its weights only in `forward`.
     hook = model.get_submodule("head").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    training, images_per_pass = model.training, stream.run.images_per_pass()
+    training, size = model.training, stream.run.images_per_pass()
     model.eval()
     rows, places = [], []
     try:
-        with torch.no_grad():
-            for batch in prefetched(in_process(stream, stream.steps()), device):
-                parts = zip(
-                    batch.image.split(images_per_pass), batch.valid.split(images_per_pass), strict=True
-                )
-                for images, valid in parts:
-                    model(normalize(images), valid)
-                about = torch.stack([batch.label.float(), batch.valid], 1)
-                rows.append(torch.cat([torch.cat(seen).float(), about], 1).cpu())
-                places.append(batch.key.cpu())
-                seen.clear()
+        for batch in prefetched(in_process(stream, stream.steps()), device):
+            for images, valid in zip(batch.image.split(size), batch.valid.split(size), strict=True):
+                model(normalize(images), valid)
+            about = torch.stack([batch.label.float(), batch.valid], 1)
+            rows.append(torch.cat([torch.cat(seen).float(), about], 1).cpu())
+            places.append(batch.key.cpu())
+            seen.clear()
     finally:
         hook.remove()
         model.train(training)
@@ -235,8 +221,8 @@ def frozen_features(model: nn.Module, stream: Stream, device: torch.device) -> F
 
 
 def accuracies(train: Frozen, test: Frozen, chosen: Ints | None = None) -> Floats:
-    """(strengths,): accuracy on the test images after fitting the chosen training images, or all of them;
-    nan if a feature is not finite. Images that could not be decoded are left out.
+    """Returns the accuracy on the test images with every strength, (strengths,), after fitting the chosen
+    training images, or all. Images that could not be decoded are left out. NaN if a feature is not finite.
     """
     if not (np.isfinite(train.x).all() and np.isfinite(test.x).all()):
         return np.full(len(STRENGTHS), np.nan)
@@ -248,13 +234,12 @@ def accuracies(train: Frozen, test: Frozen, chosen: Ints | None = None) -> Float
 
 
 def all_labels(stream: Stream) -> Ints:
-    """The labels of the split in the order of its shards, each of which is opened."""
     shards = range(len(stream.data.manifest.splits[stream.split]))
     return np.concatenate([stream.data.open(stream.split, shard).labels for shard in shards])
 
 
 def rare_classes(run: RunConfig, shots: int) -> str:
-    """A sentence about classes with fewer training images than `shots`; empty if there are none."""
+    """Returns a sentence about classes with fewer training images than `shots`; empty if there are none."""
     labels = all_labels(in_order(run, "train"))
     counts = np.bincount(labels)
     counts = counts[counts > 0]
@@ -269,7 +254,7 @@ def rare_classes(run: RunConfig, shots: int) -> str:
 
 
 def short_names(paths: Iterable[str]) -> dict[str, str]:
-    """A name for each path -> the path: its last part, or as many parts as distinguish it from the others.
+    """Returns name -> path. A name is the last part of a path, or as many parts as make it unique.
 
     Characters that directories and metrics may not have become dashes.
 
@@ -284,7 +269,7 @@ def short_names(paths: Iterable[str]) -> dict[str, str]:
         while any(parts[path][-length:] == parts[other][-length:] for other in paths if other != path):
             length += 1
             if length > len(parts[path]):
-                raise UsageError(f"{path} is too like another data set: rename it")
+                raise UsageError(f"{path} has the same name as another data set: rename it")
         name = "-".join(part for part in parts[path][-length:] if part)
         names[name.strip("-.") or "data"] = path
     return names

@@ -1,14 +1,14 @@
-"""A run: `fit` where it is asked for, `train_worker` on every worker. One worker may be this very process.
+"""Trains a run: on workers that Ray Train starts, or in this process if it needs no more than one CPU.
 
-Workers of several processes write reports and log lines to the run's directory, and this process reads them
-there. A run goes on with fewer workers when nodes are lost, and with more when they are back.
+Workers write reports and log lines to the run's directory, and this process reads them there. When nodes are
+lost a run continues with fewer workers, and with all of them once nodes are back.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
@@ -34,6 +34,7 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
 from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
 from orchestrator.training.run_directory import (
+    REFUSED,
     STOP,
     Mode,
     Result,
@@ -48,13 +49,16 @@ from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 4
-PROBE_S = 2  # the cluster answers at once what it has
-POLL_S = 0.2  # between looks at what the workers wrote
+ATTEMPTS = 4  # without progress between them
+PROBE_S = 2  # enough for the cluster to grant resources that are free
+POLL_S = 0.2  # between readings of what the workers have written
 S3_POLL_S = 5.0
-RAY_TRAIN_ENV = {  # read by the controller and its workers, which inherit it
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # the end of a run waits for this poll, 2 s by default
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it writes a line for every report and rank
+# Workers that wait for another worker for longer give up. torch's default is 30 minutes, Ray's is for ever.
+COLLECTIVE_S = 600
+RAY_TRAIN_ENV = {  # inherited by the controller and its workers
+    "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(COLLECTIVE_S),
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a run ends with this poll, 2 s by default
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # a line for every report and rank
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
 }
 
@@ -63,8 +67,8 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     """Checks sizes and footers of all shards; with `verify` their SHA-256 too.
 
     Raises:
-        UsageError: if one is not whole, or holds classes that the model has no output for; if a batch is
-            larger than the training set.
+        UsageError: if a shard is damaged, or the data have more classes than the model; if a batch is larger
+            than the training set.
     """
     manifest = open_manifest(run.data.path)
     if run.data.batch_size > manifest.rows("train"):
@@ -81,24 +85,24 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
 
 
 def check_start(run: RunConfig) -> None:
-    """Raises UsageError if a run that has not begun is to start from weights that do not fit its model."""
+    """Raises UsageError if a run that has not begun would start from weights that do not fit its model."""
     if run.train.init_from and not manifests.steps(checkpoint_directory(run)):
         start_report(run.model, run.train.init_from, without=run.train.init_without)
 
 
 def is_inline(run: RunConfig) -> bool:
-    """Whether the process that asks for the run can be its only worker."""
+    """Returns whether the calling process can be the run's only worker."""
     return run.scale.workers == 1 and not run.scale.use_gpu
 
 
 def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = None) -> Result:
     """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
-    `inline`: the only worker is this process and reads its own data. Else Ray Train starts the workers.
-    `report` is called in this process either way; it is for progress, as the run's directory has the record.
+    `inline`: the only worker is this process, which reads its own data. Otherwise Ray Train starts the
+    workers. Either way `report` is called in this process, to show progress: the record is in the directory.
 
     Raises:
-        UsageError: for data that is not there, or another config in the run's directory.
+        UsageError: for missing data, or another config in the run's directory.
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
     """
     if (result := start(run)) is not None:
@@ -115,7 +119,7 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
 
 
 def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None = None) -> Result | None:
-    """Acquires the run's directory and checks its data; returns its result if it is complete already."""
+    """Acquires the run's directory and checks its data; returns the result of a run that is complete."""
     check_data(run)
     acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
     return result_of(run)
@@ -124,12 +128,12 @@ def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None 
 def fit_on_workers(
     run: RunConfig, missing: "MissingWorkers", until: int | None, failed: list[BaseException]
 ) -> None:
-    """Trains on Ray Train workers: on all that the run asks for, or after `scale.wait_s` on as many as there
-    are, until the others are there. When one dies all begin anew, at the last checkpoint.
+    """Trains on Ray Train workers: on all of `scale.workers`, or after `scale.wait_s` on as many as there are
+    until the others are available. When one dies, all are started again from the last checkpoint.
 
     Raises:
-        UsageError: for an error in a worker that no other attempt would mend.
-        ray.train.TrainingFailedError: when they died `ATTEMPTS` times without saving anything between.
+        UsageError: for an error in a worker that another attempt would repeat.
+        ray.train.TrainingFailedError: when workers died `ATTEMPTS` times without saving a checkpoint between.
     """
     died, saved = 0, -1
     while not (failed or result_of(run) or (until and pause_of(run, until))):
@@ -137,10 +141,10 @@ def fit_on_workers(
         if now is None:
             log.warning("%s waits for %d workers and a CPU for data", run.name, run.scale.workers)
             continue
-        if now != run:
-            few, most = now.scale.workers, run.scale.workers
-            log.warning("%s goes on with %d of %d workers, same global batch", run.name, few, most)
-        missing.want(run, run.scale.workers - now.scale.workers)
+        absent = run.scale.workers - now.scale.workers
+        if absent:
+            log.warning("%s continues without %d of %d workers", run.name, absent, run.scale.workers)
+        missing.want(run, absent)
         try:
             _train_on(now, until)
         except (TrainingFailedError, RayError) as error:
@@ -148,16 +152,16 @@ def fit_on_workers(
             died, saved = (died + 1 if newest <= saved else 1), newest
             if died == ATTEMPTS or failed:
                 raise
-            log.warning("%s: %s; all go on from step %d", run.name, reason_of(error), newest)
+            log.warning("%s: %s; all workers restart from step %d", run.name, reason_of(error), newest)
         finally:
             missing.want(run, 0)
 
 
 def resize(run: RunConfig, workers: int) -> RunConfig | None:
-    """The same run on `workers`, with the same global batch: each accumulates more passes, none of which is
-    larger than before. None where the batch, its lanes or the model do not divide.
+    """Returns the run on `workers` with the same global batch: each accumulates more passes, which are no
+    larger than before. None if the batch, its lanes or the model cannot be divided like that.
 
-    Workers that share a set of experts, and copies of the model, become the largest divisors that fit.
+    Expert-parallel groups, and the copies of the model, shrink to the largest divisors that fit.
     """
     share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
     images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
@@ -177,46 +181,46 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
 
 
 def can_schedule(run: RunConfig, *, within_s: float) -> bool:
-    """Whether the cluster has room for the run's workers and for the CPU that decodes for them, without which
-    they would wait for ever. Asking makes an autoscaler add nodes.
+    """Returns whether the cluster has room for the run's workers and for the CPU that decodes for them,
+    without which they would wait for ever. The request makes an autoscaler add nodes.
     """
     group = _reserve(run, run.scale.workers)
-    found = group.wait(within_s)
+    granted = group.wait(within_s)
     remove_placement_group(group)
-    return found
+    return granted
 
 
 def largest_schedulable(run: RunConfig) -> RunConfig | None:
-    """The run on the most workers below its own that the cluster holds and `scale.min_workers` allows."""
+    """Returns the run on as many workers as the cluster holds, fewer than its own; None below the minimum."""
     sizes = (resize(run, workers) for workers in range(run.scale.workers - 1, run.scale.min_workers - 1, -1))
     return next((size for size in sizes if size and can_schedule(size, within_s=PROBE_S)), None)
 
 
 class MissingWorkers:
     """Watches for the workers that a shrunken run lacks. Requests a placement group, so that an autoscaler
-    adds nodes, and releases it as soon as it is granted, because the run still decodes on it.
+    adds nodes, and releases it as soon as it is granted, because the run still decodes on its CPUs.
     """
 
     def __init__(self) -> None:
-        self._ask: Callable[[], PlacementGroup] | None = None
+        self._wanted: tuple[RunConfig, int] | None = None
         self._group: PlacementGroup | None = None
-        self._came = False
+        self._available = False
 
     def want(self, run: RunConfig, workers: int) -> None:
-        self._ask = (lambda: _reserve(run, workers)) if workers else None
-        self._group, self._came = None, False
+        self._wanted = (run, workers) if workers else None
+        self._group, self._available = None, False
 
-    def are_there(self) -> bool:
+    def available(self) -> bool:
         """To be called after the workers' first report: before it, their own resources would be counted."""
-        if self._ask and self._group is None:
-            self._group = self._ask()
+        if self._wanted and self._group is None:
+            self._group = _reserve(*self._wanted)
             threading.Thread(target=self._watch, args=(self._group,), daemon=True).start()
-        return self._came
+        return self._available
 
     def _watch(self, group: PlacementGroup) -> None:
         while self._group is group and not group.wait(1):
             pass
-        self._came = self._group is group
+        self._available = self._group is group
         remove_placement_group(group)
 
 
@@ -227,37 +231,40 @@ def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
 
 @contextmanager
 def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Iterator[list[BaseException]]:
-    """Calls `report` with what the workers write, logs their lines, and asks them to stop when more workers
-    are there or when `report` raises. Raises what `report` raised; the list has it before.
+    """Passes the workers' reports to `report` and their log lines to our log, from a thread. Asks the workers
+    to stop when missing workers are available or when `report` raises.
+
+    Yields a list that receives what `report` raises; the error is raised again when the block ends.
     """
     directory = run_directory(run)
     reports, lines = LineReader(directory, METRICS), LineReader(directory, LOG)
     for reader in (reports, lines):
-        reader.new()  # lines of earlier attempts
+        reader.new()  # skips the lines of earlier attempts
     ended, failed = threading.Event(), list[BaseException]()
 
     def read() -> None:
         for line in lines.new():
             log.info(line["line"])
         for row in reports.new():
-            if "metrics" in row and not failed:
+            if "metrics" in row:
                 report(row["step"], row["metrics"])
-                if missing.are_there():
+                if missing.available():
                     _ask_to_stop(directory)
 
     def follow() -> None:
         poll_s = POLL_S if storage.is_local(directory) else S3_POLL_S
-        while not failed:
+        last = False
+        while not last:
             last = ended.wait(poll_s)
             try:
                 read()
             except BaseException as error:
                 failed.append(error)
                 _ask_to_stop(directory)
-            if last:
                 return
 
-    thread = threading.Thread(target=follow, name="follow-workers")
+    # A daemon: a process whose main thread has ended must not wait for a run in another thread.
+    thread = threading.Thread(target=follow, daemon=True, name="follow-workers")
     thread.start()
     try:
         yield failed
@@ -273,19 +280,18 @@ def _ask_to_stop(directory: str) -> None:
 
 
 def _train_on(run: RunConfig, until: int | None) -> None:
-    """One attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
+    """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
     os.environ.update(RAY_TRAIN_ENV)
     gpu = run.scale.use_gpu
-    refused, stop = (storage.join(run_directory(run), name) for name in ("refused.txt", STOP))
-    storage.delete(refused)
-    storage.delete(stop)
-    feed: Any = BatchServer.options(scheduling_strategy=here()).remote()
-    config = {"run": to_dict(run), "until": until, "feed": feed, "refused": refused}
+    refused = storage.join(run_directory(run), REFUSED)
+    for file in (refused, storage.join(run_directory(run), STOP)):
+        storage.delete(file)
+    server: Any = BatchServer.options(scheduling_strategy=here()).remote()
     try:
         _Trainer(
             _train_worker_on_ray,
-            train_loop_config=config,
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo"),
+            train_loop_config={"run": to_dict(run), "until": until, "batch_server": server},
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=run.scale.workers,
                 use_gpu=gpu,
@@ -303,18 +309,18 @@ def _train_on(run: RunConfig, until: int | None) -> None:
             raise UsageError(storage.read_bytes(refused).decode()) from None
         raise
     finally:
-        ray.kill(feed)
+        ray.kill(server)
 
 
 class _Trainer(TorchTrainer):
-    """Leaves Ctrl-C to the job; Ray would end the process as if the training had failed."""
+    """Does not handle Ctrl-C, which Ray would turn into a failed training: the command handles it."""
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
-    """A UsageError is written to a file: of several workers' errors, Ray may show another's."""
+    """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
     run = from_dict(RunConfig, config["run"])
     directory = run_directory(run)
     first = ray.train.get_context().get_world_rank() == 0
@@ -324,7 +330,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
         ours.addHandler(_LogFile(LineWriter(directory, LOG)))
 
     def should_stop() -> bool:
-        """The same on all workers: the driver asks, or a node of theirs is about to go."""
+        """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
         asked = first and storage.size(storage.join(directory, STOP)) is not None
         return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
 
@@ -333,17 +339,17 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
         train_worker(
             run,
             report=lambda step, metrics: None,
-            read=by_ray_data(config["feed"]),
+            read=by_ray_data(config["batch_server"]),
             until=config["until"],
             should_stop=should_stop,
         )
     except UsageError as error:
-        storage.write_bytes(config["refused"], str(error).encode())
+        storage.write_bytes(storage.join(directory, REFUSED), str(error).encode())
         raise
 
 
 class _LogFile(logging.Handler):
-    """Writes the first worker's log to the run's directory; Ray's own lines are not in it."""
+    """Writes the log of the first worker to the run's directory, without Ray's own lines."""
 
     def __init__(self, lines: LineWriter) -> None:
         super().__init__()

@@ -28,12 +28,13 @@ from orchestrator.training.optim import learning_rate
 from orchestrator.training.profile import phase
 
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
-FLOPS_PER_THREAD = 100e6  # of a matmul, about two milliseconds; with less, threads wait longer than they work
-TIMED = 5  # forward passes of an evaluation whose time counts
+# About two milliseconds of a matmul; with less, threads wait longer than they compute.
+FLOPS_PER_THREAD = 100e6
+TIMED = 5  # forward passes of an evaluation
 
 
 class Diverged(Exception):
-    """The loss is no number any more: there is nothing to go on with."""
+    """The loss is not finite."""
 
 
 def train(
@@ -50,10 +51,10 @@ def train(
     save: Callable[[int], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Updates `start` + 1 .. `until`, one per batch. The last step always reports, validates and saves.
+    """Takes the steps `start` + 1 .. `until`, one per batch, and returns the last step that was taken.
 
-    After a report, `should_stop` says whether to save and end early; so does `good_enough`.
-    Returns the last step.
+    The last step always reports, validates and saves. After a report, training saves and ends early if
+    `should_stop` or `good_enough` says so.
 
     Raises:
         Diverged: when a reported loss is not finite, after reporting it.
@@ -64,39 +65,38 @@ def train(
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
         metrics = train_step(model, optimizer, batch, run, step=step - 1)
 
-        def due(every: int, step: int = step) -> bool:
-            return step % every == 0 or step == until
-
-        if not (due(config.report_every) or due(eval_every) or due(save_every)):
+        evaluates, saves = (step % every == 0 or step == until for every in (eval_every, save_every))
+        reports = evaluates or step % config.report_every == 0
+        if not (reports or saves):
             continue
-        leaving = False
+        stopping = False
         with meter.paused():
-            if due(config.report_every) or due(eval_every):
+            if reports:
                 values = _sum_over_workers(metrics) | meter.read()
                 with phase("evaluate"):
-                    values |= validate() if due(eval_every) else {}
+                    values |= validate() if evaluates else {}
                 with phase("report"):
                     report(step, values)
                 if not math.isfinite(values["train/loss"]):
                     raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
-                leaving = should_stop() or good_enough(config, values)
-            if due(save_every) or leaving:
+                stopping = should_stop() or good_enough(config, values)
+            if saves or stopping:
                 with phase("checkpoint"):
                     save(step)
-            if leaving:
+            if stopping:
                 return step
     return until
 
 
 def good_enough(config: TrainConfig, metrics: Metrics) -> bool:
-    """Whether these, the same on every worker, end the run before its last step."""
+    """Returns whether `metrics`, which are the same on every worker, end the run before its last step."""
     return config.stop_at is not None and metrics.get("val/acc1", -math.inf) >= config.stop_at
 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, run: RunConfig, *, step: int
 ) -> dict[str, Tensor]:
-    """Update `step`, from 0. Metrics are this worker's share, on the device: reading would wait."""
+    """Takes `step`, which counts from 0. Returns this worker's share of the metrics, still on the device."""
     rate = learning_rate(run.train.schedule, step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -104,16 +104,17 @@ def train_step(
         if isinstance(module, MixtureRouter):
             module.anneal(step)
     optimizer.zero_grad(set_to_none=True)
-    passes, parts = [], _microbatches(batch, run.images_per_pass())
-    for i, part in enumerate(parts, start=1):
-        accumulate(model, last=i == len(parts))
-        passes.append(_forward_backward(model, part, run))
+    passes, microbatches = [], _microbatches(batch, run.images_per_pass())
+    for i, microbatch in enumerate(microbatches, start=1):
+        accumulate(model, last=i == len(microbatches))
+        passes.append(_forward_backward(model, microbatch, run))
     with phase("optimizer"):
         grad_norm = clip_grad_norm(model.parameters(), run.train.clip_norm)
         optimizer.step()
-    metrics = {name: torch.stack([one[name] for one in passes]).sum() for name in passes[0]}
-    alike = {"train/grad_norm": grad_norm, "train/lr": torch.tensor(rate)}  # the same on every worker
-    return metrics | {name: value / run.scale.workers for name, value in alike.items()}
+    metrics = {name: torch.stack([values[name] for values in passes]).sum() for name in passes[0]}
+    # These are the same on every worker, and all metrics are summed over workers.
+    shared = {"train/grad_norm": grad_norm, "train/lr": torch.tensor(rate)}
+    return metrics | {name: value / run.scale.workers for name, value in shared.items()}
 
 
 def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[str, Tensor]:
@@ -148,8 +149,8 @@ def _microbatches(batch: Batch, images: int) -> list[Batch]:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
-    """Accuracy and loss over the valid images of all workers, and this worker's forward time per image: the
-    median over the first `TIMED` passes, on one thread where there is no GPU.
+    """Returns accuracy and loss over the valid images of all workers, and this worker's forward time per
+    image: the median over the first `TIMED` passes, on one thread.
     """
     model.eval()
     sums: list[Tensor] = []
@@ -182,16 +183,15 @@ def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
 
 
 def threads_for(config: ViTConfig, images: int) -> int:
-    """The number of threads that the largest matmul of `images` keeps busy, at most `CORES`.
+    """Returns the number of threads that the largest matmul of `images` keeps busy, at most `CORES`.
 
-    It is small for small models, whose matmuls end before a second thread has woken up.
+    Matmuls of small models end before a second thread has woken up.
     """
     flops = 2 * images * config.tokens() * config.width * config.mlp_dim
     return max(1, min(CORES, int(flops / FLOPS_PER_THREAD)))
 
 
 def set_threads(config: ViTConfig, images: int) -> None:
-    """Makes torch compute with `threads_for` threads, in this thread and the threads that it starts."""
     torch.set_num_threads(threads_for(config, images))
 
 

@@ -1,12 +1,12 @@
-"""Files of JSON lines that grow while a run trains: its reports (`metrics.jsonl`), the load of the machine.
+"""Files of JSON lines that grow while a run trains: its reports (`metrics.jsonl`), its log, system metrics.
 
-On S3, which cannot append, a file is a series of numbered segments: metrics-000001.jsonl and so on.
+S3 cannot append, so a file there is a series of numbered segments: metrics-000001.jsonl and so on.
 """
 
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ SEGMENT_S = 10.0  # between uploads of a line file to S3
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One report. Images seen are the axis of charts; `time_s` is seconds since the epoch."""
+    """One report after `images` images; `time_s` counts from the epoch."""
 
     step: int
     images: int
@@ -31,7 +31,7 @@ class Row:
 
 
 class LineWriter:
-    """Appends JSON lines to `name` in a directory. One process writes at a time.
+    """Appends JSON lines to the file `name` of a directory. Only one process may write at a time.
 
     On a local path a line is in the file when `append` returns, and on the disk after `flush`. On S3 it is
     there after `flush`, which `append` calls every `SEGMENT_S` seconds.
@@ -42,14 +42,13 @@ class LineWriter:
         self._waiting = b""
         self._flushed_s = time.monotonic()
         self._file = -1
-        if storage.is_local(directory):
-            storage.make_folder(directory)
-            path = storage.join(directory, f"{name}.jsonl").removeprefix("file://")
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            with open(path, "rb") as file:  # a killed writer may have left half a line
-                os.ftruncate(self._file, file.read().rfind(b"\n") + 1)
-        else:
+        if not storage.is_local(directory):
             self._number = len(_segments(directory, name))
+            return
+        storage.make_folder(directory)
+        self._file = os.open(_local_path(directory, name), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        with open(self._file, "rb", closefd=False) as file:  # a killed writer may have written half a line
+            os.ftruncate(self._file, file.read().rfind(b"\n") + 1)
 
     def append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record).encode() + b"\n"
@@ -64,13 +63,13 @@ class LineWriter:
     def flush(self) -> None:
         if self._file >= 0:
             os.fsync(self._file)
-        elif self._waiting:
+        while self._waiting:
             self._number += 1
             path = storage.join(self._directory, f"{self._name}-{self._number:06d}.jsonl")
             try:
                 storage.write_new(path, self._waiting)
-            except FileExistsError:  # a worker that was taken for dead wrote it
-                return self.flush()
+            except FileExistsError:  # written by a worker that was taken for dead
+                continue
             self._waiting, self._flushed_s = b"", time.monotonic()
 
     def close(self) -> None:
@@ -81,7 +80,7 @@ class LineWriter:
 
 
 class LineReader:
-    """Reads what a `LineWriter` has written, each line once."""
+    """Reads what `LineWriter` has written, each line once."""
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory, self._name = directory, name
@@ -89,61 +88,55 @@ class LineReader:
         self._read: set[str] = set()
 
     def new(self) -> list[dict[str, Any]]:
-        """Lines that came since the last call, whole ones only."""
-        if not storage.is_local(self._directory):
+        """Returns the complete lines that were added since the last call."""
+        if storage.is_local(self._directory):
+            content = self._new_bytes()
+        else:
             names = [n for n in _segments(self._directory, self._name) if n not in self._read]
+            content = b"".join(storage.read_bytes(storage.join(self._directory, name)) for name in names)
             self._read.update(names)
-            parts = [storage.read_bytes(storage.join(self._directory, n)) for n in names]
-            return [json.loads(line) for part in parts for line in part.splitlines()]
-        path = storage.join(self._directory, f"{self._name}.jsonl").removeprefix("file://")
+        return [json.loads(line) for line in content.splitlines()]
+
+    def _new_bytes(self) -> bytes:
         try:
-            with open(path, "rb") as file:
+            with open(_local_path(self._directory, self._name), "rb") as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+            return b""
+        complete = content[: content.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete
+
+
+def _local_path(directory: str, name: str) -> str:
+    return storage.join(directory, f"{name}.jsonl").removeprefix("file://")
 
 
 def _segments(directory: str, name: str) -> list[str]:
     return [n for n in storage.names(directory) if n.startswith(f"{name}-") and n.endswith(".jsonl")]
 
 
-class MetricsWriter:
-    """Writes the reports of a run to its directory."""
-
+class MetricsWriter(LineWriter):
     def __init__(self, run: RunConfig) -> None:
-        self._lines = LineWriter(run_directory(run), METRICS)
+        super().__init__(run_directory(run), METRICS)
         self._batch_size = run.data.batch_size
 
     def resumed(self, step: int) -> None:
-        """Takes back reports of steps after `step`, which are trained again."""
-        self._lines.append({"resumed": step})
+        """Takes back the reports of steps after `step`, which are trained again."""
+        self.append({"resumed": step})
 
     def report(self, step: int, metrics: Metrics) -> None:
         row = Row(step=step, images=step * self._batch_size, time_s=time.time(), metrics=metrics)
-        self._lines.append(asdict(row))
-
-    def flush(self) -> None:
-        self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.close()
+        self.append(asdict(row))
 
 
-def rows_of(records: Iterable[dict[str, Any]]) -> list[Row]:
-    """The reports that count, by step."""
+def read_metrics(directory: str) -> list[Row]:
+    """Returns the reports of a run that count, by step."""
     rows: dict[int, Row] = {}
-    for record in records:
+    for record in LineReader(directory, METRICS).new():
         if "resumed" in record:
             rows = {step: row for step, row in rows.items() if step <= record["resumed"]}
         else:
             rows[record["step"]] = Row(**record)
     return [rows[step] for step in sorted(rows)]
-
-
-def read_metrics(directory: str) -> list[Row]:
-    """The reports of a run, by step."""
-    return rows_of(LineReader(directory, METRICS).new())

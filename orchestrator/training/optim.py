@@ -1,4 +1,4 @@
-"""The optimiser and the learning rate of every step."""
+"""The optimiser, and the learning rate of every step."""
 
 import math
 
@@ -12,14 +12,15 @@ from orchestrator.recipe import (
     RsqrtConfig,
     ScheduleConfig,
     SGDConfig,
+    phases,
 )
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The learning rate is set before every step, from the schedule.
+    """Returns the optimiser; its learning rate is set before every step.
 
-    Only matmul weights decay: not biases (the experts' are 2-D, so the name decides), norms, position
-    embedding, nor the parameters of soft routing.
+    Only matmul weights decay: no biases, norms, position embeddings or parameters of soft routing. Names
+    decide, because the experts' biases are 2-D.
     """
     groups: dict[float, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
@@ -27,7 +28,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     if isinstance(config, SGDConfig):
         return torch.optim.SGD(params, lr=0.0, momentum=config.momentum)
-    # fused: one pass over memory instead of a dozen, on CPU too
+    # fused passes over memory once instead of a dozen times, on the CPU too
     return torch.optim.AdamW(params, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
 
 
@@ -40,9 +41,11 @@ def _weight_decay(config: OptimizerConfig, name: str) -> float:
 
 
 def learning_rate(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:
-    """Rate of update `step`, from 0; the first update of a warm-up has rate 0, as in the reference. Beyond
-    `total` it stays what it ended with."""
-    warmup, cooldown = config.phases(total)
+    """Returns the rate of update `step`, which counts from 0; beyond `total` the last rate.
+
+    The first update of a warm-up has rate 0, as in the reference.
+    """
+    warmup, cooldown = phases(config, total)
     step = min(step, total)
     if step < warmup:
         return peak * step / warmup

@@ -1,8 +1,6 @@
-"""Where the time of a step goes: the first worker's profile of a few steps, as a table and as a trace."""
+"""A profile of a few steps of the first worker, as a table and as a trace."""
 
-import csv
 import gzip
-import io
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -15,22 +13,22 @@ from torch.profiler import profile as torch_profile
 
 from orchestrator import storage
 from orchestrator.data.batch import Batch
-from orchestrator.training.metrics import device_sync
+from orchestrator.training.metrics import device_sync, write_csv
 
 log = logging.getLogger(__name__)
 
 TABLE = "profile.csv"  # in the run's directory, and among its artifacts
 TRACE = "profile-trace.json.gz"  # in the run's directory; chrome://tracing and Perfetto open it
-SKIPPED = 5  # steps that are slow once: caches, allocator, compilation
+SKIPPED = 5  # first steps, slow because of caches, allocator and compilation
 PHASES = ("data", "forward", "backward", "optimizer", "report", "evaluate", "checkpoint")
-# wherever they lie within the phases; on a GPU the kernel's time, else that of starting and of waiting for it
+# Events within the phases. Their time is the kernel's on a GPU, else the time of launching and waiting.
 ALL_TO_ALL = ("nccl:all_to_all", "_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names a part of a step. While a profile is taken it waits for the GPU at its end, so that each part has
-    its own work; that takes away what overlaps across parts.
+    """Names a part of a step. While a profile is taken, it waits for the GPU at its end, so that parts do not
+    overlap.
     """
     with record_function(name):
         yield
@@ -39,14 +37,15 @@ def phase(name: str) -> Iterator[None]:
 
 
 def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterator[Batch]:
-    """The same batches; a profile of `steps` of them, after the first few, is written to `directory`."""
+    """Yields the same batches; writes a profile of `steps` of them, after the first few, to `directory`."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
 
     def write(profile: torch_profile) -> None:
         rows = table(profile, steps)
-        storage.write_bytes(storage.join(directory, TABLE), as_csv(rows).encode())
+        shown = [(name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows]
+        write_csv(storage.join(directory, TABLE), ("part", "ms_per_step", "share"), shown)
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profile.export_chrome_trace(str(trace))
@@ -66,7 +65,7 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
 
 
 def table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
-    """(part of a step, its milliseconds, its share of the step). ``other`` is what no phase covers;
+    """Returns (part of a step, its milliseconds, its share of the step). ``other`` is what no phase covers;
     ``all_to_all`` lies within forward and backward.
     """
     events = {event.key: event for event in profile.key_averages()}
@@ -77,11 +76,3 @@ def table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
     spent["all_to_all"] = sum(event.device_time_total or event.cpu_time_total for event in sent)
     spent["step"] = whole
     return [(name, us / steps / 1000, us / whole) for name, us in spent.items()]
-
-
-def as_csv(rows: list[tuple[str, float, float]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(("part", "ms_per_step", "share"))
-    writer.writerows((name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows)
-    return text.getvalue()

@@ -1,7 +1,8 @@
-"""Resources of the cluster: what runs need, what it can hold at most, and whether its nodes share files."""
+"""Resources: what runs need, what the cluster can hold, and whether its nodes share files."""
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -14,17 +15,14 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 
 DECLARED = "MOE_FRONTIER_MAX_RESOURCES"  # JSON: {"CPU": 56, "GPU": 6}
-CPU_PER_WORKER = 0.5  # of workers without a GPU
-CPU_FOR_DATA = 1  # decodes for the workers of a run; one worker without a GPU reads its own data
-# seconds; a node that starts its first worker process needs some
-ANSWER_S = 60.0
+CPU_PER_WORKER = 0.5  # without a GPU
+CPU_FOR_DATA = 1  # decodes for all workers of a run; an inline worker reads its own data
+ANSWER_S = 60.0  # a node may have to start its first worker process
 
 
 def most_resources() -> dict[str, float]:
-    """Returns CPUs, GPUs and so on of the connected cluster: those that are up, or the declared maximum of
-    an autoscaling cluster, which its nodes were started with.
-
-    Ray's autoscaler knows the maximum, but Ray 2.60 has no call that returns it.
+    """Returns the CPUs, GPUs and so on of the connected cluster, or the maximum that an autoscaling cluster
+    declares in the environment of its nodes, because Ray 2.60 has no call that returns it.
     """
     have = dict(ray.cluster_resources())
     declared: dict[str, float] = json.loads(os.environ.get(DECLARED, "{}"))
@@ -32,7 +30,7 @@ def most_resources() -> dict[str, float]:
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """Pins an actor to the node of this process, so that it is not lost with another."""
+    """Returns a strategy that pins an actor to this node, so that it is not lost with another node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
@@ -42,12 +40,11 @@ def worker_resources(run: RunConfig) -> dict[str, float]:
 
 
 def placement(run: RunConfig) -> str:
-    """Returns the placement strategy: GPUs of one node communicate faster; CPU workers would share cores."""
+    """GPUs of one node communicate faster; CPU workers would share its cores."""
     return "PACK" if run.scale.use_gpu else "SPREAD"
 
 
 def run_resources(run: RunConfig) -> dict[str, float]:
-    """Returns what a run occupies while it trains."""
     workers = run.scale.workers
     if workers == 1 and not run.scale.use_gpu:
         return {"CPU": 1}
@@ -61,26 +58,26 @@ def fits(need: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 def check_resources(run: RunConfig, most: Mapping[str, float] | None = None) -> None:
     """Raises UsageError, with the arithmetic, if the cluster can never hold the run's workers and a CPU that
-    decodes for them. `most`: what it can hold, if that is known already.
+    decodes for them. `most`: what the cluster can hold, if the caller knows it.
     """
     most = most_resources() if most is None else most
     workers, each, need = run.scale.workers, worker_resources(run), run_resources(run)
     if fits(need, most):
         return
-    gpus = most.get("GPU", 0)
+    gpus, cpus = most.get("GPU", 0), most.get("CPU", 0)
     if need.get("GPU", 0) > gpus:
         raise UsageError(f"{workers} workers need {workers} GPUs, the cluster has at most {gpus:g}")
-    can = max(0, int((most.get("CPU", 0) - CPU_FOR_DATA) / each["CPU"]))
+    fitting = max(0, int((cpus - CPU_FOR_DATA) / each["CPU"]))
     raise UsageError(
         f"{workers} workers x {each['CPU']:g} CPU + {CPU_FOR_DATA} CPU for data = {need['CPU']:g} CPUs, the"
-        f" cluster has at most {most.get('CPU', 0):g}: use at most {can} workers, or add nodes"
+        f" cluster has at most {cpus:g}: use at most {fitting} workers, or add nodes"
     )
 
 
 def on_every_node(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Runs ``work(*args)`` once on every node that is up: name -> what it returned, or what it raised.
+    """Runs ``work(*args)``, which is picklable, once on every node that is up: name -> result or exception.
 
-    `work` is picklable, and so is what it returns. It takes no CPU, so busy nodes answer too.
+    It reserves no CPU, so busy nodes answer too. After `ANSWER_S` a missing answer is a timeout.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(work)
     asked = {
@@ -90,16 +87,17 @@ def on_every_node(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
         for node in ray.nodes()
         if node["Alive"]
     }
-    return {name: _answer(answer) for name, answer in asked.items()}
+    deadline = time.monotonic() + ANSWER_S
+    return {name: _answer(answer, max(0.0, deadline - time.monotonic())) for name, answer in asked.items()}
 
 
 def node_name(node: dict[str, Any]) -> str:
-    """Of an entry of `ray.nodes`: its name and the start of its id, for several may share a machine."""
+    """Returns the name of an entry of `ray.nodes`, with the start of its id: nodes may share a machine."""
     return f"{node['NodeName']} ({node['NodeID'][:6]})"
 
 
 def check_shared(root: str) -> None:
-    """Raises UsageError if a node that is up does not see what this process writes below `root`."""
+    """Raises UsageError if a node does not see what this process writes below `root`."""
     if sum(node["Alive"] for node in ray.nodes()) == 1:
         return
     marker = storage.join(root, f".seen-{uuid4().hex}")
@@ -108,16 +106,16 @@ def check_shared(root: str) -> None:
         seen = on_every_node(storage.size, marker)
     finally:
         storage.delete(marker)
-    blind = [f"{name}: {found}" if found is not None else name for name, found in seen.items() if found != 0]
-    if blind:
+    missing = [f"{name}: {size}" if size is not None else name for name, size in seen.items() if size != 0]
+    if missing:
         raise UsageError(
-            f"{root} is not shared by all nodes: {', '.join(blind)} cannot see what is written there. Use"
+            f"{root} is not shared by all nodes: {', '.join(missing)} cannot see what is written there. Use"
             " --storage s3://bucket/prefix, or a directory that every node mounts"
         )
 
 
-def _answer(answer: Any) -> Any:
+def _answer(answer: Any, timeout_s: float) -> Any:
     try:
-        return ray.get(answer, timeout=ANSWER_S)
-    except Exception as error:  # whatever it was belongs to that node's answer
+        return ray.get(answer, timeout=timeout_s)
+    except Exception as error:
         return error

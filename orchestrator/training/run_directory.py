@@ -1,12 +1,12 @@
 """The directory of a run or a sweep: the only record of what happened there.
 
-    RUN/config.json           its config, the digest of its data, and a key that names this start of it
+    RUN/config.json           its config, the digest of its data, and a key that names this start of the run
     RUN/metrics.jsonl         every report; on S3, which cannot append, metrics-000001.jsonl and so on
     RUN/checkpoints/step-N/   a checkpoint exists once its manifest does
-    RUN/paused-N.json         how the run stood when it paused at step N
+    RUN/paused-N.json         the state of the run when it paused at step N
     RUN/result.json           how it ended
     RUN/error.txt             why its last attempt failed
-    SWEEP/sweep.json          metrics to judge by, seeds, reference point, trials; its runs lie below it
+    SWEEP/sweep.json          objectives, seeds, reference point, trials; its runs lie below it
 
 A report is written before the checkpoint that contains it, so a run that resumes leaves no gap. The last line
 of a step counts; a line ``{"resumed": n}`` takes back the lines before it of steps above n.
@@ -33,10 +33,12 @@ Mode = Literal["auto", "resume"]
 
 CONFIG, SWEEP, RESULT, ERROR = "config.json", "sweep.json", "result.json", "error.txt"
 LOCK = "lock"
-STOP = "stop"  # its appearance asks the workers of a run to save and stop
-UNTRAINED = (CONFIG, ERROR, LOCK, STOP, "refused.txt", "log.jsonl")  # files of attempts that trained nothing
+STOP = "stop"  # where this file appears, the workers of the run save and stop
+REFUSED = "refused.txt"  # the error of a worker that the user can correct
+UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
 DATA = "data.digest"
 LEASE_S = 90.0
+IN_USE = "another process works in {}: wait for it, or end it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,9 @@ class Result:
     """How a run ended, or where it paused.
 
     Attributes:
-        metrics: as last reported.
+        metrics: the last report.
         time_s: seconds since the epoch.
-        checkpoint: the folder of its last checkpoint, relative to the run's directory; empty without one.
+        checkpoint: folder of the last checkpoint, relative to the run's directory; empty if there is none.
         weights: digest of that checkpoint's weights.
     """
 
@@ -67,24 +69,24 @@ def checkpoint_directory(run: RunConfig) -> str:
 
 
 def result_of(run: RunConfig) -> Result | None:
-    """None while the run is not complete."""
+    """Returns None while the run is not complete."""
     return read_result(run_directory(run))
 
 
 def pause_of(run: RunConfig, step: int) -> Result | None:
-    """How the run stood when it paused at `step`; None if it did not."""
+    """Returns the state of a run that paused at `step`; None if it did not."""
     return read_result(run_directory(run), f"paused-{step}.json")
 
 
 def pauses_of(run: RunConfig) -> list[Result]:
-    """All pauses of a run, by step."""
     return read_pauses(run_directory(run))
 
 
 def read_pauses(directory: str) -> list[Result]:
+    """Returns all pauses of a run, by step."""
     names = [name for name in storage.names(directory) if name.startswith("paused-")]
-    found = [read_result(directory, name) for name in names]
-    return sorted((pause for pause in found if pause), key=lambda pause: pause.step)
+    pauses = [read_result(directory, name) for name in names]
+    return sorted((pause for pause in pauses if pause), key=lambda pause: pause.step)
 
 
 def read_result(directory: str, name: str = RESULT) -> Result | None:
@@ -98,20 +100,20 @@ def write_result(directory: str, result: Result) -> None:
 
 
 def read_error(directory: str) -> str:
-    """The reason of the last failure in one line; empty if there was none."""
+    """Returns the reason of the last failure in one line; empty if there was none."""
     path = storage.join(directory, ERROR)
     return last_line(storage.read_bytes(path).decode()) if storage.size(path) else ""
 
 
 def write_error(directory: str, reason: str) -> None:
-    """Records why a run failed, unless its own process has left a traceback."""
+    """Records why a run failed, unless its own process has written a traceback."""
     path = storage.join(directory, ERROR)
     if storage.size(path) is None:
         storage.write_bytes(path, reason.encode())
 
 
 def read_json(location: str) -> Any:
-    """The content of a JSON file; None if there is no file. Raises UsageError if it is damaged."""
+    """Returns the content of a JSON file; None if there is no file. Raises UsageError if it is damaged."""
     if storage.size(location) is None:
         return None
     try:
@@ -129,11 +131,10 @@ class RunRecord:
     """The content of `config.json`.
 
     Attributes:
-        key: names this start of the run; a run that starts over gets another.
+        key: names this start of the run; a run that starts over gets another key.
         began_s: seconds since the epoch.
         config: the run, as `codec.to_dict` writes it.
-        data_digest: digest of its data's manifest.
-        labels: tags in MLflow, such as the role of a run that belongs to no sweep.
+        labels: tags in MLflow, such as the role of a run outside any sweep.
     """
 
     key: str
@@ -148,14 +149,13 @@ class SweepRecord:
     """The content of `sweep.json`.
 
     Attributes:
-        key: names this start of the sweep; a sweep that starts over gets another.
+        key: names this start of the sweep; a sweep that starts over gets another key.
         base: the run that every arm changes, as `codec.to_dict` writes it.
-        data_digest: digest of the base's data.
         quality, cost: the metrics to maximise and to minimise, with their units in their names.
-        seeds: every arm is trained once with each; none: once, with the base's seed.
-        arms: name -> dotted changes of the base, those that a search has drawn among them.
+        seeds: every arm is trained with each; if empty, once, with the base's seed.
+        arms: name -> dotted changes of the base.
         drawn: names of the arms that a search has drawn.
-        reference: metric -> the worst value that hypervolumes count; measured costs follow once known.
+        reference: metric -> the worst value that hypervolumes count; measured costs are added once known.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
         status: ``running`` until the command ends.
@@ -180,13 +180,11 @@ class SweepRecord:
 
 
 def read_run(directory: str) -> RunRecord | None:
-    """Raises UsageError if the record is damaged."""
     content = read_json(storage.join(directory, CONFIG))
     return RunRecord(**content) if content is not None else None
 
 
 def read_sweep(directory: str) -> SweepRecord | None:
-    """Raises UsageError if the record is damaged."""
     content = read_json(storage.join(directory, SWEEP))
     return SweepRecord(**content) if content is not None else None
 
@@ -198,25 +196,25 @@ def write_sweep(directory: str, record: SweepRecord) -> None:
 def acquire_run_dir(
     run: RunConfig, data_digest: str, mode: Mode = "auto", labels: Mapping[str, str] | None = None
 ) -> RunRecord:
-    """Makes the run's directory that of `run`.
+    """Starts or continues `run` in its directory.
 
-    ``auto`` continues what is there if its config and data are the same, else starts; ``resume`` insists that
-    something is there. A run that failed before it trained anything leaves its name free.
+    ``auto`` continues a run that is there if its config and data are the same, and starts one otherwise;
+    ``resume`` requires a run. The name of a run that failed before it trained anything can be used again.
 
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
     directory = run_directory(run)
     check_kind(directory, "run")
-    now, was = to_dict(run), read_run(directory)
-    if was is None:
+    now, previous = to_dict(run), read_run(directory)
+    if previous is None:
         check_resumable(directory, mode)
     else:
-        before = flat(was.config) | {DATA: was.data_digest}
+        before = flat(previous.config) | {DATA: previous.data_digest}
         changes = changed_fields(before, json.loads(json.dumps(flat(now) | {DATA: data_digest})))
         if not changes:
             storage.delete(storage.join(directory, ERROR))
-            return was
+            return previous
         if mode != "auto" or _trained(directory):
             raise_changed(directory, changes, run.data.path)
         for name in storage.names(directory):
@@ -230,20 +228,19 @@ def acquire_run_dir(
 
 
 def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:
-    """Raises UsageError if the directory is that of another kind."""
+    """Raises UsageError if the directory belongs to the other kind."""
     other, file = ("sweep", SWEEP) if kind == "run" else ("run", CONFIG)
     if storage.size(storage.join(directory, file)) is not None:
         raise UsageError(f"{directory} belongs to a {other}, and this is a {kind}: use another --name")
 
 
 def check_resumable(directory: str, mode: Mode) -> None:
-    """Raises UsageError for `--resume` where nothing is."""
     if mode == "resume":
         raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
 
 
 def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: str) -> NoReturn:
-    """Raises UsageError that names the changed fields: name -> (before, now)."""
+    """Raises a UsageError that names the changed fields, given as name -> (before, now)."""
     if DATA in changes and "data.path" not in changes:
         raise UsageError(
             f"the data at {data} changed since {directory} was started: use another --name, or --fresh to"
@@ -257,7 +254,7 @@ def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: 
 
 
 def move_aside(directory: str) -> str | None:
-    """Renames what is there to a free name, and returns that name; None if nothing is there.
+    """Renames the directory to a free name, and returns that name; None if it is empty.
 
     Raises:
         UsageError: on S3, which has no rename.
@@ -272,7 +269,7 @@ def move_aside(directory: str) -> str | None:
 
 
 def check_run_dir_visible(directory: str) -> None:
-    """Raises UsageError where a worker does not see what its driver wrote."""
+    """Raises UsageError on a worker's node that does not see what the driver wrote."""
     if storage.size(storage.join(directory, CONFIG)) is None:
         raise UsageError(
             f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
@@ -282,58 +279,65 @@ def check_run_dir_visible(directory: str) -> None:
 
 @contextmanager
 def locked(directory: str, *, fresh: bool = False) -> Iterator[str | None]:
-    """Keeps other processes from the directory of a run or a sweep while the block lasts.
+    """Keeps other processes out of the directory of a run or a sweep while the block lasts.
 
-    With `fresh`, what is there is moved aside first, and the new name of it is yielded.
-
-    A local directory is locked by the file system, so the lock ends with the process. On S3 the lock is an
-    object that is renewed every `LEASE_S` / 3 and expires after `LEASE_S` seconds.
+    With `fresh`, a directory that is there is moved aside first, and its new name is yielded.
 
     Raises:
-        UsageError: if another process works there.
+        UsageError: if another process works there. A lock is never waited for.
     """
     aside = None
     if fresh:
         with locked(directory):
             aside = move_aside(directory)
-    path = storage.join(directory, LOCK)
     storage.make_folder(directory)
-    if storage.is_local(directory):
-        with open(path.removeprefix("file://"), "a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UsageError(f"another process works in {directory}: wait for it, or end it") from None
-            yield aside
-        return
+    lock = _file_lock if storage.is_local(directory) else _lease
+    with lock(directory, storage.join(directory, LOCK)):
+        yield aside
+
+
+@contextmanager
+def _file_lock(directory: str, path: str) -> Iterator[None]:
+    """A lock of the file system, which ends with the process."""
+    with open(path.removeprefix("file://"), "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(IN_USE.format(directory)) from None
+        yield
+
+
+@contextmanager
+def _lease(directory: str, path: str) -> Iterator[None]:
+    """An object on S3 that is renewed every `LEASE_S` / 3 and expires after `LEASE_S` seconds."""
     holder, ended = uuid.uuid4().hex, threading.Event()
 
-    def lease() -> bytes:
+    def content() -> bytes:
         return json.dumps({"holder": holder, "host": socket.gethostname(), "time_s": time.time()}).encode()
 
     def renew() -> None:
         while not ended.wait(LEASE_S / 3):
-            with suppress(OSError):  # the next one may arrive
-                storage.write_bytes(path, lease())
+            with suppress(OSError):  # the next attempt may succeed
+                storage.write_bytes(path, content())
 
     try:
-        storage.write_new(path, lease())
+        storage.write_new(path, content())
     except FileExistsError:
         other = json.loads(storage.read_bytes(path))
         age_s = time.time() - other["time_s"]
         if age_s < LEASE_S:
             raise UsageError(
                 f"a process on {other['host']} works in {directory}, or was killed {age_s:.0f} s ago: its"
-                f" lock expires {LEASE_S:.0f} s after its last sign of life"
+                f" lock, {path}, expires {LEASE_S:.0f} s after its last sign of life"
             ) from None
-        storage.write_bytes(path, lease())
-        time.sleep(1)  # of two processes that found it expired, the last to write has it
+        storage.write_bytes(path, content())
+        time.sleep(1)  # of two processes that find the lease expired, the last to write gets it
         if json.loads(storage.read_bytes(path))["holder"] != holder:
-            raise UsageError(f"another process works in {directory}: wait for it, or end it") from None
+            raise UsageError(IN_USE.format(directory)) from None
     thread = threading.Thread(target=renew, daemon=True, name="lease")
     thread.start()
     try:
-        yield aside
+        yield
     finally:
         ended.set()
         thread.join()
@@ -345,7 +349,7 @@ def new_key() -> str:
 
 
 def _trained(directory: str) -> bool:
-    """Whether anything lies there but the records of an attempt that never trained, and Ray's own files."""
+    """Returns whether the directory has more than the records of attempts that never trained, and Ray's."""
     return any(
         size > 0 and name not in UNTRAINED and not name.startswith("ray/")
         for name, size in storage.files(directory).items()

@@ -1,4 +1,4 @@
-"""What one worker of a run does, alone or among others, from its newest checkpoint to the result."""
+"""One worker of a run, alone or among others: from the newest checkpoint to the result."""
 
 import ctypes
 import logging
@@ -15,10 +15,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
+from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
 from orchestrator.checkpoint.weights import start_from
-from orchestrator.codec import MAY_CHANGE, flat, from_dict, to_dict
+from orchestrator.codec import changed_fields, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.loader import prefetched
@@ -26,7 +27,15 @@ from orchestrator.data.stream import Reader, Stream, open_stream
 from orchestrator.errors import UsageError
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, set_threads, train
-from orchestrator.training.metrics import Meter, SampleTracker, UtilizationMonitor, check_bad, save_bad, shown
+from orchestrator.training.metrics import (
+    BAD_IMAGES,
+    Meter,
+    SampleTracker,
+    UtilizationMonitor,
+    check_bad,
+    fingerprint_metric,
+    write_csv,
+)
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.optim import build_optimizer, learning_rate
 from orchestrator.training.profile import profiled
@@ -47,9 +56,14 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run counts beside its steps, as it lies in its checkpoints: device-seconds of training, the last
-    report, the best value of `BEST_BY` with its step, steps and device-seconds of the trunk that it branched
-    from, and what has been read (see `seen`).
+    """What a checkpoint records beside the step and the weights.
+
+    Attributes:
+        device_s: device-seconds of training.
+        reported, metrics: step and values of the last report.
+        best: the best value of `BEST_BY`, and its step.
+        trunk: steps and device-seconds of the run that this run branched from.
+        fingerprint, bad: what was read (`SampleTracker`).
     """
 
     device_s: float = 0.0
@@ -61,16 +75,16 @@ class Progress:
     bad: list[DecodeError] = field(default_factory=list)
 
     def after(self, step: int, metrics: Metrics) -> "Progress":
-        """With the report of `step`."""
+        """Returns the progress after the report of `step`."""
         best, quality = self.best, metrics.get(BEST_BY)
         if quality is not None and (best is None or quality > best[0]):
             best = quality, step
         return replace(self, reported=step, metrics=metrics, best=best)
 
     def best_so_far(self) -> str:
-        return (
-            f"best {BEST_BY} {self.best[0]:.4g} at step {self.best[1]}" if self.best else f"no {BEST_BY} yet"
-        )
+        if not self.best:
+            return f"no {BEST_BY} yet"
+        return f"best {BEST_BY} {self.best[0]:.4g} at step {self.best[1]}"
 
 
 def train_worker(
@@ -81,10 +95,10 @@ def train_worker(
     until: int | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Trains to the end of the run, or to step `until`, where it pauses: the same call goes on from there.
+    """Trains to the end of the run, or to step `until`, where it pauses: the same call continues from there.
 
-    The first worker reports, and writes the result. After each report all workers ask `should_stop`, and
-    get the same answer: true to save and return without a result.
+    The first worker reports, and writes the result. After each report all workers call `should_stop`, which
+    returns the same for all; if true, they save and return without a result.
     """
     until = min(until or run.train.steps, run.train.steps)
     keep_freed_memory()
@@ -98,68 +112,49 @@ def train_worker(
     checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
     config = to_dict(run)
 
-    done, progress = 0, Progress()
-    if (restored := checkpoints.restore(model, optimizer)) is not None:
-        done, progress = restored.step, Progress(**restored.progress)
-        if rank == 0:
-            log.info("%s: on from step %d of %d, %s", run.name, done, run.train.steps, progress.best_so_far())
-        if good_enough(run.train, progress.metrics):  # only its result is missing
-            until = done
-    elif run.train.trunk:
-        trunk = checkpoints.branch(run.train.trunk, model, optimizer)
-        check_trunk(trunk.config, trunk.step, run)
-        progress = replace(Progress(**trunk.progress), best=None)
-        done, progress = trunk.step, replace(progress, trunk=(trunk.step, progress.device_s))
-        if rank == 0:
-            log.info("%s: branches at step %d from %s", run.name, done, run.train.trunk)
-    elif run.train.init_from:
-        without = run.train.init_without
-        started = start_from(model, run.train.init_from, without=without, group=checkpoints.group)
-        if rank == 0:
-            log.info("%s %s", run.name, started)
-    resumed = {"resumed/step": float(done)} if restored else {}
+    done, progress, resumed = _begin(run, checkpoints, model, optimizer)
+    if resumed and good_enough(run.train, progress.metrics):  # only the result is missing
+        until = done
     metrics_file = MetricsWriter(run) if rank == 0 else None
     if metrics_file and done:
         metrics_file.resumed(done)
     meter = Meter(workers=workers, device_s=progress.device_s)
-    busy = UtilizationMonitor()
-    seen = SampleTracker(fingerprint=progress.fingerprint, bad=progress.bad)
+    utilization = UtilizationMonitor()
+    samples = SampleTracker(fingerprint=progress.fingerprint, bad=progress.bad)
 
     def on_report(step: int, values: Metrics) -> None:
         nonlocal progress, resumed
-        failures = {"checkpoint/failed": float(checkpoints.failures)} if checkpoints.failures else {}
-        fingerprint, bad = seen.gather()
-        if rank == 0 and bad:
-            save_bad(run_directory(run), bad)
-        read = {"data/fingerprint": shown(fingerprint), "data/bad_images": float(len(bad))}
-        values |= (
-            busy.read()
-            | costs(run, step)
-            | marginal_costs(run, step, values["cost/device_s"], progress.trunk)
-        )
-        progress, resumed = progress.after(step, values | failures | read | resumed), {}
+        fingerprint, bad = samples.gather()
+        values |= utilization.read() | costs(run, step)
+        values |= marginal_costs(run, step, values["cost/device_s"], progress.trunk)
+        values |= {"data/fingerprint": fingerprint_metric(fingerprint), "data/bad_images": float(len(bad))}
+        if checkpoints.failures:
+            values["checkpoint/failed"] = float(checkpoints.failures)
+        progress, resumed = progress.after(step, values | resumed), {}
         if metrics_file:
+            if bad:
+                write_csv(storage.join(run_directory(run), BAD_IMAGES), DecodeError._fields, bad)
             metrics_file.report(step, progress.metrics)
         report(step, progress.metrics)
         images = step * run.data.batch_size
-        check_bad(bad, read=images, epoch=training.epoch(), most=run.data.max_bad_frac)
+        check_bad(bad, read=images, epoch=training.epoch(), max_frac=run.data.max_bad_frac)
 
     def on_save(step: int) -> None:
-        fingerprint, bad = seen.gather()
-        counted = asdict(progress) | {"device_s": meter.device_s, "fingerprint": fingerprint, "bad": bad}
+        fingerprint, bad = samples.gather()
+        recorded = asdict(progress) | {"device_s": meter.device_s, "fingerprint": fingerprint, "bad": bad}
         images = step * run.data.batch_size
         if metrics_file:
             metrics_file.flush()
-        checkpoints.save(step, model, optimizer, images=images, progress=counted, config=config)
+        checkpoints.save(step, model, optimizer, images=images, progress=recorded, config=config)
 
     def batches(stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(read(stream, steps), device)
 
     def validate() -> Metrics:
-        values = evaluate(model, seen.validation(batches(validation, validation.steps())), run)
+        values = evaluate(model, samples.validation(batches(validation, validation.steps())), run)
         return values | (fewshot.measure(model, device).metrics() if fewshot else {})
 
-    steps = seen.training(batches(training, range(done, until)))
+    steps = samples.training(batches(training, range(done, until)))
     if run.scale.profile_steps and rank == 0:
         steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
 
@@ -183,42 +178,56 @@ def train_worker(
     else:
         if good_enough(run.train, progress.metrics):
             status, until = "finished", reached
-        elif run.train.stop_at is not None and rank == 0 and reached == until == run.train.steps:
-            log.warning(
-                "%s never reached stop_at=%g: %s", run.name, run.train.stop_at, progress.best_so_far()
-            )
+        elif run.train.stop_at is not None and reached == run.train.steps:
+            best = progress.best_so_far()
+            log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
     checkpoints.finish()
     if metrics_file:
         metrics_file.close()
         if reached == until:
-            folder, weights = newest_checkpoint(run)
+            directory, kept = run_directory(run), manifests.steps(checkpoints.directory)
+            folder = manifests.folder_of(checkpoints.directory, kept[-1]) if kept else ""
             result = Result(
                 status=status,
                 step=progress.reported,
                 metrics=progress.metrics,
                 time_s=time.time(),
-                checkpoint=folder,
-                weights=weights,
+                checkpoint=folder.removeprefix(f"{directory}/"),
+                weights=manifests.read(folder).weights_digest() if kept else "",
             )
-            write_result(run_directory(run), result)
+            write_result(directory, result)
 
 
-def newest_checkpoint(run: RunConfig) -> tuple[str, str]:
-    """The newest checkpoint's folder, relative to the run's directory, and the digest of its weights."""
-    directory = checkpoint_directory(run)
-    if not (steps := manifests.steps(directory)):
-        return "", ""
-    folder = manifests.folder_of(directory, steps[-1])
-    return folder.removeprefix(f"{run_directory(run)}/"), manifests.read(folder).weights_digest()
+def _begin(
+    run: RunConfig, checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, Progress, Metrics]:
+    """Fills the model from the run's newest checkpoint, else from the run that it branches from, else from
+    other weights. Returns the step, the progress, and what the next report says about a resumption.
+    """
+    if (restored := checkpoints.restore(model, optimizer)) is not None:
+        done, progress = restored.step, Progress(**restored.progress)
+        best = progress.best_so_far()
+        log.info("%s: resumes from step %d of %d, %s", run.name, done, run.train.steps, best)
+        return done, progress, {"resumed/step": float(done)}
+    if run.train.trunk:
+        trunk = checkpoints.branch(run.train.trunk, model, optimizer)
+        check_trunk(trunk.config, trunk.step, run)
+        log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
+        progress = Progress(**trunk.progress)
+        return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
+    if run.train.init_from:
+        without, group = run.train.init_without, checkpoints.group
+        log.info("%s %s", run.name, start_from(model, run.train.init_from, without=without, group=group))
+    return 0, Progress(), {}
 
 
 def build_model(run: RunConfig, device: torch.device) -> nn.Module:
-    """Sharded over all workers of the run; whole where the only one trains it as it is."""
+    """Returns the model, sharded over all workers of the run; a single float32 worker does not shard."""
     scale, compute_dtype = run.scale, getattr(torch, run.train.compute_dtype)
     whole = compute_dtype == torch.float32
     if scale.workers == 1 and whole and not scale.activation_checkpointing and not scale.compile:
         return ViT(run.model, seed=run.train.seed).to(device)
-    if not dist.is_initialized():  # one worker in the process that asked for the run
+    if not dist.is_initialized():  # an inline worker
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     mesh = make_mesh(device.type, ep=run.ep(), dp_replicate=scale.dp_replicate)
@@ -232,7 +241,7 @@ def build_model(run: RunConfig, device: torch.device) -> nn.Module:
 
 
 def costs(run: RunConfig, step: int) -> Metrics:
-    """What `step` updates cost on paper; conventions are in the names."""
+    """Returns the analytic costs of `step` updates; their conventions are in the names."""
     return {
         "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
         "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
@@ -241,7 +250,7 @@ def costs(run: RunConfig, step: int) -> Metrics:
 
 
 def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int, float] | None) -> Metrics:
-    """What a branch cost beyond its trunk's steps and seconds; nothing for a run without one."""
+    """Returns what a branch cost beyond the steps and seconds of its trunk; empty for other runs."""
     if trunk is None:
         return {}
     own = (step - trunk[0]) * run.data.batch_size
@@ -252,13 +261,10 @@ def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int,
 
 
 def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
-    """Checks that `run` would have come to the same weights at `step` by itself.
+    """Checks that `run` itself would have reached the weights at `step` of a run with `config`.
 
     Source: Soft MoE, section 3.4: a long run at a slowly falling rate is cooled down from several of its
     steps, so that one training pays for a whole cost axis.
-
-    Args:
-        config: the trunk's, from its checkpoint.
 
     Raises:
         UsageError: naming the fields that differ, or the first step at which the learning rates do.
@@ -266,19 +272,18 @@ def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
     trunk = from_dict(RunConfig, config)
     if step >= run.train.steps:
         raise UsageError(f"{run.name}: train.steps={run.train.steps} end before its trunk, at step {step}")
-    old, new = flat(trunk), flat(run)
-    names = [n for n in {**old, **new} if not n.startswith((*MAY_CHANGE, *BRANCHES_DIFFER_IN))]
-    if changed := [f"{n}: {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]:
+    changes = changed_fields(flat(trunk), flat(run)).items()
+    if changed := [f"{n}: {a!r} -> {b!r}" for n, (a, b) in changes if not n.startswith(BRANCHES_DIFFER_IN)]:
         raise UsageError(f"{run.name} cannot branch from {trunk.name}: {'; '.join(changed)}")
     for at in range(step):
-        rates = [
+        was, now = (
             learning_rate(each.train.schedule, at, peak=each.train.lr, total=each.train.steps)
             for each in (trunk, run)
-        ]
-        if rates[0] != rates[1]:
+        )
+        if was != now:
             raise UsageError(
                 f"{run.name} cannot branch from {trunk.name} at step {step}: at step {at} its learning rate"
-                f" would be {rates[1]:g}, the trunk's was {rates[0]:g}; give both the same"
+                f" would be {now:g}, the trunk's was {was:g}; give both the same"
                 " train.schedule.warmup_steps, and cool down after the branch"
             )
 
@@ -288,8 +293,7 @@ def keep_freed_memory() -> None:
 
     glibc maps every large tensor anew and unmaps it when freed, so each step pays a page fault for every
     4 KiB of its weight gradients; with many experts that costs more than computing them (`bench/results/`).
-    The same as MALLOC_MMAP_MAX_=0 without MALLOC_TRIM_THRESHOLD_ in the environment, but it also works in a
-    process that already runs. Does nothing without glibc.
+    Does nothing without glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

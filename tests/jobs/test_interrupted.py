@@ -39,12 +39,15 @@ def test_a_run_of_two_workers_is_told_to_stop(sent, tmp_path):
         text=True,
     )
     assert process.stdout
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    process.send_signal(sent)
-    assert process.wait(timeout=3) == 128 + sent
-    assert "Interrupted. Run the same command again to continue." in process.stdout.read()
+    try:
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        process.send_signal(sent)
+        assert process.wait(timeout=3) == 128 + sent
+        assert "Interrupted. Run the same command again to continue." in process.stdout.read()
+    finally:
+        process.kill()  # else a run of 5000 steps goes on beside the other tests
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert run.info.status == "KILLED"

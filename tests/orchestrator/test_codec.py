@@ -56,7 +56,7 @@ def test_flat_fields_in_any_order_turn_any_config_into_any_other(
 
 @given(old=ANY, new=ANY)
 def test_strings_are_parsed_as_their_fields(old: RunConfig, new: RunConfig) -> None:
-    """What has a spelling on the command line; null and lists arrive there as JSON."""
+    """Values are given as on the command line, where null and lists arrive as JSON."""
     spelled = {k: v if v is None or isinstance(v, list) else str(v) for k, v in flat(new).items()}
     assert override(old, spelled) == new
 

@@ -1,4 +1,4 @@
-"""Real MLflow stores that can be stopped and started: a SQLite file, a server over HTTP, and Postgres."""
+"""Real MLflow stores: a SQLite file, a server over HTTP, and Postgres."""
 
 import os
 import shutil
@@ -15,45 +15,35 @@ from tests.parts import free_port, system_program
 
 
 class Sqlite:
-    """Has no server: it is never away."""
-
     def __init__(self, folder: Path) -> None:
         self.uri = f"sqlite:///{folder}/mlflow.db"
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Server:
     """`mlflow server` on loopback before a SQLite file, with the artifacts behind it."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self._folder = folder
-        self.start()
-
-    def start(self) -> None:
-        store = ["--backend-store-uri", f"sqlite:///{self._folder}/server.db"]
-        files = ["--artifacts-destination", f"{self._folder}/artifacts"]
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--workers", "1"]
+        port = free_port()
+        self.uri = f"http://127.0.0.1:{port}"
+        self._log = folder / "server.log"
+        store = ["--backend-store-uri", f"sqlite:///{folder}/server.db"]
+        files = ["--artifacts-destination", f"{folder}/artifacts"]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mlflow", "server", *store, *files, *where],
             stdout=subprocess.DEVNULL,
-            stderr=(self._folder / "server.log").open("a"),
+            stderr=self._log.open("a"),
             start_new_session=True,
             env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         )
         wait_until(self._answers, 120)
 
     def stop(self) -> None:
-        """As a power cut would."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _answers(self) -> bool:
-        assert self._process.poll() is None, (self._folder / "server.log").read_text()
+        assert self._process.poll() is None, self._log.read_text()
         with suppress(OSError):
             return urllib.request.urlopen(f"{self.uri}/health", timeout=5).status == 200
         return False
@@ -64,31 +54,25 @@ class Postgres:
         self._bin = Path(system_program("initdb", "postgresql")).parent
         self.port = free_port()
         self.uri = f"postgresql://tester:secret@127.0.0.1:{self.port}/postgres"
-        self.folder = Path(tempfile.mkdtemp(prefix="postgres"))  # pytest's own is not for other users
+        self.folder = Path(tempfile.mkdtemp(prefix="postgres"))  # other users cannot read pytest's own
         if os.getuid() == 0:
             shutil.chown(self.folder, "postgres")
         password = self.folder / "password"
         password.write_text("secret")
         password.chmod(0o644)
         self._run("initdb", "-D", f"{self.folder}/data", "-U", "tester", "-A", "md5", f"--pwfile={password}")
-        self.start()
-
-    def start(self) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories="
         self._control("start", "-o", options, "-l", f"{self.folder}/log")
 
-    def stop(self) -> None:
-        self._control("stop", "-m", "immediate")
-
     def remove(self) -> None:
-        self.stop()
+        self._control("stop", "-m", "immediate")
         shutil.rmtree(self.folder)
 
     def _control(self, *arguments: str) -> None:
         self._run("pg_ctl", "-w", "-D", f"{self.folder}/data", *arguments)
 
     def _run(self, program: str, *arguments: str) -> None:
-        """Not as root, which Postgres refuses."""
+        """Runs as another user than root, which Postgres refuses."""
         other = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
         subprocess.run(
             [*other, str(self._bin / program), *arguments],

@@ -1,4 +1,4 @@
-"""What MLflow has: sweeps, their trials; and what commands write to runs that are there."""
+"""Sweeps and trials are found in MLflow, and commands write to their runs."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from tests.orchestrator.tracking.stores import Sqlite
 def test_a_sweep_and_its_children(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, whatever quotes it has, oldest first, over several pages."""
+    """A sweep is found by its name, which may have quotes; trials come oldest first, over several pages."""
     monkeypatch.setattr(find, "PAGE", 4)
     name = f'it\'s a "sweep" 100% of {tmp_path.name}'
     sweep = Sweep(base=run_at(tmp_path, name), arms={f"arm-{i}": {"train.lr": 0.1 + i} for i in range(9)})

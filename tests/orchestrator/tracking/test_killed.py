@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,43 @@ from tests.orchestrator.tracking.stores import Store
 
 KILLS = 20
 ROOT = Path(__file__).parents[3]
+
+
+class Program:
+    """The program of `writer.py`. A line that never comes, because the program has ended, is an error."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdin
+        assert process.stdout
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    def line(self) -> str:
+        line = self._stdout.readline()
+        assert line, "the program has ended: its error is above"
+        return line.strip()
+
+    def ask(self, line: str) -> str:
+        self._stdin.write(f"{line}\n")
+        self._stdin.flush()
+        return self.line()
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[Program]:
+    """Starts the program; whatever happens, it and the process that it has forked are ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.orchestrator.tracking.writer", *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Program(process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -33,34 +72,19 @@ def test_what_killed_processes_reported_is_there_once(store: Store, tmp_path: Pa
     """Twenty times. Every number has one row, in order, and two runs were made in all."""
     open_store(store)  # makes the tables
     dice = random.Random(1)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.orchestrator.tracking.writer", store.uri, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as program:
-        assert program.stdin
-        assert program.stdout
-
-        def start(line: str) -> int:
-            program.stdin.write(f"{line}\n")
-            program.stdin.flush()
-            return int(program.stdout.readline())
-
+    with started(store.uri, str(tmp_path)) as program:
         for kill in range(KILLS):
-            process = start("")
+            process = int(program.ask(""))
             if kill % 5:
-                assert program.stdout.readline() == "writing\n"
+                assert program.line() == "writing"
             time.sleep(dice.uniform(0, 0.6))
             os.kill(process, signal.SIGKILL)
-            while program.stdout.readline() != "ended\n":  # it may have got to write, where nobody waited
+            while program.line() != "ended":  # it may have begun to write before the kill
                 pass
         reached = int((tmp_path / "checkpoint").read_text())
         last = reached + 20
-        start(str(last))
-        assert [program.stdout.readline() for _ in range(2)] == ["writing\n", "ended\n"]
-        program.stdin.close()
+        program.ask(str(last))
+        assert [program.line(), program.line()] == ["writing", "ended"]
 
     assert reached > KILLS
     reader = open_reader(store.uri)

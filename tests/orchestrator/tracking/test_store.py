@@ -1,5 +1,6 @@
-"""Stores that can be opened, and what is said of those that cannot."""
+"""Stores that can be opened, and the errors for stores that cannot."""
 
+import fcntl
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from orchestrator.errors import UsageError
+from orchestrator.tracking import store as store_file
 from orchestrator.tracking.find import create_run
 from orchestrator.tracking.store import open_reader, open_tracking, redact_uri
 from tests.orchestrator.tracking.conftest import open_store
@@ -63,7 +65,7 @@ def test_refused_uris(uri: str, port_of_no_web_server: int, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_database_that_does_not_answer(postgres: Postgres, tmp_path: Path) -> None:
-    """Nobody is there, or the password is wrong; it is never repeated."""
+    """No server answers, or the password is wrong; the error never repeats it."""
     uris = (
         f"postgresql://tester:secret@127.0.0.1:{free_port()}/postgres",
         postgres.uri.replace("secret", "wrong"),
@@ -101,6 +103,16 @@ def test_looking_makes_no_store(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no MLflow store at sqlite:"):
         open_reader(f"sqlite:///{empty}")
     assert empty.stat().st_size == 0
+
+
+def test_a_process_that_never_finishes_creating_a_store_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_file, "CREATION_S", 0.2)
+    with (tmp_path / "mlflow.db.lock").open("w") as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=r"another process has held .*/mlflow.db.lock"):
+            open_store(Sqlite(tmp_path))
 
 
 def test_files_lie_where_they_should(sqlite: Sqlite) -> None:

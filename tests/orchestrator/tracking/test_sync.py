@@ -1,6 +1,7 @@
-"""A directory and its picture in MLflow: sent once, whole, whatever came between."""
+"""MLflow shows a directory completely, and each value once, after any interruption."""
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.tracking import sync
+from orchestrator.tracking import sync, system
 from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.registry import checkpoint_of
@@ -79,7 +80,7 @@ def test_a_run_from_its_start_to_its_end(tracking: Tracking, tmp_path: Path) -> 
 
 
 def test_saying_it_again_changes_nothing(tracking: Tracking, store: Store, tmp_path: Path) -> None:
-    """By the same process and by others; two that did not know of each other included."""
+    """Updates come from the same process, from later ones, and from two at the same time."""
     run = run_at(tmp_path, "again")
     directory = begin(run)
     early = Sync(tracking, directory)
@@ -138,7 +139,7 @@ def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
     """An error, a pause, a restart that finishes: tags of earlier ends go."""
     run = run_at(tmp_path, "ends")
     directory = begin(run)
-    assert shown(tracking, run, directory).status == "KILLED"  # nobody is at work
+    assert shown(tracking, run, directory).status == "KILLED"  # no process is running
     write_error(directory, "Traceback\nOSError: disk full\n")
     info = shown(tracking, run, directory)
     assert (info.status, info.tags["error"]) == ("FAILED", "OSError: disk full")
@@ -306,6 +307,17 @@ def test_system_metrics_share_an_axis_over_restarts(sqlite: Sqlite, tmp_path: Pa
     assert {f"system/{name}" for name in (*names, "network_receive_megabytes")} <= set(info.metrics)
     places = [place for place, _ in info.history("system/cpu_utilization_percentage")]
     assert len(set(places)) == len(places) >= 1
+
+
+def test_a_disk_that_does_not_answer_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, never = threading.Event(), threading.Event()
+    monkeypatch.setattr(system, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(system.DiskMonitor, "collect_metrics", lambda _: asked.set() or never.wait())
+    began = time.monotonic()
+    with SystemMetrics(str(tmp_path), every_s=0.01):
+        assert asked.wait(30)
+    assert time.monotonic() - began < 30
+    never.set()
 
 
 def test_a_lost_server_delays_nothing(

@@ -3,7 +3,7 @@
 For each line that it reads it forks a process, which spares the imports, and prints its id, "writing" and
 "ended". A line is the step to end after; an empty line means never.
 
-As training does, a process goes on from a checkpoint that lies behind what was reported.
+As in training, a process continues from a checkpoint that is older than the last report.
 """
 
 import itertools

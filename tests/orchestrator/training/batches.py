@@ -1,4 +1,4 @@
-"""Batches that were never in a data set."""
+"""Batches that are made from tensors."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from orchestrator.data.batch import Batch
 
 
 def make_batch(image: Tensor, label: Tensor, *, valid: int | None = None) -> Batch:
-    """Of images that are not mixed, the first `valid` of them valid."""
+    """Returns a batch of unmixed images, the first `valid` of which are valid."""
     place = torch.arange(len(label))
     unmixed = torch.tensor([1.0, 0, 0, 0, 0]).repeat(len(label), 1)
     return Batch(

@@ -1,4 +1,6 @@
-"""Real Ray Train workers on this machine: the same numbers as one process, also when a worker is killed."""
+"""Real Ray Train workers on this machine: the same numbers as one process, also when a worker is killed; and
+the sizes that a run can shrink to.
+"""
 
 import json
 import shutil
@@ -17,15 +19,23 @@ from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
-from orchestrator.training.fit import ATTEMPTS, MissingWorkers, check_data, fit, fit_on_workers
+from orchestrator.training.fit import (
+    ATTEMPTS,
+    MissingWorkers,
+    check_data,
+    fit,
+    fit_on_workers,
+    largest_schedulable,
+    resize,
+)
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.resources import check_resources
 from orchestrator.training.run_directory import run_directory
 from orchestrator.training.worker import Report
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
+NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
 
 @pytest.fixture
@@ -34,16 +44,14 @@ def run(digits: str, tmp_path: Path) -> RunConfig:
 
 
 def to_file(path: Path) -> Report:
-    """Reports reach the process that asked for the run."""
+    """Reports reach the process that asked for the run, in a thread that never keeps it from ending."""
 
     def report(step: int, metrics: dict[str, float]) -> None:
+        assert threading.current_thread() is threading.main_thread() or threading.current_thread().daemon
         with path.open("a") as file:
             file.write(json.dumps([step, metrics]) + "\n")
 
     return report
-
-
-NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
 
 def trained(run: RunConfig, path: Path, *, inline: bool, **changes: object) -> dict[int, tuple[float, ...]]:
@@ -64,17 +72,13 @@ def assert_same(a: dict[int, tuple[float, ...]], b: dict[int, tuple[float, ...]]
 
 
 def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
-    """SIGKILL for the last started Ray Train worker, once `ready`."""
+    """Sends SIGKILL to the last started Ray Train worker, once `ready`."""
 
     def kill() -> None:
         while not ready():
             time.sleep(0.05)
-        workers = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if "RayTrainWorker" in "".join(process.cmdline())
-        ]
-        workers[-1].kill()
+        family = psutil.Process().children(recursive=True)
+        [each for each in family if "RayTrainWorker" in "".join(each.cmdline())][-1].kill()
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
@@ -146,7 +150,7 @@ def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
 
 @pytest.mark.slow
 def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
-    """It is the user's to mend: workers are not started again for it."""
+    """The user must correct it: workers are not started again."""
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
     for shard in (copy / "train").iterdir():
@@ -158,6 +162,20 @@ def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
         fit(run, lambda step, metrics: None, inline=False)
 
 
+@pytest.mark.slow  # workers of its own
+def test_a_report_that_cannot_be_recorded_ends_the_run(run):
+    """At the first report, with its reason: another attempt would not record it either."""
+    tried = []
+
+    def full(step: int, metrics: dict[str, float]) -> None:
+        tried.append(step)
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full, inline=False)
+    assert tried == [1]
+
+
 def test_a_batch_holds_at_most_all_images(run, digits):
     images = open_manifest(digits).rows("train")
     check_data(override(run, {"data.batch_size": images, "data.lanes": 1}))
@@ -167,7 +185,7 @@ def test_a_batch_holds_at_most_all_images(run, digits):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
-    """Workers die in every attempt: it goes on where each attempt saved a checkpoint, else ATTEMPTS times."""
+    """Workers die in every attempt. The run goes on while attempts save checkpoints, else ATTEMPTS times."""
     tried = []
 
     def die(*_) -> None:
@@ -183,24 +201,40 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 
-def test_too_many_workers_are_refused_with_the_arithmetic(run):
-    with pytest.raises(
-        UsageError, match=r"4 workers x 0.5 CPU \+ 1 CPU for data = 3 CPUs, .* at most 2: use at most 2"
-    ):
-        check_resources(override(run, {"scale.workers": 4}))
-    with pytest.raises(UsageError, match="1 workers need 1 GPUs, the cluster has at most 0"):
-        check_resources(override(run, {"scale.use_gpu": True}))
+def eight_workers(**changes: object) -> RunConfig:
+    """64 images in 16 lanes."""
+    wide = {"model.moe.router.kind": "soft", "model.moe.num_experts": 8, "data.batch_size": 64}
+    return override(RunConfig(), wide | {"scale.workers": 8} | changes)
 
 
-@pytest.mark.slow  # workers of its own
-def test_a_report_that_cannot_be_recorded_ends_the_run(run):
-    """At the first, with its reason: to train it again would not record it."""
-    tried = []
+@pytest.mark.parametrize(("workers", "passes"), [(8, 1), (4, 2), (1, 8), (3, None), (6, None)])
+def test_fewer_workers_make_more_passes(workers, passes):
+    """Each pass has 8 images; 3 and 6 do not divide the lanes."""
+    small = resize(eight_workers(), workers)
+    if passes is None:
+        assert small is None
+        return
+    assert (small.data.batch_size, small.images_per_pass()) == (64, 8)
+    assert small.data.batch_size // workers // small.images_per_pass() == passes
 
-    def full(step: int, metrics: dict[str, float]) -> None:
-        tried.append(step)
-        raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
-        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full, inline=False)
-    assert tried == [1]
+def test_a_pass_is_never_larger_and_holds_whole_groups():
+    """96 images over 8 workers are 12 each; over 6 they are 16 each, which 12 does not divide."""
+    wide = {"model.width": 48, "model.mlp_dim": 192}  # what six workers can share
+    run = eight_workers(**{"data.batch_size": 96, "data.lanes": 48, "model.moe.images_per_group": 4}, **wide)
+    assert [resize(run, workers).images_per_pass() for workers in (6, 4)] == [8, 12]
+
+
+def test_groups_of_experts_and_copies_of_the_model_shrink_when_they_must():
+    run = eight_workers(**{"scale.ep": 4})
+    assert [resize(run, n).scale.ep for n in (4, 2, 1)] == [4, 2, 1]
+    run = eight_workers(**{"scale.ep": 2, "scale.dp_replicate": 4})
+    assert [resize(run, n).scale.dp_replicate for n in (8, 4, 2)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize(("available", "chosen"), [(7, 4), (2, 2), (1, None)])
+def test_as_many_workers_as_are_available_and_allowed(available, chosen, monkeypatch):
+    """8, 4, 2 and 1 workers divide the batch; `min_workers=2` forbids the last."""
+    monkeypatch.setattr(fit_file, "can_schedule", lambda run, within_s: run.scale.workers <= available)
+    found = largest_schedulable(eight_workers(**{"scale.min_workers": 2}))
+    assert (found and found.scale.workers) == chosen

@@ -1,6 +1,8 @@
-"""The step, the loop and the evaluation, on random images and without files."""
+"""The step, the loop, the evaluation and their threads, on random images and without files."""
 
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,12 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.vit import ViT
+from moe.init import mix
+from moe.vit import ViT, ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.data import augment
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import normalize
-from orchestrator.training.loop import Diverged, evaluate, train, train_step
+from orchestrator.training import loop
+from orchestrator.training.loop import (
+    Diverged,
+    evaluate,
+    one_thread,
+    set_threads,
+    threads_for,
+    train,
+    train_step,
+)
 from orchestrator.training.metrics import Meter
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.optim import build_optimizer
@@ -45,7 +58,7 @@ def random_batch(size: int, seed: int = 0, *, valid: int | None = None) -> Batch
 
 
 def live_model(run: RunConfig, dtype: torch.dtype = torch.float32) -> ViT:
-    """With a head that is not at its zero start, so that logits depend on every block."""
+    """Returns a model whose head is not zero as at the start, so that logits depend on every block."""
     model = ViT(run.model, seed=1)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(2))
     model.to(dtype)
@@ -57,10 +70,15 @@ Log = list[tuple[str, int]]
 
 
 def run_loop(
-    run: RunConfig, *, start: int = 0, until: int | None = None, model: ViT | None = None
+    run: RunConfig,
+    *,
+    start: int = 0,
+    until: int | None = None,
+    model: ViT | None = None,
+    calls: Log | None = None,
 ) -> tuple[Log, list[Metrics]]:
-    """What the loop called, in order, and every report."""
-    calls: Log = []
+    """Returns the loop's calls in order, and every report."""
+    calls = [] if calls is None else calls
     reports: list[Metrics] = []
     model = model or ViT(run.model)
     until = until or run.train.steps
@@ -95,9 +113,8 @@ def test_learns_one_batch(router: str) -> None:
     optimizer = build_optimizer(run.train.optimizer, model)
     batch = random_batch(8)
     steps = [train_step(model, optimizer, batch, run, step=step) for step in range(60)]
-    assert steps[0]["train/loss_class"].item() == pytest.approx(
-        2.302585, abs=1e-5
-    )  # log 10: the head is zero
+    first = steps[0]["train/loss_class"].item()
+    assert first == pytest.approx(2.302585, abs=1e-5)  # log 10: the head is zero
     assert steps[-1]["train/loss_class"].item() < 0.1
     assert steps[-1]["train/acc1"].item() == 1
     for metrics in steps:
@@ -128,18 +145,12 @@ def test_when_it_reports_validates_and_saves(
     assert calls[-1][0] == "save"  # what it reported is in the checkpoint
 
 
-def test_goes_on_from_where_it_was() -> None:
-    calls, reports = run_loop(small_run(**{"train.steps": 10, "train.report_every": 3}), start=7)
-    assert [step for what, step in calls if what == "report"] == [9, 10]
-    assert [step for what, step in calls if what == "save"] == [8, 9, 10]
-    assert reports[0]["train/lr"] == pytest.approx(
-        1e-3 * 2 / 2, rel=1e-3
-    )  # of update 8, where cooldown starts
-
-
-def test_a_pause_reports_validates_and_saves() -> None:
-    run = small_run(**{"train.steps": 10, "train.report_every": 4, "checkpoint.every": 4})
-    assert run_loop(run, until=3)[0] == [("validate", -1), ("report", 3), ("save", 3)]
+def test_resumes_and_pauses_at_any_step() -> None:
+    changes = {"train.steps": 10, "train.report_every": 3, "checkpoint.every": 4}
+    calls, reports = run_loop(small_run(**changes), start=7)
+    assert calls == [("save", 8), ("report", 9), ("validate", -1), ("report", 10), ("save", 10)]
+    assert reports[0]["train/lr"] == pytest.approx(1e-3, rel=1e-3)  # update 8 is before the cooldown
+    assert run_loop(small_run(**changes), until=2)[0] == [("validate", -1), ("report", 2), ("save", 2)]
 
 
 def test_what_it_reports() -> None:
@@ -152,8 +163,7 @@ def test_what_it_reports() -> None:
 
 
 @EVERY_ROUTER
-@pytest.mark.parametrize("microbatch", [4, 2])
-def test_microbatches_change_nothing(router: str, microbatch: int) -> None:
+def test_microbatches_change_nothing(router: str) -> None:
     """In float64: losses, gradient norms, statistics and the weights after four updates."""
 
     def trained(size: int | None) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
@@ -163,11 +173,11 @@ def test_microbatches_change_nothing(router: str, microbatch: int) -> None:
         metrics = [train_step(model, optimizer, random_batch(8, n), run, step=n) for n in range(4)]
         return metrics, [param.detach() for param in model.parameters()]
 
-    torch.testing.assert_close(trained(microbatch), trained(None), rtol=1e-5, atol=1e-9)
-    whole, parts = trained(None)[0], trained(microbatch)[0]
+    whole, parts = trained(None), trained(2)
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-9)
     for name in ("train/loss", "train/loss_class", "train/grad_norm"):
-        exact = [step[name].item() for step in whole]
-        assert [step[name].item() for step in parts] == pytest.approx(exact, rel=1e-6), name
+        exact = [step[name].item() for step in whole[0]]
+        assert [step[name].item() for step in parts[0]] == pytest.approx(exact, rel=1e-6), name
 
 
 def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
@@ -199,49 +209,26 @@ def test_router_noise_depends_on_the_seed() -> None:
     assert loss(0) == loss(0) != loss(1)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_divergence_is_reported_and_ends_it(value: float) -> None:
+def test_divergence_is_reported_and_ends_it() -> None:
     run = small_run(**{"train.steps": 10, "train.report_every": 3, "checkpoint.every": 10})
-    model = ViT(run.model)
-    torch.nn.init.constant_(model.head.bias, value)
-    steps = []
-
-    def batches() -> Iterator[Batch]:
-        for seed in range(10):
-            steps.append(seed)
-            yield random_batch(8, seed)
-
-    calls: Log = []
+    model, calls = ViT(run.model), list[tuple[str, int]]()
+    torch.nn.init.constant_(model.head.bias, float("inf"))
     with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
-        train(
-            model,
-            build_optimizer(run.train.optimizer, model),
-            batches(),
-            run,
-            Meter(),
-            start=0,
-            until=run.train.steps,
-            report=lambda step, metrics: calls.append((str(metrics["train/loss"]), step)),
-            validate=dict,
-            save=lambda step: calls.append(("save", step)),
-        )
-    assert calls == [("nan", 3)]
-    assert steps == [0, 1, 2]
+        run_loop(run, model=model, calls=calls)
+    assert calls == [("report", 3)]
 
 
 def plain_evaluation(model: ViT, batches: list[Batch]) -> tuple[float, float]:
     with torch.no_grad():
-        logits = [
-            model(normalize(b.image), b.valid).logits.double()[b.valid.bool()] for b in batches
-        ]  # groups never cross batches
+        # groups never cross batches
+        logits = [model(normalize(b.image), b.valid).logits.double()[b.valid.bool()] for b in batches]
     labels = torch.cat([batch.label[batch.valid.bool()] for batch in batches])
     logits = torch.cat(logits)
     return (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
 
 
 @EVERY_ROUTER
-@pytest.mark.parametrize("microbatch", [None, 2])
-@pytest.mark.parametrize("valid", [8, 5, 4, 1])
+@pytest.mark.parametrize(("microbatch", "valid"), [(None, 8), (None, 1), (2, 5), (2, 4)])
 def test_evaluation_is_the_mean_over_valid_images(router: str, microbatch: int | None, valid: int) -> None:
     run = small_run(router, **{"train.microbatch": microbatch})
     model = live_model(run)
@@ -253,11 +240,12 @@ def test_evaluation_is_the_mean_over_valid_images(router: str, microbatch: int |
     assert metrics["perf/ms_per_image"] > 0
     assert metrics.keys() == {"val/acc1", "val/loss", "perf/ms_per_image"}
     assert model.training
+    assert all(param.grad is None for param in model.parameters())
 
 
 @EVERY_ROUTER
 def test_padding_does_not_matter(router: str) -> None:
-    """What the invalid images show is of no consequence, and neither is how many of them there are."""
+    """Neither the pixels of invalid images nor their number change anything."""
     run = small_run(router)
     model = live_model(run)
     black, noise = random_batch(8, 0, valid=3), random_batch(8, 0, valid=3)
@@ -288,35 +276,6 @@ def test_padding_takes_no_capacity() -> None:
     assert evaluate(model, [pair], run)["val/loss"] != pytest.approx(expected, rel=1e-3)
 
 
-def test_evaluation_leaves_no_gradients() -> None:
-    run = small_run()
-    model = live_model(run)
-    evaluate(model, [random_batch(8)], run)
-    assert all(param.grad is None for param in model.parameters())
-
-
-def test_callables_get_what_the_model_computed() -> None:
-    """The validation's numbers are in the report of their own step."""
-    run = small_run(**{"train.steps": 2, "train.report_every": 1})
-    model = live_model(run)
-    validate: Callable[[], Metrics] = lambda: evaluate(model, [random_batch(8, 5)], run)  # noqa: E731
-    reports: dict[int, Metrics] = {}
-    train(
-        model,
-        build_optimizer(run.train.optimizer, model),
-        [random_batch(8, n) for n in range(2)],
-        run,
-        Meter(),
-        start=0,
-        until=run.train.steps,
-        report=reports.__setitem__,
-        validate=validate,
-        save=lambda step: None,
-    )
-    assert reports[2]["val/loss"] == pytest.approx(validate()["val/loss"])
-    assert "val/loss" not in reports[1]
-
-
 def test_times_are_taken_on_one_thread() -> None:
     """The median over the first five passes; the rest of the validation uses all threads."""
     run, seen = small_run(), list[int]()
@@ -330,3 +289,84 @@ def test_times_are_taken_on_one_thread() -> None:
         torch.set_num_threads(before)
     assert seen == [1] * 5 + [2] * 2
     assert values["perf/ms_per_image"] > 0
+
+
+def mixed_batch(run: RunConfig) -> Batch:
+    draws = augment.draw([str(n) for n in range(8)], mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
+    return random_batch(8)._replace(mix=torch.from_numpy(draws))
+
+
+def one_step(run: RunConfig, batch: Batch) -> tuple[ViT, dict[str, float]]:
+    model = live_model(run)
+    metrics = train_step(model, build_optimizer(run.train.optimizer, model), batch, run, step=0)
+    return model, {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("parameters", [{"mixup": 0.5}, {"mixup": 0.5, "cutmix": 1.0}])
+def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters: dict[str, float]) -> None:
+    """The step is compared with images and labels that are mixed beforehand."""
+    run = small_run(**{f"data.{name}": value for name, value in parameters.items()})
+    batch = mixed_batch(run)
+    images = augment.mix(normalize(batch.image), batch.mix)
+    logits = live_model(run)(images, keys_B=mix(batch.key, run.train.seed)).logits
+    batch = batch._replace(label=augment.partners(logits.argmax(-1)))  # correct where the partner weighs more
+    weight = batch.mix[:, :1]
+    one_hot = F.one_hot(batch.label, logits.shape[1]).float()
+    soft = weight * one_hot + (1 - weight) * augment.partners(one_hot)
+    _, metrics = one_step(run, batch)
+    assert metrics["train/loss_class"] == pytest.approx(F.cross_entropy(logits, soft).item(), rel=1e-5)
+    correct = (logits.argmax(-1) == soft.argmax(-1)).float().mean().item()
+    assert metrics["train/acc1"] == pytest.approx(correct)
+    assert 0 < correct < 1
+
+
+def test_pairs_of_mixed_images_stay_together_in_microbatches() -> None:
+    run = small_run(**{"data.mixup": 0.5, "data.cutmix": 1.0})
+    batch = mixed_batch(run)
+    model, metrics = one_step(run, batch)
+    halved, same = one_step(override(run, {"train.microbatch": 4}), batch)
+    assert same == pytest.approx(metrics, rel=1e-4)
+    for ours, theirs in zip(model.parameters(), halved.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_do_not_matter_where_nothing_is_mixed() -> None:
+    run, batch = small_run(), random_batch(8)
+    model, metrics = one_step(run, batch)
+    other, same = one_step(run, batch._replace(mix=torch.full((8, 5), torch.nan)))
+    assert same == metrics
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+LARGE = ViTConfig(image_size=224, patch_size=32, width=384, depth=6, heads=6, mlp_dim=1536)
+
+
+def test_as_many_threads_as_the_largest_matmul_keeps_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 images of 16 tokens, 48 x 192: 19 MFLOP. 49 tokens, 384 x 1536: 58 MFLOP per image."""
+    monkeypatch.setattr(loop, "CORES", 8)
+    small = replace(LARGE, image_size=28, patch_size=7, width=48, heads=3, mlp_dim=192)
+    assert threads_for(small, 64) == 1
+    assert [threads_for(LARGE, images) for images in (1, 4, 16)] == [1, 2, 8]
+    before = torch.get_num_threads()
+    set_threads(LARGE, 4)
+    assert torch.get_num_threads() == 2
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+    monkeypatch.setattr(loop, "CORES", 1)
+    assert threads_for(LARGE, 64) == 1
+
+
+@pytest.mark.smoke
+def test_threads_that_wait_give_up_their_core_soon() -> None:
+    """The variable is set before torch is loaded, whatever is imported first; a user's value stays."""
+    code = "import orchestrator.config, os; print(os.environ['GOMP_SPINCOUNT'])"
+    for mine, expected in ((None, "2000"), ("7", "7")):
+        env = {"PATH": "/usr/bin:/bin"} | ({"GOMP_SPINCOUNT": mine} if mine else {})
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+    code = "import sys, orchestrator; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

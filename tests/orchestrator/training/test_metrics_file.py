@@ -54,22 +54,13 @@ def test_steps_after_the_checkpoint_are_taken_back_by_a_resume(folder: str) -> N
 def test_a_reader_gets_each_line_once(folder: str) -> None:
     writer, reader = LineWriter(folder, "metrics"), LineReader(folder, "metrics")
     assert reader.new() == []
-    for number in range(3):
+    for number in (0, 1, math.inf):
         writer.append({"n": number})
         writer.flush()
         assert reader.new() == [{"n": number}]
     writer.close()
     assert reader.new() == []
-    assert LineReader(folder, "metrics").new() == [{"n": n} for n in range(3)]
-
-
-def test_values_that_are_not_finite_come_back(folder: str) -> None:
-    writer = LineWriter(folder, "metrics")
-    writer.append({"inf": math.inf, "nan": math.nan})
-    writer.close()
-    (row,) = LineReader(folder, "metrics").new()
-    assert row["inf"] == math.inf
-    assert math.isnan(row["nan"])
+    assert LineReader(folder, "metrics").new() == [{"n": n} for n in (0, 1, math.inf)]
 
 
 def test_half_a_line_of_a_killed_process_is_cut_off(tmp_path: Path) -> None:

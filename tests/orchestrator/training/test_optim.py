@@ -26,6 +26,7 @@ from orchestrator.recipe import (
     RsqrtConfig,
     ScheduleConfig,
     SGDConfig,
+    phases,
 )
 from orchestrator.training.optim import build_optimizer, learning_rate
 
@@ -41,27 +42,20 @@ def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[fl
     return [learning_rate(schedule, step, peak=peak, total=total) for step in range(total)]
 
 
-def test_rsqrt_is_the_references() -> None:
+def test_schedules_are_the_references() -> None:
+    """The reference computes in float32, and its linear schedule has no updates after `total`."""
     config, arrays = golden("schedule__rsqrt_cooldown")
-    phases = {name: config[name] for name in ("warmup_steps", "cooldown_steps", "timescale")}
+    peak, total = config["peak_value"], config["total_steps"]
+    rsqrt = RsqrtConfig(**{name: config[name] for name in ("warmup_steps", "cooldown_steps", "timescale")})
     for step, rate in zip(arrays["steps"], arrays["lr"], strict=True):
-        ours = learning_rate(
-            RsqrtConfig(**phases), int(step), peak=config["peak_value"], total=config["total_steps"]
-        )
-        # the reference computes in float32
-        assert ours == pytest.approx(rate, rel=1e-4), step
-
-
-def test_linear_is_the_references() -> None:
+        assert learning_rate(rsqrt, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-4), step
     config, arrays = golden("schedule__warmup_linear_decay")
     peak, total = config["peak_value"], config["total_steps"]
-    schedule = LinearConfig(warmup_steps=config["warmup_steps"], end_frac=config["end_value"] / peak)
-    inside = arrays["steps"] <= total  # after it there are no updates
+    linear = LinearConfig(warmup_steps=config["warmup_steps"], end_frac=config["end_value"] / peak)
+    inside = arrays["steps"] <= total
     assert inside.sum() == 8
     for step, rate in zip(arrays["steps"][inside], arrays["lr"][inside], strict=True):
-        assert learning_rate(schedule, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-3), (
-            step
-        )
+        assert learning_rate(linear, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-3), step
 
 
 def test_cosine_and_linear_have_closed_forms() -> None:
@@ -90,7 +84,7 @@ def test_cosine_and_linear_have_closed_forms() -> None:
 def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
     """No phase begins elsewhere than the one before it ends; a step of warm-up is the steepest."""
     values = rates(schedule, total=1000)
-    warmup, cooldown = schedule.phases(1000)
+    warmup, cooldown = phases(schedule, 1000)
     steepest = 1 / min(n for n in (warmup, cooldown, 90) if n)
     assert np.abs(np.diff(values)).max() <= steepest
     assert values[0] == (0.0 if warmup else 1.0)
@@ -99,7 +93,7 @@ def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
 
 
 def test_no_phases_given() -> None:
-    assert (RsqrtConfig().phases(200), CosineConfig().phases(200)) == ((20, 40), (20, 0))
+    assert (phases(RsqrtConfig(), 200), phases(CosineConfig(), 200)) == ((20, 40), (20, 0))
     assert rates(RsqrtConfig(timescale=100), total=200)[159] == pytest.approx(1 / math.sqrt(1 + 139 / 100))
     assert rates(RsqrtConfig(timescale=100), total=200)[180] == pytest.approx(0.5 / math.sqrt(1 + 140 / 100))
 
@@ -111,16 +105,9 @@ class Names(nn.Module):
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         super().__init__()
-        experts, scale, kernel, bias = (
-            nn.Parameter(torch.from_numpy(arrays[f"param0/{p}"]).clone()) for p in self.PATHS
-        )
+        params = [nn.Parameter(torch.from_numpy(arrays[f"param0/{path}"]).clone()) for path in self.PATHS]
         self.experts, self.router, self.head = nn.Module(), nn.Module(), nn.Module()
-        self.experts.w_in_EDF, self.router.scale, self.head.weight, self.head.bias = (
-            experts,
-            scale,
-            kernel,
-            bias,
-        )
+        self.experts.w_in_EDF, self.router.scale, self.head.weight, self.head.bias = params
 
     def in_order(self) -> list[nn.Parameter]:
         return [self.experts.w_in_EDF, self.router.scale, self.head.weight, self.head.bias]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def happened(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``happened("drained", ..)``: where it is written down what runs reported; raylets are started once."""
+    """``happened("drained", ..)`` returns the folder of the runs' reports; raylets are started once."""
 
     @cache
     def run(*scenarios: str) -> Path:
@@ -50,7 +50,7 @@ def home(happened: Callable[..., Path]) -> Path:
 
 
 def found(home: Path, scenario: str) -> dict[str, Any]:
-    """What a run reported, after comparing it with the undisturbed one step by step."""
+    """Returns the reports of a run, after comparing each step with the undisturbed run."""
     run, alone = (json.loads((home / f"{name}.json").read_text()) for name in (scenario, "alone"))
     assert run["error"] == "''"
     expected = dict(alone["reports"])

@@ -1,8 +1,8 @@
-"""What happens to a run when nodes come and go.
+"""Runs on nodes that are lost, replaced and drained.
 
 ``python -m tests.orchestrator.training.three_nodes DIGITS HOME SCENARIO..``: three raylets on this machine, a
-head without CPUs and two nodes of two. Nodes can only be added from the main thread, so runs train beside it.
-What happened is written to ``HOME/<run>.json``.
+head without CPUs and two nodes of two CPUs. Nodes can only be added from the main thread, so runs train in
+other threads. The reports of a run are written to ``HOME/<run>.json``.
 """
 
 import json
@@ -120,7 +120,7 @@ def drained(run: RunConfig, cluster: Cluster) -> dict[str, Any]:
     return training.finish()
 
 
-SCENARIOS = {one.__name__: one for one in (lost_and_replaced, lost_for_good, drained)}
+SCENARIOS = {function.__name__: function for function in (lost_and_replaced, lost_for_good, drained)}
 
 
 def main() -> None:

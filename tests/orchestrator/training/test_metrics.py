@@ -1,0 +1,148 @@
+"""Speed, load, and which samples were read. Sleeps are short; only lower bounds and orders are asserted."""
+
+import mmap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.data.batch import Batch, DecodeError
+from orchestrator.errors import UsageError
+from orchestrator.training.metrics import (
+    GIB,
+    Meter,
+    SampleTracker,
+    UtilizationMonitor,
+    check_bad,
+    fingerprint_metric,
+    write_csv,
+)
+from tests.orchestrator.training.batches import make_batch
+
+
+def batches(count: int, *, wait_s: float) -> Iterator[Batch]:
+    for _ in range(count):
+        time.sleep(wait_s)
+        yield make_batch(torch.zeros(5, 3, 2, 2), torch.zeros(5))
+
+
+def test_waiting_and_computing() -> None:
+    meter = Meter()
+    for _ in meter.timed(batches(4, wait_s=0.03)):
+        time.sleep(0.01)
+    with meter.paused():
+        first = meter.read()
+    assert 0.16 <= meter.device_s < 1
+    assert 0.5 < first["data/wait_frac"] < 0.95
+    assert first["perf/images_per_s"] == pytest.approx(20 / meter.device_s)
+    assert first["cost/device_s"] == meter.device_s
+
+
+def test_pauses_are_no_training() -> None:
+    meter = Meter()
+    began = time.perf_counter()
+    for _ in meter.timed(batches(3, wait_s=0.0)):
+        time.sleep(0.01)
+        with meter.paused():
+            time.sleep(0.05)
+    with meter.paused():
+        values = meter.read()
+    assert 0.03 <= meter.device_s < time.perf_counter() - began - 0.14
+    assert values["data/wait_frac"] < 0.5  # a pause does not count as waiting for data either
+
+
+def test_rates_are_since_the_last_reading_and_costs_since_the_start() -> None:
+    meter = Meter(workers=2, device_s=100.0)
+    for _ in meter.timed(batches(2, wait_s=0.02)):
+        pass
+    with meter.paused():
+        first = meter.read()
+    before = meter.device_s
+    for _ in meter.timed(batches(4, wait_s=0.01)):
+        time.sleep(0.01)
+    with meter.paused():
+        second = meter.read()
+    assert first["perf/images_per_s"] == pytest.approx(2 * 10 / ((before - 100) / 2))
+    assert second["perf/images_per_s"] == pytest.approx(2 * 20 / ((meter.device_s - before) / 2))
+    assert (first["cost/device_s"], second["cost/device_s"]) == (before, meter.device_s)
+    assert second["data/wait_frac"] < first["data/wait_frac"] <= 1
+
+
+def test_load_of_a_process_that_computes_then_sleeps() -> None:
+    monitor = UtilizationMonitor()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    busy = monitor.read()
+    time.sleep(0.2)
+    idle = monitor.read()
+    assert busy["perf/cpu_cores"] > 3 * idle["perf/cpu_cores"]
+    assert idle["perf/cpu_cores"] < 0.5
+    with mmap.mmap(-1, GIB) as held:  # malloc may reuse memory that an earlier test has freed
+        np.frombuffer(held, dtype=np.uint8)[:] = 1
+        grown = monitor.read()["perf/memory_gib"] - idle["perf/memory_gib"]
+    assert 0.7 < grown < 1.2
+
+
+def batch(samples: list[int], places: list[int], bad: list[DecodeError] | None = None) -> Batch:
+    made = make_batch(torch.zeros(len(samples), 3, 1, 1), torch.zeros(len(samples)))
+    return made._replace(sample=torch.tensor(samples), key=torch.tensor(places), bad=tuple(bad or ()))
+
+
+def bad(*rows: int) -> list[DecodeError]:
+    return [DecodeError("s3://x/train/000000.parquet", n, f"key-{n}", "not an image") for n in rows]
+
+
+def fingerprint(*read: Batch, before: int = 0) -> int:
+    samples = SampleTracker(fingerprint=before)
+    assert list(samples.training(iter(read))) == list(read)
+    return samples.gather()[0]
+
+
+def test_parts_in_any_order_have_the_fingerprint_of_the_whole() -> None:
+    whole = fingerprint(batch([11, 12, 13, 14], [0, 1, 2, 3]))
+    assert fingerprint(batch([13, 14], [2, 3]), batch([11, 12], [0, 1])) == whole
+    assert fingerprint(batch([13, 14], [2, 3]), before=fingerprint(batch([11, 12], [0, 1]))) == whole
+
+
+@pytest.mark.parametrize(
+    ("samples", "places"),
+    [([11, 12, 14, 13], [0, 1, 2, 3]), ([11, 12, 13, 15], [0, 1, 2, 3]), ([11, 12, 13, 14], [0, 1, 2, 4])],
+    ids=["order", "another sample", "another place"],
+)
+def test_any_change_shows(samples: list[int], places: list[int]) -> None:
+    whole, other = fingerprint(batch([11, 12, 13, 14], [0, 1, 2, 3])), fingerprint(batch(samples, places))
+    assert fingerprint_metric(other) != fingerprint_metric(whole)
+    assert 0 <= fingerprint_metric(other) < 2**48
+
+
+def test_a_bad_image_counts_once_and_validation_has_no_fingerprint() -> None:
+    samples = SampleTracker(bad=bad(9, 3))
+    assert len(list(samples.validation(iter([batch([1], [0], bad(5, 3)), batch([1], [1], bad(3))])))) == 2
+    assert samples.gather() == (0, bad(3, 5, 9))
+
+
+@pytest.mark.parametrize(
+    ("count", "read", "epoch", "refused"),
+    [(10, 100, 5000, False), (11, 100, 5000, True), (3, 10, 200, True), (20, 2000, 50, False)],
+)
+def test_too_many_bad_images(count: int, read: int, epoch: int, refused: bool) -> None:
+    """The limit is one in a hundred of the images read, or of the first thousand images or epoch."""
+    errors = bad(*range(count))
+    if not refused:
+        return check_bad(errors, read=read, epoch=epoch, max_frac=0.01)
+    with pytest.raises(
+        UsageError, match=rf"^{count} of \d+ images cannot be decoded, .*max_bad_frac=0.01"
+    ) as e:
+        check_bad(errors, read=read, epoch=epoch, max_frac=0.01)
+    assert "s3://x/train/000000.parquet row 2, key-2: not an image" in str(e.value)
+
+
+def test_the_list_is_a_table(tmp_path: Path) -> None:
+    errors = [DecodeError("a,b", 1, "k", 'not "an" image')]
+    write_csv(f"{tmp_path}/bad_images.csv", DecodeError._fields, errors)
+    expected = b'shard,row,key,reason\r\n"a,b",1,k,"not ""an"" image"\r\n'
+    assert (tmp_path / "bad_images.csv").read_bytes() == expected
