@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from jobs.usage import command, plain_parser
+from jobs._cli import command
+from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
 JFT_4B, JFT_300M, JFT_3B = 29_593, 18_291, 30_000  # classes; the last as V-MoE section 3.6 rounds it
@@ -170,23 +171,30 @@ def rows(models: Sequence[str]) -> list[Row]:
     return [row for name in models for row in printed[name] or [Row(model=name)]] or PRINTED
 
 
-def main() -> None:
-    parser = plain_parser(
-        __doc__,
-        epilog=(
-            "ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; parameters also within\n"
-            "half of the printed figure's last digit. Exit code 1 if any row is out. Models without a row\n"
-            "have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."
-        ),
+@dataclass(frozen=True, kw_only=True)
+class CostFlags:
+    models: tuple[str, ...] = flag(
+        (),
+        "by name, e.g. soft-S/16-128e; an unknown name lists all; default: every row of the papers",
+        positional=True,
+        nargs="*",
+        metavar="MODEL",
     )
-    models = "by name, e.g. soft-S/16-128e; an unknown name lists all. Default: every row of the papers"
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=models)
-    parser.add_argument("--json", action="store_true", help="a list of rows, figures in full")
-    args = parser.parse_args()
+    json: bool = flag(False, "print a list of rows, figures in full")
+
+
+CONVENTIONS = """\
+ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; parameters also within
+half of the printed figure's last digit. Exit code 1 if a row is out. Models without a row
+have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."""
+
+
+def main() -> None:
+    flags = parse(CostFlags, __doc__, epilog=CONVENTIONS)
     with command("computing costs", to=sys.stderr):
-        found = [costs(row) for row in rows(args.models)]
-        print(json.dumps(found, indent=1) if args.json else table(found))
-        if any(one["within"] is False for one in found):
+        found = [costs(row) for row in rows(flags.models)]
+        print(json.dumps(found, indent=1) if flags.json else table(found))
+        if any(row["within"] is False for row in found):
             raise SystemExit(1)
 
 

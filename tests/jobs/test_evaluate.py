@@ -86,7 +86,6 @@ def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Pat
     [
         (["nothing"], "error: no trained model 'nothing'"),
         (["sweep:tiny", "--data", "/nowhere"], "/nowhere"),
-        (["tiny/trials/dense", "--batch-size", "0"], "2"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -174,9 +174,7 @@ def test_what_is_refused(tmp_path, pack_greys, empty_home, call):
     for args, message in [
         (("nothing", *flags), "error: no trained model 'nothing'"),
         ((model, *flags, "--batch-size", "6"), "error: --batch-size 6 must be a multiple of 4, the routing"),
-        ((model, *flags, "--batch-size", "0"), "2"),
         ((model, *flags, "--set", "routing.magic=1"), "error: 'routing.magic=1': an operating point"),
-        ((model, *flags, "--workers", "0"), "2"),
     ]:
         stopped, out = call(predict.main, *args)
         assert stopped.startswith(message)

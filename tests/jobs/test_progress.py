@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jobs import progress
-from jobs.progress import RunProgress, StepLines, SweepProgress
+from jobs import _progress as progress
+from jobs._progress import RunProgress, StepLines, SweepProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.run import SweepRun
