@@ -104,7 +104,7 @@ def named(models: Sequence[str]) -> str:
 
 
 def failed(reasons: dict[str, str]) -> str:
-    """The last words of a command of which runs failed."""
+    """The error of a command whose runs failed, for these reasons."""
     listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
     return f"error: {len(reasons)} runs failed:\n{listed}"
 
@@ -112,7 +112,7 @@ def failed(reasons: dict[str, str]) -> str:
 def print_table(
     columns: Iterable[str], rows: Iterable[Sequence[Any]], *, title: str = "", left: int = 1
 ) -> None:
-    """Prints a table whose first `left` columns are text, and whose others are numbers. An empty row is a
+    """Prints a table whose first `left` columns are text, and whose others are numbers. An empty row draws a
     line.
     """
     from rich.console import Console
@@ -131,7 +131,7 @@ def print_table(
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """where files lie"""
+    """place of files"""
 
     storage: str | None = flag(None, "root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier")
 
@@ -170,7 +170,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Places(Storage):
-    """where files and MLflow runs lie"""
+    """places of files and MLflow runs"""
 
     tracking_uri: str | None = flag(
         None, "MLflow store; default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
@@ -193,7 +193,7 @@ class Places(Storage):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """what models are evaluated on"""
+    """images for the evaluation"""
 
     data: str | None = flag(
         None, "shards, as for training; default: the shards that the model was trained on"

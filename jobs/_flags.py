@@ -52,7 +52,7 @@ def flag(
         default: without it, the flag must be given.
         read: makes a value of the text; by default the type of the field does.
         least: the lower bound of a number.
-        nargs: argparse's; ``+`` lets several values follow each use of the flag.
+        nargs: the option of argparse; ``+`` lets several values follow each use of the flag.
     """
     options = {"help": help, "metavar": metavar, "read": read, "least": least, "nargs": nargs}
     return dataclasses.field(default=default, metadata={**options, "positional": positional})

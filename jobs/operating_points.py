@@ -128,7 +128,7 @@ def measured(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row]]:
 
 
 def record(store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> None:
-    """Writes the table of each model to its run, which may hold several: one for each step and data set."""
+    """Writes the table of each model to its run, which has a table for each step and data set."""
     from orchestrator.sweeps.operating import table_of
 
     for task in tasks:
@@ -141,8 +141,8 @@ def record(store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -
 
 
 def drawn(flags: GridFlags, store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> Frontier:
-    """Draws the points on the frontier of their sweep if they were measured on the images that it is judged
-    by; else on a page of their own.
+    """Draws the points on the frontier of their sweep if they were measured on its validation images; else on
+    a page of their own.
     """
     from orchestrator import storage
     from orchestrator.sweeps.operating import TABLE, frontier_of_models, with_operating
@@ -171,10 +171,8 @@ def drawn(flags: GridFlags, store: Tracking, tasks: list[EvalTask], rows: dict[s
                 flush=True,
             )
         found = [{"run": task.model.location, **row} for task in tasks for row in rows[task.model.location]]
-        folder, frontier = (
-            out,
-            with_operating(frontier_of_models([task.model for task in tasks], rows), found),
-        )
+        frontier, folder = frontier_of_models([task.model for task in tasks], rows), out
+        frontier = with_operating(frontier, found)
         write_files(frontier, folder)
     print(f"page     {storage.join(folder, 'frontier.html')}")
     return frontier

@@ -69,7 +69,7 @@ class RunFlags:
 
         try:
             name = run_name(self.name or base.name)
-        except UsageError as error:  # the name in a sweep of the user's own
+        except UsageError as error:  # a sweep of the user's own
             raise UsageError(f"name {error}") from None
         assigned = dict(self.set)
         used = {
@@ -81,7 +81,8 @@ class RunFlags:
         for field, instead in used.items():
             if field in assigned:
                 raise UsageError(f"--set {field}: use {instead}")
-        self.places.uri()  # refused before the digits are packed
+        # Bad places are refused before the digits are packed.
+        self.places.uri()
         self.places.check_writable()
         root = self.places.root()
         path = self.places.shards(self.data) if self.data else driver.digits(root)
