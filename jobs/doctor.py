@@ -8,53 +8,45 @@
 Every sweep runs the same checks before it starts. Exit code 1 if a check fails. docs/doctor.md lists them.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
-from jobs.sweep_flags import parse
-from jobs.usage import command
+from jobs._cli import command, connect
+from jobs._flags import flag, parse
+from jobs.pareto_sweep import SweepFlags
 
-if TYPE_CHECKING:
-    from orchestrator.sweeps.preflight import Finding
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags(SweepFlags):
+    json: bool = flag(False, "print the findings as one document on stdout")
 
 
 def main() -> None:
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--json", action="store_true", help="findings as one document on stdout")
-    args = parse(__doc__, own)
-    with command("checking what the sweep needs", to=sys.stderr if args.json else None):
-        with redirect_stdout(sys.stderr if args.json else sys.stdout):
-            findings = examine(args)
+    flags = parse(DoctorFlags, __doc__)
+    with command("checking what the sweep needs", to=sys.stderr if flags.json else None):
+        from orchestrator.sweeps.preflight import preflight
+
+        with redirect_stdout(sys.stderr if flags.json else sys.stdout):
+            sweep = flags.make()
+            flags.priced(sweep)
+            findings = preflight(
+                sweep,
+                connect=connect,
+                open_store=flags.run.places.open_store,
+                retrain=bool(flags.retrain()),
+                verify=flags.run.verify,
+            )
         failed = sum(not finding.ok for finding in findings)
-        if args.json:
+        if flags.json:
             print(json.dumps({"findings": [asdict(one) for one in findings], "failed": failed}, indent=1))
         else:
-            for one in findings:
-                print(f"{'ok' if one.ok else 'FAIL':5} {one.check:13} {one.message}")
+            for finding in findings:
+                print(f"{'ok' if finding.ok else 'FAIL':5} {finding.check:13} {finding.message}")
             print(f"{failed} of {len(findings)} checks failed")
         if failed:
             sys.exit(1)
-
-
-def examine(args: argparse.Namespace) -> list[Finding]:
-    from jobs.command import connect, open_store
-    from jobs.sweep_flags import sweep_from
-    from orchestrator.sweeps.preflight import preflight
-
-    sweep = sweep_from(args)
-    return preflight(
-        sweep,
-        connect=connect,
-        open_store=lambda: open_store(args),
-        retrain=bool(args.confirm),
-        verify=args.verify,
-    )
 
 
 if __name__ == "__main__":

@@ -11,63 +11,64 @@ and so on, with the table by class as an artifact.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
-from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jobs.usage import POINT, at_least_one, command, evaluation_parser, named
+from jobs._cli import (
+    Evaluation,
+    check_file,
+    command,
+    models_of,
+    named,
+    print_table,
+    print_unrecorded,
+    results_of,
+)
+from jobs._flags import MODELS, POINT, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.data.batch import Batch
     from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.store import Tracking
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags:
+    model: tuple[str, ...] = flag(help=MODELS, positional=True, nargs="+")
+    set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
+    repeats: int = flag(10, "timed forward passes of a full batch", least=1)
+    per_class: bool = flag(False, "print the table by class")
+    out: str | None = flag(None, "write all figures as JSON to this file or URI")
+    on: Evaluation
+
+
 def main() -> None:
-    parser = evaluation_parser(__doc__, several=True)
-    parser.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE",
-        help=f"operating point: {POINT}",
-    )
-    parser.add_argument(
-        "--repeats", type=at_least_one, default=10, help="timed forward passes of a full batch (%(default)s)"
-    )
-    parser.add_argument("--per-class", action="store_true", help="print the table by class")
-    parser.add_argument("--out", help="write all figures as JSON to this file or URI")
-    args = parser.parse_args()
-    with command(f"evaluating {named(args.model)}"):
-        evaluate(args)
+    flags = parse(EvaluateFlags, __doc__)
+    with command(f"evaluating {named(flags.model)}"):
+        evaluate(flags)
 
 
-def evaluate(args: argparse.Namespace) -> None:
+def evaluate(flags: EvaluateFlags) -> None:
     """Evaluates, records and prints every model that can run at the point."""
-    from jobs.command import check_file, open_store
-    from jobs.evaluation_flags import models_of
     from orchestrator import storage
     from orchestrator.evaluation.points import parse_point
 
-    point = parse_point(args.set)
-    if args.out:
-        check_file("--out", storage.absolute(args.out))
-    store = open_store(args)
-    models = possible_at(point, models_of(args, store))
-    reports = [evaluated(args, model, point, store) for model in models]
-    print_reports(reports, per_class=args.per_class)
-    if args.out:
-        storage.write_bytes(storage.absolute(args.out), json.dumps(reports, indent=1).encode())
-        print(f"figures  {args.out}")
+    point, out = parse_point(flags.set), storage.absolute(flags.out) if flags.out else None
+    if out:
+        check_file("--out", out)
+    store = flags.on.places.open_store()
+    models = possible_at(point, models_of(flags.model, flags.on.places, store))
+    reports = [evaluated(flags, model, point, store) for model in models]
+    print_reports(reports, per_class=flags.per_class)
+    if out:
+        storage.write_bytes(out, json.dumps(reports, indent=1).encode())
+        print(f"figures  {flags.out}")
 
 
 def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRef]:
-    """The models that can run at the point; names the others. Raises UsageError if none can."""
+    """The models that can run at the point; names the others. Raises UsageError if no model can."""
     from orchestrator.evaluation.points import why_impossible
 
     reasons = [why_impossible(model.run.model, point) for model in models]
@@ -80,25 +81,24 @@ def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRe
 
 
 def evaluated(
-    args: argparse.Namespace, model: ModelRef, point: RoutingOverrides, store: Tracking
+    flags: EvaluateFlags, model: ModelRef, point: RoutingOverrides, store: Tracking
 ) -> dict[str, Any]:
-    """The quality, cost and speed of the model at the point, as JSON has them. Records them in its run."""
-    from jobs.evaluation_flags import images_path
+    """The quality, cost and speed of the model at the point, for JSON. Records them in the model's run, where
+    the time of day is the step, so that a later evaluation follows an earlier one.
+    """
     from moe.cost import forward_gflops_2mac
     from orchestrator.data.images import normalize
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of, latencies
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies
     from orchestrator.evaluation.points import point_key, point_name
 
-    path, device = images_path(args, model), default_device()
+    path, split = flags.on.path(model), flags.on.split
     model.check_classes(path)
 
-    def batches() -> Iterator[Batch]:
-        return images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device)
-
-    vit = model.load(device)
-    (scores,) = evaluate_at(vit, batches(), [point])
-    (latency,) = latencies(vit, normalize(next(batches()).image), [point], repeats=args.repeats)
+    vit = model.load(default_device())
+    (scores,) = evaluate_at(vit, flags.on.images(model, path), [point])
+    batch = next(flags.on.images(model, path))
+    (latency,) = latencies(vit, normalize(batch.image), [point], repeats=flags.repeats)
     metrics = scores.metrics() | {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
@@ -111,7 +111,7 @@ def evaluated(
         "run_id": model.run_id,
         "point": point_name(point),
         "data": path,
-        "split": args.split,
+        "split": split,
         "images": scores.images(),
         "unread": scores.unread,
         "metrics": metrics,
@@ -119,60 +119,37 @@ def evaluated(
         "classes": scores.by_class(open_manifest(path).classes),
     }
     if model.run_id:
-        record(store, model.run_id, report, point_key(point))
+        run, (data,) = results_of(store, model.run_id, path)
+        where = f"eval/{data}/{split}/step-{model.step}/{point_key(point)}"
+        run.log({f"{where}/{name}": value for name, value in metrics.items()})
+        run.write_table(f"{where}/classes.json", report["classes"])
+        run.tag(**{"eval.latency": timing(report)})
     return report
 
 
-def record(store: Tracking, run_id: str, report: Mapping[str, Any], point: str) -> None:
-    """Writes a report to the model's MLflow run. The time of day is its step, so that a later evaluation
-    follows an earlier one.
-    """
-    from jobs.evaluation_flags import results_of
-
-    run, (data,) = results_of(store, run_id, report["data"])
-    where = f"eval/{data}/{report['split']}/step-{report['step']}/{point}"
-    finite = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
-    run.log({f"{where}/{name}": value for name, value in finite.items()})
-    run.write_table(f"{where}/classes.json", report["classes"])
-    run.tag(**{"eval.latency": timing(report)})
-
-
-def timing(report: Mapping[str, Any]) -> str:
+def timing(report: dict[str, Any]) -> str:
     """How the time of an image was measured."""
     timed = report["latency"]
     return f"batch {timed['batch']}, {timed['device']}, median of {timed['repeats']}"
 
 
 def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
-    from rich.table import Table
-
-    from jobs.show import print_table
-
-    first = reports[0]
-    table = Table(title=f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}")
-    for column in ("model", "images", "acc@1", "acc@5", "prec@1", "loss", "GFLOP/image", "ms/image"):
-        table.add_column(column, justify="left" if column == "model" else "right", overflow="fold")
+    rows = []
     for report in reports:
-        metrics, images = report["metrics"], str(report["images"])
+        metrics = report["metrics"]
         unread = f" ({report['unread']} unread)" if report["unread"] else ""
-        shares = (f"{metrics[name]:.4f}" for name in ("acc1", "acc5", "prec1", "loss"))
+        quality = (metrics[name] for name in ("acc1", "acc5", "prec1", "loss"))
         costs = (f"{metrics[name]:.4g}" for name in ("forward_gflops_2mac", "ms_per_image"))
-        table.add_row(report["model"], images + unread, *shares, *costs)
-    print_table(table)
-    unknown = [report["model"] for report in reports if not report["run_id"]]
-    if unknown:
-        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}")
+        rows.append((report["model"], f"{report['images']}{unread}", *quality, *costs))
+    columns = ("model", "images", "acc@1", "acc@5", "prec@1", "loss", "GFLOP/image", "ms/image")
+    first = reports[0]
+    title = f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}"
+    print_table(columns, rows, title=title)
+    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
     for report in reports if per_class else []:
-        table = Table(title=f"{report['model']} by class")
-        for column in report["classes"]:
-            table.add_column(column, justify="left" if column == "class" else "right")
-        for row in zip(*report["classes"].values(), strict=True):
-            table.add_row(*(_cell(value) for value in row))
-        print_table(table)
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+        cells = zip(*report["classes"].values(), strict=True)
+        rows = [["-" if cell is None else cell for cell in row] for row in cells]
+        print_table(report["classes"], rows, title=f"{report['model']} by class")
 
 
 if __name__ == "__main__":

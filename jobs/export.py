@@ -5,78 +5,80 @@ python jobs/export.py --name soft --out soft.safetensors        the newest whole
 python jobs/export.py --name soft --out soft                    model.safetensors and config.json
 python jobs/export.py --name quickstart/trials/soft1 --step 120 --out soft1.safetensors
 python jobs/export.py --checkpoint s3://bucket/runs/soft/checkpoints --out soft.safetensors
-python jobs/export.py --name soft --list                        exit code 1 if any of them is damaged
+python jobs/export.py --name soft --list                        exit code 1 if a checkpoint is damaged
 """
 
-from __future__ import annotations
-
-import argparse
 import json
+from dataclasses import dataclass
 
-from jobs.usage import RESERVED, command, plain_parser
+from jobs._cli import Storage, check_file, check_out, command
+from jobs._flags import RESERVED, flag, parse
 from orchestrator.errors import UsageError
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportFlags:
+    name: str | None = flag(None, "name of the run; in a sweep SWEEP/trials/ARM or SWEEP/confirm/ARM")
+    checkpoint: str | None = flag(None, "directory or URI of checkpoints, or the folder of a checkpoint")
+    step: int | None = flag(None, "export this checkpoint and no other; default: the newest whole checkpoint")
+    out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
+    list: bool = flag(False, "print step, quality, size and state of each checkpoint")
+    force: bool = flag(False, "replace an earlier export at --out")
+    where: Storage
+
+    def __post_init__(self) -> None:
+        if (self.name is None) == (self.checkpoint is None):
+            raise UsageError("give either --name or --checkpoint")
+        if (self.out is None) == (not self.list):
+            raise UsageError("give either --out or --list")
+
+
 def main() -> None:
-    parser = plain_parser(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--name", help="name of the run; in a sweep SWEEP/trials/ARM or SWEEP/confirm/ARM")
-    source.add_argument("--checkpoint", help="directory or URI of checkpoints, or the folder of one")
-    parser.add_argument(
-        "--storage", help="root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier"
-    )
-    parser.add_argument(
-        "--step", type=int, help="this checkpoint and no other; default: the newest whole one"
-    )
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--out", help="local file, ending in .safetensors; any other name is a local folder")
-    task.add_argument("--list", action="store_true", help="step, quality, size and state of each checkpoint")
-    parser.add_argument("--force", action="store_true", help="replace the export that --out is or holds")
-    args = parser.parse_args()
-    doing = "listing checkpoints of" if args.list else "exporting"
-    with command(f"{doing} {args.name or args.checkpoint}"):
-        export(args)
+    flags = parse(ExportFlags, __doc__)
+    doing = "listing checkpoints of" if flags.list else "exporting"
+    with command(f"{doing} {flags.name or flags.checkpoint}"):
+        export(flags)
 
 
-def export(args: argparse.Namespace) -> None:
-    """Writes the weights, or lists checkpoints and exits with 1 if any of them is damaged.
+def export(flags: ExportFlags) -> None:
+    """Writes the weights, or lists checkpoints and exits with 1 if one of them is damaged.
 
     Raises:
-        UsageError: if there is no such checkpoint, or --out is there already or is a folder of other files.
+        UsageError: if there is no such checkpoint, or --out exists already or is a folder of other files.
     """
-    from jobs.command import check_file, check_out, root
     from moe.load import WEIGHTS, load
     from orchestrator import storage
     from orchestrator.checkpoint import weights
     from orchestrator.checkpoint.files import SUFFIX
     from orchestrator.checkpoint.manifest import folder_of, is_there
 
-    location = storage.absolute(args.checkpoint or storage.join(root(args), args.name, "checkpoints"))
-    if args.list:
-        raise SystemExit(0 if print_states(location, steps_of(location, args.step)) else 1)
+    location = storage.absolute(flags.checkpoint or flags.where.below(flags.name or "", "checkpoints"))
+    if flags.out is None:
+        raise SystemExit(0 if print_states(location, steps_of(location, flags.step)) else 1)
     directory = location
-    if args.step is not None:
-        (step,) = steps_of(location, args.step)
+    if flags.step is not None:
+        (step,) = steps_of(location, flags.step)
         location = folder_of(location, step)
     elif is_there(location):
         directory = location.rpartition("/")[0]
     else:
         steps_of(location, None)
-    out = storage.absolute(args.out)
-    if args.out.endswith(SUFFIX):
+    out = storage.absolute(flags.out)
+    is_file = flags.out.endswith(SUFFIX)
+    if is_file:
         check_file("--out", out)
     elif storage.is_local(out):
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
-    weights.export(location, out, force=args.force)
-    print_exported(out if args.out.endswith(SUFFIX) else storage.join(out, WEIGHTS))
+    weights.export(location, out, force=flags.force)
+    print_exported(out if is_file else storage.join(out, WEIGHTS))
     print(f"from {load.__module__} import load; model = load({out!r})")
 
 
 def steps_of(directory: str, step: int | None) -> list[int]:
-    """Returns `step` if there is such a checkpoint; without it the steps of all checkpoints.
+    """Returns `step` if there is such a checkpoint; without `step` the steps of all checkpoints.
 
     Raises:
-        UsageError: if there is none, with the runs, files or steps that are there.
+        UsageError: if there is no such checkpoint, with the runs, files or steps that are there.
     """
     from orchestrator import storage
     from orchestrator.checkpoint import manifest as manifests
@@ -99,7 +101,6 @@ def print_states(directory: str, steps: list[int]) -> bool:
     """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
     from orchestrator.checkpoint import manifest as manifests
     from orchestrator.checkpoint.manager import BEST_BY, quality_of
-    from orchestrator.checkpoint.manifest import DamagedError, verified
 
     print(f"{'step':>9} {BEST_BY:>9} {'MB':>9}  state")
     all_whole = True
@@ -108,9 +109,9 @@ def print_states(directory: str, steps: list[int]) -> bool:
         try:
             manifest = manifests.read(folder)
             megabytes = f"{manifest.size() / 1e6:.1f}"
-            verified(folder)
+            manifests.verified(folder)
             state = "whole" if manifest.has_optimizer() else "whole, weights only"
-        except DamagedError as error:
+        except manifests.DamagedError as error:
             all_whole, state = False, f"damaged: {error}"
         shown = "" if quality is None else f"{quality:.4f}"
         print(f"{step:9} {shown:>9} {megabytes:>9}  {state}", flush=True)
@@ -128,11 +129,9 @@ def print_exported(path: str) -> None:
 
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), len(file.keys())
-    config = from_dict(ViTConfig, json.loads(metadata["config"])["model"])
-    print(
-        f"{path}: step {metadata['step']}, {tensors} tensors,"
-        f" {num_params(config):,} parameters, {(storage.size(path) or 0) / 1e6:.1f} MB"
-    )
+    params = num_params(from_dict(ViTConfig, json.loads(metadata["config"])["model"]))
+    size = (storage.size(path) or 0) / 1e6
+    print(f"{path}: step {metadata['step']}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -10,102 +10,90 @@ The train split of each data set gives the shots, its val split is tested. The s
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log2
 from typing import TYPE_CHECKING
 
-from jobs.usage import MODELS, add_places, at_least_one, command, named, plain_parser
-from orchestrator.errors import UsageError
+from jobs._cli import Places, command, models_of, named, print_table, print_unrecorded, results_of
+from jobs._flags import MODELS, flag, numbers, parse
 
 if TYPE_CHECKING:
     from orchestrator.evaluation.models import ModelRef
-    from orchestrator.recipe import FewShotConfig
     from orchestrator.tracking.store import Tracking
     from orchestrator.training.fewshot import FewShotResult
 
 
+@dataclass(frozen=True, kw_only=True)
+class FewShotFlags:
+    model: tuple[str, ...] = flag(help=MODELS, positional=True, nargs="+")
+    data: tuple[str, ...] = flag(
+        (), "shards, as for training (repeatable); default: the shards that the model was trained on"
+    )
+    shots: tuple[int, ...] = flag("1,5,10,25", "images per class", read=numbers(int, "1,5,10,25"))
+    seeds: int = flag(3, "draws of the shots", least=1)
+    batch_size: int = flag(64, "images per forward pass", least=1)
+    places: Places
+
+
 def main() -> None:
-    args = parser().parse_args()
-    with command(f"few-shot classification by {named(args.model)}"):
-        classify(args)
+    flags = parse(FewShotFlags, __doc__)
+    with command(f"few-shot classification by {named(flags.model)}"):
+        classify(flags)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = plain_parser(__doc__)
-    made.add_argument("model", nargs="+", help=MODELS)
-    made.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        help="shards, as for training (repeatable); default: the shards that the model was trained on",
-    )
-    made.add_argument("--shots", default="1,5,10,25", help="images per class (%(default)s)")
-    made.add_argument("--seeds", type=int, default=3, help="draws of the shots (%(default)s)")
-    made.add_argument(
-        "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
-    )
-    add_places(made)
-    return made
-
-
-def classify(args: argparse.Namespace) -> None:
+def classify(flags: FewShotFlags) -> None:
     """Classifies, records and prints, model by model."""
-    from jobs.command import open_store
-    from jobs.evaluation_flags import models_of
-    from orchestrator.evaluation.evaluate import default_device
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
 
-    shots, results, unknown = shots_of(args.shots), {}, []
-    store = open_store(args)
-    for model in models_of(args, store):
-        config = config_of(args, model, shots)
-        sets = short_names(config.paths)
-        for name, path in sets.items():
-            run = model.run_on(path, batch_size=args.batch_size)
-            if not results and (few := rare_classes(run, max(shots))):
-                print(f"{name}: {few}", flush=True)
-        run = model.run_on(model.run.data.path, batch_size=args.batch_size)
-        result = FewShot(run, config).measure(model.load(default_device()), default_device())
-        if model.run_id is None:
-            unknown.append(model.name)
-        else:
-            log(store, model.run_id, model.step, sets, result)
-        results[model.name] = result
-        print(f"{model.name}: {summary(result)}", flush=True)
-    print_results(results, seeds=args.seeds)
-    if unknown:
-        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(unknown)}")
-    if len(unknown) < len(results):
+    store = flags.places.open_store()
+    models, results = models_of(flags.model, flags.places, store), {}
+    for model in models:
+        results[model.name] = result = measured(flags, model, store, first=not results)
+        shown = "  ".join(f"{shots}-shot {result.mean(shots):.4f}" for shots in result.strength)
+        print(f"{model.name}: {shown}", flush=True)
+    print(
+        f"\naccuracy on frozen features, mean of {flags.seeds} draws of the shots; L2 of the best mean rank"
+    )
+    print_results(results)
+    unknown = [model.name for model in models if model.run_id is None]
+    print_unrecorded(unknown)
+    if len(unknown) < len(models):
         where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
         print(f"MLflow   {redact_uri(store.uri)}: {where}")
 
 
-def shots_of(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(shots) for shots in text.split(","))
-    except ValueError:
-        raise UsageError(f"--shots {text!r}: write numbers, e.g. 1,5,10,25") from None
+def measured(flags: FewShotFlags, model: ModelRef, store: Tracking, *, first: bool) -> FewShotResult:
+    """Classifies by one model, and writes the result to its MLflow run. For the first model, also prints the
+    classes that have too few images.
 
-
-def config_of(args: argparse.Namespace, model: ModelRef, shots: tuple[int, ...]) -> FewShotConfig:
-    from jobs.evaluation_flags import images_path
+    Raises:
+        UsageError: for shots or data that cannot be used.
+    """
+    from orchestrator.errors import UsageError
+    from orchestrator.evaluation.evaluate import default_device
     from orchestrator.recipe import FewShotConfig
+    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
 
-    paths = tuple(images_path(args, model, data) for data in args.data) or (model.run.data.path,)
+    paths = tuple(flags.places.shards(data) for data in flags.data) or (model.run.data.path,)
     try:
-        return FewShotConfig(paths=paths, shots=shots, seeds=args.seeds)
+        config = FewShotConfig(paths=paths, shots=flags.shots, seeds=flags.seeds)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    sets = short_names(paths)
+    for name, path in sets.items() if first else ():
+        if few := rare_classes(model.run_on(path, batch_size=flags.batch_size), max(flags.shots)):
+            print(f"{name}: {few}", flush=True)
+    run = model.run_on(model.run.data.path, batch_size=flags.batch_size)
+    result = FewShot(run, config).measure(model.load(default_device()), default_device())
+    if model.run_id:
+        record(store, model.run_id, model.step, sets, result)
+    return result
 
 
-def log(store: Tracking, run_id: str, step: int, sets: Mapping[str, str], result: FewShotResult) -> None:
+def record(store: Tracking, run_id: str, step: int, sets: dict[str, str], result: FewShotResult) -> None:
     """Writes the result to the model's MLflow run. The time of day is its step, so that a later evaluation
     follows an earlier one.
     """
-    from jobs.evaluation_flags import results_of
-
     run, names = results_of(store, run_id, *sets.values())
     for data, name in zip(names, sets, strict=True):
         where = f"fewshot/{data}/step-{step}"
@@ -119,30 +107,14 @@ def log(store: Tracking, run_id: str, step: int, sets: Mapping[str, str], result
         run.write_table(f"{where}/draws.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
 
 
-def summary(result: FewShotResult) -> str:
-    return "  ".join(f"{shots}-shot {result.mean(shots):.4f}" for shots in result.strength)
-
-
-def print_results(results: dict[str, FewShotResult], *, seeds: int) -> None:
-    from rich.table import Table
-
-    from jobs.show import print_table
-
-    print(f"\naccuracy on frozen features, mean of {seeds} draws of the shots; L2 of the best mean rank")
-    table = Table()
-    for column in ("model", "data"):
-        table.add_column(column, overflow="fold")
-    first = next(iter(results.values()))
-    for shots in first.strength:
-        table.add_column(f"{shots}-shot", justify="right")
+def print_results(results: dict[str, FewShotResult]) -> None:
+    rows, shots = [], list(next(iter(results.values())).strength)
     for model, result in results.items():
-        for name in result.names():
-            table.add_row(model, name, *(f"{result.mean(shots, name):.4f}" for shots in result.strength))
+        rows += [(model, name, *(result.mean(s, name) for s in shots)) for name in result.names()]
         if len(result.names()) > 1:
-            table.add_row(model, "mean", *(f"{result.mean(shots):.4f}" for shots in result.strength))
-        powers = (f"2^{log2(strength):.0f}" for strength in result.strength.values())
-        table.add_row(model, "L2", *powers, end_section=True)
-    print_table(table)
+            rows.append((model, "mean", *(result.mean(s) for s in shots)))
+        rows += [(model, "L2", *(f"2^{log2(result.strength[s]):.0f}" for s in shots)), ()]
+    print_table(("model", "data", *(f"{s}-shot" for s in shots)), rows, left=2)
 
 
 if __name__ == "__main__":

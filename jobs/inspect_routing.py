@@ -10,138 +10,134 @@ the tables behind them; all of it goes to the model's MLflow run too, below `rou
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from jobs.usage import at_least_one, command, evaluation_parser
+from jobs._cli import Evaluation, check_out, command, model_of, print_table, results_of
+from jobs._flags import MODEL, flag, numbers, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from experiments.routing_analysis.report import Table
     from orchestrator.data.batch import Batch
     from orchestrator.evaluation.models import ModelRef
-    from orchestrator.tracking.find import RunWriter
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run
 PAGE = "routing.html"
 PROGRESS_S = 5.0
 
 
-def main() -> None:
-    args = parser().parse_args()
-    with command(f"looking into the routers of {args.model}"):
-        inspect(args)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = evaluation_parser(__doc__, several=False)
-    parser.add_argument("--images", type=at_least_one, help="measure this many; default: all of the split")
-    parser.add_argument("--examples", type=at_least_one, default=8, help="images to draw on (%(default)s)")
-    parser.add_argument("--layers", help="MoE blocks to look at, e.g. 1,3; default: all")
-    parser.add_argument(
-        "--capacities",
-        default="0.1,0.2,0.4,0.8",
-        help="capacity factors whose discarded patches are drawn (%(default)s)",
+@dataclass(frozen=True, kw_only=True)
+class InspectFlags:
+    model: str = flag(help=MODEL, positional=True)
+    images: int | None = flag(None, "number of images to measure; default: all of the split", least=1)
+    examples: int = flag(8, "images to draw on", least=1)
+    layers: tuple[int, ...] | None = flag(
+        None, "MoE blocks to look at, e.g. 1,3; default: all", read=numbers(int, "1,3")
     )
-    parser.add_argument("--out", help="directory or URI; default: routing/MODEL below the storage")
-    return parser
+    capacities: tuple[float, ...] = flag(
+        "0.1,0.2,0.4,0.8",
+        "capacity factors whose discarded patches are drawn",
+        read=numbers(float, "0.1,0.4"),
+    )
+    out: str | None = flag(None, "directory or URI; default: routing/MODEL below the storage")
+    on: Evaluation
+
+    def __post_init__(self) -> None:
+        if not all(0 < capacity < math.inf for capacity in self.capacities):
+            raise UsageError(f"--capacities {self.capacities}: each must be above 0")
 
 
-def inspect(args: argparse.Namespace) -> None:
+def main() -> None:
+    flags = parse(InspectFlags, __doc__)
+    with command(f"looking into the routers of {flags.model}"):
+        inspect(flags)
+
+
+def inspect(flags: InspectFlags) -> None:
     """Measures, draws, and reports below --out and in the model's MLflow run.
 
     Raises:
-        UsageError: for flags that do not fit the model, and a --out that holds other files.
+        UsageError: for flags that do not fit the model, and an --out that holds other files.
     """
-    from jobs.command import check_out, open_store, root
-    from jobs.evaluation_flags import images_path, models_of, results_of
     from orchestrator import storage
-    from orchestrator.data.manifest import open_manifest
 
-    store = open_store(args)
-    (trained,) = models_of(args, store)
-    path = images_path(args, trained)
-    out = storage.join(root(args), FOLDER, trained.name.replace("/", "-"))
-    if args.out:
-        out = storage.absolute(args.out).rstrip("/")
+    places = flags.on.places
+    store = places.open_store()
+    trained = model_of(flags.model, places, store)
+    path = flags.on.path(trained)
+    out = places.below(FOLDER, trained.name.replace("/", "-"))
+    if flags.out:
+        out = storage.absolute(flags.out).rstrip("/")
         check_out(out, own=(PAGE,), apart=(path,))
-    blocks = blocks_of(trained, args.layers)
+    blocks = blocks_of(trained, flags.layers)
     trained.check_classes(path)
-    names = open_manifest(path).classes
-    html, pictures, tables = analyse(args, trained, blocks, path, names)
+    html, pictures, tables = analyse(flags, trained, blocks, path)
+    contents = {PAGE: html.encode(), **pictures}
+    contents |= {f"{name}.json": json.dumps(table).encode() for name, table in tables.items()}
     storage.make_folder(out)
-    storage.write_bytes(storage.join(out, PAGE), html.encode())
-    for name, content in pictures.items():
+    for name, content in contents.items():
         storage.write_bytes(storage.join(out, name), content)
-    for name, table in tables.items():
-        storage.write_bytes(storage.join(out, f"{name}.json"), json.dumps(table).encode())
     print(f"{storage.join(out, PAGE)}: {len(pictures)} pictures, {len(tables)} tables beside it")
-    if trained.run_id:
-        run, (data,) = results_of(store, trained.run_id, path)
-        folder = f"{FOLDER}/{data}/step-{trained.step}"
-        log(run, folder, html, pictures, tables)
-        print(f"MLflow run {trained.run_id}: artifacts below {folder}")
-    else:
+    if trained.run_id is None:
         print("MLflow has no run of this model: nothing is logged there")
+        return
+    run, (data,) = results_of(store, trained.run_id, path)
+    folder = f"{FOLDER}/{data}/step-{trained.step}"
+    for name, table in tables.items():
+        run.write_table(f"{folder}/{name}.json", table)
+    with TemporaryDirectory() as scratch:
+        for name, content in {PAGE: html.encode(), **pictures}.items():
+            file = Path(scratch) / name
+            file.write_bytes(content)
+            run.write_file(file, folder=folder)
+    print(f"MLflow run {trained.run_id}: artifacts below {folder}")
 
 
-def blocks_of(trained: ModelRef, asked: str | None) -> list[int]:
+def blocks_of(trained: ModelRef, asked: tuple[int, ...] | None) -> list[int]:
     """The MoE blocks of --layers. Raises UsageError for other blocks, and for a dense model."""
     blocks = trained.run.model.moe_blocks()
     if not blocks:
         raise UsageError(f"{trained.name} is a dense model: it has no routers to look into")
-    chosen = numbers("--layers", asked) if asked else blocks
-    if wrong := [f"{block:g}" for block in chosen if block not in blocks]:
+    if wrong := [str(block) for block in asked or () if block not in blocks]:
         raise UsageError(
-            f"--layers {asked}: {', '.join(wrong)} are not MoE blocks; those of {trained.name} are {blocks}"
+            f"--layers: {', '.join(wrong)} are not MoE blocks; the MoE blocks of {trained.name} are {blocks}"
         )
-    return sorted({int(block) for block in chosen})
-
-
-def numbers(flag: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part]
-    except ValueError:
-        raise UsageError(f"{flag} {text}: write numbers with commas between them") from None
+    return sorted(set(asked or blocks))
 
 
 def analyse(
-    args: argparse.Namespace, trained: ModelRef, blocks: list[int], path: str, names: tuple[str, ...]
+    flags: InspectFlags, trained: ModelRef, blocks: list[int], path: str
 ) -> tuple[str, dict[str, bytes], dict[str, Table]]:
     """The page, its pictures by file name, and the tables behind them by name. Prints a row per layer."""
     from experiments.routing_analysis import report
     from experiments.routing_analysis.collect import collect
     from experiments.routing_analysis.examples import capacity_settings, discards, examples
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device, images_of
+    from orchestrator.evaluation.evaluate import default_device
 
     model = trained.load(default_device())
     moe = trained.run.model.moe
     assert moe
     settings, refused = [], []
     if discards(moe.router):
-        capacities = numbers("--capacities", args.capacities)
-        if not all(0 < capacity < math.inf for capacity in capacities):
-            raise UsageError(f"--capacities {args.capacities}: each must be above 0")
-        settings, refused = capacity_settings(model.config, capacities)
+        settings, refused = capacity_settings(model.config, flags.capacities)
     for reason in refused:
         print(f"not drawn: {reason}")
 
-    rows = open_manifest(path).rows(args.split)
-    total = min(args.images or rows, rows)
-    batches = first_images(
-        images_of(trained, path=path, split=args.split, batch_size=args.batch_size, device=default_device()),
-        total,
-    )
+    manifest, on = open_manifest(path), flags.on
+    names, count = manifest.classes, manifest.rows(on.split)
+    total = min(flags.images or count, count)
+    batches = first_images(on.images(trained, path), total)
     first = next(batches)
-    drawn = examples(model, first, count=args.examples, blocks=blocks, settings=settings)
+    drawn = examples(model, first, count=flags.examples, blocks=blocks, settings=settings)
     layers = collect(
         model, chain([first], batches), blocks=blocks, classes=len(names), progress=progress(total)
     )
@@ -150,12 +146,11 @@ def analyse(
     counts = layers[blocks[0]]
     accuracy = float(counts.correct / counts.images)
     print(f"{int(counts.images)} images, accuracy {accuracy:.4f} as trained")
-    print("  ".join(table))
-    for row in zip(*table.values(), strict=True):
-        print("  ".join(f"{cell:>{len(name)}.4g}" for cell, name in zip(row, table, strict=True)))
+    rows = [[f"{cell:.4g}" for cell in row] for row in zip(*table.values(), strict=True)]
+    print_table(table, rows, left=0)
     facts = (
         f"{moe.router.kind.replace('_', ' ').capitalize()} router, {moe.num_experts} experts, step"
-        f" {trained.step}. {int(counts.images)} images of {path} ({args.split}); accuracy {accuracy:.4f}."
+        f" {trained.step}. {int(counts.images)} images of {path} ({on.split}); accuracy {accuracy:.4f}."
     )
     parts = list(report.sections(layers, drawn, model.config, names))
     pictures = {f"{name}.png": content for part in parts for name, content in part[2].items()}
@@ -184,17 +179,6 @@ def progress(total: int) -> Callable[[int], None]:
             next_s = time.monotonic() + PROGRESS_S
 
     return report
-
-
-def log(run: RunWriter, folder: str, html: str, pictures: dict[str, bytes], tables: dict[str, Table]) -> None:
-    run.write_text(f"{folder}/{PAGE}", html)
-    for name, table in tables.items():
-        run.write_table(f"{folder}/{name}.json", table)
-    with TemporaryDirectory() as scratch:
-        for name, content in pictures.items():
-            file = Path(scratch) / name
-            file.write_bytes(content)
-            run.write_file(file, folder=folder)
 
 
 if __name__ == "__main__":

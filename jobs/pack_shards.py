@@ -19,13 +19,14 @@ shards are packed by this process. More: docs/data.md.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jobs.usage import command, plain_parser
+from jobs._cli import check_writable, command, connect
+from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,51 +36,51 @@ SHOWN = 20  # lines about skipped files
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing a few shards
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackFlags:
+    source: str = flag(help="see above")
+    out: str = flag(help="directory or URI for train/, val/ and manifest.json")
+    val_frac: float = flag(0.2, "fraction for validation, of a source without a split")
+    overwrite: bool = flag(False, "replace an earlier data set at --out")
+    root: str = flag("data", "where torchvision keeps its files")
+    download: bool = flag(False, "let torchvision fetch what is missing")
+    image_column: str | None = flag(None, "column of parquet files; default: image, img, jpg, ..")
+    label_column: str | None = flag(None, "column of parquet files; default: label, cls, class, ..")
+
+
 def main() -> None:
-    parser = plain_parser(__doc__)
-    parser.add_argument("--source", required=True, help="see above")
-    parser.add_argument("--out", required=True, help="directory or URI for train/, val/ and manifest.json")
-    parser.add_argument(
-        "--val-frac", type=float, default=0.2, help="validation, of a source without a split (%(default)s)"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the data set that is there")
-    parser.add_argument("--root", default="data", help="where torchvision keeps its files (%(default)s)")
-    parser.add_argument("--download", action="store_true", help="let torchvision fetch what is missing")
-    parser.add_argument("--image-column", help="of parquet files; default: image, img, jpg, ..")
-    parser.add_argument("--label-column", help="of parquet files; default: label, cls, class, ..")
-    args = parser.parse_args()
-    with command(f"packing {args.source} into {args.out}"):
-        pack_source(args)
+    flags = parse(PackFlags, __doc__)
+    with command(f"packing {flags.source} into {flags.out}"):
+        pack_source(flags)
 
 
-def pack_source(args: argparse.Namespace) -> None:
+def pack_source(flags: PackFlags) -> None:
     """Packs the source and prints a report. Raises UsageError for an --out that cannot be used."""
-    from jobs.command import check_writable
     from orchestrator import storage
     from orchestrator.data.formats import Columns
     from orchestrator.data.packing import check_free, pack
     from orchestrator.data.sources import open_source
 
-    if not args.out:
+    if not flags.out:
         raise UsageError("--out is empty: name a directory or URI")
-    out = storage.absolute(args.out).rstrip("/")
-    kind, _, path = args.source.partition(":")
+    out = storage.absolute(flags.out).rstrip("/")
+    kind, _, path = flags.source.partition(":")
     place = storage.absolute(path).rstrip("/")
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
     if kind in ("folder", "webdataset", "parquet") and not apart:  # --overwrite could delete the images
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
-    if not args.overwrite:
+    if not flags.overwrite:
         check_free(out)
     check_writable("--out", out)
     source = open_source(
-        args.source,
-        root=args.root,
-        download=args.download,
-        val_frac=args.val_frac,
-        columns=Columns(args.image_column, args.label_column),
+        flags.source,
+        root=flags.root,
+        download=flags.download,
+        val_frac=flags.val_frac,
+        columns=Columns(flags.image_column, flags.label_column),
         execute=on_cluster,
     )
-    print_report(out, pack(out, source, overwrite=args.overwrite, execute=on_cluster))
+    print_report(out, pack(out, source, overwrite=flags.overwrite, execute=on_cluster))
 
 
 def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
@@ -88,7 +89,6 @@ def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any
         yield from map(work, tasks)
         return
 
-    from jobs.command import connect
     from orchestrator.data.ray_data import map_tasks
 
     connect()

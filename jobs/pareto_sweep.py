@@ -6,115 +6,321 @@
   python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40 --warm-start quickstart
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
-The same command again continues: finished trials stay, interrupted ones go on from their checkpoints.
+The same command again continues: finished trials stay, interrupted trials go on from their checkpoints.
 """
 
 from __future__ import annotations
 
-import argparse
+import ast
 import math
 import sys
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from jobs.sweep_flags import PLAN_MFU, budget, named_sweep, parse, search_of, sweep_from
-from jobs.usage import command
+from jobs._cli import command, connect, failed, print_table, source_labels
+from jobs._flags import flag, numbers, parse
+from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from jobs.progress import SweepProgress
     from orchestrator.frontier.frontier import Frontier
+    from orchestrator.sweeps.budget import Device
+    from orchestrator.sweeps.estimate import Estimate
+    from orchestrator.sweeps.run import SweepRun
+    from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
+
+SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
+    "quickstart",
+    "routers",
+    "slots_experts",
+    "ablations",
+    "pareto",
+    "capacity",
+    "expert_count",
+    "softmax_combine",
+)
+PLAN_MFU = 0.3
+TRIALS = 20
+PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
+
+
+def sweep_name(text: str) -> str:
+    """Reads --sweep. Raises UsageError for a sweep or a file that does not exist."""
+    path, colon, _ = text.rpartition(":")
+    if not colon and text.endswith(".py") and Path(text).is_file():
+        body = ast.parse(Path(text).read_text()).body
+        functions = ", ".join(node.name for node in body if isinstance(node, ast.FunctionDef))
+        raise UsageError(f"{text!r} names no function: write {text}:FUNCTION; it has {functions or 'none'}")
+    if colon and not Path(path).is_file():
+        raise UsageError(f"no file {path}: a sweep of your own is path/to/file.py:function")
+    if not colon and text not in SWEEPS:
+        known = ", ".join(SWEEPS)
+        raise UsageError(f"unknown sweep {text!r}; known: {known}, or your own as path/to/file.py:function")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    sweep: str = flag(
+        "quickstart", f"{', '.join(SWEEPS)}, or a function in a file: my_sweep.py:make", read=sweep_name
+    )
+    scale: Literal["tiny", "cifar", "in1k"] = flag("tiny", "size of the sweep")
+    quality: str | None = flag(
+        None, "metric to maximise, e.g. val/acc1 or fewshot/acc_10shot; default: the sweep's own"
+    )
+    seeds: int | None = flag(None, "train every arm with seeds 0 .. N-1; default: once", least=1, metavar="N")
+    max_concurrent: int | None = flag(
+        None, "trials at the same time; default: as many as the cluster holds", least=1
+    )
+    confirm: int | None = flag(
+        None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
+    )
+    stop_early: bool = flag(
+        False, "pause trials that are not expected to reach the frontier (docs/sweeps.md: what it saves)"
+    )
+    search: Literal["random", "tpe", "nsga2"] | None = flag(None, "draw arms from the sweep's space")
+    trials: int | None = flag(None, f"arms that a search draws; default: {TRIALS}", least=1)
+    warm_start: tuple[str, ...] = flag((), "sweep that a search learns from (repeatable)", metavar="SWEEP")
+    branch_at: tuple[int, ...] | None = flag(
+        None,
+        "train every arm once without cooldown, and cool it down from these steps",
+        read=numbers(int, "100,200,400"),
+        metavar="STEP,STEP",
+    )
+    cooldown: int | None = flag(None, "steps of a cooldown run; default: a fifth of its steps", least=1)
+    branch_cost: Literal["full", "marginal"] | None = flag(
+        None, "what a cooldown run costs: all steps of its arm (default), or only its own"
+    )
+    plan: bool = flag(False, "only print what every trial needs and costs, and which trials do not fit")
+    mfu: float | None = flag(
+        None, f"fraction of the device's peak that training reaches; default of --plan: {PLAN_MFU}"
+    )
+    device: str | None = flag(None, "kind in the price table; default: CPU-core, with GPUs H100-80")
+    prices: str | None = flag(None, "price table; default: cluster/prices.yaml")
+    budget_hours: float | None = flag(None, "device-hours; trials that do not fit are not started")
+    budget_usd: float | None = flag(None, "the same in money")
+    run: RunFlags
+
+    def __post_init__(self) -> None:
+        needs = {
+            "cooldown": "branch_at",
+            "branch_cost": "branch_at",
+            "trials": "search",
+            "warm_start": "search",
+        }
+        for name, needed in needs.items():
+            if getattr(self, name) and not getattr(self, needed):
+                flags = (f"--{word.replace('_', '-')}" for word in (name, needed))
+                raise UsageError("{} does nothing without {}".format(*flags))
+        if self.branch_at and (self.search or self.stop_early):
+            raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
+
+    def retrain(self) -> int:
+        """How many knees are trained again."""
+        if self.confirm is None:
+            return 0 if self.branch_at else 1
+        return self.confirm
+
+    def named_sweep(self) -> Sweep:
+        """The sweep before other flags change it. Its name ends with the scale if that is not the smallest.
+
+        Raises:
+            UsageError: for a file or a function of the user's that makes no sweep.
+        """
+        from orchestrator.sweeps.catalog import make_sweep
+
+        sweep = make_sweep(self.sweep, self.scale)
+        name = sweep.base.name if self.scale == "tiny" else f"{sweep.base.name}-{self.scale}"
+        return replace(sweep, base=replace(sweep.base, name=name))
+
+    def make(self) -> Sweep:
+        """Raises UsageError for flags that the sweep cannot follow."""
+        from orchestrator.codec import override
+        from orchestrator.sweeps.branches import Trunk
+
+        sweep = self.named_sweep()
+        sweep = replace(sweep, base=self.run.config(sweep.base))
+        if self.quality:
+            sweep = replace(sweep, quality=self.quality)
+            if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:
+                sweep = replace(sweep, base=override(sweep.base, {"train.fewshot": {}}))
+        if self.seeds:
+            sweep = replace(sweep, seeds=tuple(range(self.seeds)))
+        if self.search:
+            if sweep.space is None:
+                raise UsageError(
+                    f"sweep {self.sweep} has no space to search: use --sweep pareto, or give it a space"
+                )
+            sweep = replace(sweep, arms={})
+        if self.branch_at:
+            at = tuple(sorted(self.branch_at))
+            sweep = replace(sweep, trunk=Trunk(at=at, cooldown=self.cooldown or max(1, at[0] // 4)))
+            if self.branch_cost == "marginal":
+                sweep = replace(sweep, cost="cost/marginal_train_flops_6mac")
+        return sweep
+
+    def priced(self, sweep: Sweep) -> tuple[str, Device]:
+        """The kind and the entry of the device in the price table."""
+        from orchestrator.sweeps.budget import load_prices
+
+        prices = self.prices or str(PRICES)
+        devices = load_prices(prices)
+        kind = self.device or ("H100-80" if sweep.base.scale.use_gpu else "CPU-core")
+        if kind not in devices:
+            raise UsageError(f"--device {kind!r} is not in {prices}: {', '.join(devices)}")
+        return kind, devices[kind]
+
+    def drawing(self, sweep: Sweep) -> OptunaSearch | None:
+        """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
+        from orchestrator.sweeps.build import read_trials
+        from orchestrator.sweeps.search import OptunaSearch
+        from orchestrator.training.run_directory import read_sweep
+
+        if not self.search or sweep.space is None:
+            return None
+        search = OptunaSearch(
+            sweep.space,
+            base=sweep.base,
+            count=self.trials or TRIALS,
+            sampler=self.search,
+            seed=sweep.base.train.seed,
+        )
+        for name in self.warm_start:
+            directory = self.run.places.below(name)
+            if (record := read_sweep(directory)) is None:
+                raise UsageError(f"--warm-start {name}: no sweep in {directory}")
+            found = [
+                (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])
+                for trial in read_trials(directory, record)
+                if trial.status == "finished" and {sweep.quality, sweep.cost} <= trial.metrics.keys()
+            ]
+            print(f"warm start: {search.warm_start(found)} of {len(found)} runs of {name} lie in the space")
+        return search
 
 
 def main() -> None:
-    args = parse(__doc__)
-    doing = "fields of" if "help" in args.set else "planning" if args.plan else "training"
-    with command(f"{doing} the sweep {args.name or args.sweep} (scale {args.scale})"):
-        sweep(args)
+    flags = parse(SweepFlags, __doc__)
+    doing = "fields of" if flags.run.asks_for_fields() else "planning" if flags.plan else "training"
+    with command(f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})"):
+        sweep(flags)
 
 
-def sweep(args: argparse.Namespace) -> None:
-    from jobs.command import connect, open_store, print_fields, source_labels
-    from jobs.progress import SweepProgress
-    from jobs.show import print_sweep
+def sweep(flags: SweepFlags) -> None:
+    from jobs._progress import SweepProgress, describe_data
     from orchestrator.sweeps.asha import MultiObjectiveASHA
+    from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.check import check_sweep
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.queue import RunToCompletion
 
-    if "help" in args.set:
-        return print_fields(named_sweep(args).base)
-    sweep = sweep_from(args)
-    if not args.plan:
-        check_sweep(sweep, verify=args.verify)
-        print_sweep(sweep)
-    if not args.plan or args.mfu is None:  # an mfu plans for a cluster that may be elsewhere
+    if flags.run.asks_for_fields():
+        return print_fields(flags.named_sweep().base)
+    sweep = flags.make()
+    kind, device = flags.priced(sweep)
+    budget = Budget(hours=flags.budget_hours, usd=flags.budget_usd, usd_per_hour=device.usd_per_hour)
+    flops_per_s = math.inf if flags.mfu is None else device.flops_per_s(flags.mfu)
+    if not flags.plan:
+        check_sweep(sweep, verify=flags.run.verify)
+        families = Counter(run.model.family() for run in sweep.runs().values())
+        arms = ", ".join(f"{count} {family}" for family, count in families.items())
+        trials = f"{families.total()} trials ({arms})" if families else "arms drawn by a search"
+        print(f"{sweep.base.name}: {trials}, {describe_data(sweep.base)}", flush=True)
+    # With --mfu, a plan is for a cluster that may be elsewhere.
+    if not flags.plan or flags.mfu is None:
         connect()
-    if args.plan or args.mfu is not None:
-        make_plan(args, sweep)
-    if args.plan:
+    if flags.plan or flags.mfu is not None:
+        plan(sweep, kind, device, flags.mfu or PLAN_MFU)
+    if flags.plan:
         return
     chance = 1 / sweep.base.model.num_classes
-    store = open_store(args)
+    store = flags.run.places.open_store()
     options = SweepOptions(
-        mode=args.mode,
-        policy=MultiObjectiveASHA(chance=chance) if args.stop_early else RunToCompletion(),
-        max_concurrent=args.max_concurrent,
-        search=search_of(args, sweep),
-        budget=budget(args),
-        retrain=args.confirm,
-        flops_per_s=args.devices[args.device].flops_per_s(args.mfu) if args.mfu is not None else math.inf,
+        mode=flags.run.mode(),
+        policy=MultiObjectiveASHA(chance=chance) if flags.stop_early else RunToCompletion(),
+        max_concurrent=flags.max_concurrent,
+        search=flags.drawing(sweep),
+        budget=budget,
+        retrain=flags.retrain(),
+        flops_per_s=flops_per_s,
         labels=source_labels(),
     )
-    progress = SweepProgress(sweep, trials=args.trials if args.search else None)
-    with progress:
+    with SweepProgress(sweep, trials=(flags.trials or TRIALS) if flags.search else None) as progress:
         frontier = run_sweep(sweep, options, watch=progress, store=store)
-    outcomes = progress.outcomes()
-    show_end(args, sweep, frontier, progress)
-    if failed := {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}:
-        listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
-        sys.exit(f"error: {len(failed)} runs failed:\n{listed}")
+    assert progress.run
+    print_end(flags, sweep, frontier, progress.run, trials=progress.trials())
+    if reasons := progress.run.failures():
+        sys.exit(failed(reasons))
 
 
-def make_plan(args: argparse.Namespace, sweep: Sweep) -> None:
+def plan(sweep: Sweep, kind: str, device: Device, mfu: float) -> None:
     """Prints what every trial needs, and which trials the device or the connected cluster cannot hold."""
     import ray
 
-    from jobs.show import print_plan
     from orchestrator.sweeps.check import unfit
     from orchestrator.sweeps.estimate import estimate, memory_problem
 
     runs = sweep.runs()
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
-    device, mfu = args.devices[args.device], args.mfu or PLAN_MFU
     found = {name: estimate(run, flops_per_s=device.flops_per_s(mfu)) for name, run in runs.items()}
     problems = unfit(sweep) if ray.is_initialized() else {}
     if device.memory_gib:
         too_large = {name: memory_problem(e.memory_gib, device.memory_gib) for name, e in found.items()}
         problems |= {name: problem for name, problem in too_large.items() if problem}
-    print_plan(
-        found, problems, device=f"{args.device} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour
-    )
+    print_plan(found, problems, device=f"{kind} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour)
 
 
-def show_end(args: argparse.Namespace, sweep: Sweep, frontier: Frontier, progress: SweepProgress) -> None:
-    from jobs.command import tracking_uri
-    from jobs.show import print_frontier
+def print_plan(
+    estimates: Mapping[str, Estimate], problems: Mapping[str, str], *, device: str, usd_per_hour: float
+) -> None:
+    """Prints what every trial needs, the sums by family, and the trials that do not fit."""
+    from jobs._progress import duration
+
+    def totals(members: list[Estimate]) -> tuple[str, ...]:
+        device_s = sum(e.device_s for e in members)
+        usd = device_s / 3600 * usd_per_hour
+        flops, disk = sum(e.train_flops_6mac for e in members), sum(e.disk_bytes for e in members)
+        price = f"{usd:.2f}" if usd >= 1 else f"{usd:.2g}"
+        return f"{flops:.3g}", duration(device_s), price, f"{disk / 1e9:.3g}"
+
+    groups: dict[str, list[Estimate]] = {}
+    rows = []
+    for name, e in estimates.items():
+        numbers = (f"{e.params / 1e6:.3g}M", f"{e.forward_gflops_2mac:.3g}", f"{e.memory_gib:.2f}")
+        rows.append((name, e.family, e.workers, *numbers, *totals([e])))
+        groups.setdefault(e.family, []).append(e)
+    sums = ("train FLOPs", "device time", "usd", "GB on disk")
+    columns = ("trial", "family", "devices", "parameters", "forward GFLOPs", "GiB/device", *sums)
+    print_table(columns, rows, title=f"plan on {device}", left=3)
+    groups["all"] = list(estimates.values())
+    families = [(family, len(members), *totals(members)) for family, members in groups.items()]
+    print_table(("family", "trials", *sums), families, title="by family", left=2)
+    for problem in dict.fromkeys(problems.values()):
+        trials = ", ".join(name for name, why in problems.items() if why == problem)
+        print(f"does not fit: {trials}: {problem}")
+
+
+def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun, *, trials: int) -> None:
+    """Prints the frontier, and where its page, its pictures and its models are."""
     from orchestrator import storage
     from orchestrator.tracking.projection import SUMMARY
     from orchestrator.tracking.registry import model_name
     from orchestrator.tracking.store import redact_uri
     from orchestrator.training.run_directory import read_json, run_directory
 
-    folder, uri = run_directory(sweep.base), tracking_uri(args)
-    if left := progress.trials_left():
+    folder, uri = run_directory(sweep.base), flags.run.places.uri()
+    if left := run.trials_left():
         print(
             f"Budget exhausted: {left} trials not finished. Run again with a larger --budget-hours or"
             " --budget-usd to continue."
         )
-    if args.stop_early:
-        print(f"early stopping: {progress.paused()} of {progress.trials()} trials stay paused")
+    if flags.stop_early:
+        paused = sum(state.outcome is None for state in run.queue.states.values())
+        print(f"early stopping: {paused} of {trials} trials stay paused")
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {redact_uri(uri)}")
     aliases = (read_json(storage.join(folder, SUMMARY)) or {}).get("aliases", {})
@@ -124,6 +330,21 @@ def show_end(args: argparse.Namespace, sweep: Sweep, frontier: Frontier, progres
         print(f"open     {redact_uri(uri)}, or the page in any browser")
     elif storage.is_local(sweep.base.storage):
         print(f"open     `MOE_FRONTIER_HOME={sweep.base.storage} make ui`, or the page in any browser")
+
+
+def print_frontier(frontier: Frontier) -> None:
+    from orchestrator.frontier.claims import check_claim
+
+    front = frontier.front
+    rows = [
+        ("*" * (p in front), p.arm, p.quality, f"{p.cost:.3g}", f"{p.size:g}", p.status, p.run_id)
+        for p in sorted(frontier.points, key=lambda point: point.cost)
+    ]
+    columns = ("", "arm", frontier.quality_name, frontier.cost_name, "slots/token", "status", "MLflow run")
+    title = f"{frontier.name}: * on the frontier, hypervolume {frontier.hypervolume:.4f}"
+    print_table(columns, rows, title=title, left=len(columns))
+    for claim in frontier.claims:
+        print(f"{claim}: {check_claim(claim, frontier.points)}")
 
 
 if __name__ == "__main__":

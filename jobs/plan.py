@@ -9,11 +9,12 @@ how far they were from measured memory.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from jobs.usage import assignment, command, plain_parser
+from jobs._cli import command
+from jobs._flags import assignment, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,25 @@ GB: 1e9 bytes that a rank sends per step, inside its node | to other nodes.
 link s: at the links' nominal rates, without overlap of collectives with each other or with computation."""
 
 
-def plan(args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    model: str = flag(
+        "debug", "by name, e.g. soft-S/16-128e; an unknown name lists all", positional=True, nargs="?"
+    )
+    devices: int = flag(8, "devices, with a worker each")
+    devices_per_node: int = flag(8, "devices of a node")
+    memory: float = flag(80.0, "memory of a device", metavar="GIB")
+    intra: float = flag(450.0, "rate from a device to its node", metavar="GB_PER_S")
+    inter: float = flag(50.0, "rate from a device to other nodes", metavar="GB_PER_S")
+    set: tuple[tuple[str, Any], ...] = flag(
+        (),
+        "any field of train.py, e.g. train.microbatch=8 (repeatable)",
+        metavar="FIELD=VALUE",
+        read=assignment,
+    )
+
+
+def plan(flags: PlanFlags) -> None:
     """Prints the plan.
 
     Raises:
@@ -34,26 +53,26 @@ def plan(args: argparse.Namespace) -> None:
     """
     from orchestrator.sweeps.estimate import Links, choose, layouts, with_ep
 
-    run = planned_run(args)
-    found = layouts(run, Links(intra_gb_per_s=args.intra, inter_gb_per_s=args.inter))
+    run = planned_run(flags)
+    found = layouts(run, Links(intra_gb_per_s=flags.intra, inter_gb_per_s=flags.inter))
     print(
-        f"{summary(run)}\n\n{memory_table(found, args.memory)}\n\n{traffic_table(found)}\n\n{CONVENTIONS}\n"
+        f"{summary(run)}\n\n{memory_table(found, flags.memory)}\n\n{traffic_table(found)}\n\n{CONVENTIONS}\n"
     )
-    chosen, auto = choose(found, memory_gib=args.memory), with_ep(run).ep()
+    chosen, auto = choose(found, memory_gib=flags.memory), with_ep(run).ep()
     print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on links among the layouts that fit")
     if auto != chosen.ep:
         print(f"scale.ep=auto ignores memory and --intra, --inter: it takes {auto}; set scale.ep={chosen.ep}")
 
 
-def planned_run(args: argparse.Namespace) -> RunConfig:
+def planned_run(flags: PlanFlags) -> RunConfig:
     """The run of `train.py` with as many workers as devices."""
     from moe.presets import PRESETS
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
 
-    if args.model not in PRESETS:
-        raise UsageError(f"unknown model {args.model!r}; known: {', '.join(PRESETS)}")
-    assigned = dict(map(assignment, args.set))
+    if flags.model not in PRESETS:
+        raise UsageError(f"unknown model {flags.model!r}; known: {', '.join(PRESETS)}")
+    assigned = dict(flags.set)
     for field, instead in {
         "scale.workers": "use --devices",
         "scale.workers_per_node": "use --devices-per-node",
@@ -62,11 +81,11 @@ def planned_run(args: argparse.Namespace) -> RunConfig:
         if field in assigned:
             raise UsageError(f"--set {field}: {instead}")
     mesh = {
-        "scale.workers": args.devices,
-        "scale.workers_per_node": args.devices_per_node,
+        "scale.workers": flags.devices,
+        "scale.workers_per_node": flags.devices_per_node,
         "scale.ep": "auto",
     }
-    return override(RunConfig(model=PRESETS[args.model]), assigned | mesh)
+    return override(RunConfig(model=PRESETS[flags.model]), assigned | mesh)
 
 
 def summary(run: RunConfig) -> str:
@@ -107,20 +126,9 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 
 def main() -> None:
-    parser = plain_parser(__doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
-    model = "by name, e.g. soft-S/16-128e; an unknown name lists all (%(default)s)"
-    parser.add_argument("model", nargs="?", default="debug", metavar="MODEL", help=model)
-    parser.add_argument("--devices", type=int, default=8, help="with a worker each (%(default)s)")
-    parser.add_argument("--devices-per-node", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="of a device (%(default)s)")
-    for flag, default, where in (("--intra", 450.0, "its node"), ("--inter", 50.0, "other nodes")):
-        text = f"from a device to {where} (%(default)s)"
-        parser.add_argument(flag, type=float, default=default, metavar="GB_PER_S", help=text)
-    fields = "any field of train.py, e.g. train.microbatch=8 (repeatable)"
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help=fields)
-    args = parser.parse_args()
-    with command(f"planning {args.model} on {args.devices} devices"):
-        plan(args)
+    flags = parse(PlanFlags, __doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
+    with command(f"planning {flags.model} on {flags.devices} devices"):
+        plan(flags)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ reader of parquet, has every image once.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from jobs.usage import MODEL, POINT, add_places, at_least_one, command, plain_parser
+from jobs._cli import Places, check_out, command, connect, model_of
+from jobs._flags import MODEL, POINT, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,97 +30,74 @@ EVERY_S = 5.0  # between lines of progress
 NAMED = 5  # bad images that are named
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictFlags:
+    model: str = flag(help=MODEL, positional=True)
+    images: str = flag(help="folder or URI of image files, or of shards")
+    out: str = flag(help="folder or URI for the parquet files, apart from the images")
+    split: Literal["train", "val"] | None = flag(None, "the split of shards; default: both")
+    batch_size: int = flag(64, "images per forward pass", least=1)
+    workers: int | None = flag(
+        None, "processes, with a GPU or a CPU each; default: as many as the cluster has", least=1
+    )
+    set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
+    fresh: bool = flag(False, "delete the predictions in --out and start over")
+    places: Places
+
+
 def main() -> None:
-    args = parser().parse_args()
-    with command(f"predicting {args.images} by {args.model}"):
-        predict(args)
+    flags = parse(PredictFlags, __doc__)
+    with command(f"predicting {flags.images} by {flags.model}"):
+        predict(flags)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = plain_parser(__doc__)
-    parser.add_argument("model", help=MODEL)
-    parser.add_argument("--images", required=True, help="folder or URI of image files, or of shards")
-    parser.add_argument(
-        "--out", required=True, help="folder or URI that the parquet files go to, apart from the images"
-    )
-    parser.add_argument("--split", choices=("train", "val"), help="the split of shards; default: both")
-    parser.add_argument(
-        "--batch-size", type=at_least_one, default=64, help="images per forward pass (%(default)s)"
-    )
-    parser.add_argument(
-        "--workers",
-        type=at_least_one,
-        help="processes, a GPU or a CPU each; default: as many as the cluster has",
-    )
-    parser.add_argument(
-        "--set",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE",
-        help=f"operating point: {POINT}",
-    )
-    parser.add_argument("--fresh", action="store_true", help="begin again: delete the predictions in --out")
-    add_places(parser)
-    return parser
-
-
-def predict(args: argparse.Namespace) -> None:
+def predict(flags: PredictFlags) -> None:
     """Predicts every image that --out does not hold yet.
 
     Raises:
         UsageError: for flags that do not fit, and an --out that holds other files or lies among the images.
     """
-    from jobs.command import check_out, open_store
-    from jobs.evaluation_flags import models_of
     from orchestrator import storage
     from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
-    point = parse_point(args.set)
-    store = open_store(args)
-    (model,) = models_of(args, store)
-    moe = model.run.model.moe
-    group = moe.images_per_group if moe else 1
-    if args.batch_size % group:
-        raise UsageError(f"--batch-size {args.batch_size} must be a multiple of {group}, the routing group")
-    out, images = (storage.absolute(place).rstrip("/") for place in (args.out, args.images))
-    parts_there = [name for name in storage.names(out) if PART.fullmatch(name)]  # `begin` judges them
-    check_out(out, own=(PLAN, *parts_there), apart=(images,))
-    digest, parts = list_parts(images, args.split, group=group)
+    point = parse_point(flags.set)
+    model = model_of(flags.model, flags.places, flags.places.open_store())
+    group = model.run.model.moe.images_per_group if model.run.model.moe else 1
+    if flags.batch_size % group:
+        raise UsageError(f"--batch-size {flags.batch_size} must be a multiple of {group}, the routing group")
+    out, images = (storage.absolute(place).rstrip("/") for place in (flags.out, flags.images))
+    # `begin` judges the parts that are there.
+    check_out(out, own=(PLAN, *filter(PART.fullmatch, storage.names(out))), apart=(images,))
+    digest, parts = list_parts(images, flags.split, group=group)
     plan = {
         "model": model.location,
         "model_sha256": digest_of(model.location),
         "images": images,
         "images_sha256": digest,
-        "split": args.split,
+        "split": flags.split,
         "routing": settings_of(point),
         "group": group,
         "classes": model.classes,
     }
-    plan, done = begin(out, plan, fresh=args.fresh)
+    plan, done = begin(out, plan, fresh=flags.fresh)
     missing = [part for part in parts if part["number"] not in done]
     count, left = (sum(part["stop"] - part["first"] for part in some) for some in (parts, missing))
     if missing:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
-        predict_parts(
-            args, missing, out, left, model=model, point=point, images=images, classes=plan["classes"]
-        )
+        settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
+        predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
     print(f"{count:,} images in {len(parts)} files: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
 
 
-def predict_parts(
-    args: argparse.Namespace, missing: list[Part], out: str, left: int, **settings: Any
-) -> None:
+def predict_parts(flags: PredictFlags, missing: list[Part], out: str, left: int, **settings: Any) -> None:
     """Predicts the missing parts, with a line about progress every few seconds; names the bad images."""
-    from jobs.command import connect
-    from jobs.show import duration
+    from jobs._progress import duration
     from orchestrator.evaluation import predict
 
     connect()
-    workers, each = predict.pool_size(args.workers)
-    settings |= {"batch_size": args.batch_size}
+    workers, each = predict.pool_size(flags.workers)
     images, bad = 0, []
     began = printed = time.monotonic()
     for rows in predict.predict(missing, out, workers=workers, each=each, **settings):
@@ -130,9 +108,9 @@ def predict_parts(
             about = f", about {duration((left - images) / speed)} left" if images < left else ""
             log.info("%s of %s images, %.0f/s%s", f"{images:,}", f"{left:,}", speed, about)
     if bad:
-        named = "; ".join(bad[:NAMED]) + ("; .." if len(bad) > NAMED else "")
+        names = "; ".join(bad[:NAMED]) + ("; .." if len(bad) > NAMED else "")
         log.info(
-            "%d of %s images cannot be decoded, see the column error: %s", len(bad), f"{images:,}", named
+            "%d of %s images cannot be decoded, see the column error: %s", len(bad), f"{images:,}", names
         )
 
 

@@ -1,33 +1,32 @@
-"""Draw the frontier of a sweep again, from its directory or, where that is away, from MLflow alone; with the
-directory, also send MLflow whatever it lacks.
+"""Draw the frontier of a sweep again, from its directory or, without the directory, from MLflow alone. If the
+directory is there, also send MLflow what it lacks.
 
 python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
 
-import argparse
+from jobs._cli import Places, check_out, command
+from jobs._flags import flag, parse, run_name
+from jobs.pareto_sweep import print_frontier
 
-from jobs.usage import add_places, command, plain_parser, run_name
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFlags:
+    name: str = flag("quickstart", "name of the sweep", read=run_name)
+    out: str | None = flag(None, "directory or URI for page and pictures; default: the sweep's own")
+    places: Places
 
 
 def main() -> None:
-    parser = plain_parser(__doc__)
-    parser.add_argument("--name", type=run_name, default="quickstart", help="name of the sweep (%(default)s)")
-    parser.add_argument(
-        "--out", help="directory or URI for frontier.html and pictures; default: the sweep's own"
-    )
-    add_places(parser)
-    args = parser.parse_args()
-    with command(f"drawing the frontier of {args.name}"):
-        report(args)
+    flags = parse(ReportFlags, __doc__)
+    with command(f"drawing the frontier of {flags.name}"):
+        report(flags)
 
 
-def report(args: argparse.Namespace) -> None:
+def report(flags: ReportFlags) -> None:
     """Writes page and pictures, prints the frontier, and brings MLflow up to date."""
-    from jobs.command import check_out, open_store, root, tracking_uri
-    from jobs.show import print_frontier
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
     from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
@@ -36,20 +35,20 @@ def report(args: argparse.Namespace) -> None:
     from orchestrator.tracking.sync import Sync
     from orchestrator.training.run_directory import locked, read_sweep
 
-    directory = storage.join(root(args), args.name)
-    out = storage.absolute(args.out) if args.out else directory
-    if args.out:
+    directory = flags.places.below(flags.name)
+    out = storage.absolute(flags.out) if flags.out else directory
+    if flags.out:
         check_out(out, own=FILES)
     if (record := read_sweep(directory)) is None:
-        frontier = mlflow_frontier(open_reader(tracking_uri(args)), args.name)
+        frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
         write_files(frontier, out)
-    elif record.status == "running" or args.out:
+    elif record.status == "running" or flags.out:
         frontier = sweep_frontier(directory)
         write_files(frontier, out)
     else:
         with locked(directory):
             frontier = publish(directory)
-            store = open_store(args)
+            store = flags.places.open_store()
             Sync(store, directory).update()
         print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
     print_frontier(frontier)

@@ -4,17 +4,18 @@ python jobs/soup.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --ev
 python jobs/soup.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
 python jobs/soup.py a.safetensors b.safetensors --out soup.safetensors --evaluate --data s3://bucket/shards
 
-The file is one that all commands take for a model: python jobs/evaluate.py soup.safetensors
+All commands take the file for a model: python jobs/evaluate.py soup.safetensors
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from jobs.usage import command, evaluation_parser, named
+from jobs._cli import Evaluation, check_file, command, models_of, named, print_table
+from jobs._flags import MODELS, flag, parse
+from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from orchestrator.evaluation.models import ModelRef
@@ -22,59 +23,59 @@ if TYPE_CHECKING:
 log = logging.getLogger("orchestrator.soup")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SoupFlags:
+    model: tuple[str, ...] = flag(help=MODELS, positional=True, nargs="+")
+    out: str = flag(help="local file, ending in .safetensors")
+    force: bool = flag(False, "replace --out if it exists")
+    evaluate: bool = flag(False, "also print how good each model and the soup are, on --data")
+    on: Evaluation
+
+    def __post_init__(self) -> None:
+        if self.on.data and not self.evaluate:
+            raise UsageError("--data does nothing without --evaluate")
+
+
 def main() -> None:
-    parser = evaluation_parser(__doc__, several=True)
-    parser.add_argument("--out", required=True, help="local file, ending in .safetensors")
-    parser.add_argument("--force", action="store_true", help="replace --out if it is there")
-    parser.add_argument(
-        "--evaluate", action="store_true", help="also say how good each model and the soup are, on --data"
-    )
-    args = parser.parse_args()
-    if args.data and not args.evaluate:
-        parser.error("--data is for --evaluate")
-    with command(f"averaging {named(args.model)}"):
-        make_soup(args)
+    flags = parse(SoupFlags, __doc__)
+    with command(f"averaging {named(flags.model)}"):
+        make_soup(flags)
 
 
-def make_soup(args: argparse.Namespace) -> None:
+def make_soup(flags: SoupFlags) -> None:
     """Writes the soup; with --evaluate prints the figures of each model and of the soup."""
-    from rich.table import Table
-
-    from jobs.command import check_file, open_store
-    from jobs.evaluation_flags import images_path, models_of
-    from jobs.show import print_table
     from orchestrator import storage
     from orchestrator.evaluation.models import read_model
     from orchestrator.evaluation.soup import check_alike, write_soup
 
-    check_file("--out", storage.absolute(args.out))
-    store = open_store(args)
-    models, out = models_of(args, store), storage.absolute(args.out)
+    out = storage.absolute(flags.out)
+    check_file("--out", out)
+    models = models_of(flags.model, flags.on.places, flags.on.places.open_store())
     check_alike(models)
-    if args.evaluate:
-        models[0].check_classes(images_path(args, models[0]))
-    rows = [row(args, model) for model in models] if args.evaluate else []
-    write_soup(models, out, force=args.force)
-    if args.evaluate:
-        table = Table("model", "step", "images", "acc1", "loss", title=f"{args.split} split")
-        for cells in (*rows, row(args, replace(read_model(out), name="soup"))):
-            table.add_row(*cells)
-        print_table(table)
+    if flags.evaluate:
+        models[0].check_classes(flags.on.path(models[0]))
+    rows = [row(flags.on, model) for model in models] if flags.evaluate else []
+    write_soup(models, out, force=flags.force)
+    if flags.evaluate:
+        rows.append(row(flags.on, replace(read_model(out), name="soup")))
+        print_table(("model", "step", "images", "acc1", "loss"), rows, title=f"{flags.on.split} split")
     print(f"soup of {len(models)}  {out}  {(storage.size(out) or 0) / 1e6:.1f} MB")
 
 
-def row(args: argparse.Namespace, model: ModelRef) -> tuple[str, ...]:
+def row(on: Evaluation, model: ModelRef) -> tuple[Any, ...]:
     """The model's row of the table. Raises UsageError if the images do not fit the model."""
-    from jobs.evaluation_flags import images_path
-    from orchestrator.evaluation.evaluate import default_device, evaluate_at, images_of
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at
 
-    path, device = images_path(args, model), default_device()
-    images = images_of(model, path=path, split=args.split, batch_size=args.batch_size, device=device)
-    (found,) = evaluate_at(model.load(device), images)
-    metrics = found.metrics()
+    (scores,) = evaluate_at(model.load(default_device()), on.images(model, on.path(model)))
+    metrics = scores.metrics()
     log.info("%s: acc1 %.4f", model.location, metrics["acc1"])
-    step = str(model.step) if model.step >= 0 else ""
-    return model.name, step, str(found.images()), f"{metrics['acc1']:.4f}", f"{metrics['loss']:.4f}"
+    return (
+        model.name,
+        model.step if model.step >= 0 else "",
+        scores.images(),
+        metrics["acc1"],
+        metrics["loss"],
+    )
 
 
 if __name__ == "__main__":

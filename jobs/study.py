@@ -9,14 +9,15 @@ Prints the table; table and picture go to --out and to a run of MLflow. Seeds de
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.usage import add_places, at_least_one, command, plain_parser
+from jobs._cli import Places, check_writable, command, print_table
+from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,73 +34,63 @@ STUDIES = {  # name -> what it shows; `experiments.studies` has their code
 }
 
 
+def study_name(text: str) -> str:
+    if text not in STUDIES:
+        raise UsageError(f"unknown study {text!r}; known: {', '.join(STUDIES)}")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyFlags:
+    name: str = flag(help="a study of the list below", positional=True, metavar="NAME", read=study_name)
+    seeds: int = flag(3, "models of each kind", least=1)
+    stop_at: float | None = flag(
+        None, "specialisation: accuracy of all experts at which nets are compared; default: 0.95"
+    )
+    out: str | None = flag(
+        None, "directory or URI for picture and table; default: a new one in studies/ below the storage"
+    )
+    places: Places
+
+    def __post_init__(self) -> None:
+        if self.stop_at is not None and self.name != "specialisation":
+            raise UsageError(f"--stop-at is a flag of the study specialisation, not of {self.name}")
+        if self.stop_at is not None and not 0 < self.stop_at < 1:
+            raise UsageError(f"--stop-at {self.stop_at} must lie between 0 and 1")
+
+
 def main() -> None:
-    args = parser().parse_args()
-    with command(f"study {args.name}"):
-        run_study(args)
-
-
-def parser() -> argparse.ArgumentParser:
     studies = "\n".join(f"  {name:18} {about}" for name, about in STUDIES.items())
-    parser = plain_parser(__doc__, epilog=f"studies:\n{studies}")
-    parser.add_argument("name", choices=STUDIES, metavar="NAME", help="one of the studies below")
-    parser.add_argument("--seeds", type=at_least_one, default=3, help="models of each kind (%(default)s)")
-    parser.add_argument(
-        "--stop-at",
-        type=float,
-        help="specialisation: accuracy of all experts at which nets are compared (0.95)",
-    )
-    parser.add_argument(
-        "--out", help="directory or URI for picture and table; default: a new one in studies/ below storage"
-    )
-    add_places(parser)
-    return parser
+    flags = parse(StudyFlags, __doc__, epilog=f"studies:\n{studies}")
+    with command(f"study {flags.name}"):
+        run_study(flags)
 
 
-def run_study(args: argparse.Namespace) -> None:
-    """Trains and measures what the study compares; prints and publishes the result.
-
-    Raises:
-        UsageError: for a --stop-at that does not fit.
-    """
+def run_study(flags: StudyFlags) -> None:
+    """Trains and measures what the study compares; prints and publishes the result."""
     import torch
 
     from experiments import studies
-    from jobs.command import check_writable, open_store, root
     from orchestrator import storage
 
-    options = {}
-    if args.stop_at is not None:
-        if args.name != "specialisation":
-            raise UsageError(f"--stop-at is a flag of the study specialisation, not of {args.name}")
-        if not 0 < args.stop_at < 1:
-            raise UsageError(f"--stop-at {args.stop_at} must lie between 0 and 1")
-        options["stop_at"] = args.stop_at
-    torch.set_num_threads(1)  # the models are small: more threads take longer
-    name = f"{args.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = storage.join(root(args), "studies", name)
-    out = storage.absolute(args.out) if args.out else folder
-    check_writable("--out" if args.out else "--storage", out)
-    store = open_store(args)
-    study = studies.STUDIES[args.name]
-    result = study(args.seeds, lambda line: print(line, flush=True), **options)
-    print_result(result)
-    publish(result, args.name, store, folder=folder, out=out, seeds=args.seeds)
-    print(f"{out}/{args.name}.png and .json; MLflow run {name}")
-
-
-def print_result(result: StudyResult) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=result.title)
-    for heading in result.table:
-        table.add_column(heading, justify="right")
-    for row in zip(*result.table.values(), strict=True):
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console(width=max(110, Console().width)).print(table)
+    # The models are small: more threads take longer.
+    torch.set_num_threads(1)
+    name = f"{flags.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = flags.places.below("studies", name)
+    out = storage.absolute(flags.out) if flags.out else folder
+    check_writable("--out" if flags.out else "--storage", out)
+    store = flags.places.open_store()
+    options = {} if flags.stop_at is None else {"stop_at": flags.stop_at}
+    result = studies.STUDIES[flags.name](flags.seeds, lambda line: print(line, flush=True), **options)
+    rows = [
+        [f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row]
+        for row in zip(*result.table.values(), strict=True)
+    ]
+    print_table(result.table, rows, title=result.title, left=0)
     for note in result.notes:
         print(note)
+    publish(result, flags.name, store, folder=folder, out=out, seeds=flags.seeds)
+    print(f"{out}/{flags.name}.png and .json; MLflow run {name}")
 
 
 def publish(result: StudyResult, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from orchestrator.evaluation.models import ModelRef
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
+from orchestrator.sweeps.settings import settings
 from orchestrator.tracking.find import RunInfo
 
 TABLE = "operating_points.json"  # artifact of the sweep's run, whose tag TAG says how many rows it has
@@ -74,6 +76,35 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
         operating=tuple(operating),
         reference=reference,
         note=note,
+    )
+
+
+def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[Row]]) -> Frontier:
+    """The frontier of models as trained: the first of the rows of each location."""
+    points = []
+    for model in models:
+        row, found = rows[model.location][0], settings(model.run)
+        points.append(
+            Point(
+                arm=model.name,
+                family=model.run.model.family(),
+                cost=row[COSTS[0]],
+                quality=row[QUALITY],
+                size=float(found["capacity"]),
+                run_id=model.location,
+                status="finished",
+                costs={name: row[name] for name in COSTS},
+                settings=found,
+            )
+        )
+    chance = 1 / min(model.run.model.num_classes for model in models)
+    highest = max(point.cost for point in points)
+    return Frontier(
+        name="Operating points",
+        quality_name=QUALITY,
+        cost_name=COSTS[0],
+        points=tuple(points),
+        reference={QUALITY: chance, COSTS[0]: 1.1 * highest},
     )
 
 

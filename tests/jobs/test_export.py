@@ -49,17 +49,12 @@ def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(call: Callable[..., tuple[str, str]]) -> Call:
     """``call("--name", "soft", "--list")``: what it exits with, and what it prints after the first line."""
 
     def run_here(*args: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["export", *args])
-        stopped = ""
-        try:
-            export.main()
-        except SystemExit as stop:
-            stopped = str(stop.code or "")
-        return stopped, capsys.readouterr().out.partition("\n")[2]
+        stopped, said = call(export.main, *args)
+        return stopped, said.partition("\n")[2]
 
     return run_here
 
@@ -124,12 +119,10 @@ def test_a_folder(home, call, tmp_path):
     assert json.loads((tmp_path / "soft/config.json").read_text())["step"] == 2
 
 
-def test_class_names_of_data_that_is_gone(home, call, tmp_path):
-    found = read(located(f"{home}/soft/checkpoints")[0])
-    path = found.config["data"]["path"]
-    run = from_dict(RunConfig, found.config)
+def test_class_names_of_data_that_is_gone(home):
+    run = from_dict(RunConfig, read(located(f"{home}/soft/checkpoints")[0]).config)
     assert class_names(run) == tuple("0123456789")
-    assert class_names(override(run, {"data.path": f"{path}/gone"})) is None
+    assert class_names(override(run, {"data.path": f"{run.data.path}/gone"})) is None
     assert class_names(override(run, {"model.num_classes": 11})) is None
 
 
@@ -214,31 +207,26 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
     assert load("soft.safetensors").config.width == 16
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--name", "sotf"], "no checkpoint in {home}/sotf/checkpoints; {home} holds: soft"),
-        (
-            ["--name", "soft/trials/x"],
-            "no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: checkpoints, config.json,",
-        ),
-        (["--checkpoint", "{home}/soft"], "no checkpoint in {home}/soft; {home}/soft holds: checkpoints, "),
-        (
-            ["--checkpoint", "{home}/soft/checkpoints/step-00000004", "--step", "2"],
-            "no checkpoint in {home}/soft/checkpoints/step-00000004; {home}/soft/checkpoints/step-",
-        ),
-        (["--name", "soft", "--step", "3"], "no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4"),
-    ],
-)
 @pytest.mark.parametrize("task", [["--list"], ["--out", "{home}/soft.safetensors"]])
-def test_what_is_not_there(flags, message, task, home, call):
+def test_what_is_not_there(task, home, call):
     """Runs alone are listed, not what else lies below the storage."""
     for other in ("mlflow.db", "mlflow.db-wal", "mlartifacts", "reports"):
         (home / other).touch()
-    code, out = call(*(word.format(home=home) for word in [*flags, *task]))
-    assert code.startswith(f"error: {message.format(home=home)}")
-    assert ("sotf" not in message) or code.endswith(" holds: soft")
-    assert out == ""
+    runs, step = f"{home}/soft/checkpoints", f"{home}/soft/checkpoints/step-00000004"
+    for flags, message in [
+        (["--name", "sotf"], f"no checkpoint in {home}/sotf/checkpoints; {home} holds: soft"),
+        (
+            ["--name", "soft/trials/x"],
+            f"no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: ",
+        ),
+        (["--checkpoint", f"{home}/soft"], f"no checkpoint in {home}/soft; {home}/soft holds: checkpoints, "),
+        (["--checkpoint", step, "--step", "2"], f"no checkpoint in {step}; {step} holds: "),
+        (["--name", "soft", "--step", "3"], f"no checkpoint of step 3 in {runs}; of: 2, 4"),
+    ]:
+        code, out = call(*flags, *(word.format(home=home) for word in task))
+        assert code.startswith(f"error: {message}")
+        assert flags[1] != "sotf" or code.endswith(" holds: soft")
+        assert out == ""
 
 
 @pytest.mark.parametrize(

@@ -22,25 +22,18 @@ Call = Callable[..., tuple[str, list[str]]]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """``call("--source", "digits", ..)``: what it exits with, empty for success, and what it prints after the
-    first line.
-    """
+def call(call: Callable[..., tuple[str, str]]) -> Call:
+    """``call("--source", "digits", ..)``: what it exits with, and the lines after the first."""
 
     def run_here(*args: str) -> tuple[str, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["pack_shards", *args])
-        error = ""
-        try:
-            pack_shards.main()
-        except SystemExit as stop:
-            error = str(stop.code or "")
-        return error, capsys.readouterr().out.splitlines()[1:]
+        stopped, said = call(pack_shards.main, *args)
+        return stopped, said.splitlines()[1:]
 
     return run_here
 
 
 def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.command.connect", None)
+    monkeypatch.setattr("jobs.pack_shards.connect", None)
     error, lines = call("--source", "digits", "--out", str(tmp_path), "--val-frac", "0.5")
     assert error == ""
     train, val, end = lines

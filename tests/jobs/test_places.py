@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.command import check_file, check_out
+from jobs._cli import check_file, check_out
 from orchestrator.errors import UsageError
 
 

@@ -5,19 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from jobs import predict
-from orchestrator import storage
 from orchestrator.evaluation.predict import begin, digest_of
-from tests.orchestrator.buckets import connect_anew
 from tests.orchestrator.evaluation.exported import exported
 from tests.parts import png
 
@@ -47,28 +43,6 @@ def kill_with_its_ray(driver: subprocess.Popen[str]) -> None:
     for process in family:
         process.send_signal(signal.SIGKILL)
     psutil.wait_procs(family, timeout=30)
-
-
-@pytest.fixture
-def server(monkeypatch) -> Iterator[str]:
-    """A bucket that other processes find by the environment."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REGION": "us-east-1",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    connect_anew()
-    storage._s3().create_bucket(Bucket="team")
-    yield "s3://team"
-    connect_anew()
-    server.stop()
 
 
 @pytest.mark.slow
@@ -113,27 +87,6 @@ def test_killed_in_the_middle_and_run_again(tmp_path):
     assert by_key["1/01000.png"] == by_key["8/08000.png"]  # the same image
 
 
-@pytest.mark.slow
-def test_model_shards_and_results_on_s3(server, tmp_path, pack_greys, monkeypatch):
-    """The workers of Ray have the endpoint from the environment."""
-    path, _ = pack_greys(train=150, val=30, rows_per_shard=40)
-    for name in storage.files(path):
-        storage.write_bytes(f"{server}/shards/{name}", storage.read_bytes(f"{path}/{name}"))
-    exported(tmp_path / "model.safetensors")
-    model = f"{server}/model.safetensors"
-    storage.write_bytes(model, (tmp_path / "model.safetensors").read_bytes())
-    said = finished(
-        start(
-            tmp_path / "home", model, "--images", f"{server}/shards", "--out", f"{server}/said", "--workers=1"
-        )
-    )
-    assert f"180 images in 4 files: {server}/said" in said  # 64 + 64 + 22 and 30
-    names = [name for name in storage.names(f"{server}/said") if name.endswith(".parquet")]
-    tables = [pq.read_table(storage.open_to_read(f"{server}/said/{name}")) for name in names]
-    keys = [key for table in tables for key in table["key"].to_pylist()]
-    assert keys == [f"grey-{n}" for n in range(180)]
-
-
 def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, empty_home, call):
     path, manifest = pack_greys(train=6)
     model = exported(tmp_path / "model.safetensors")
@@ -174,9 +127,7 @@ def test_what_is_refused(tmp_path, pack_greys, empty_home, call):
     for args, message in [
         (("nothing", *flags), "error: no trained model 'nothing'"),
         ((model, *flags, "--batch-size", "6"), "error: --batch-size 6 must be a multiple of 4, the routing"),
-        ((model, *flags, "--batch-size", "0"), "2"),
         ((model, *flags, "--set", "routing.magic=1"), "error: 'routing.magic=1': an operating point"),
-        ((model, *flags, "--workers", "0"), "2"),
     ]:
         stopped, out = call(predict.main, *args)
         assert stopped.startswith(message)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from jobs import progress
-from jobs.progress import RunProgress, StepLines, SweepProgress
+from jobs import _progress as progress
+from jobs._progress import RunProgress, StepLines, SweepProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.run import SweepRun
@@ -75,9 +75,12 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
             shown.report("a", step, {"perf/images_per_s": 100.0})
         work.ends["a"] = Result(status="diverged", step=50, metrics={"train/loss": float("nan")})
         shown.ended("a", work.ends["a"])
+        work.ends["b"] = "no place"  # it fails before it begins
+        shown.ended("b", "no place")
     assert capsys.readouterr().out.splitlines() == [
         "        a                  step 30/100, 100 images/s, about 63 s left",
         "[ 1/2] a                  diverged: train/loss nan",
+        "[ 2/2] b                  failed: no place",
     ]
 
 
@@ -95,12 +98,3 @@ def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
         "        a                  step 30/50, 100 images/s",
         "        a                  step 80/100, 100 images/s",
     ]
-
-
-def test_a_trial_that_failed_before_it_began(capsys):
-    work = Work("a")
-    with SweepProgress(Sweep(base=RunConfig(), arms={})) as shown:
-        shown.start(work)
-        work.ends["a"] = "no place"
-        shown.ended("a", "no place")
-    assert capsys.readouterr().out == "[ 1/1] a                  failed: no place\n"

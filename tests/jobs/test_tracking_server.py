@@ -1,25 +1,20 @@
-"""The quickstart against the tracking server of a team, and what a browser shows of it."""
+"""The quickstart against the tracking server of a team."""
 
 import logging
 import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
 
 import psutil
 import psycopg
 import pytest
 from mlflow import MlflowClient
 from moto.server import ThreadedMotoServer
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
 from orchestrator.errors import UsageError
 from orchestrator.tracking.store import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
-from tests.orchestrator.frontier.browser import DRAWN, chromium
 from tests.orchestrator.tracking.stores import Postgres
 
 pytestmark = pytest.mark.slow  # two minutes: the quickstart's 15 trials, and a server that starts twice
@@ -61,11 +56,6 @@ def client(server: TeamServer, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     return MlflowClient(server.uri)
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
-    yield from chromium(tmp_path / "profile")
-
-
 def test_nobody_is_let_in_without_a_password(server: TeamServer) -> None:
     """A job ends before it trains, with a line that names what to set, and repeats no password."""
     way_out = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
@@ -87,13 +77,6 @@ def test_a_password_in_the_uri_is_refused() -> None:
     """Pages and logs repeat the URI. No server is asked."""
     with pytest.raises(UsageError, match=r"http://team:\*\*\*@127.0.0.1:9 holds a user: .*USERNAME"):
         open_reader("http://team:secret@127.0.0.1:9")
-
-
-def test_a_sweep_of_nobody_ends_at_its_start(server: TeamServer) -> None:
-    done = server.job(*SWEEP, "--name", "nobody")
-    assert done.returncode == 1
-    assert "it wants a user: set MLFLOW_TRACKING_USERNAME" in done.stderr
-    assert not list(server.bucket().objects.filter(Prefix="runs/nobody/"))
 
 
 def test_the_default_password_is_refused(server: TeamServer, tmp_path: Path) -> None:
@@ -136,43 +119,6 @@ def test_who_may_only_read_learns_it_at_the_start(server: TeamServer, sweep: str
     looked = server.job("jobs/report.py", "--out", str(tmp_path), **login(READER))
     assert looked.returncode == 0, looked.stderr
     assert (tmp_path / "frontier.html").exists()
-
-
-def test_a_browser_shows_it(
-    server: TeamServer, sweep: str, client: MlflowClient, browser: webdriver.Chrome, tmp_path: Path
-) -> None:
-    """Log in; parent; its children; the page within MLflow's own; the model. Screenshots stay in tmp_path."""
-    experiment = client.get_experiment_by_name("moe-frontier")
-    parent = client.search_runs([experiment.experiment_id], "tags.role = 'sweep'")[0].info.run_id
-    browser.set_window_size(1700, 1300)
-    body = lambda: browser.find_element(By.TAG_NAME, "body").text  # noqa: E731
-    patient = WebDriverWait(browser, 120)
-
-    browser.get(server.uri)
-    assert "moe-frontier" not in body()  # nobody
-    browser.get(server.uri.replace("://", f"://{TEAM[0]}:{quote(TEAM[1])}@"))
-    runs = f"{server.uri}/#/experiments/{experiment.experiment_id}/runs"
-    browser.get(runs)
-    patient.until(lambda _: f"{ARMS + 1} matching runs" in body())
-    row = browser.find_element(By.CSS_SELECTOR, f"[role=row][row-id='{parent}']")
-    assert "quickstart" in row.text
-    row.find_element(By.TAG_NAME, "button").click()
-    arms = {"dense-d2", "soft-e8-s4", "token-k2-c1.0", "expert-c2.0"}
-    patient.until(lambda _: arms <= set(body().splitlines()))
-    browser.save_screenshot(str(tmp_path / "runs.png"))
-
-    browser.get(f"{runs}/{parent}/artifacts/frontier.html")
-    patient.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "iframe[src^='blob:']"))
-    browser.switch_to.frame(browser.find_element(By.CSS_SELECTOR, "iframe[src^='blob:']"))
-    patient.until(lambda page: page.execute_script(DRAWN))
-    assert f"{ARMS} trials · {ARMS} finished" in body()
-    browser.switch_to.default_content()
-    browser.save_screenshot(str(tmp_path / "page.png"))
-
-    browser.get(f"{server.uri}/#/models/moe-frontier")
-    patient.until(lambda _: "@ pareto-knee" in body())
-    assert "@ pareto-best" in body()
-    browser.save_screenshot(str(tmp_path / "model.png"))
 
 
 def test_secrets_stay_where_they_are(server: TeamServer) -> None:

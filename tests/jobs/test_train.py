@@ -1,4 +1,4 @@
-"""One run as a user starts it: what is said before and after, what failed, what it starts from."""
+"""`jobs/train.py` as a user runs it."""
 
 import re
 import shutil
@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from jobs import train
+from jobs import pareto_sweep, train
+from orchestrator.codec import flat
+from orchestrator.tracking.find import find_run
+from orchestrator.tracking.store import EXPERIMENT, open_reader
 
+ROOT = Path(__file__).parents[2]
 SHORT = ["--set", "train.steps=4", "--set", "train.report_every=2"]
 
 
@@ -52,6 +56,86 @@ def test_data_that_repeat_often_are_named(home, call):
         run = ["--name", f"run{steps}", "--set", f"train.steps={steps}", "--tracking-uri", "bogus://x"]
         _, said = call(train.main, *run)
         assert ("more than 300" in said) == named
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "/nowhere"], "no data set at /nowhere"),
+        (["--set", "train.stepz=1"], r"unknown field train.stepz; train has: steps, lr"),
+        (
+            ["--set", "model.moe.router.kind=magic"],
+            "unknown model.moe.router.kind 'magic'; known: expert_choice",
+        ),
+        (["--set", "train.steps=many"], "train.steps='many'"),
+        (["--workers", "3"], "data.batch_size=64 does not divide over workers=3"),
+        (
+            ["--workers", "2", "--ep", "2", "--set", "model.moe.num_experts=3"],
+            r"num_experts=3 does not divide over ep=2; use one of \[1, 3\]",
+        ),
+        (
+            ["--set", "model.moe.images_per_group=5"],
+            "images_per_group=5 does not divide the 64 images of one",
+        ),
+        (["--storage", "s3://bucket/runs"], "s3://bucket/runs holds no MLflow store"),
+        (["--storage", str(ROOT / "README.md")], "--storage .*/README.md cannot be written to: "),
+        (["--storage", "/proc/x"], "--storage /proc/x cannot be written to: No such file"),
+        (["--set", "data.batch_size=2000"], "batch_size=2000 is more than the 1430 training images of"),
+        (["--init-from", "nosuch"], "--init-from nosuch: no trained model 'nosuch'"),
+        (["--init-from", ""], "--init-from : no trained model ''"),
+        (["--set", "name=elsewhere"], "use --name"),
+        (["--set", "data.path=/x"], "use --data"),
+        (["--tracking-uri", "bogus://x"], "MLflow refuses the tracking URI bogus://x"),
+        (["--tracking-uri", "http://127.0.0.1:9"], "no MLflow server answers at http://127.0.0.1:9"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, message, home, call):
+    stopped, _ = call(train.main, *flags)
+    assert re.search(f"^error: .*{message}", stopped)
+    assert "\n" not in stopped
+
+
+def test_set_help_shows_every_field(home, call):
+    for main in (train.main, pareto_sweep.main):
+        stopped, shown = call(main, "--set", "help")
+        assert stopped == ""
+        for field in (
+            "model.moe.router.slots_per_expert = 1",
+            "train.schedule.timescale = 10000",
+            "scale.ep = 1",
+        ):
+            assert field in shown
+
+
+def test_train_completes_resumes_and_refuses_another_config(home, call):
+    """Once through everything that --resume and --fresh promise."""
+    soft = ["--name", "soft", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
+    assert "nothing to resume" in call(train.main, *soft, "--resume")[0]
+    stopped, first = call(train.main, *soft)
+    assert stopped == ""
+    assert "step 10/10  train/loss" in first
+    assert "soft is complete: finished after 10 steps" in first
+    stopped, again = call(train.main, *soft)
+    assert stopped == ""
+    assert "step 10/10" not in again
+    assert "soft is complete" in again
+
+    changed = [*soft, "--set", "train.lr=0.5"]
+    assert "another config (train.lr: 0.001 -> 0.5)" in call(train.main, *changed)[0]
+    assert call(train.main, *soft, "--set", "train.microbatch=16")[0] == ""
+    assert call(train.main, *changed, "--fresh")[0] == ""
+    assert {path.name for path in home.iterdir()} >= {"soft", "soft.old-1"}
+
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name(EXPERIMENT).experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+    for run in runs:
+        losses = client.get_metric_history(run.info.run_id, "train/loss")
+        assert [loss.step for loss in losses] == [640]
+    rebuilt = find_run(open_reader(f"sqlite:///{home}/mlflow.db"), runs[0].info.run_id).config()
+    config = {name: str(value) for name, value in flat(rebuilt).items()}
+    assert config.items() <= runs[0].data.params.items()
+    assert rebuilt.train.lr == 0.5
 
 
 def test_a_run_that_diverged_has_failed(home, call):

@@ -8,7 +8,7 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from jobs.show import ended_line
+from jobs._progress import ended_line
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig

@@ -1,16 +1,28 @@
-"""The life of a sweep as a user runs it, in this process: trained, published, the same again."""
+"""`jobs/pareto_sweep.py` as a user runs it: trained, published, the same again."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow import MlflowClient
 
 from jobs import pareto_sweep, report
+from jobs._flags import parse
+from orchestrator.data.manifest import open_manifest
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.models import load_model
+from orchestrator.sweeps.check import check_metrics
 from orchestrator.tracking.store import EXPERIMENT
+
+ROOT = Path(__file__).parents[2]
 
 SWEEP = """
 from orchestrator.codec import override
@@ -70,3 +82,54 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     assert trained == {path: path.stat().st_mtime_ns for path in trained}
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)
     assert len(client.search_model_versions("name = 'small'")) == versions
+
+
+def test_a_sweep_may_judge_frozen_features(empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial then measures them; other numbers of shots are not among the sweep's metrics."""
+    for shots, known in ((10, True), (7, False)):
+        monkeypatch.setattr(sys, "argv", ["job", "--quality", f"fewshot/acc_{shots}shot"])
+        sweep = parse(pareto_sweep.SweepFlags, "").make()
+        assert all(run.train.fewshot for run in sweep.runs().values())
+        with nullcontext() if known else pytest.raises(UsageError, match="acc_7shot' of a sweep is none of"):
+            check_metrics(sweep)
+
+
+@pytest.mark.smoke  # 15 trials, and a confirmation on two workers
+def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
+    """`make sweep` with fewer steps."""
+    command = ["jobs/pareto_sweep.py", "--set", "train.steps=12", "--set", "train.report_every=6"]
+    env = {"MOE_FRONTIER_HOME": str(empty_home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[15/15]" in done.stdout
+    assert "confirming" in done.stdout
+
+    uri = f"sqlite:///{empty_home}/mlflow.db"
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    assert experiment
+    runs = client.search_runs([experiment.experiment_id])
+    assert Counter(run.data.tags["role"] for run in runs) == {"sweep": 1, "trial": 15, "confirm": 1}
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert any(run.data.tags.get("pareto") == "true" for run in runs)
+    confirmed = next(run for run in runs if run.data.tags["role"] == "confirm")
+    assert "pareto" not in confirmed.data.tags
+    assert confirmed.data.params["scale.ep"] == "2"
+
+    model = load_model("models:/quickstart@confirmed", tracking_uri=uri)
+    assert model.config.moe is not None
+    version = client.get_model_version_by_alias("quickstart", "confirmed")
+    assert version.run_id == confirmed.info.run_id
+    same = load_model(f"models:/quickstart/{version.version}", tracking_uri=uri)
+    images = torch.rand(4, 3, 8, 8)
+    assert torch.equal(model(images).logits, same(images).logits)
+    assert model(images).logits.abs().sum() > 0
+    manifest = open_manifest(f"{empty_home}/data/digits")
+    assert manifest.rows("train") + manifest.rows("val") == 1797

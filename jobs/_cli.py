@@ -1,0 +1,319 @@
+"""What all commands share: the first line, errors and signals, tables, and where files lie.
+
+`--help` and wrong flags are answered at once, so large libraries are imported inside functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+from uuid import uuid4
+
+from jobs._flags import flag
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.data.batch import Batch
+    from orchestrator.evaluation.models import ModelRef
+    from orchestrator.tracking.find import RunWriter
+    from orchestrator.tracking.store import Tracking
+
+STOP_S = 2.5  # from a signal to the forced end, which loses nothing
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; `ray job stop`, Kubernetes and batch systems
+
+_arrived = 0  # the signal that has arrived, if any
+
+
+@contextmanager
+def command(doing: str, to: TextIO | None = None) -> Iterator[None]:
+    """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
+    Ctrl-C into exit code 130 and SIGTERM into 143, at most `STOP_S` seconds after the signal.
+    """
+    print(f"{doing}: loading libraries ..", flush=True, file=to)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("orchestrator").setLevel(logging.INFO)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _stop_soon_on_signals()
+    try:
+        yield
+    except (UsageError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("Interrupted. Run the same command again to continue.", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Libraries would take seconds to release what ends with this process anyway.
+        os._exit(128 + (_arrived or signal.SIGINT))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_soon_on_signals() -> None:
+    """Lets the first signal unwind the program, which informs MLflow, within `STOP_S`; a second signal ends
+    the process at once.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _stop_soon)
+
+
+def _stop_soon(number: int, _: Any) -> None:
+    global _arrived
+    if _arrived:
+        os._exit(128 + number)
+    _arrived = number
+    timer = threading.Timer(STOP_S, os._exit, (128 + number,))
+    timer.daemon = True
+    timer.start()
+    raise KeyboardInterrupt
+
+
+def connect() -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts a cluster here; once in a process."""
+    import ray
+
+    from orchestrator.sweeps import driver
+
+    if not ray.is_initialized():
+        print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
+        driver.connect()
+        # Ray has replaced the handlers by its own.
+        _stop_soon_on_signals()
+
+
+def source_labels() -> dict[str, str]:
+    """The command and the commit of its code, under MLflow's names."""
+    labels = {"mlflow.source.name": shlex.join(sys.argv), "mlflow.source.type": "LOCAL"}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    return labels | ({"mlflow.source.git.commit": done.stdout.strip()} if done.returncode == 0 else {})
+
+
+def named(models: Sequence[str]) -> str:
+    """Models as the first line of a command names them."""
+    return ", ".join(models[:3]) + (f" and {len(models) - 3} more" if len(models) > 3 else "")
+
+
+def failed(reasons: dict[str, str]) -> str:
+    """The error of a command whose runs failed, for these reasons."""
+    listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+    return f"error: {len(reasons)} runs failed:\n{listed}"
+
+
+def print_table(
+    columns: Iterable[str], rows: Iterable[Sequence[Any]], *, title: str = "", left: int = 1
+) -> None:
+    """Prints a table whose first `left` columns are text, and whose others are numbers. An empty row draws a
+    line.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        if row:
+            table.add_row(*(f"{cell:.4f}" if isinstance(cell, float) else str(cell) for cell in row))
+        else:
+            table.add_section()
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """place of files"""
+
+    storage: str | None = flag(None, "root of all files; default: $MOE_FRONTIER_HOME, else ~/moe-frontier")
+
+    def root(self) -> str:
+        """The directory or URI of all files of this user, absolute, the same for every process.
+
+        Raises:
+            UsageError: for a folder of Ray's copy of the code, which is deleted with the job.
+        """
+        from orchestrator import storage
+
+        location = self.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
+        found = storage.absolute(location).rstrip("/")
+        if "working_dir_files" in found.split("/"):
+            raise UsageError(
+                f"--storage {location} of a submitted job is deleted with the job: name an absolute path"
+            )
+        return found
+
+    def below(self, *names: str) -> str:
+        return "/".join([self.root(), *names])
+
+    def check_writable(self) -> None:
+        """Raises UsageError if nothing can be written below the root."""
+        check_writable("--storage" if self.storage else "$MOE_FRONTIER_HOME", self.root())
+
+    def shards(self, data: str) -> str:
+        """The location of shards; tars and parquet files of other projects are indexed first."""
+        from orchestrator import storage
+        from orchestrator.data.external import index_external_shards
+        from orchestrator.data.manifest import has_manifest
+
+        path = storage.absolute(data)
+        return path if has_manifest(path) else index_external_shards(path, self.root())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places(Storage):
+    """places of files and MLflow runs"""
+
+    tracking_uri: str | None = flag(
+        None, "MLflow store; default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
+    )
+
+    def uri(self) -> str:
+        """The URI of the MLflow store. Raises UsageError if the storage cannot hold one."""
+        from orchestrator.sweeps import driver
+
+        return driver.tracking_uri(self.root(), self.tracking_uri)
+
+    def open_store(self) -> Tracking:
+        from orchestrator import storage
+        from orchestrator.sweeps import driver
+
+        if storage.is_local(self.root()):
+            self.check_writable()
+        return driver.open_store(self.root(), self.tracking_uri)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """images for the evaluation"""
+
+    data: str | None = flag(
+        None, "shards, as for training; default: the shards that the model was trained on"
+    )
+    split: Literal["train", "val"] = flag("val", "split of the images")
+    batch_size: int = flag(64, "images per forward pass", least=1)
+    places: Places
+
+    def path(self, model: ModelRef) -> str:
+        """The location of the images for a model."""
+        return self.places.shards(self.data) if self.data else model.run.data.path
+
+    def images(self, model: ModelRef, path: str) -> Iterator[Batch]:
+        from orchestrator.evaluation.evaluate import default_device, images_of
+
+        size, device = self.batch_size, default_device()
+        return images_of(model, path=path, split=self.split, batch_size=size, device=device)
+
+
+def models_of(references: Iterable[str], places: Places, store: Tracking) -> list[ModelRef]:
+    """The models of several references, each model once. Raises UsageError for a model that is missing."""
+    from orchestrator.evaluation.models import find_models
+
+    models = [m for name in references for m in find_models(name, root=places.root(), tracking=store)]
+    return list({model.location: model for model in models}.values())
+
+
+def model_of(reference: str, places: Places, store: Tracking) -> ModelRef:
+    """Raises UsageError for a model that is missing, and for several models."""
+    models = models_of([reference], places, store)
+    if len(models) > 1:
+        raise UsageError(f"{reference} names {len(models)} models, but this command takes one")
+    return models[0]
+
+
+def results_of(store: Tracking, run_id: str, *paths: str) -> tuple[RunWriter, list[str]]:
+    """The MLflow run of a model, and a name for its figures on each data set: the last part of the path, or
+    as many parts as distinguish it from other data that the run was evaluated on. Tags ``eval.data.<name>``
+    hold the paths.
+    """
+    from orchestrator.tracking.find import RunWriter, find_run, metric_name
+
+    tags, names = dict(find_run(store, run_id).tags), []
+    for path in paths:
+        parts = [metric_name(part) for part in path.split("/") if part]
+        tails = ["-".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        names.append(next((t for t in tails if tags.get(f"eval.data.{t}", path) == path), tails[-1]))
+        tags[f"eval.data.{names[-1]}"] = path
+    run = RunWriter(store, run_id)
+    run.tag(**{f"eval.data.{name}": path for name, path in zip(names, paths, strict=True)})
+    return run, names
+
+
+def print_unrecorded(models: Sequence[str]) -> None:
+    """Names the models without a run in MLflow, if there are any."""
+    if models:
+        print(f"not recorded, because MLflow does not know the runs that trained them: {', '.join(models)}")
+
+
+def check_writable(flag: str, location: str) -> None:
+    """Raises UsageError, naming the flag, if nothing can be written at `location`."""
+    from orchestrator import storage
+
+    probe = storage.join(location, f".writable-{uuid4().hex}")
+    try:
+        storage.make_folder(location)
+        storage.write_bytes(probe, b"")
+        storage.delete(probe)
+    except OSError as error:
+        raise UsageError(f"{flag} {location} cannot be written to: {error.strerror or error}") from None
+
+
+def check_file(flag: str, location: str) -> None:
+    """Raises UsageError, naming the flag, if `location` lies in a run, a sweep, a data set or predictions, or
+    cannot be written.
+    """
+    folder = location.rpartition("/")[0]
+    above = folder
+    while above.rpartition("://")[2].strip("/"):
+        if results := _results_in(above):
+            raise UsageError(f"{flag} {location}: {above} holds {results}, choose another place")
+        above = above.rpartition("/")[0]
+    check_writable(flag, folder)
+
+
+def _results_in(folder: str) -> str:
+    """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files of other programs."""
+    from orchestrator import storage
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.training.run_directory import CONFIG, SWEEP
+
+    if any(storage.size(storage.join(folder, name)) is not None for name in (CONFIG, SWEEP)):
+        return "a run or a sweep"
+    if storage.size(storage.join(folder, "_plan.json")) is not None:
+        return "predictions"
+    try:
+        # Other projects have files named manifest.json too.
+        open_manifest(folder)
+    except UsageError:
+        return ""
+    return "a data set"
+
+
+def check_out(out: str, *, own: Iterable[str], apart: Iterable[str] = ()) -> None:
+    """Checks the folder that results go to.
+
+    Args:
+        own: names of files; a folder with earlier results of the command has at least one of them.
+        apart: folders of sources, which results must neither lie in nor contain.
+
+    Raises:
+        UsageError: if the folder overlaps with a source, holds other files, or cannot be written to.
+    """
+    from orchestrator import storage
+
+    for source in (place.rstrip("/") for place in apart):
+        if f"{out}/".startswith(f"{source}/") or f"{source}/".startswith(f"{out}/"):
+            raise UsageError(f"--out {out} and the source {source} lie in each other: choose another --out")
+    there = storage.names(out)
+    if there and not set(own) & set(there):
+        listed = ", ".join(sorted(there)[:3]) + (f" and {len(there) - 3} others" if len(there) > 3 else "")
+        raise UsageError(f"--out {out} holds other files ({listed}): choose a new or an empty folder")
+    check_writable("--out", out)

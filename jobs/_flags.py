@@ -1,0 +1,175 @@
+"""Typed flags: a command declares a frozen dataclass, whose fields are its flags or groups of flags.
+
+argparse reads the flags, because its errors are one line each; a dataclass carries them further.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from orchestrator.errors import UsageError
+
+T = TypeVar("T")
+
+RESERVED = (  # names below the storage that no run may have
+    "data",
+    "evaluation",
+    "mlartifacts",
+    "mlflow.db",
+    "operating-points",
+    "reports",
+    "routing",
+    "studies",
+)
+MODEL = (
+    "a run below the storage (soft, quickstart/trials/soft1), a directory of checkpoints, the folder of a"
+    " checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of MLflow"
+)
+MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
+POINT = (
+    "routing.k=1, routing.capacity=0.3, routing.priority=none|max|sum, routing.experts=2 (the best 2 of each"
+    " group) or [0,5] (these), routing.random_blocks=[1]"
+)
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    positional: bool = False,
+    metavar: str | None = None,
+    read: Callable[[str], Any] | None = None,
+    least: int | None = None,
+    nargs: str | None = None,
+) -> Any:
+    """A field that the command line fills. A field of a tuple collects all uses of its flag.
+
+    Args:
+        default: without it, the flag must be given.
+        read: makes a value of the text; by default the type of the field does.
+        least: the lower bound of a number.
+        nargs: the option of argparse; ``+`` lets several values follow each use of the flag.
+    """
+    options = {"help": help, "metavar": metavar, "read": read, "least": least, "nargs": nargs}
+    return dataclasses.field(default=default, metadata={**options, "positional": positional})
+
+
+def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:
+    """The checked flags of `sys.argv`. Wrong flags end the process with one line and exit code 2."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=doc, epilog=epilog, formatter_class=raw)
+    needed = [action for action in _add_flags(parser, parser, flags) if action.required]
+    words = [" ".join([*a.option_strings, a.metavar or a.dest.upper()]) for a in needed]  # pyright: ignore
+    parser.usage = " ".join(["%(prog)s", *words, "[flags]"])
+    try:
+        return _build(flags, vars(parser.parse_args()))
+    except UsageError as error:
+        parser.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; --help shows all flags\n")
+
+
+def _add_flags(parser: _Parser, group: Any, flags: type) -> list[argparse.Action]:
+    """Adds the flags of a dataclass to the group, and each dataclass among its fields as a group."""
+    actions, hints = [], get_type_hints(flags)
+    for field in dataclasses.fields(flags):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            actions += _add_flags(parser, parser.add_argument_group(kind.__doc__), kind)
+        else:
+            options = dict(field.metadata)
+            positional = options.pop("positional")
+            name = field.name if positional else f"--{field.name.replace('_', '-')}"
+            options = _options(kind, field.default, **options)
+            if not positional:
+                options["required"] = field.default is dataclasses.MISSING
+            actions.append(group.add_argument(name, **options))
+    return actions
+
+
+def _options(kind: Any, default: Any, *, read: Any, least: int | None, **options: Any) -> dict[str, Any]:
+    """argparse's options of a field."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (one for one in get_args(kind) if one is not NoneType)
+    if kind is bool:
+        return {"action": "store_true", "help": options["help"]}
+    if get_origin(kind) is Literal:
+        options["choices"], kind = get_args(kind), str
+    if get_origin(kind) is tuple and (read is None or isinstance(default, tuple)):
+        kind, default = get_args(kind)[0], []
+        options["action"] = "extend" if options["nargs"] else "append"
+    elif default not in (None, dataclasses.MISSING):
+        options["help"] += " (default: %(default)s)"
+    options["type"] = _reader(read or kind, least)
+    if default is not dataclasses.MISSING:
+        options["default"] = default
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _reader(read: Callable[[str], Any], least: int | None) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            value = read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        except ValueError:
+            kind = "a whole number" if read is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from None
+        if least is not None and value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return convert
+
+
+def _build(flags: type[T], values: dict[str, Any]) -> T:
+    found = {}
+    for name, kind in get_type_hints(flags).items():
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            found[name] = _build(kind, values)
+        else:
+            found[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    return flags(**found)
+
+
+def run_name(text: str) -> str:
+    """Reads --name. Raises UsageError for a name that cannot be a folder below the storage."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII):
+        raise UsageError(f"{text!r}: begin with a letter or digit, and use letters, digits, '.', '_' and '-'")
+    if text in RESERVED or text.startswith("mlflow.db"):
+        raise UsageError(f"{text!r} is reserved, as are {', '.join(RESERVED)}")
+    return text
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """Reads the field and the value of --set FIELD=VALUE; ``help`` is a field without a value."""
+    field, equals, value = text.partition("=")
+    if (not equals and text != "help") or not field:
+        raise UsageError(f"{text!r}: write FIELD=VALUE")
+    if value == "null" or value.startswith(("[", "{")):
+        try:
+            return field, json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"{text!r}: {error}") from None
+    return field, value
+
+
+def numbers(kind: Callable[[str], T], example: str) -> Callable[[str], tuple[T, ...]]:
+    """Reads numbers with commas between them."""
+
+    def read(text: str) -> tuple[T, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise UsageError(f"{text!r}: write numbers, e.g. {example}") from None
+
+    return read

@@ -1,0 +1,146 @@
+"""Flags as dataclasses: what they read, and that every mistake is one line."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import pytest
+
+from jobs import fewshot, inspect_routing, pareto_sweep, predict, study, train
+from jobs._cli import Evaluation
+from jobs._flags import assignment, flag, numbers, parse
+from jobs.pareto_sweep import SweepFlags
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.catalog import SWEEPS
+from orchestrator.sweeps.catalog.scales import SCALES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """where"""
+
+    place: str | None = flag(None, "a place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    model: tuple[str, ...] = flag(help="models", positional=True, nargs="+")
+    kind: Literal["a", "b"] | None = flag(None, "kind")
+    count: int = flag(3, "how many", least=1)
+    rate: float | None = flag(None, "rate")
+    at: tuple[int, ...] = flag("1,2", "steps", read=numbers(int, "1,2"))
+    name: tuple[str, ...] = flag((), "repeated")
+    set: tuple[tuple[str, Any], ...] = flag((), "fields", read=assignment, nargs="+")
+    loud: bool = flag(False, "loud")
+    group: Group
+
+    def __post_init__(self) -> None:
+        if self.loud and self.count > 5:
+            raise UsageError("too loud")
+
+
+def test_flags_become_a_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["job", "x"])
+    assert parse(Flags, "") == Flags(model=("x",), at=(1, 2), group=Group())
+    words = "--set a=1 b=2 --name n --place /p --name m --kind b --loud --set c=[1] --rate .5 --at 7"
+    monkeypatch.setattr(sys, "argv", ["job", *words.split(), "--count", "2", "--", "x", "y"])
+    assert parse(Flags, "") == Flags(
+        model=("x", "y"),
+        kind="b",
+        count=2,
+        rate=0.5,
+        at=(7,),
+        name=("n", "m"),
+        set=(("a", "1"), ("b", "2"), ("c", [1])),
+        loud=True,
+        group=Group(place="/p"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the following arguments are required: model"),
+        ("x --count 0", "argument --count: must be at least 1, got 0"),
+        ("x --count many", "argument --count: 'many' is not a whole number"),
+        ("x --rate fast", "argument --rate: 'fast' is not a number"),
+        ("x --at 1,a", "argument --at: '1,a': write numbers, e.g. 1,2"),
+        ("x --set a", "argument --set: 'a': write FIELD=VALUE"),
+        ("x --set a=[1", "argument --set: 'a=[1': "),
+        ("x --kind c", "argument --kind: invalid choice: 'c' (choose from"),
+        ("x --loud --count 9", "too loud"),
+        ("x --nosuch", "unrecognized arguments: --nosuch"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(Flags, words.split(), monkeypatch, capsys)
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+
+
+def refused(flags: type, words: list[str], monkeypatch: Any, capsys: Any) -> str:
+    monkeypatch.setattr(sys, "argv", ["job", *words])
+    with pytest.raises(SystemExit) as stopped:
+        parse(flags, "")
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_set_takes_json_for_null_lists_and_groups() -> None:
+    values = {"null": None, "[1, 2]": [1, 2], '{"k": 1}': {"k": 1}, "1": "1", "nullable": "nullable"}
+    assert {text: assignment(f"model.moe={text}")[1] for text in values} == values
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "message"),
+    [
+        (train.RunFlags, "--resume --fresh", "--resume and --fresh exclude each other"),
+        (train.RunFlags, "--name ../up", "'../up': begin with a letter or digit"),
+        (
+            train.RunFlags,
+            "--name data",
+            "'data' is reserved, as are data, evaluation, mlartifacts, mlflow.db",
+        ),
+        (train.RunFlags, "--name mlflow.db.lock", "'mlflow.db.lock' is reserved"),
+        (SweepFlags, "--sweep nosuch", "unknown sweep 'nosuch'; known: quickstart"),
+        (SweepFlags, "--sweep no.py:make", "no file no.py"),
+        (SweepFlags, "--trials 3", "--trials does nothing without --search"),
+        (SweepFlags, "--warm-start a", "--warm-start does nothing without --search"),
+        (SweepFlags, "--branch-at 9 --stop-early", "--branch-at plans every trial ahead"),
+        (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
+        (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),
+        (fewshot.FewShotFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),
+        (inspect_routing.InspectFlags, "soft --layers last", "--layers: 'last': write numbers"),
+        (inspect_routing.InspectFlags, "soft --capacities 0", "--capacities (0.0,): each must be above 0"),
+        (predict.PredictFlags, "soft --images a", "the following arguments are required: --out"),
+        (study.StudyFlags, "k --stop-at 0.9", "--stop-at is a flag of the study specialisation, not of k"),
+        (study.StudyFlags, "specialisation --stop-at 95", "--stop-at 95.0 must lie between 0 and 1"),
+    ],
+)
+def test_mistakes_of_commands(
+    flags: type, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(flags, words.split(), monkeypatch, capsys)
+
+
+def test_the_names_are_those_of_the_catalog() -> None:
+    assert set(pareto_sweep.SWEEPS) == set(SWEEPS)
+    assert set(get_args(get_type_hints(SweepFlags)["scale"])) == set(SCALES)
+
+
+def test_a_sweep_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("import torch\n\ndef helper(): ...\n\ndef make(): ...\n")
+    said = refused(SweepFlags, ["--sweep", str(mine)], monkeypatch, capsys)
+    assert f"names no function: write {mine}:FUNCTION; it has helper, make" in said
+
+
+def test_a_sweep_is_named_after_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, name in (([], "routers"), (["--scale", "cifar"], "routers-cifar")):
+        monkeypatch.setattr(sys, "argv", ["job", "--sweep", "routers", *words])
+        assert parse(SweepFlags, "").named_sweep().base.name == name
