@@ -201,7 +201,7 @@ def as_trained(models: list[ModelRef], rows: dict[str, list[Row]]) -> Frontier:
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.frontier.points import Point
     from orchestrator.sweeps.operating import COSTS, QUALITY
-    from orchestrator.sweeps.settings import settings
+    from orchestrator.sweeps.sweep import settings
 
     points = []
     for model in models:

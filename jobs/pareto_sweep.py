@@ -38,8 +38,8 @@ def sweep(args: argparse.Namespace) -> None:
     from jobs.progress import SweepProgress
     from jobs.show import print_sweep
     from orchestrator.sweeps.asha import MultiObjectiveASHA
-    from orchestrator.sweeps.check import check_sweep
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
+    from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.queue import RunToCompletion
 
     if "help" in args.set:
@@ -81,8 +81,8 @@ def make_plan(args: argparse.Namespace, sweep: Sweep) -> None:
     import ray
 
     from jobs.show import print_plan
-    from orchestrator.sweeps.check import unfit
     from orchestrator.sweeps.estimate import estimate, memory_problem
+    from orchestrator.sweeps.preflight import unfit
 
     runs = sweep.runs()
     if not runs:

@@ -8,12 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from jobs.show import duration, ended_line, status_line
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.progress import snapshot
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import read_sweep, run_directory
 
 EVERY_S = 20  # between lines about one trial, where there is no terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
@@ -130,11 +128,7 @@ class SweepProgress(Watch):
 
     def status(self) -> None:
         if self._run:
-            states = list(self._run.queue.states.values())
-            record = read_sweep(run_directory(self._sweep.base))
-            reference = record.reference if record else {}
-            line = status_line(snapshot(self._sweep, states, self._run.budget, reference))
-            print(f"        {line}", flush=True)
+            print(f"        {status_line(self._run.snapshot())}", flush=True)
 
     def say(self, line: str) -> None:
         print(line, flush=True)

@@ -44,7 +44,7 @@ def report(args: argparse.Namespace) -> None:
         frontier = mlflow_frontier(open_reader(tracking_uri(args)), args.name)
         write_files(frontier, out)
     elif record.status == "running" or args.out:
-        frontier = sweep_frontier(directory)
+        frontier, _, _ = sweep_frontier(directory)
         write_files(frontier, out)
     else:
         with locked(directory):

@@ -19,13 +19,13 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
 from orchestrator.frontier.claims import check_claim
 from orchestrator.sweeps.estimate import Estimate
-from orchestrator.sweeps.progress import Snapshot
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result, run_directory
 
 if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier
+    from orchestrator.sweeps.run import Snapshot
 
 MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out
 LOOKED_AT = 16  # images whose headers say how large the data's own are

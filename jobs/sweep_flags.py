@@ -147,8 +147,8 @@ def sweep_from(args: argparse.Namespace) -> Sweep:
     """Raises UsageError for what the flags ask of a sweep that cannot do it."""
     from jobs.command import run_config
     from orchestrator.codec import override
-    from orchestrator.sweeps.branches import Trunk
     from orchestrator.sweeps.budget import load_prices
+    from orchestrator.sweeps.sweep import Trunk
 
     made = named_sweep(args)
     sweep = replace(made, base=run_config(args, made.base))

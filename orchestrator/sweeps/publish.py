@@ -10,11 +10,11 @@ from orchestrator import storage
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, is_complete, knee_points
-from orchestrator.sweeps.build import TrialRecord, read_trials, sweep_frontier
+from orchestrator.sweeps.build import TrialRecord, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
-from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep, write_json, write_sweep
+from orchestrator.training.run_directory import SweepRecord, read_json, write_json, write_sweep
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
@@ -32,10 +32,7 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
 
 def publish(directory: str) -> Frontier:
     """Writes page, pictures, table and summary of a sweep to its directory, from where MLflow gets them."""
-    sweep = read_sweep(directory)
-    frontier = sweep_frontier(directory)
-    assert sweep is not None
-    trials = {trial.run_id: trial for trial in read_trials(directory, sweep)}
+    frontier, sweep, trials = sweep_frontier(directory)
     files = write_files(frontier, directory)
     if frontier.reference != sweep.reference:  # from now on it stays
         write_sweep(directory, replace(sweep, reference=dict(frontier.reference)))
@@ -61,7 +58,7 @@ def publish(directory: str) -> Frontier:
         "metrics": metrics,
         "tags": tags,
         "pareto": members,
-        "aliases": _aliases(frontier, trials),
+        "aliases": _aliases(frontier, {trial.run_id: trial for trial in trials}),
         "files": files,
         "tables": tables,
     }

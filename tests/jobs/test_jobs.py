@@ -18,7 +18,7 @@ from orchestrator.codec import flat
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
-from orchestrator.sweeps.check import check_metrics
+from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.tracking.find import find_run
 from orchestrator.tracking.store import EXPERIMENT, open_reader
 

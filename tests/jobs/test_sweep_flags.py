@@ -7,7 +7,7 @@ import pytest
 
 from jobs import sweep_flags
 from orchestrator.sweeps.catalog import SWEEPS
-from orchestrator.sweeps.catalog.scales import SCALES
+from orchestrator.sweeps.scales import SCALES
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -28,10 +28,8 @@ def test_the_price_table_of_the_project() -> None:
     ("text", "says"),
     [
         ("- H100", "holds no devices"),
-        ("H100: 7", "H100 needs the fields usd_per_hour and peak_tflops, got 7"),
-        ("H100: {usd_per_hour: 7}", "H100 needs the fields"),
+        ("H100: {usd_per_hour: 7}", "H100 needs the fields usd_per_hour and peak_tflops, got"),
         ("H100: {usd_per_hour: 7, peak_tflops: 989, price: 3}", "unknown field price"),
-        ("H100: {usd_per_hour: seven, peak_tflops: 989}", "usd_per_hour='seven'"),
         ("H100: {usd_per_hour: -7, peak_tflops: 989}", "usd_per_hour must be at least 0, got -7"),
         ("H100: {usd_per_hour: 7, peak_tflops: 0}", "peak_tflops must be positive, got 0"),
         ("H100: {usd_per_hour: 7", "is not YAML"),
@@ -115,6 +113,8 @@ def test_predictions_follow_jobs_that_ended(trials: Trials) -> None:
     large.reached[25] = 0.5
     small.outcome = finished()
     assert tracker.remaining_s([small, large]) == pytest.approx(22.5)
+    branch = trials.make("branch", 1e9, trunk=75)  # pays for its own steps
+    assert tracker.remaining_s([branch]) == pytest.approx(10)
 
 
 def test_a_rate_predicts_before_the_first_job_has_ended(trials: Trials) -> None:
@@ -149,11 +149,6 @@ def test_running_jobs_count_their_prediction_or_more(workers: int, trials: Trial
     assert tracker.remaining_s([a, b]) == pytest.approx(5 + 10)
     trials.clock[0] = 23.0 / workers  # longer than predicted
     assert not tracker.admits(job(c), c)
-
-
-def test_a_branch_pays_for_its_own_steps(trials: Trials) -> None:
-    branch = trials.make("branch", 1e9, trunk=75)
-    assert trials.tracker(flops_per_s=1e8).remaining_s([branch]) == pytest.approx(10)
 
 
 def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
