@@ -130,27 +130,26 @@ class BudgetTracker:
         needed = self.predict_s(_flops(state, state.begins_at, job.until))
         return self.spent_s + running + needed <= self.budget.limit_s()
 
-    def begin(self, job: Job, state: TrialState) -> None:
+    def begin(self, job: Job) -> None:
         """Notes the start of a job. It continues from the newest checkpoint of its run."""
         saved = checkpoints.steps(checkpoint_directory(job.trial.run))
-        first = max([state.begins_at, *saved])
-        predicted = self.predict_s(_flops(state, first, job.until))
+        first = max([job.state.begins_at, *saved])
+        predicted = self.predict_s(_flops(job.state, first, job.until))
         workers = job.trial.run.scale.workers
         self._running[job.trial.name] = RunningJob(time.monotonic(), predicted, workers, first)
 
-    def record(self, job: Job, state: TrialState, outcome: Outcome) -> float:
-        """Notes the end of a job: returns the device-seconds that it held, which are spent.
+    def record(self, job: Job, outcome: Outcome) -> None:
+        """Notes the end of a job: the device-seconds that it held are spent.
 
         Later predictions use only the steps that it trained; a failed job says nothing about speed.
         """
         ended = self._running.pop(job.trial.name)
         held_s = ended.held_s()
         self.spent_s += held_s
-        if isinstance(outcome, Result) and (flops := _flops(state, ended.first_step, outcome.step)):
+        if isinstance(outcome, Result) and (flops := _flops(job.state, ended.first_step, outcome.step)):
             self._ended.append((flops, held_s))
         kept = {"device_s": self.spent_s, "jobs": self._ended}
         storage.write_bytes(self._file, json.dumps(kept).encode())
-        return held_s
 
     def predict_s(self, flops: float) -> float:
         """Device-seconds of a job with that many FLOPs.

@@ -27,7 +27,7 @@ STATUS_EVERY_S = 30
 TUNE_ENV = {  # settings that have no argument in Tune
     # MLflow has every metric: Tune writes no copies as CSV, JSON and tfevents.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # The job prints its own progress.
+    # Otherwise Tune prints a table of its settings, even with verbose=0.
     "RAY_AIR_NEW_OUTPUT": "0",
     # Tune's handler would end the sweep on Ctrl-C as if all trials were done.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",

@@ -24,10 +24,16 @@ FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "conf
 def write_files(frontier: Frontier, folder: str) -> list[str]:
     """Writes page and pictures below a local folder or a URI; returns their names."""
     with tempfile.TemporaryDirectory() as temporary:
-        files = _draw(frontier, Path(temporary))
-        for file in files:
+        page, *pictures = (Path(temporary, name) for name in FILES)
+        page.write_text(frontier_page(frontier), encoding="utf-8")
+        for picture in pictures:
+            frontier.save_picture(picture)
+        for cost in operating_costs(frontier):
+            pictures.append(Path(temporary, PICTURES[cost]))
+            frontier.at_cost(cost).save_picture(pictures[-1])
+        for file in (page, *pictures):
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
-    return [file.name for file in files]
+    return [file.name for file in (page, *pictures)]
 
 
 def publish(directory: str) -> Frontier:
@@ -130,14 +136,3 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         spread = f" ({min(point.qualities):.4f} to {max(point.qualities):.4f})" if point.qualities else ""
         lines.append(f"| {point.arm} | {point.quality:.4f}{spread} | {point.cost:.4g} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])
-
-
-def _draw(frontier: Frontier, folder: Path) -> list[Path]:
-    page, *pictures = (folder / name for name in FILES)
-    page.write_text(frontier_page(frontier), encoding="utf-8")
-    for picture in pictures:
-        frontier.save_picture(picture)
-    for cost in operating_costs(frontier):
-        pictures.append(folder / PICTURES[cost])
-        frontier.at_cost(cost).save_picture(pictures[-1])
-    return [page, *pictures]

@@ -140,14 +140,14 @@ class SweepRun:
         self._tell_predictions()
 
     def began(self, job: Job) -> None:
-        self.budget.begin(job, job.state)
+        self.budget.begin(job)
         self.watch.began(job)
 
     def report(self, trial: Trial, step: int, metrics: Metrics) -> None:
         self.watch.report(trial.name, step, metrics)
 
     def done(self, job: Job, outcome: Outcome) -> None:
-        self.budget.record(job, job.state, outcome)
+        self.budget.record(job, outcome)
         if isinstance(outcome, str):
             write_error(run_directory(job.trial.run), outcome)
         self.queue.done(job.trial.name, outcome)

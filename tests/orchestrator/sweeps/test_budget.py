@@ -83,10 +83,10 @@ class Trials:
 
     def work(
         self, tracker: BudgetTracker, state: TrialState, seconds: float, outcome: Result | str | None = None
-    ) -> float:
-        tracker.begin(job(state), state)
+    ) -> None:
+        tracker.begin(job(state))
         self.clock[0] += seconds
-        return tracker.record(job(state), state, finished() if outcome is None else outcome)
+        tracker.record(job(state), finished() if outcome is None else outcome)
 
 
 def job(state: TrialState, until: int = 100) -> Job:
@@ -107,7 +107,8 @@ def test_predictions_follow_jobs_that_ended(trials: Trials) -> None:
     tracker = trials.tracker(hours=35 / 3600)
     small, large = trials.make("small", 1e9), trials.make("large", 3e9)
     assert tracker.admits(job(large), large)  # nothing is known yet
-    assert trials.work(tracker, small, 10) == 10
+    trials.work(tracker, small, 10)
+    assert tracker.spent_s == 10
     assert not tracker.admits(job(large), large)  # 10 + 30 > 35
     assert tracker.admits(job(large, until=25), large)
     large.reached[25] = 0.5
@@ -142,7 +143,7 @@ def test_durations_come_from_jobs_of_similar_size(trials: Trials) -> None:
 def test_running_jobs_count_their_prediction_or_more(workers: int, trials: Trials) -> None:
     tracker = trials.tracker(hours=25 / 3600, flops_per_s=1e8)
     a, b, c = (trials.make(name, n * 1e8, workers=workers) for name, n in (("a", 20), ("b", 10), ("c", 4)))
-    tracker.begin(job(a), a)
+    tracker.begin(job(a))
     assert not tracker.admits(job(b), b)  # 20 + 10
     assert tracker.admits(job(c), c)  # 20 + 4
     trials.clock[0] = 15.0 / workers
@@ -191,12 +192,11 @@ def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Tr
     for refused in (True, False):
         started = queue.next()
         assert started
-        state = queue.states[started.trial.name]
-        tracker.begin(started, state)
+        tracker.begin(started)
         assert queue.next() is None
         assert queue.out_of_budget == refused
         trials.clock[0] += 10.0
-        tracker.record(started, state, finished())
+        tracker.record(started, finished())
         queue.done(started.trial.name, finished())
     assert queue.next() is None
     assert not queue.out_of_budget
