@@ -322,4 +322,4 @@ def _from_file(name: str) -> Callable[..., Sweep]:
         raise UsageError(f"{path} raises {error!r}") from error
     if not callable(found := getattr(module, function, None)):
         raise UsageError(f"{path} has no function {function!r}")
-    return found
+    return found  # pyright: ignore[reportReturnType]  # make_sweep checks what it returns

@@ -5,6 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import ray.tune
@@ -161,7 +162,8 @@ class SweepScheduler(QueueScheduler):
     def end_processes(self) -> None:
         """Kills the processes of all trials at once; no public call of Tune does."""
         if self._controller is not None:
-            self._controller._actor_manager.cleanup()
+            with suppress(Exception):  # the cluster may be gone
+                self._controller._actor_manager.cleanup()
 
     def choose_trial_to_run(self, tune_controller: Any) -> TuneTrial | None:
         self._controller = tune_controller
