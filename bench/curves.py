@@ -36,10 +36,8 @@ from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
-from orchestrator.sweeps.catalog.pareto import pareto
-from orchestrator.sweeps.catalog.quickstart import quickstart
-from orchestrator.sweeps.catalog.routers import routers
-from orchestrator.sweeps.catalog.scales import SCALES, Scale, size
+from orchestrator.sweeps.catalog import pareto, quickstart, routers
+from orchestrator.sweeps.scales import SCALES, Scale, size
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker

@@ -13,12 +13,10 @@ from orchestrator.config import RunConfig
 from orchestrator.data.images import BadImage, Picture
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
-from orchestrator.sweeps.progress import Snapshot, snapshot
 from orchestrator.sweeps.queue import Job, Outcome
-from orchestrator.sweeps.run import SweepRun, Watch
+from orchestrator.sweeps.run import Snapshot, SweepRun, Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import read_sweep, run_directory
 
 EVERY_S = 20  # between lines about one trial, without a terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
@@ -195,12 +193,7 @@ class SweepProgress(Watch):
 
     def status(self) -> None:
         if self.run:
-            record = read_sweep(run_directory(self._sweep.base))
-            states, reference = list(self.run.queue.states.values()), record.reference if record else {}
-            print(
-                f"        {status_line(snapshot(self._sweep, states, self.run.budget, reference))}",
-                flush=True,
-            )
+            print(f"        {status_line(self.run.snapshot())}", flush=True)
 
     def say(self, line: str) -> None:
         print(line, flush=True)

@@ -140,7 +140,7 @@ class SweepFlags:
     def make(self) -> Sweep:
         """Raises UsageError for flags that the sweep cannot follow."""
         from orchestrator.codec import override
-        from orchestrator.sweeps.branches import Trunk
+        from orchestrator.sweeps.sweep import Trunk
 
         sweep = self.named_sweep()
         sweep = replace(sweep, base=self.run.config(sweep.base))
@@ -213,8 +213,8 @@ def sweep(flags: SweepFlags) -> None:
     from jobs._progress import SweepProgress, describe_data
     from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import Budget
-    from orchestrator.sweeps.check import check_sweep
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
+    from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.queue import RunToCompletion
 
     if flags.run.asks_for_fields():
@@ -260,8 +260,8 @@ def plan(sweep: Sweep, kind: str, device: Device, mfu: float) -> None:
     """Prints what every trial needs, and which trials the device or the connected cluster cannot hold."""
     import ray
 
-    from orchestrator.sweeps.check import unfit
     from orchestrator.sweeps.estimate import estimate, memory_problem
+    from orchestrator.sweeps.preflight import unfit
 
     runs = sweep.runs()
     if not runs:

@@ -43,7 +43,7 @@ def report(flags: ReportFlags) -> None:
         frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
         write_files(frontier, out)
     elif record.status == "running" or flags.out:
-        frontier = sweep_frontier(directory)
+        frontier, _, _ = sweep_frontier(directory)
         write_files(frontier, out)
     else:
         with locked(directory):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.run import labels_of
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import MetricsWriter
 from orchestrator.training.run_directory import (
@@ -77,7 +76,7 @@ def begin_sweep(sweep: Sweep, **fields: object) -> str:
         cost=sweep.cost,
         seeds=list(sweep.seeds),
         claims=list(sweep.claims),
-        trials={trial.name: labels_of(trial, seeded) for trial in sweep.trials().values()},
+        trials={trial.name: trial.labels(seeded) for trial in sweep.trials().values()},
     )
     write_sweep(directory, replace(record, **fields))
     return directory

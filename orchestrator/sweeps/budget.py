@@ -14,7 +14,6 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import from_dict
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
 from orchestrator.training.run_directory import Result, checkpoint_directory
 
@@ -23,7 +22,7 @@ NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The price and the speed of what one worker computes on: an entry of the price table.
+    """The price and the speed of the device of one worker: an entry of the price table.
 
     Attributes:
         peak_tflops: dense matmuls in the fastest format that training uses, 1e12 FLOPs per second.
@@ -42,24 +41,15 @@ class Device:
                 raise ValueError(f"{name} must be positive, got {value}")
 
     def flops_per_s(self, mfu: float) -> float:
-        """FLOPs per second at `mfu`, the part of the peak that training FLOPs (6mac) reach.
-
-        Raises:
-            UsageError: for a part outside of 0 .. 1.
-        """
+        """FLOPs per second at `mfu`, the part of the peak that training FLOPs (6mac) reach."""
         if not 0 < mfu <= 1:
-            raise UsageError(
-                f"mfu={mfu:g} must be above 0 and at most 1: a part of {self.peak_tflops:g} TFLOP/s"
-            )
+            peak = f"{self.peak_tflops:g} TFLOP/s"
+            raise UsageError(f"mfu={mfu:g} must be above 0 and at most 1: a part of {peak}")
         return mfu * self.peak_tflops * 1e12
 
 
 def load_prices(path: str) -> dict[str, Device]:
-    """Reads a YAML table: kind of device -> Device.
-
-    Raises:
-        UsageError: if there is no such file, or an entry of it is not a device.
-    """
+    """Reads a YAML table: kind of device -> Device. Raises UsageError naming what is wrong with it."""
     try:
         table = yaml.safe_load(storage.read_bytes(path))
     except FileNotFoundError:
@@ -111,7 +101,6 @@ class RunningJob(NamedTuple):
     first_step: int
 
     def held_s(self) -> float:
-        """Device-seconds since it began."""
         return (time.monotonic() - self.began) * self.workers
 
 
@@ -137,31 +126,30 @@ class BudgetTracker:
 
     def admits(self, job: Job, state: TrialState) -> bool:
         """Whether the job fits beside what is spent and what running jobs still need."""
-        running = sum(max(one.predicted_s, one.held_s()) for one in self._running.values())
+        running = sum(max(each.predicted_s, each.held_s()) for each in self._running.values())
         needed = self.predict_s(_flops(state, state.begins_at, job.until))
         return self.spent_s + running + needed <= self.budget.limit_s()
 
-    def begin(self, job: Job, state: TrialState) -> None:
+    def begin(self, job: Job) -> None:
         """Notes the start of a job. It continues from the newest checkpoint of its run."""
         saved = checkpoints.steps(checkpoint_directory(job.trial.run))
-        first = max([state.begins_at, *saved])
-        predicted = self.predict_s(_flops(state, first, job.until))
+        first = max([job.state.begins_at, *saved])
+        predicted = self.predict_s(_flops(job.state, first, job.until))
         workers = job.trial.run.scale.workers
         self._running[job.trial.name] = RunningJob(time.monotonic(), predicted, workers, first)
 
-    def record(self, job: Job, state: TrialState, outcome: Outcome) -> float:
-        """Notes the end of a job: returns the device-seconds that it held, which are spent.
+    def record(self, job: Job, outcome: Outcome) -> None:
+        """Notes the end of a job: the device-seconds that it held are spent.
 
         Later predictions use only the steps that it trained; a failed job says nothing about speed.
         """
         ended = self._running.pop(job.trial.name)
         held_s = ended.held_s()
         self.spent_s += held_s
-        if isinstance(outcome, Result) and (flops := _flops(state, ended.first_step, outcome.step)):
+        if isinstance(outcome, Result) and (flops := _flops(job.state, ended.first_step, outcome.step)):
             self._ended.append((flops, held_s))
         kept = {"device_s": self.spent_s, "jobs": self._ended}
         storage.write_bytes(self._file, json.dumps(kept).encode())
-        return held_s
 
     def predict_s(self, flops: float) -> float:
         """Device-seconds of a job with that many FLOPs.
@@ -200,5 +188,4 @@ class BudgetTracker:
 
 def _flops(state: TrialState, first: int, last: int) -> float:
     """FLOPs of a trial's steps after `first` and up to `last`."""
-    own_steps = state.steps - branch_step(state.trial.run)
-    return state.flops * max(0, last - first) / own_steps
+    return state.flops * max(0, last - first) / (state.steps - state.start)

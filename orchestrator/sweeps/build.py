@@ -12,12 +12,8 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
-from orchestrator.sweeps.operating import (
-    TABLE,
-    read_operating,
-    with_operating,
-)
-from orchestrator.sweeps.settings import settings
+from orchestrator.sweeps.operating import TABLE, read_operating, with_operating
+from orchestrator.sweeps.sweep import settings
 from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.projection import CONSTANT
 from orchestrator.tracking.store import Tracking
@@ -103,14 +99,18 @@ def read_trials(directory: str, sweep: SweepRecord) -> list[TrialRecord]:
     return found
 
 
-def sweep_frontier(directory: str) -> Frontier:
-    """Raises UsageError if there is no sweep, or none of its trials has begun."""
+def sweep_frontier(directory: str) -> tuple[Frontier, SweepRecord, list[TrialRecord]]:
+    """The frontier of the sweep in a directory, and what it is made from.
+
+    Raises:
+        UsageError: if there is no sweep, or none of its trials has begun.
+    """
     if (sweep := read_sweep(directory)) is None:
         raise UsageError(f"no sweep in {directory}")
     if not (trials := read_trials(directory, sweep)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
     rows = read_json(storage.join(directory, TABLE)) or []
-    return with_operating(build_frontier(sweep, trials), rows)
+    return with_operating(build_frontier(sweep, trials), rows), sweep, trials
 
 
 def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:

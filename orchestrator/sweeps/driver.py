@@ -1,12 +1,13 @@
-"""Trains one run or a whole sweep, with MLflow kept up to date: what the commands and a notebook call."""
+"""Trains one run or a whole sweep, and keeps MLflow up to date. Commands and notebooks call this."""
 
+import json
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
@@ -23,12 +24,11 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
 from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.check import retrain_config
 from orchestrator.sweeps.estimate import with_ep
 from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.queue import Policy, RunToCompletion
-from orchestrator.sweeps.run import SweepRun, Watch, keep_weights_only, labels_of
+from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import Tracking, open_tracking
@@ -53,7 +53,6 @@ from orchestrator.training.run_directory import (
 from orchestrator.training.worker import Report, costs
 
 log = logging.getLogger(__name__)
-QUIET = Watch()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ def run_sweep(
             raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
-            _retrain(run, point.arm, watch)
+            _retrain(run, point.arm)
             frontier = publish(directory)
         if freed := keep_weights_only([s.trial for s in run.queue.states.values()], frontier):
             watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
@@ -193,17 +192,15 @@ def trained_trials(
             status = "killed"
             try:
                 budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s)
-                run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search)
-                run.recover()
-                watch.start(run)
-                run.work(watch)
+                run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search, watch)
+                run.work()
                 yield run
                 status = "failed" if run.failures() else "finished"
             except Exception:
                 status = "failed"
                 raise
             finally:
-                update_sweep(directory, status=status)
+                update_sweep(directory, lambda was: {"status": status})
 
 
 @contextmanager
@@ -236,64 +233,55 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     """
     directory, base = run_directory(sweep.base), sweep.base
     check_kind(directory, "sweep")
-    trunk = {"at": list(sweep.trunk.at), "cooldown": sweep.trunk.cooldown} if sweep.trunk else None
-    digest = open_manifest(base.data.path).digest()
-    arms = {name: dict(changes) for name, changes in sweep.arms.items()}
+    now = SweepRecord(
+        key=new_key(),
+        name=base.name,
+        began_s=time.time(),
+        base=to_dict(base),
+        data_digest=open_manifest(base.data.path).digest(),
+        quality=sweep.quality,
+        cost=sweep.cost,
+        seeds=list(sweep.seeds),
+        trunk=asdict(sweep.trunk) if sweep.trunk else None,
+        claims=list(sweep.claims),
+        arms={name: dict(changes) for name, changes in sweep.arms.items()},
+        trials={trial.name: trial.labels(bool(sweep.seeds)) for trial in sweep.trials().values()},
+        labels=dict(labels),
+    )
     was = read_sweep(directory)
     if was is None:
         check_resumable(directory, "resume" if resume else "auto")
-        was = SweepRecord(
-            key=new_key(),
-            name=base.name,
-            began_s=time.time(),
-            base=to_dict(base),
-            data_digest=digest,
-            quality=sweep.quality,
-            cost=sweep.cost,
-            reference=_reference(sweep),
-        )
+        now = replace(now, reference=_reference(sweep))
     else:
-        drawn = {name: was.arms[name] for name in was.drawn}
-        before = {
-            **flat(was.base),
-            DATA: was.data_digest,
-            "quality": was.quality,
-            "cost": was.cost,
-            "trunk": was.trunk,
-            "seeds": was.seeds,
-            **{f"arms.{name}": was.arms[name] for name in was.arms if name not in was.drawn},
-        }
-        more_seeds = was.seeds and set(was.seeds) <= set(sweep.seeds)
-        now = {
-            **flat(base),
-            DATA: digest,
-            "quality": sweep.quality,
-            "cost": sweep.cost,
-            "trunk": trunk,
-            "seeds": was.seeds if more_seeds else list(sweep.seeds),
-            **{f"arms.{name}": arms.get(name) for name in was.arms if name not in was.drawn},
-        }
-        if changes := changed_fields(before, _plain(now)):
+        more_seeds = was.seeds and set(was.seeds) <= set(now.seeds)
+        as_written = SweepRecord(**json.loads(json.dumps(asdict(now))))  # lists in place of tuples
+        if more_seeds:
+            as_written = replace(as_written, seeds=was.seeds)
+        arms = [name for name in was.arms if name not in was.drawn]
+        if changes := changed_fields(_fixed(was, arms), _fixed(as_written, arms)):
             raise_changed(directory, changes, base.data.path)
-        arms = drawn | arms
-    trials = {trial.name: labels_of(trial, bool(sweep.seeds)) for trial in sweep.trials().values()}
-    record = replace(
-        was,
-        seeds=list(sweep.seeds),
-        trunk=trunk,
-        claims=list(sweep.claims),
-        arms=arms,
-        trials=was.trials | trials,
-        labels=dict(labels) or was.labels,
-        status="running",
-    )
-    write_sweep(directory, record)
-    return record
+        now = replace(
+            now,
+            key=was.key,
+            began_s=was.began_s,
+            reference=was.reference,
+            drawn=was.drawn,
+            arms={name: was.arms[name] for name in was.drawn} | now.arms,
+            trials=was.trials | now.trials,
+            labels=now.labels or was.labels,
+        )
+    write_sweep(directory, now)
+    return now
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has them: lists in place of tuples."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
+    """The fields that may not change when a sweep is continued. `arms`: the arms that it began with."""
+    return {
+        **flat(record.base),
+        DATA: record.data_digest,
+        **{name: getattr(record, name) for name in ("quality", "cost", "trunk", "seeds")},
+        **{f"arms.{name}": record.arms.get(name) for name in arms},
+    }
 
 
 def _reference(sweep: Sweep) -> dict[str, float]:
@@ -309,19 +297,20 @@ def _reference(sweep: Sweep) -> dict[str, float]:
     return found
 
 
-def update_sweep(directory: str, **changes: Any) -> None:
+def update_sweep(directory: str, changes: Callable[[SweepRecord], dict[str, Any]]) -> None:
     """Writes changed fields to `sweep.json`."""
     if (record := read_sweep(directory)) is not None:
-        write_sweep(directory, replace(record, **changes))
+        write_sweep(directory, replace(record, **changes(record)))
 
 
-def _retrain(run: SweepRun, arm: str, watch: Watch) -> None:
-    """Trains `retrain_config` of an arm as a child outside the frontier."""
-    sweep, name = run.sweep, f"confirm/{arm}"
-    longer, directory = retrain_config(sweep, run.trial_of(arm)), run_directory(sweep.base)
-    if (record := read_sweep(directory)) is not None:
-        labels = {"directory": name, "role": "confirm", "arm": arm}
-        write_sweep(directory, replace(record, trials={**record.trials, name: labels}))
+def _retrain(run: SweepRun, arm: str) -> None:
+    """Trains `Sweep.retrain_config` of an arm as a child outside the frontier."""
+    sweep, watch, name = run.sweep, run.watch, f"confirm/{arm}"
+    longer, labels = (
+        sweep.retrain_config(run.trial_of(arm)),
+        {"directory": name, "role": "confirm", "arm": arm},
+    )
+    update_sweep(run_directory(sweep.base), lambda was: {"trials": {**was.trials, name: labels}})
     watch.retraining(arm, longer)
     try:
         check_resources(longer)

@@ -4,9 +4,9 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 import ray.tune
 from ray.tune.experiment import Trial as TuneTrial
@@ -25,64 +25,78 @@ from orchestrator.training.run_directory import pause_of, result_of, run_directo
 
 RESTARTS = 3  # of a trial's process that dies
 STATUS_EVERY_S = 30
+TUNE_ENV = {  # settings that have no argument in Tune
+    # MLflow has every metric: Tune writes no copies as CSV, JSON and tfevents.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # Otherwise Tune prints a table of its settings, even with verbose=0.
+    "RAY_AIR_NEW_OUTPUT": "0",
+    # Tune's handler would end the sweep on Ctrl-C as if all trials were done.
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    # Trials start side by side: the queue admits no more than the devices hold.
+    "TUNE_MAX_PENDING_TRIALS_PG": "64",
+    # A sweep continues from its own directory, so Tune's state is written as rarely as possible.
+    "TUNE_GLOBAL_CHECKPOINT_S": "600",
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What a sweep's driver does about its jobs.
+class Hooks(Protocol):
+    """What a sweep's driver does about its jobs."""
 
-    Attributes:
-        done: a job ended; it must tell the queue.
-        status: called every half minute.
-    """
+    def began(self, job: Job) -> None: ...
+    def report(self, trial: Trial, step: int, metrics: Metrics) -> None: ...
 
-    began: Callable[[Job], None]
-    report: Callable[[Trial, int, Metrics], None]
-    done: Callable[[Job, Outcome], None]
-    status: Callable[[], None]
+    def done(self, job: Job, outcome: Outcome) -> None:
+        """A job ended. The driver must tell the queue."""
+
+    def status(self) -> None:
+        """Called every half minute."""
 
 
 def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
     """Does what the queue says until it says no more; a failing trial does not stop the others."""
-    # MLflow has every metric: no second copy as CSV, JSON and tfevents, nor the warning that there is none.
-    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
-    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # a table of Tune's own settings; the job prints more
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # it would end the sweep as if all were done
-    os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "64"  # the queue admits no more than the devices hold
-    os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "600"  # a sweep continues from its storage, not from Tune's
+    os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     scheduler = SweepScheduler(queue, hooks)
     first = scheduler.new_job()
     if first is None:
         return  # Tune would wait for something to do
-    ray.tune.Tuner(
-        ray.tune.with_resources(ray.tune.with_parameters(train_trial, base=base), _reserved),
-        tune_config=ray.tune.TuneConfig(
+    try:
+        ray.tune.run(
+            ray.tune.with_resources(ray.tune.with_parameters(train_trial, base=base), _reserved),
+            name="tune",
+            storage_path=run_directory(base),
             scheduler=scheduler,
             search_alg=NewTrials(scheduler, first),
             num_samples=-1,
             reuse_actors=True,  # reused processes import torch once, not once per trial
-            trial_dirname_creator=lambda trial: trial.trial_id,
-            trial_name_creator=lambda trial: trial.trial_id,
-        ),
-        run_config=ray.tune.RunConfig(
-            name="tune",
-            storage_path=run_directory(base),
+            max_failures=RESTARTS,
+            raise_on_failed_trial=False,
             callbacks=[Follow(scheduler)],
-            failure_config=ray.tune.FailureConfig(max_failures=RESTARTS),
+            trial_dirname_creator=_trial_id,
+            trial_name_creator=_trial_id,
             verbose=0,
-        ),
-    ).fit()
+        )
+    except BaseException:
+        # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives.
+        scheduler.end_processes()
+        raise
+
+
+def _trial_id(trial: TuneTrial) -> str:
+    return trial.trial_id
 
 
 def train_trial(config: Mapping[str, Any], base: RunConfig) -> None:
     """Trains the trial of `config` to its next pause or its end, here or with Ray Train workers.
 
-    A pause is reported once everything of it is in storage and its workers have ended: Tune ends the process
-    in that report, and `fit` goes on from storage in the next one. What the training raises is an outcome,
-    reported as such, and its traceback lies in ``error.txt`` of the run: to do it again would raise it again.
-    Only a process that dies is an error for Tune, which starts another one.
+    A pause is reported once its checkpoint is in storage and its workers have ended: Tune ends the process
+    in that report, and `fit` continues from storage in the next process. An exception of the training is
+    reported as the trial's outcome, with its traceback in ``error.txt`` of the run, since another attempt
+    would raise it again. Only for a process that dies does Tune start another process.
     """
+    # Tune waits so long for this thread to end before it reuses the process. On a busy machine its default of
+    # 2 s is too short, and the next trial would fail.
+    os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
     run = trial_config(base, config["name"], config["changes"])
     try:
         result = fit(run, _report, inline=run.scale.workers == 1, until=config["until"])
@@ -100,7 +114,7 @@ def _report(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _reserved(config: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
-    """What Tune reserves for the trial's own process: one that waits for its workers must not starve them."""
+    """What Tune reserves for the trial's own process; next to nothing while it waits for its workers."""
     need = config["need"]
     bundle: dict[str, float] = {"memory": 1 << 20} if need is None else need  # all zero is refused
     return ray.tune.PlacementGroupFactory([bundle])
@@ -112,6 +126,7 @@ class SweepScheduler(QueueScheduler):
     def __init__(self, queue: TrialQueue, hooks: Hooks) -> None:
         super().__init__(queue, time_attr="paused_at")
         self.hooks = hooks
+        self._controller: Any = None
         self._begun: dict[str, Job] = {}
         self._failed: dict[str, str] = {}
 
@@ -131,27 +146,33 @@ class SweepScheduler(QueueScheduler):
             self._failed[self.state_of(trial).name] = result["failed"]
         elif self.time_attr in result and not result.get("done"):
             self._ended(trial)
-            return self.PAUSE  # the function cannot be told another step: its next process is
+            return self.PAUSE  # its next process gets the next step to train to
         return self.CONTINUE
 
     def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
         self._ended(trial)
 
     def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """`Follow` hears of the last failure alone."""
+        """Does nothing: Tune calls this before a restart too, and `Follow` only after the last failure."""
 
-    def died(self, trial: TuneTrial) -> None:
-        reason = f"its process died {RESTARTS + 1} times: {reason_of(trial.get_error())}"
-        self._failed[self.state_of(trial).name] = reason
+    def died(self, trial: TuneTrial, how: str) -> None:
+        self._failed[self.state_of(trial).name] = f"{how}: {reason_of(trial.get_error())}"
         self._ended(trial)
 
+    def end_processes(self) -> None:
+        """Kills the processes of all trials at once; no public call of Tune does."""
+        if self._controller is not None:
+            with suppress(Exception):  # the cluster may be gone
+                self._controller._actor_manager.cleanup()
+
     def choose_trial_to_run(self, tune_controller: Any) -> TuneTrial | None:
+        self._controller = tune_controller
         if (trial := super().choose_trial_to_run(tune_controller)) is not None:
             trial.set_config(trial.config | {"until": self.state_of(trial).until})
         return trial
 
     def _ended(self, trial: TuneTrial) -> None:
-        # No process of it ever ran if there was no place or no environment for one.
+        # A job has not begun yet if Ray could not start any process for it.
         job = self.began(trial)
         del self._begun[job.state.name]
         outcome = self._failed.pop(job.state.name, None)
@@ -160,12 +181,9 @@ class SweepScheduler(QueueScheduler):
         assert outcome is not None, f"{job.trial.name} ended without a result"
         self.hooks.done(job, outcome)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune saves it for a restore; a sweep is run again instead
-
 
 class NewTrials(Searcher):
-    """Gives a trial to Tune when the queue starts it. Paused ones go on by the scheduler."""
+    """Gives a trial to Tune when the queue starts it. The scheduler resumes paused trials."""
 
     def __init__(self, scheduler: SweepScheduler, first: Job) -> None:
         super().__init__()
@@ -182,19 +200,16 @@ class NewTrials(Searcher):
         return {"name": job.trial.name, "changes": changes, "until": job.until, "need": need}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        """The scheduler has told the queue."""
+        """Does nothing: the scheduler informs the queue."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing: a sweep goes on from its storage."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
+        """Saves nothing: a sweep goes on from its storage."""
 
 
 class Follow(ray.tune.Callback):
-    """What Tune tells its callbacks alone: that a process began, that its last restart failed, the time.
+    """Hears what Tune passes to callbacks alone: a process began, its last restart failed, time has passed.
 
-    Reports pass here too, since a scheduler gets them flattened, and the last one twice.
+    It handles reports too, since Tune flattens those for a scheduler, and repeats the last report.
     """
 
     def __init__(self, scheduler: SweepScheduler) -> None:
@@ -212,12 +227,13 @@ class Follow(ray.tune.Callback):
             self.scheduler.hooks.report(trained, result["step"], result["metrics"])
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        self.scheduler.died(trial)
+        self.scheduler.died(trial, f"its process died {RESTARTS + 1} times")
 
-    def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
+    def on_step_end(self, iteration: int, trials: Sequence[TuneTrial], **info: Any) -> None:
+        # Tune gives up a trial without a word where it cannot reuse a process: the sweep would wait for ever.
+        for trial in trials:
+            if trial.status == TuneTrial.ERROR and self.scheduler.state_of(trial).running:
+                self.scheduler.died(trial, "its process could not be reused")
         if time.monotonic() - self._status_at > STATUS_EVERY_S:
             self._status_at = time.monotonic()
             self.scheduler.hooks.status()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}

@@ -16,11 +16,11 @@ from moe.dense import stem_channels
 from moe.parallel import check_layout
 from moe.routers import MixtureConfig, SoftConfig
 from moe.vit import ViTConfig
+from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.recipe import AdamWConfig
-from orchestrator.sweeps.branches import branch_step
 
 GIB = 2**30
 FP32 = 4  # bytes
@@ -62,7 +62,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A (dp, ep) mesh, and what one of its ranks needs for a training step.
+    """A (dp, ep) mesh, and the needs of one of its ranks for a training step.
 
     Attributes:
         memory: bytes at the peak, by part.
@@ -109,19 +109,19 @@ def layout(run: RunConfig, ep: int, links: Links = Links()) -> Layout:
 
 
 def choose(among: Sequence[Layout], *, memory_gib: float | None = None) -> Layout:
-    """The layout with the least time on links, or the smallest ep of several, of those that fit the memory.
+    """The layout with the least time on links that fits the memory; the smallest ep of several such layouts.
 
     Raises:
         UsageError: if none fits.
     """
-    fitting = [one for one in among if memory_gib is None or one.peak() <= memory_gib * GIB]
+    fitting = [each for each in among if memory_gib is None or each.peak() <= memory_gib * GIB]
     if not fitting:
         best = min(among, key=Layout.peak)
         raise UsageError(
             f"no layout fits {memory_gib:g} GiB; dp={best.dp}, ep={best.ep} needs {best.peak() / GIB:.1f},"
             f" of which {best.memory['activations'] / GIB:.1f} are activations: {MEMORY_REMEDY}"
         )
-    return min(fitting, key=lambda one: (one.seconds, one.ep))
+    return min(fitting, key=lambda each: (each.seconds, each.ep))
 
 
 def with_ep(run: RunConfig) -> RunConfig:
@@ -169,6 +169,11 @@ def estimate(run: RunConfig, *, flops_per_s: float) -> Estimate:
     )
 
 
+def branch_step(run: RunConfig) -> int:
+    """The step at which `run` leaves its trunk; 0 for a run without a trunk."""
+    return (run.train.trunk and step_of(run.train.trunk)) or 0
+
+
 def memory_problem(need_gib: float, have_gib: float) -> str:
     """Why a trial does not fit into the memory of a device; empty if it does."""
     if need_gib <= MEMORY_FRAC * have_gib:
@@ -192,7 +197,7 @@ def checkpoints_kept(run: RunConfig) -> int:
 
 
 class _Unit(NamedTuple):
-    """Numbers of the parameters of one block, or of those outside of the blocks, that a rank holds."""
+    """Numbers of parameters that a rank holds of one block, or of everything outside of the blocks."""
 
     dense: int
     experts: int
@@ -203,7 +208,7 @@ class _Unit(NamedTuple):
 
 
 def _units(model: ViTConfig, dp: int, ep: int) -> list[_Unit]:
-    """What lies outside of the blocks, then every block, on the first rank, with FSDP's padding."""
+    """The unit outside of the blocks, then every block, on the first rank, with FSDP's padding."""
     held = [[0, 0] for _ in range(1 + model.depth)]
     for name, shape in param_shapes(model).items():
         unit = held[1 + int(name.split(".")[1]) if name.startswith("blocks.") else 0]

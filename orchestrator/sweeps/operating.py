@@ -10,10 +10,11 @@ from typing import Any
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
-from orchestrator.sweeps.settings import settings
+from orchestrator.sweeps.sweep import settings
 from orchestrator.tracking.find import RunInfo
 
-TABLE = "operating_points.json"  # artifact of the sweep's run, whose tag TAG says how many rows it has
+# An artifact of the sweep's MLflow run, whose tag TAG says how many rows it has.
+TABLE = "operating_points.json"
 TAG = "operating_points"
 AS_TRAINED = "as trained"
 QUALITY = "val/acc1"
@@ -126,7 +127,6 @@ def _operating(trained: Point, name: str, seeds: Sequence[Row], cost_name: str) 
     details = {
         label: _mean(seeds, column) if column.startswith("val/") else seeds[0][column]
         for column, label in DETAILS.items()
-        if all(seed.get(column) is not None for seed in seeds)
     }
     return replace(
         trained,
@@ -143,8 +143,6 @@ def _operating(trained: Point, name: str, seeds: Sequence[Row], cost_name: str) 
 
 def _how_timed(rows: Sequence[Row]) -> str:
     row = rows[0]
-    if any(row.get(column) is None for column in TIMING):
-        return "Times per image are medians whose quartiles are unknown, so no gain in time is claimed."
     return (
         f"Times per image are medians and quartiles over {row['rounds']} rounds of {row['repeats']} forward"
         f" passes in which all models and settings take turns: batch {row['batch']}, {row['device']}."
@@ -157,6 +155,5 @@ def _spreads(seeds: Sequence[Row]) -> dict[str, tuple[float, float]]:
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:
-    """The mean over seeds; NaN if a row lacks the column: tables of earlier versions have no quartiles."""
-    values: list[Any] = [row.get(column) for row in rows]
-    return math.nan if None in values else fmean(values)
+    """The mean over seeds; NaN if one of them was not measured."""
+    return fmean(row.get(column, math.nan) for row in rows)

@@ -19,12 +19,23 @@ import torch
 from orchestrator import storage
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.check import check_retrain, check_sweep, unfit
+from orchestrator.frontier.claims import parse_claim
 from orchestrator.sweeps.estimate import GIB, layout, memory_problem
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.resources import most_resources, node_name, on_every_node
+from orchestrator.training.fit import check_data, check_start
+from orchestrator.training.resources import check_resources, most_resources, node_name, on_every_node
 
+QUALITIES = ("val/acc1", "train/acc1")  # to maximise
+COSTS = (
+    "cost/train_flops_6mac",
+    "cost/marginal_train_flops_6mac",
+    "cost/device_s",
+    "cost/marginal_device_s",
+    "cost/forward_gflops_2mac",
+    "cost/params",
+    "perf/ms_per_image",
+)
 SOURCES = Path(__file__).parents[2]
 SAME_VERSIONS = (
     "Install the same versions on every node: pip install --constraint constraints.txt --editable .;"
@@ -107,6 +118,68 @@ def preflight(
         _run("GPUs", lambda: check_gpus(nodes, declared, wanted=base.scale.use_gpu)),
         _run("trials", lambda: check_trials(sweep, nodes, declared, retrain=retrain)),
     ]
+
+
+def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
+    """Checks what needs no cluster. With `verify` all shards are read.
+
+    Raises:
+        UsageError: for an arm that is refused, a claim about what the arms do not have, data that is not
+            whole, or weights to start from that do not fit.
+    """
+    check_metrics(sweep)
+    check_claims(sweep)
+    check_data(sweep.base, verify=verify)
+    for name, run in sweep.runs().items():
+        try:
+            check_start(run)
+        except UsageError as error:
+            raise UsageError(f"arm {name}: {error}") from None
+
+
+def check_metrics(sweep: Sweep) -> None:
+    """Raises UsageError for a quality or a cost that no trial will report."""
+    fewshot = sweep.base.train.fewshot
+    qualities = (*QUALITIES, *(fewshot.metrics() if fewshot else ()))
+    for name, metric, known in (("quality", sweep.quality, qualities), ("cost", sweep.cost, COSTS)):
+        if metric not in known:
+            raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")
+
+
+def check_claims(sweep: Sweep) -> None:
+    """Raises UsageError for a claim that cannot be read, or names what no arm has."""
+    runs = sweep.runs()
+    known = {"arm"} | {name for run in runs.values() for name in settings(run)}
+    for text in sweep.claims:
+        try:
+            unknown = parse_claim(text).settings() - known
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if runs and unknown:
+            raise UsageError(f"claim {text!r} names {sorted(unknown)}; the arms have {sorted(known)}")
+
+
+def unfit(sweep: Sweep) -> dict[str, str]:
+    """trial -> why the connected cluster can never hold it; fitting trials are left out."""
+    most, found = most_resources(), dict[str, str]()
+    for name, run in sweep.runs().items():
+        try:
+            check_resources(run, most)
+        except UsageError as error:
+            found[name] = str(error)
+    return found
+
+
+def check_retrain(sweep: Sweep) -> None:
+    """Raises UsageError, before anything is trained, if an arm could not be retrained."""
+    if sweep.trunk:
+        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
+    for trial in sweep.trials().values():
+        if trial.run.model.moe:
+            try:
+                check_resources(sweep.retrain_config(trial))
+            except UsageError as error:
+                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
 
 
 def require(findings: Iterable[Finding]) -> None:

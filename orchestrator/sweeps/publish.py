@@ -10,11 +10,11 @@ from orchestrator import storage
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, is_complete, knee_points
-from orchestrator.sweeps.build import TrialRecord, read_trials, sweep_frontier
+from orchestrator.sweeps.build import TrialRecord, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
-from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep, write_json, write_sweep
+from orchestrator.training.run_directory import SweepRecord, read_json, write_json, write_sweep
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
@@ -24,18 +24,21 @@ FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "conf
 def write_files(frontier: Frontier, folder: str) -> list[str]:
     """Writes page and pictures below a local folder or a URI; returns their names."""
     with tempfile.TemporaryDirectory() as temporary:
-        files = _draw(frontier, Path(temporary))
-        for file in files:
+        page, *pictures = (Path(temporary, name) for name in FILES)
+        page.write_text(frontier_page(frontier), encoding="utf-8")
+        for picture in pictures:
+            frontier.save_picture(picture)
+        for cost in operating_costs(frontier):
+            pictures.append(Path(temporary, PICTURES[cost]))
+            frontier.at_cost(cost).save_picture(pictures[-1])
+        for file in (page, *pictures):
             storage.write_bytes(storage.join(folder, file.name), file.read_bytes())
-    return [file.name for file in files]
+    return [file.name for file in (page, *pictures)]
 
 
 def publish(directory: str) -> Frontier:
     """Writes page, pictures, table and summary of a sweep to its directory, from where MLflow gets them."""
-    sweep = read_sweep(directory)
-    frontier = sweep_frontier(directory)
-    assert sweep is not None
-    trials = {trial.run_id: trial for trial in read_trials(directory, sweep)}
+    frontier, sweep, trials = sweep_frontier(directory)
     files = write_files(frontier, directory)
     if frontier.reference != sweep.reference:  # from now on it stays
         write_sweep(directory, replace(sweep, reference=dict(frontier.reference)))
@@ -61,7 +64,7 @@ def publish(directory: str) -> Frontier:
         "metrics": metrics,
         "tags": tags,
         "pareto": members,
-        "aliases": _aliases(frontier, trials),
+        "aliases": _aliases(frontier, {trial.run_id: trial for trial in trials}),
         "files": files,
         "tables": tables,
     }
@@ -133,14 +136,3 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         spread = f" ({min(point.qualities):.4f} to {max(point.qualities):.4f})" if point.qualities else ""
         lines.append(f"| {point.arm} | {point.quality:.4f}{spread} | {point.cost:.4g} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])
-
-
-def _draw(frontier: Frontier, folder: Path) -> list[Path]:
-    page, *pictures = (folder / name for name in FILES)
-    page.write_text(frontier_page(frontier), encoding="utf-8")
-    for picture in pictures:
-        frontier.save_picture(picture)
-    for cost in operating_costs(frontier):
-        pictures.append(folder / PICTURES[cost])
-        frontier.at_cost(cost).save_picture(pictures[-1])
-    return [page, *pictures]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.sweeps.branches import branch_step
+from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.resources import fits
 from orchestrator.training.run_directory import Result

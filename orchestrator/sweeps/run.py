@@ -1,19 +1,24 @@
 """The trials of a sweep: what its directory has of them, which is next, what they may cost."""
 
-from collections.abc import Hashable, Iterable
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.asha import MultiObjectiveASHA
-from orchestrator.sweeps.branches import branch_step
 from orchestrator.sweeps.budget import BudgetTracker
-from orchestrator.sweeps.engine import Hooks, run_jobs
+from orchestrator.sweeps.engine import run_jobs
+from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, state_of
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
@@ -33,28 +38,47 @@ from orchestrator.training.worker import costs
 
 
 class Watch:
-    """Callbacks of a sweep, all of which do nothing here."""
+    """Callbacks of a sweep, all of which do nothing here.
 
-    def start(self, run: "SweepRun") -> None:
-        """The sweep begins, or goes on."""
+    `start`: the sweep begins, or goes on. `began`, `report`, `ended`: a job of a trial; `report` and `ended`
+    also a retrained run, which `retraining` announces. `status`: half a minute has passed. `say`: a line for
+    the user.
+    """
 
-    def began(self, job: Job) -> None:
-        """A job of a trial begins."""
+    def start(self, run: "SweepRun") -> None: ...
+    def began(self, job: Job) -> None: ...
+    def report(self, name: str, step: int, metrics: Metrics) -> None: ...
+    def ended(self, name: str, outcome: Outcome) -> None: ...
+    def retraining(self, arm: str, run: RunConfig) -> None: ...
+    def status(self) -> None: ...
+    def say(self, line: str) -> None: ...
 
-    def report(self, name: str, step: int, metrics: Metrics) -> None:
-        """A trial reports a step."""
 
-    def ended(self, name: str, outcome: Outcome) -> None:
-        """A job of a trial, or a retrained run, has ended."""
+QUIET = Watch()
 
-    def retraining(self, arm: str, run: RunConfig) -> None:
-        """An arm at the knee is trained for longer."""
 
-    def status(self) -> None:
-        """Half a minute has passed."""
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Where a sweep stands, in the few numbers that a user who waits wants to see.
 
-    def say(self, line: str) -> None:
-        """A line for the user."""
+    Attributes:
+        complete: trials that have finished, diverged or failed.
+        paused: step -> trials that wait there for their promotion.
+        best: the highest quality; None before the first trial has finished.
+        front, hypervolume: of finished trials, each seed for itself.
+        spent_s: device-seconds.
+        left_s: wall time that the rest takes on the devices that run now; 0: unknown.
+    """
+
+    trials: int
+    complete: int
+    running: int
+    paused: Mapping[int, int]
+    best: float | None
+    front: int
+    hypervolume: float
+    spent_s: float
+    left_s: float
 
 
 class SweepRun:
@@ -72,6 +96,7 @@ class SweepRun:
         policy: Policy,
         max_concurrent: int | None = None,
         search: OptunaSearch | None = None,
+        watch: Watch = QUIET,
     ) -> None:
         known = [*costs(sweep.base, 1), "cost/marginal_train_flops_6mac"]
         if sweep.cost not in known and isinstance(policy, MultiObjectiveASHA):
@@ -83,6 +108,7 @@ class SweepRun:
         self.budget = budget
         self.policy = policy
         self.search = search
+        self.watch = watch
         self.retrained: dict[str, Outcome] = {}
         self._predicted = set[Hashable]()
         self._directory = run_directory(sweep.base)
@@ -98,45 +124,73 @@ class SweepRun:
             more=self._draw,
         )
 
-    def recover(self) -> None:
-        """Takes up the results and pauses that earlier processes left in the directory."""
-        trials = [one.trial for one in self.queue.states.values()]
+    def work(self) -> None:
+        """Works until nothing is left to do, or to pay for; from the results and pauses that earlier
+        processes have written to the directory.
+        """
+        trials = [state.trial for state in self.queue.states.values()]
         with ThreadPoolExecutor(16) as pool:
-            for trial, found in zip(trials, pool.map(_left, trials), strict=True):
-                for outcome in found:
+            for trial, ends in zip(trials, pool.map(_ends_of, trials), strict=True):
+                for outcome in ends:
                     self.queue.record(trial.name, outcome)
         if self.search:
-            seen = [(arm, changes, *self._values(arm)) for arm, changes in self._drawn().items()]
-            self.search.restore(seen)
-
-    def work(self, watch: Watch) -> None:
-        """Works until nothing is left to do, or to pay for."""
-
-        def began(job: Job) -> None:
-            self.budget.begin(job, self.queue.states[job.trial.name])
-            watch.began(job)
-
-        def report(trial: Trial, step: int, metrics: Metrics) -> None:
-            watch.report(trial.name, step, metrics)
-
-        def done(job: Job, outcome: Outcome) -> None:
-            one = self.queue.states[job.trial.name]
-            self.budget.record(job, one, outcome)
-            if isinstance(outcome, str):
-                write_error(run_directory(job.trial.run), outcome)
-            self.queue.done(job.trial.name, outcome)
-            quality, cost = self._values(job.trial.arm)
-            if self.search and cost is not None:
-                self.search.tell(job.trial.arm, quality, cost)
-            watch.ended(job.trial.name, outcome)
-
-        hooks = Hooks(began=began, report=report, done=done, status=watch.status)
-        run_jobs(self.sweep.base, self.queue, hooks)
+            self.search.restore([(a, changes, *self._values(a)) for a, changes in self._drawn().items()])
+        self.watch.start(self)
+        run_jobs(self.sweep.base, self.queue, self)
         self._tell_predictions()
+
+    def began(self, job: Job) -> None:
+        self.budget.begin(job)
+        self.watch.began(job)
+
+    def report(self, trial: Trial, step: int, metrics: Metrics) -> None:
+        self.watch.report(trial.name, step, metrics)
+
+    def done(self, job: Job, outcome: Outcome) -> None:
+        self.budget.record(job, outcome)
+        if isinstance(outcome, str):
+            write_error(run_directory(job.trial.run), outcome)
+        self.queue.done(job.trial.name, outcome)
+        quality, cost = self._values(job.trial.arm)
+        if self.search and cost is not None:
+            self.search.tell(job.trial.arm, quality, cost)
+        self.watch.ended(job.trial.name, outcome)
+
+    def status(self) -> None:
+        self.watch.status()
+
+    def snapshot(self) -> Snapshot:
+        """Where the sweep stands; its hypervolume is bounded by the sweep's own reference."""
+        states, record = list(self.queue.states.values()), read_sweep(self._directory)
+        reference = record.reference if record else {}
+        ends = [(state, state.outcome) for state in states if state.trial.role == "trial"]
+        rows = [
+            (math.log10(state.cost), 1 - end.metrics[self.sweep.quality])
+            for state, end in ends
+            if isinstance(end, Result) and end.status == "finished"
+        ]
+        points = np.array(rows, dtype=np.float64).reshape(-1, 2)
+        chance = 1 / self.sweep.base.model.num_classes
+        # Costs that are only measured are judged by FLOPs until trials end.
+        highest = reference.get(self.sweep.cost, reference.get("cost/train_flops_6mac", 1.0))
+        running = [state for state in states if state.running]
+        devices = sum(state.trial.run.scale.workers for state in running)
+        known = devices and self.budget.can_estimate()
+        return Snapshot(
+            trials=len(states),
+            complete=sum(state.outcome is not None for state in states),
+            running=len(running),
+            paused=dict(sorted(Counter(s.begins_at for s in states if s.waiting and s.reached).items())),
+            best=1 - float(points[:, 1].min()) if rows else None,
+            front=int(pareto_front(points).sum()),
+            hypervolume=hypervolume_2d(points, np.array([math.log10(highest), 1 - chance])),
+            spent_s=self.budget.spent_s,
+            left_s=self.budget.remaining_s(states) / devices if known else 0.0,
+        )
 
     def trials_left(self) -> int:
         """Trials that the budget did not hold."""
-        waiting = sum(one.outcome is None for one in self.queue.states.values())
+        waiting = sum(state.outcome is None for state in self.queue.states.values())
         return waiting if self.queue.out_of_budget else 0
 
     def failures(self) -> dict[str, str]:
@@ -146,12 +200,13 @@ class SweepRun:
 
     def trial_of(self, arm: str) -> Trial:
         """The first seed of an arm."""
-        trials = (one.trial for one in self.queue.states.values())
+        trials = (state.trial for state in self.queue.states.values())
         return next(trial for trial in trials if trial.arm == arm and trial.role == "trial")
 
     def outcomes(self) -> dict[str, Outcome]:
-        """trial -> how it ended, of those that did."""
-        return {name: one.outcome for name, one in self.queue.states.items() if one.outcome is not None}
+        """trial -> how it ended, for trials that have ended."""
+        states = self.queue.states.items()
+        return {name: state.outcome for name, state in states if state.outcome is not None}
 
     def _state(self, trial: Trial) -> TrialState:
         own = trial.run.train.steps - branch_step(trial.run)
@@ -177,7 +232,7 @@ class SweepRun:
         if not self.search:
             return []
         self._tell_predictions()
-        known = {one.trial.arm for one in self.queue.states.values()}
+        known = {state.trial.arm for state in self.queue.states.values()}
         while (arm := self.search.next()) and arm.name in known:
             pass  # an earlier process began it
         if arm is None:
@@ -185,14 +240,13 @@ class SweepRun:
         trials = self.sweep.of_arm(arm.name, arm.changes)
         record = read_sweep(self._directory)
         assert record is not None
-        drawn = {trial.name: labels_of(trial, bool(self.sweep.seeds)) for trial in trials}
         write_sweep(
             self._directory,
             replace(
                 record,
                 arms={**record.arms, arm.name: dict(arm.changes)},
                 drawn=[*record.drawn, arm.name],
-                trials=record.trials | drawn,
+                trials=record.trials | {t.name: t.labels(bool(self.sweep.seeds)) for t in trials},
             ),
         )
         return [self._state(trial) for trial in trials]
@@ -206,27 +260,16 @@ class SweepRun:
         """Quality and cost of an arm as the sweep measures them, means over its seeds: both None while it is
         not over; the quality None, and the cost 0, if it did not finish.
         """
-        ones = [one for one in self.queue.states.values() if one.trial.arm == arm]
-        ends = [one.outcome for one in ones]
-        if any(end is None for end in ends):
+        ends = [state.outcome for state in self.queue.states.values() if state.trial.arm == arm]
+        if None in ends:
             return None, None
         done = [end.metrics for end in ends if isinstance(end, Result) and end.status == "finished"]
-        if len(done) < len(ones) or any(self.sweep.cost not in metrics for metrics in done):
+        if len(done) < len(ends) or any(self.sweep.cost not in metrics for metrics in done):
             return None, 0.0
         return fmean(m[self.sweep.quality] for m in done), fmean(m[self.sweep.cost] for m in done)
 
 
-def labels_of(trial: Trial, seeded: bool) -> dict[str, str]:
-    """What `sweep.json` says of a trial: its directory, and tags of its MLflow run."""
-    labels = {"directory": f"trials/{trial.name}", "role": trial.role, "arm": trial.arm}
-    if seeded:
-        labels["seed"] = str(trial.run.train.seed)
-    if trial.after:
-        labels |= {"branch.of": trial.after, "branch.from": trial.run.train.trunk or ""}
-    return labels
-
-
-def _left(trial: Trial) -> list[Result]:
+def _ends_of(trial: Trial) -> list[Result]:
     """Pauses in their order, then the end."""
     result = result_of(trial.run)
     return [*pauses_of(trial.run), *([result] if result else [])]

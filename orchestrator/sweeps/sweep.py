@@ -3,29 +3,124 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Literal
 
-from orchestrator.codec import override
+from moe.cost import slots_per_token
+from orchestrator.checkpoint.manifest import folder_of
+from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.branches import Trunk, branch_changes, check_branches, trunk_changes
+from orchestrator.recipe import ConstantConfig, RsqrtConfig, phases
 from orchestrator.sweeps.estimate import with_ep
 from orchestrator.sweeps.search import Space
+from orchestrator.training.run_directory import checkpoint_directory
 
 Role = Literal["trial", "trunk"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trunk:
+    """A long run at a slowly falling rate, from which cooldown runs branch off.
+
+    Source: Soft MoE, section 3.4.
+
+    Attributes:
+        at: steps of the trunk that branches leave from; the last is where it ends.
+        cooldown: steps of each branch.
+    """
+
+    at: tuple[int, ...]
+    cooldown: int
+
+    def __post_init__(self) -> None:
+        if not self.at or min(self.at) < 1 or list(self.at) != sorted(set(self.at)):
+            raise UsageError(f"branches leave at steps that rise from 1, got {self.at}")
+        if self.cooldown < 1:
+            raise UsageError(f"the cooldown of a branch takes at least 1 step, got {self.cooldown}")
+
+    def changes(self, run: RunConfig) -> dict[str, Any]:
+        """How the trunk differs from the run of its arm: it never cools down nor ends early, and keeps the
+        checkpoints that branches leave from.
+
+        Raises:
+            UsageError: if the rate of `run` depends on where the run ends, or still rises at a branch.
+        """
+        schedule = run.train.schedule
+        if not isinstance(schedule, RsqrtConfig | ConstantConfig):
+            raise UsageError(
+                f"a trunk needs train.schedule.kind=rsqrt or constant, got {schedule.kind!r}: other rates"
+                " depend on where the run ends"
+            )
+        # The same for all branches: as it is set, else a tenth of the longest branch.
+        warmup, _ = phases(schedule, self.at[-1] + self.cooldown)
+        if warmup > self.at[0]:
+            unset = " (a tenth of the longest branch: set train.schedule.warmup_steps)"
+            raise UsageError(
+                f"the first branch leaves at step {self.at[0]}, within warmup_steps={warmup}"
+                f"{unset if schedule.warmup_steps is None else ''}"
+            )
+        kept = gcd(*self.at)
+        return {
+            "train.steps": self.at[-1],
+            "train.stop_at": None,
+            "train.schedule.warmup_steps": warmup,
+            "train.schedule.cooldown_steps": 0,
+            "checkpoint.every": kept,
+            "checkpoint.keep_every": kept,
+        }
+
+    def branch_changes(self, trunk: RunConfig, step: int) -> dict[str, Any]:
+        """How the branch that leaves the run `trunk` at `step` differs from the run of its arm."""
+        return {
+            "train.steps": step + self.cooldown,
+            "train.schedule.warmup_steps": trunk.train.schedule.warmup_steps,
+            "train.schedule.cooldown_steps": self.cooldown,
+            "train.trunk": folder_of(checkpoint_directory(trunk), step),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes:
+        arm: trials of an arm are its seeds, and one point of the frontier.
+        changes: changes of the base; with them it becomes `run`.
+        role: a ``trunk`` is no point, for it was not cooled down.
+        after: the trial that must be complete before: a branch's trunk.
+    """
+
+    name: str
+    arm: str
+    changes: Mapping[str, Any]
+    run: RunConfig
+    role: Role = "trial"
+    after: str | None = None
+
+    def labels(self, seeded: bool) -> dict[str, str]:
+        """What `sweep.json` says of the trial: its directory, and tags of its MLflow run."""
+        labels = {"directory": f"trials/{self.name}", "role": self.role, "arm": self.arm}
+        if seeded:
+            labels["seed"] = str(self.run.train.seed)
+        if self.after:
+            labels |= {"branch.of": self.after, "branch.from": self.run.train.trunk or ""}
+        return labels
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Attributes:
-    base: the run that every arm changes; its name is the sweep's.
-    arms: name -> dotted changes of the base.
-    quality, cost: the metrics to maximise and to minimise.
-    seeds: every arm is trained once with each; none: once, with the base's.
-    trunk: every arm is trained once, and cooled down from several of its steps.
-    claims: statements about the outcome, as `frontier.claims` reads them.
-    space: what a search draws arms from: dotted changes of the base, by Optuna's suggestions under the names
-        of their fields.
+    """Arms to compare by quality and cost.
+
+    Attributes:
+        base: the run that every arm changes; its name is the sweep's.
+        arms: name -> dotted changes of the base.
+        quality, cost: the metrics to maximise and to minimise.
+        seeds: every arm is trained once with each; none: once, with the base's.
+        trunk: every arm is trained once, and cooled down from several of its steps.
+        claims: statements about the outcome, as `frontier.claims` reads them.
+        space: what a search draws arms from: dotted changes of the base, by Optuna's suggestions under the
+            names of their fields.
     """
 
     base: RunConfig
@@ -37,9 +132,9 @@ class Sweep:
     claims: tuple[str, ...] = ()
     space: Space | None = None
 
-    def trials(self) -> "dict[str, Trial]":
-        """By name, trunks before their branches. Raises UsageError naming the arm whose config is refused, or
-        whose name is.
+    def trials(self) -> dict[str, Trial]:
+        """Returns name -> trial, trunks before their branches. Raises UsageError naming the arm whose config
+        or name is refused.
         """
         found: dict[str, Trial] = {}
         for arm, changes in self.arms.items():
@@ -51,61 +146,71 @@ class Sweep:
                 found[trial.name] = trial
         return found
 
-    def of_arm(self, arm: str, changes: Mapping[str, Any]) -> "list[Trial]":
+    def of_arm(self, arm: str, changes: Mapping[str, Any]) -> list[Trial]:
         """The trials of one arm: for each seed itself, or its trunk and their branches."""
         found: list[Trial] = []
         for seed in self.seeds or (None,):
             name = arm if seed is None else f"{arm}-seed{seed}"
             seeded = dict(changes) if seed is None else {**changes, "train.seed": seed}
-            if self.trunk is None:
-                found.append(self._trial(name, arm, seeded))
-                continue
             run = trial_config(self.base, name, seeded)
-            check_branches(self.trunk, run)
-            trunk = self._trial(f"{name}-trunk", arm, seeded | trunk_changes(self.trunk, run), role="trunk")
-            found.append(trunk)
+            if self.trunk is None:
+                found.append(Trial(name=name, arm=arm, changes=seeded, run=run))
+                continue
+            changed, first = seeded | self.trunk.changes(run), f"{name}-trunk"
+            run = trial_config(self.base, first, changed)
+            found.append(Trial(name=first, arm=arm, changes=changed, run=run, role="trunk"))
             for step in self.trunk.at:
-                cooled = seeded | branch_changes(self.trunk, trunk.run, step)
-                found.append(self._trial(f"{name}-at{step}", f"{arm}-at{step}", cooled, after=trunk.name))
+                cooled, branch = seeded | self.trunk.branch_changes(run, step), f"{name}-at{step}"
+                own = trial_config(self.base, branch, cooled)
+                found.append(Trial(name=branch, arm=f"{arm}-at{step}", changes=cooled, run=own, after=first))
         return found
 
     def runs(self) -> dict[str, RunConfig]:
         """trial -> its run. Raises UsageError naming the arm whose config is refused."""
         return {name: trial.run for name, trial in self.trials().items()}
 
-    def _trial(
-        self,
-        name: str,
-        arm: str,
-        changes: Mapping[str, Any],
-        *,
-        role: Role = "trial",
-        after: str | None = None,
-    ) -> "Trial":
-        run = trial_config(self.base, name, changes)
-        return Trial(name=name, arm=arm, changes=changes, run=run, role=role, after=after)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Attributes:
-    arm: what it is one seed of: trials of an arm are one point of the frontier.
-    changes: of the base; with it they make `run`.
-    role: a ``trunk`` is no point: nobody has cooled it down.
-    after: the trial that must be complete before: a branch's trunk.
-    """
-
-    name: str
-    arm: str
-    changes: Mapping[str, Any]
-    run: RunConfig
-    role: Role = "trial"
-    after: str | None = None
+    def retrain_config(self, trial: Trial) -> RunConfig:
+        """The trial's run for twice its steps, on at least two workers, which share the experts."""
+        changes: dict[str, Any] = {
+            "name": f"{self.base.name}/confirm/{trial.arm}",
+            "train.steps": 2 * trial.run.train.steps,
+        }
+        if trial.run.scale.workers == 1:
+            changes |= {"scale.workers": 2, "scale.ep": 2}
+        return override(trial.run, changes)
 
 
 def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
-    """The run of one trial. Raises UsageError naming the one whose config is refused."""
+    """The run of one trial. Raises UsageError naming the trial whose config is refused."""
     try:
         return with_ep(override(base, {**changes, "name": f"{base.name}/trials/{name}"}))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from None
+
+
+# `router` and `capacity` say these
+_LEFT_OUT = ("kind", "capacity_factor", "slots_per_expert", "total_slots")
+
+
+def settings(run: RunConfig) -> dict[str, str | float]:
+    """Settings of an arm by short names, for claims, filters and hover texts.
+
+    ``family`` (`ViTConfig.family`), ``router`` (its kind), ``size``, ``capacity`` (expert slots per token:
+    k * C, c, or slots / tokens) and every field of the router; of its affinity, the kind alone.
+    """
+    model = run.model
+    found: dict[str, str | float] = {
+        "family": model.family(),
+        "router": model.moe.router.kind if model.moe else "dense",
+        "size": f"w{model.width}d{model.depth}p{model.patch_size}",
+        "capacity": round(slots_per_token(model), 3),
+        "experts": float(model.moe.num_experts if model.moe else 1),
+    }
+    if model.moe:
+        fields = flat(model.moe.router) | {"images_per_group": model.moe.images_per_group}
+        for name, value in fields.items():
+            if name.endswith(".kind"):
+                found[name.removesuffix(".kind")] = str(value)
+            elif "." not in name and name not in _LEFT_OUT and value is not None:
+                found[name] = value if isinstance(value, str) else float(value)
+    return found

@@ -13,7 +13,7 @@ from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SWEEPS
-from orchestrator.sweeps.catalog.scales import SCALES
+from orchestrator.sweeps.scales import SCALES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jobs._flags import parse
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
-from orchestrator.sweeps.check import check_metrics
+from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.tracking.store import EXPERIMENT
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,9 @@ import pytest
 
 from moe.cost import train_flops_6mac
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import open_reader, open_tracking
 from orchestrator.tracking.sync import Sync
@@ -26,20 +25,17 @@ def sweep_at(folder: Path, name: str = "s", **fields) -> Sweep:
 
 
 def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: Path) -> None:
-    ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "ValueError: bad"}
-    a, b = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends)).points
+    ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "ValueError: bad", "c-seed0": 0.99}
+    sweep = sweep_at(tmp_path, arms={"a": {}, "b": {}, "c": {}}, seeds=(0, 1))
+    frontier = publish(end_sweep(sweep, ends))
+    a, b, c = frontier.points
     assert (a.arm, a.status, a.qualities) == ("a", "finished", (0.8, 0.9))
     assert a.quality == pytest.approx(0.85)
     assert (a.run_id, a.runs) == ("a-seed0", (("a-seed1", None),))
     assert (b.arm, b.status) == ("b", "failed")
     assert math.isnan(b.quality)
-
-
-def test_an_arm_whose_seeds_were_not_all_begun_is_no_point(tmp_path: Path) -> None:
-    ends = {"a-seed0": 0.99, "b-seed0": 0.8, "b-seed1": 0.9}
-    frontier = publish(end_sweep(sweep_at(tmp_path, seeds=(0, 1)), ends))
-    assert {p.arm: p.status for p in frontier.points} == {"a": "stopped", "b": "finished"}
-    assert [p.arm for p in frontier.front] == ["b"]
+    assert (c.arm, c.status) == ("c", "stopped"), "its second seed never began"
+    assert [p.arm for p in frontier.front] == ["a"]
 
 
 @pytest.mark.parametrize("how", ["stopped", "diverged", "failed"])
@@ -73,11 +69,11 @@ def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
         directory,
         replace(sweep_record(directory), reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}),
     )
-    before = sweep_frontier(directory).hypervolume
+    before = sweep_frontier(directory)[0].hypervolume
     run = sweep.runs()["b"]
     begin(run)
     end(run, 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
-    assert sweep_frontier(directory).hypervolume == before > 0
+    assert sweep_frontier(directory)[0].hypervolume == before > 0
 
 
 def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
@@ -90,7 +86,7 @@ def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
             begin(sweep.runs()[arm])
         metrics = {"val/acc1": 0.5, "cost/device_s": seconds}
         write_result(folder, Result(status="paused", step=step, metrics=metrics, time_s=time_s))
-    assert sweep_frontier(directory).spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
+    assert sweep_frontier(directory)[0].spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
 def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
@@ -112,6 +108,8 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     write_sweep(directory, replace(record, trials={**record.trials, "confirm/b": labels}))
     publish(directory)
     summary = json.loads(Path(directory, SUMMARY).read_text())
+    for part in ("# Sweep s", "4 arms, 3 seeds each", "/shards/digits", "| b | 0.8367 (0.8000 to 0.9000) |"):
+        assert part in summary["note"]
     named = {alias: model["run"] for alias, model in summary["aliases"].items()}
     assert named == {
         "pareto-fast": "a-seed1",
@@ -131,17 +129,6 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     write_sweep(directory, dearer)  # an earlier call retrained another arm
     publish(directory)
     assert "confirmed" not in json.loads(Path(directory, SUMMARY).read_text())["aliases"]
-
-
-def test_the_summary_is_readable(tmp_path: Path) -> None:
-    directory = end_sweep(sweep_at(tmp_path), {"a": 0.8, "b": "diverged"})
-    frontier = publish(directory)
-    summary = json.loads(Path(directory, SUMMARY).read_text())
-    for part in ("# Sweep s", "2 arms, one seed each", "/shards/digits", "| a | 0.8000 |", "frontier.html"):
-        assert part in summary["note"]
-    assert summary["metrics"]["hypervolume"] == frontier.hypervolume
-    assert summary["pareto"] == ["a"]
-    assert set(summary["files"]) >= {"frontier.html", "frontier.png", "frontier.svg"}
 
 
 def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str], tmp_path: Path) -> None:

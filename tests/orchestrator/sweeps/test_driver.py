@@ -1,5 +1,6 @@
 """Real sweeps on a real Ray, through the public API: outcomes, what MLflow shows, the same call again."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,16 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
-from orchestrator.sweeps.branches import Trunk
-from orchestrator.sweeps.catalog.scales import SCALES
-from orchestrator.sweeps.catalog.space import families_space
-from orchestrator.sweeps.check import check_fits, check_sweep
+from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
+from orchestrator.sweeps.preflight import check_sweep, unfit
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import Watch
+from orchestrator.sweeps.scales import SCALES
 from orchestrator.sweeps.search import OptunaSearch
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, newest_of
 from orchestrator.tracking.store import Tracking, open_tracking
-from orchestrator.training.resources import most_resources
 from orchestrator.training.run_directory import (
     Result,
     checkpoint_directory,
@@ -34,7 +33,6 @@ from orchestrator.training.run_directory import (
     result_of,
     run_directory,
 )
-from tests.parts import start_ray
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -197,8 +195,7 @@ def test_a_bad_sweep_is_refused_before_anything_is_trained(sweep):
     with pytest.raises(UsageError, match=r"names \['colour'\]; the arms have"):
         check_sweep(replace(sweep, claims=("colour=red beats family=dense",)))
     wide = replace(sweep, arms={"wide": {"scale.workers": 4, "model.moe": None}})
-    with pytest.raises(UsageError, match=r"arm wide: 4 workers x 0\.5 CPU \+ 1 CPU for data = 3 CPUs"):
-        check_fits(wide)
+    assert unfit(wide)["wide"].startswith("4 workers x 0.5 CPU + 1 CPU for data = 3 CPUs")
 
 
 def test_one_run_by_itself(sweep, tracking):
@@ -212,11 +209,6 @@ def test_one_run_by_itself(sweep, tracking):
     assert train(run, store=tracking) == result == result_of(run)
     with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
-
-
-def test_without_an_autoscaler_the_most_is_what_is_up():
-    """By a private function of Ray's, which would raise here if it moved."""
-    assert most_resources()["CPU"] == ray.cluster_resources()["CPU"] == 2
 
 
 class PauseAll:
@@ -262,16 +254,18 @@ def test_branches_follow_their_trunk_and_are_charged_as_asked(sweep, tracking):
     assert len({p.cost for p in frontier.points}) == 1  # two steps each
 
 
-@pytest.mark.slow  # two sweeps
+@pytest.mark.smoke
 def test_interrupted_it_leaves_nothing_running_and_the_same_call_goes_on(sweep, tracking):
+    """Nothing, neither in MLflow nor in Ray: in a notebook the driver lives on."""
+
     def interrupt(name: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         swept(sweep, tracking, watch=Outcomes(interrupt))
     assert "RUNNING" not in shown(tracking, sweep).values()
-    ray.shutdown()  # as it goes with its driver, and the trials with it
-    start_ray()
+    while ray.available_resources()["CPU"] < 2:
+        time.sleep(0.2)
     swept(sweep, tracking)
     assert shown(tracking, sweep) == dict.fromkeys(ARMS, "FINISHED")
 

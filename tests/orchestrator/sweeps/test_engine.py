@@ -1,34 +1,102 @@
-"""What the driver is told of Tune's trials."""
+"""What the driver is told of Tune's trials, and real trials whose processes do not do as Tune expects."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.engine import Follow, Hooks, NewTrials, SweepScheduler
-from orchestrator.sweeps.queue import RunToCompletion, TrialQueue, state_of
-from orchestrator.sweeps.sweep import Trial
+from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.driver import run_sweep
+from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler
+from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, state_of
+from orchestrator.sweeps.run import SweepRun
+from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.training.run_directory import Result
+from tests.parts import start_ray
 
 
-def test_a_job_whose_process_never_ran_begins_before_it_ends():
-    """Tune reports an error without a start where Ray could make no process: what a job holds is counted from
-    its start.
-    """
+class Heard:
+    """Hooks that keep what they hear."""
+
+    def __init__(self, queue: TrialQueue) -> None:
+        self.queue = queue
+        self.events: list[tuple[str, ...]] = []
+
+    def began(self, job: Job) -> None:
+        self.events.append(("began", job.trial.name))
+
+    def report(self, *report: Any) -> None: ...
+
+    def done(self, job: Job, outcome: Outcome) -> None:
+        self.events.append(("done", job.trial.name, str(outcome)))
+        self.queue.done(job.trial.name, outcome)
+
+    def status(self) -> None: ...
+
+
+@pytest.fixture
+def tuned() -> tuple[Heard, Follow, Any]:
+    """A trial that was handed to Tune, which will never start a process for it."""
     run = override(RunConfig(), {"model.moe": None})
     state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need={"CPU": 1})
     queue = TrialQueue([state], RunToCompletion(), cluster_resources={"CPU": 1}, quality="val/acc1")
-    heard: list[tuple[str, ...]] = []
-    hooks = Hooks(
-        began=lambda job: heard.append(("began", job.trial.name)),
-        report=lambda *report: None,
-        done=lambda job, outcome: heard.append(("done", job.trial.name, str(outcome))),
-        status=lambda: None,
-    )
-    scheduler = SweepScheduler(queue, hooks)
+    heard = Heard(queue)
+    scheduler = SweepScheduler(queue, heard)
     first = scheduler.new_job()
     assert first
     config = NewTrials(scheduler, first).suggest("tune-1")
     error = RuntimeError("no environment")
-    tuned: Any = SimpleNamespace(trial_id="tune-1", config=config, get_error=lambda: error)
-    Follow(scheduler).on_trial_error(0, [], tuned)
-    assert heard == [("began", "a"), ("done", "a", "its process died 4 times: no environment")]
+    trial = SimpleNamespace(trial_id="tune-1", config=config, get_error=lambda: error, status="ERROR")
+    return heard, Follow(scheduler), trial
+
+
+def test_a_job_whose_process_never_ran_begins_before_it_ends(tuned):
+    """Tune reports an error without a start where Ray could make no process: what a job holds is counted from
+    its start.
+    """
+    heard, follow, trial = tuned
+    follow.on_trial_error(0, [], trial)
+    assert heard.events == [("began", "a"), ("done", "a", "its process died 4 times: no environment")]
+    follow.on_step_end(1, [trial])
+    assert len(heard.events) == 2, "it ended once"
+
+
+def test_a_trial_that_tune_gave_up_without_a_word_ends(tuned):
+    heard, follow, trial = tuned
+    follow.on_step_end(1, [trial])
+    assert heard.events[1] == ("done", "a", "its process could not be reused: no environment")
+    assert not follow.scheduler.active()
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("no_cluster")
+def test_a_sweep_ends_though_processes_cannot_be_reused(digits: str, tmp_path: Path) -> None:
+    """Tune gives the thread of the trial before no time to end, as on a machine that is too busy."""
+    patience = {"env_vars": {"TUNE_FUNCTION_THREAD_TIMEOUT_S": "0"}}
+    ray.init("local", num_cpus=1, runtime_env=patience, logging_level="error", log_to_driver=False)
+    changes = {"name": "tiny", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
+    base = override(RunConfig(), changes | {"model.moe": None})
+    sweep = Sweep(base=base, arms={f"lr{n}": {"train.lr": n} for n in (0.1, 0.2, 0.3)})
+    run = SweepRun(sweep, BudgetTracker(Budget(), str(tmp_path)), RunToCompletion())
+    run.work()
+    outcomes = run.outcomes()
+    assert list(outcomes) == [*sweep.arms]
+    assert isinstance(outcomes["lr0.1"], Result)
+    assert all("could not be reused" in reason for reason in run.failures().values())
+
+
+@pytest.mark.slow  # workers of their own for every large trial
+@pytest.mark.usefixtures("no_cluster")
+def test_trials_of_several_sizes_all_end(digits: str, tmp_path: Path) -> None:
+    """They share four CPUs: none waits for ever, none is started into nothing."""
+    start_ray(num_cpus=4)
+    changes = {"name": "mixed", "data.path": digits, "storage": str(tmp_path), "train.steps": 4}
+    base = override(RunConfig(), changes | {"model.moe.num_experts": 4})
+    workers = [1, 4, 2, 1, 2, 1]
+    arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
+    frontier = run_sweep(Sweep(base=base, arms=arms))
+    assert {p.arm: p.status for p in frontier.points} == dict.fromkeys(arms, "finished")

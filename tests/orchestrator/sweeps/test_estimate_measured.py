@@ -134,6 +134,7 @@ def test_peak_of_a_step(router: str, fields: dict[str, Any]) -> None:
     ("router", "head"),
     [
         ("dense", {"model.pooling": "token", "model.representation_size": 12, "model.qk_norm": False}),
+        ("dense", {"model.stem": "conv", "model.image_size": 32, "model.patch_size": 8, "model.width": 96}),
         ("soft", {"model.pooling": "map", "model.position": "sincos2d"}),
         ("soft-3", {"model.moe.router.normalize": "none"}),
         ("tokens", {"model.moe.router.priority": "max"}),
@@ -156,7 +157,8 @@ def test_what_autograd_keeps(router: str, head: dict[str, Any]) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.randn(4, 3, 8, 8)).logits.sum()
+        size = run.model.image_size
+        model(torch.randn(4, 3, size, size)).logits.sum()
     measured = sum(storage.nbytes() for storage in kept.values())
     assert 4 * sum(saved_bytes(run.model)) == pytest.approx(measured, rel=0.08)
 

@@ -3,15 +3,14 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.sweeps.operating import (
     AS_TRAINED,
-    COLUMNS,
     COSTS,
     QUARTILES,
-    TIMING,
     Row,
-    table_of,
     with_operating,
 )
 from tests.orchestrator.frontier.samples import FRONTIER, point
@@ -47,18 +46,20 @@ def two_seeds() -> Frontier:
 
 
 def test_a_point_is_the_mean_of_its_seeds():
-    """`experts=4` is known of one seed alone: it is none."""
+    """`experts=4` is left out, since it is known for one seed alone."""
     rows = [
         row("first", AS_TRAINED, 0.88, 1.0),
         row("second", AS_TRAINED, 0.92, 3.0),
-        row("first", "experts=2", 0.6, 0.5),
-        row("second", "experts=2", 0.8, 1.5),
+        row("first", "experts=2", 0.6, 0.5, loss=9.0),
+        row("second", "experts=2", 0.8, 1.5, loss=1.0),
         row("first", "experts=4", 0.7, 0.5),
     ]
     found = with_operating(two_seeds(), rows)
     (one,) = found.operating
     assert (one.arm, round(one.quality, 9), one.costs) == ("soft-1: experts=2", 0.7, {GFLOPS: 3.0, MS: 1.0})
     assert one.settings["operating point"] == "experts=2"
+    timed = {"timed batch": 64, "timed on": "CPU, 1 thread"}
+    assert one.details == {"accuracy @5": pytest.approx(0.7), "loss": 5.0, **timed}
     assert math.isnan(one.cost)
     trained, untouched = found.points
     assert (trained.quality, trained.costs) == (0.9, {MS: 2.0, "a": 1, GFLOPS: 3.0})
@@ -67,21 +68,10 @@ def test_a_point_is_the_mean_of_its_seeds():
     assert one.spreads == {MS: (0.9, 1.5)}
     assert trained.spreads == {MS: (1.8, 3.0)}
     assert untouched.spreads == {}
-
-
-def test_details_of_a_point_are_means_over_its_seeds():
-    rows = [
-        row(run, name, quality, 1.0, loss)
-        for run, quality, loss in (("first", 0.2, 9.0), ("second", 0.8, 1.0))
-        for name in (AS_TRAINED, "experts=2")
-    ]
-    (point,) = with_operating(two_seeds(), rows).operating
-    assert point.details == {
-        "accuracy @5": 0.5,
-        "loss": 5.0,
-        "timed batch": 64,
-        "timed on": "CPU, 1 thread",
-    }
+    assert found.note == (
+        "Times per image are medians and quartiles over 3 rounds of 5 forward passes in which all models and"
+        " settings take turns: batch 64, CPU, 1 thread."
+    )
 
 
 def test_times_compare_where_they_are_the_cost_of_the_sweep():
@@ -105,35 +95,6 @@ def test_times_compare_where_they_are_the_cost_of_the_sweep():
     assert found.reference[MS] == 1.1
     (gain,) = gains(replace(found, points=(trained,)))
     assert gain.with_points == gain.without
-
-
-def test_the_note_says_how_times_were_taken():
-    found = with_operating(replace(two_seeds(), note="Trunks."), [row("first", AS_TRAINED, 0.88, 1.0)])
-    assert found.note == (
-        "Trunks. Times per image are medians and quartiles over 3 rounds of 5 forward passes in which all"
-        " models and settings take turns: batch 64, CPU, 1 thread."
-    )
-
-
-def test_a_table_from_before_quartiles_claims_no_gain_in_time():
-    """Ten times as fast, by the medians: quality and cost are there, the spread is unknown."""
-    rows = [
-        {name: value for name, value in one.items() if name not in {*TIMING} - {"batch", "device"}}
-        for run in ("first", "second")
-        for one in (row(run, AS_TRAINED, 0.9, 1.0), row(run, "experts=2", 0.6, 0.1))
-    ]
-    frontier = two_seeds()
-    found = with_operating(replace(frontier, points=frontier.points[:1]), rows)
-    (one,) = found.operating
-    assert (one.quality, one.costs[MS]) == (0.6, 0.1)
-    (gain,) = gains(found)
-    assert str(gain) == "none: the spread of the times is unknown"
-    assert "no gain in time is claimed" in found.note
-
-
-def test_a_table_has_every_column():
-    assert [*table_of([row("first", AS_TRAINED, 0.9, 1.0)])] == [*COLUMNS]
-    assert {LOW, HIGH, "rounds", "repeats"} < {*COLUMNS}
 
 
 def test_without_rows_or_of_another_quality_nothing_changes():

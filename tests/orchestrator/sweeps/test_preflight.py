@@ -144,18 +144,16 @@ def test_versions_and_code_of_nodes(digits: str, tmp_path: Path) -> None:
     assert "on 1 node" in check_versions({"a": here})
 
 
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [
-        (replace(NODE, gpus=1), "b: Ray has 2 GPUs, NVIDIA's driver 1"),
-        (replace(NODE, cuda=False), "b: torch was built without CUDA"),
-    ],
-)
-def test_gpus_that_are_not_there(node: NodeFacts, says: str) -> None:
-    nodes, declared = {"a": NODE, "b": node}, {"a": {"GPU": 2.0}, "b": {"GPU": 2.0}}
-    with pytest.raises(UsageError, match=f"1 of 2 nodes: {says}"):
-        check_gpus(nodes, declared, wanted=True)
-    assert check_gpus(nodes, declared, wanted=False) == "the sweep trains on CPUs"
+def test_gpus_that_are_not_there() -> None:
+    declared = {"a": {"GPU": 2.0}, "b": {"GPU": 2.0}}
+    for wrong, says in (
+        ({"gpus": 1}, "b: Ray has 2 GPUs, NVIDIA's driver 1"),
+        ({"cuda": False}, "b: torch was built without CUDA"),
+    ):
+        nodes = {"a": NODE, "b": replace(NODE, **wrong)}
+        with pytest.raises(UsageError, match=f"1 of 2 nodes: {says}"):
+            check_gpus(nodes, declared, wanted=True)
+        assert check_gpus(nodes, declared, wanted=False) == "the sweep trains on CPUs"
     assert check_gpus({"a": NODE, "b": NODE}, declared, wanted=True) == "4 GPUs on 2 nodes"
 
 

@@ -17,7 +17,7 @@ from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.recipe import FewShotConfig
-from orchestrator.sweeps.check import check_metrics
+from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import (
     BIAS,

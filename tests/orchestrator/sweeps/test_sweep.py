@@ -15,11 +15,9 @@ from orchestrator.data.loader import in_process
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import run as sweep_run
-from orchestrator.sweeps.branches import Trunk
 from orchestrator.sweeps.run import keep_weights_only
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.optim import learning_rate
 from orchestrator.training.run_directory import checkpoint_directory, result_of
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
@@ -76,18 +74,6 @@ def test_a_branch_equals_a_run_of_its_own_and_costs_its_own_steps(sweep, kind):
         assert ended.metrics["cost/train_flops_6mac"] == train_flops_6mac(branch.model, (at + 3) * batch)
         assert ended.metrics["cost/marginal_train_flops_6mac"] == train_flops_6mac(branch.model, 3 * batch)
         assert 0 < ended.metrics["cost/marginal_device_s"] < ended.metrics["cost/device_s"]
-
-
-def test_rates_of_the_trunk_and_its_branches_agree_until_they_part(sweep):
-    runs = sweep.runs()
-
-    def rate(name: str, step: int) -> float:
-        config = runs[name].train
-        return learning_rate(config.schedule, step, peak=config.lr, total=config.steps)
-
-    assert [rate("soft-at6", s) for s in range(6)] == [rate("soft-trunk", s) for s in range(6)]
-    assert rate("soft-at6", 7) < rate("soft-trunk", 7)
-    assert rate("soft-at6", 9) == 0
 
 
 def test_trunks_keep_their_optimizer(sweep, monkeypatch):

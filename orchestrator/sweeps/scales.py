@@ -1,7 +1,7 @@
 """The sizes at which a named sweep can run: what the models are built on, and how they are trained."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moe.vit import ViTConfig
@@ -11,10 +11,12 @@ from orchestrator.recipe import RsqrtConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Attributes:
-    base: the run that arms change; its model is dense, of the size that a sweep of one size takes.
-    sizes: name -> changes of the base, smallest first.
-    experts: of a sweep that does not vary them; the larger counts of one that does are multiples.
+    """What the arms of a sweep are built on.
+
+    Attributes:
+        base: the run that arms change; its model is dense, and has the size of sweeps that do not vary it.
+        sizes: name -> changes of the base, smallest first.
+        experts: their number in sweeps that do not vary it; other sweeps take multiples and fractions.
     """
 
     base: RunConfig
@@ -84,7 +86,3 @@ SCALES = {
         experts=32,
     ),
 }
-
-
-def base(scale: Scale, name: str) -> RunConfig:
-    return replace(scale.base, name=name)
