@@ -30,10 +30,10 @@ from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.images import encode_png
-from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
+from orchestrator.data.stream import in_process
 from orchestrator.sweeps.catalog.pareto import pareto
 from orchestrator.sweeps.catalog.routers import routers
 from orchestrator.sweeps.catalog.scales import SCALES, Scale, size

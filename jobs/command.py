@@ -16,7 +16,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import describe, override
 from orchestrator.config import RunConfig
-from orchestrator.data.external import index_external_shards
+from orchestrator.data.formats import index_external_shards
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import model_location

@@ -4,7 +4,7 @@ import argparse
 
 from jobs.command import root
 from orchestrator import storage
-from orchestrator.data.external import index_external_shards
+from orchestrator.data.formats import index_external_shards
 from orchestrator.data.manifest import has_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef, find_models

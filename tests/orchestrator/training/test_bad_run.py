@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import run_directory
