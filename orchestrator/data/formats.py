@@ -23,7 +23,7 @@ from pyarrow import types
 
 from orchestrator import storage
 from orchestrator.data.manifest import Format, Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.samples import classes_of, digest, shards_at, splits_of
+from orchestrator.data.samples import Sample, classes_of, digest, shards_at, splits_of
 from orchestrator.errors import UsageError
 
 # Names of columns of parquet files; the first name that a file has is taken.
@@ -53,15 +53,6 @@ class Columns(NamedTuple):
 
 
 BY_NAME = Columns()
-
-
-class Member(NamedTuple):
-    """A sample of a tar, and the place of its image in the file."""
-
-    key: str
-    label: int | str
-    offset: int
-    size: int
 
 
 class ShardIndex(NamedTuple):
@@ -181,15 +172,15 @@ def read_samples(content: pa.Buffer, format: Format, name: str) -> tuple[pa.Tabl
         ]
         return samples.drop_null(), problems
     found, problems = read_members(pa.BufferReader(content), name)
-    view, labels = memoryview(content), [member.label for member in found]
+    view, labels = memoryview(content), [sample.label for sample in found]
     if len({type(label) for label in labels}) > 1:
         raise UsageError(f"{name}: some labels are numbers, some are names")
-    images = [view[m.offset : m.offset + m.size] for m in found]
+    images = [view[offset : offset + size] for _, offset, size in (sample.image for sample in found)]
     kind = pa.string() if labels and isinstance(labels[0], str) else pa.int64()
     columns = {
         "image": pa.array(images, pa.large_binary()),
         "label": pa.array(labels, kind),
-        "key": pa.array([member.key for member in found], pa.string()),
+        "key": pa.array([sample.key for sample in found], pa.string()),
     }
     return pa.table(columns), problems
 
@@ -259,9 +250,9 @@ def named_if_broken(name: str) -> Iterator[None]:
         raise UsageError(f"{name} is not a whole parquet file: {str(error).splitlines()[0]}") from None
 
 
-def read_members(file: IO[bytes], name: str) -> tuple[list[Member], list[str]]:
+def read_members(file: IO[bytes], name: str) -> tuple[list[Sample], list[str]]:
     """Returns the samples of a tar that have an image and a label, in file order, and lines that name the
-    other samples.
+    other samples. The image of a sample is (name, offset, size).
 
     Members whose names differ only in the extension are one sample. Nothing is extracted.
 
@@ -285,7 +276,7 @@ def read_members(file: IO[bytes], name: str) -> tuple[list[Member], list[str]]:
                 if extension in parts:
                     problems.append(f"{name}: {key}: two members .{extension}, the first is taken")
                 elif extension in TAR_IMAGES:
-                    parts[extension] = (info.offset_data, info.size)
+                    parts[extension] = (name, info.offset_data, info.size)
                 elif extension in TAR_LABELS:
                     content: Any = tar.extractfile(info)
                     parts[extension] = content.read()
@@ -301,7 +292,7 @@ def read_members(file: IO[bytes], name: str) -> tuple[list[Member], list[str]]:
             image = next((parts[extension] for extension in TAR_IMAGES if extension in parts), None)
             if image is None:
                 raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)})")
-            found.append(Member(key, _tar_label(parts), *image))
+            found.append(Sample(image, _tar_label(parts), key, size=image[2]))
         except ValueError as error:
             problems.append(f"{name}: {key}: {error}")
     return found, problems

@@ -146,9 +146,7 @@ class Index(NamedTuple):
 def index_tar(location: str) -> Index:
     with storage.open_to_read(location) as file:
         buffered = io.BufferedReader(file, BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
-        found, problems = formats.read_members(buffered, location)
-    samples = [Sample((location, m.offset, m.size), m.label, m.key, m.size) for m in found]
-    return Index(location, samples, problems)
+        return Index(location, *formats.read_members(buffered, location))
 
 
 def index_parquet(columns: Columns, location: str) -> Index:
