@@ -32,10 +32,10 @@ from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.images import encode_png
-from orchestrator.data.loader import in_process
 from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
+from orchestrator.data.stream import in_process
 from orchestrator.sweeps.catalog import pareto, quickstart, routers
 from orchestrator.sweeps.scales import SCALES, Scale, size
 from orchestrator.sweeps.sweep import Sweep

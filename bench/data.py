@@ -2,10 +2,11 @@
 
   python bench/data.py [--rounds N] [--quick] [--memory] [--s3] [--folder DIR] [--out FILE]
 
-The limit is a process per core that reads a JPEG, decodes it and crops it at random with torchvision; others
-use as many workers. It is measured before and after each loader, and figures are ratios to the mean of both;
-medians over rounds. An epoch is 3,000 images, start included but imports; Ray Data's own start, which comes
-once per run, is apart. `cold` is the first time that a node reads a data set, `warm` every other.
+The limit is a process per core that reads a JPEG, decodes it and crops it at random with torchvision; other
+loaders use as many workers. The limit is measured before and after each loader; figures are ratios to the
+mean of both, and medians over rounds. An epoch is 3,000 images, with the loader's start but without imports;
+Ray Data's own start, once per run, is given apart. `cold` is the first time that a node reads a data set,
+`warm` every other time.
 
 Needs `pip install -e .[dev,bench]`. Every loader runs in a process of its own.
 """
@@ -32,7 +33,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - found from now on
+from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - the path comes first
 from bench.loaders import PEERS, Job  # noqa: E402
 from bench.processes import CORES, Limit, Record, cache_folder, peak_bytes, run_loader, start  # noqa: E402
 from orchestrator import storage  # noqa: E402
@@ -43,9 +44,10 @@ AWS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGI
 
 
 class Case(NamedTuple):
-    """Attributes:
+    """A loader in one setting.
+
     transform: ``usual`` or ``uint8``.
-    cache: ``cold`` or ``warm``, of ours.
+    cache: ``cold`` or ``warm`` for our loaders.
     """
 
     loader: str
@@ -95,7 +97,7 @@ def cases(s3: bool) -> list[Case]:
 
 
 def measure(cases: list[Case], data: Path, images: int, rounds: int) -> list[Record]:
-    """Interleaved, in rotating order."""
+    """Measures all cases in each round, in rotating order."""
     records: list[Record] = []
     limit = Limit(data)
     with cache_folder() as warm:
@@ -155,7 +157,7 @@ def print_case(case: str, records: list[Record]) -> None:
 
 
 def memory(data: Path, folder: Path, times: int) -> Iterator[Record]:
-    """Peak of an epoch of a data set, and of one that is ten times as large; nothing is cached before."""
+    """Yields peak memory of an epoch of a data set, and of one ten times as large, without a cache."""
     photos = [file.read_bytes() for file in jpegs(data)[: 120 * times]]
     dots = [small_png(number) for number in range(1000)]
     sets = [("in process", photos, 224, 120), ("Ray Data", photos, 224, 120), ("in process", dots, 32, 1000)]
@@ -174,7 +176,7 @@ def memory(data: Path, folder: Path, times: int) -> Iterator[Record]:
 
 @contextmanager
 def on_s3(shards: Path) -> Iterator[None]:
-    """A server in this process that holds the shards."""
+    """Runs an S3 server in this process that holds the shards."""
     server = importlib.import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()

@@ -1,7 +1,7 @@
 """Photograph-like JPEGs, drawn once, in the format of every loader that is compared.
 
-Clouds of noise in colour, shapes before them and grain over all, 400 to 500 pixels a side, quality 90, 4:2:0:
-91 KB on average, 75 to 105 from the 5th to the 95th percentile.
+They show clouds of coloured noise, shapes in front of them and grain, 400 to 500 pixels a side, quality 90,
+4:2:0: 91 KB on average, 75 to 105 from the 5th to the 95th percentile.
 """
 
 import importlib
@@ -27,7 +27,7 @@ TAR_IMAGES = 500
 
 
 def prepare(folder: Path, count: int) -> None:
-    """Below `folder`: `jpeg/CLASS/NUMBER.jpg`, `tars`, `litdata`, and `shards` as we pack them."""
+    """Writes `jpeg/CLASS/NUMBER.jpg`, `tars`, `litdata` and our `shards` below `folder`."""
     if (folder / "whole").exists():
         return
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -50,12 +50,12 @@ def prepare(folder: Path, count: int) -> None:
 
 
 def jpegs(folder: Path) -> list[Path]:
-    """By number, so that classes are mixed."""
+    """Returns the images sorted by number, so that classes are mixed."""
     return sorted((folder / "jpeg").rglob("*.jpg"), key=lambda file: file.name)
 
 
 def pack(path: Path, images: Sequence[bytes], count: int) -> None:
-    """Our shards of `count` samples, which are `images` again and again."""
+    """Packs `count` samples, which repeat `images`, into our shards."""
     samples = [Sample(images[i % len(images)], i % CLASSES, f"{i:06d}") for i in range(count)]
     splits: dict[str, Iterable[Sample]] = {"train": samples, "val": samples[:1]}
     write_shards(str(path), map(str, range(CLASSES)), splits)
@@ -85,7 +85,7 @@ def small_png(number: int, size: int = 32) -> bytes:
 
 
 def _cut(rng: np.random.Generator, height: int, width: int) -> NDArray[np.float32]:
-    """Mean 0, deviation 1."""
+    """Cuts a part of the noise, with mean 0 and deviation 1."""
     top, left = rng.integers(0, FIELD - height), rng.integers(0, FIELD - width)
     part = _noise()[rng.integers(FIELDS), top : top + height, left : left + width]
     return (part - part.mean()) / part.std()
@@ -93,7 +93,7 @@ def _cut(rng: np.random.Generator, height: int, width: int) -> NDArray[np.float3
 
 @cache
 def _noise() -> NDArray[np.float32]:
-    """(FIELDS, FIELD, FIELD); its amplitude falls with frequency about as that of photographs does."""
+    """Draws (FIELDS, FIELD, FIELD) noise, whose amplitude falls with frequency about as in photographs."""
     rng = np.random.default_rng(0)
     frequency = np.hypot(np.fft.fftfreq(FIELD)[:, None], np.fft.rfftfreq(FIELD))
     frequency[0, 0] = 1

@@ -1,6 +1,6 @@
-"""One loader in a process of its own, as `bench/data.py` starts it: `-m bench.loaders JOB`, answers in JSON.
+"""A loader in a process of its own, which `bench/data.py` starts: `-m bench.loaders JOB`; answers are JSON.
 
-Peers have as many workers as there are cores, and batches of 64. Times begin when all is imported.
+Peers have as many workers as there are cores, and batches of 64. Times begin after the imports.
 """
 
 import importlib
@@ -27,8 +27,7 @@ from torchvision.transforms import v2
 from bench.images import jpegs
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
-from orchestrator.data.stream import Reader, open_stream
+from orchestrator.data.stream import Reader, in_process, open_stream
 from orchestrator.training.worker import keep_freed_memory
 
 BATCH = 64
@@ -40,12 +39,13 @@ Times = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Attributes:
-    transform: of peers: ``usual``, or ``uint8`` as ours.
-    path: what `images.prepare` made; of ours, the shards.
+    """What a loader reads, and how.
+
+    transform: of peers: ``usual``, or ``uint8`` as our loaders do.
+    path: the folder that `images.prepare` made; for our loaders, the shards.
     images: per epoch.
     cores: how many to use.
-    flow_epochs: that Ray Data reads as one, after an epoch by itself.
+    flow_epochs: epochs that Ray Data reads as one, after an epoch by itself.
     """
 
     loader: str
@@ -58,7 +58,7 @@ class Job:
 
 
 class AsUint8:
-    """The least that has to be done: decode, crop, flip. The model's device does the rest."""
+    """The least work of a loader: decode, crop, flip. The model's device does the rest."""
 
     def __init__(self) -> None:
         self.crop = v2.Compose(
@@ -73,7 +73,7 @@ class AsUint8:
 
 
 class Usual:
-    """As most training code has it."""
+    """The transform of most training code."""
 
     def __init__(self) -> None:
         self.crop: Callable[[Image.Image], Any] = v1.Compose(
@@ -140,7 +140,7 @@ def ours_in_process(job: Job) -> Times:
 
 
 def ours_by_ray_data(job: Job) -> Times:
-    """What comes once per run (`start_s`), then an epoch, then several in one flow."""
+    """Times the start of a run, then an epoch, then several epochs in one execution."""
     ray: Any = importlib.import_module("ray")
     ray_data = importlib.import_module("orchestrator.data.ray_data")
     began = time.perf_counter()
@@ -181,7 +181,7 @@ def run_of(job: Job) -> RunConfig:
 
 
 def timed(start: Callable[[], Iterator[Tensor]], total: int) -> Times:
-    """All batches; `images_per_s` is that of the last three quarters."""
+    """Times all batches; `images_per_s` is the rate over the last three quarters."""
     cpu, began = cpu_seconds(), time.perf_counter()
     seen, arrivals = 0, []
     for images in start():
@@ -198,13 +198,15 @@ def timed(start: Callable[[], Iterator[Tensor]], total: int) -> Times:
 
 
 def cpu_seconds() -> float:
-    """Of this process and all below it, those that have ended too."""
+    """Returns the CPU seconds of this process and its descendants, including those that have ended."""
     root = psutil.Process()
     return sum(sum(process.cpu_times()[:4]) for process in [root, *root.children(recursive=True)])
 
 
 def limit(job: Job) -> None:
-    """One core of it. For each line ``BEGIN SECONDS`` on stdin, by the monotonic clock: what it did then."""
+    """Measures one core of the limit. For each line ``BEGIN SECONDS`` on stdin, by the monotonic clock, it
+    answers how many images it read in that time.
+    """
     transform = AsUint8()
     files = cycle(jpegs(Path(job.path)))
     transform(next(files).read_bytes())

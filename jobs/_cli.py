@@ -161,7 +161,7 @@ class Storage:
     def shards(self, data: str) -> str:
         """The location of shards; tars and parquet files of other projects are indexed first."""
         from orchestrator import storage
-        from orchestrator.data.external import index_external_shards
+        from orchestrator.data.formats import index_external_shards
         from orchestrator.data.manifest import has_manifest
 
         path = storage.absolute(data)

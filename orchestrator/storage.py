@@ -1,4 +1,4 @@
-"""Bytes on local paths and on S3 alike.
+"""Reading and writing bytes on local paths and on S3 alike.
 
 A location is a local path or ``s3://bucket/key``, taken as it is written: nothing in it is quoted. Endpoint,
 region and credentials come from the usual AWS variables. Every function raises OSError if storage fails.
@@ -19,12 +19,14 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from pyarrow import fs
 
-ATTEMPTS = 8  # of a request to S3, with pauses that double: a storm of errors may last about half a minute
+# Attempts for each request to S3, with pauses that double: an outage of about half a minute is survived.
+ATTEMPTS = 8
 TIMEOUT_S = 60  # without a byte
+PIECE_BYTES = 16 << 20  # read at once
 
 
 def absolute(location: str) -> str:
-    """A URI as it is; a local path made absolute, so that no process depends on its working directory."""
+    """Makes a local path absolute, so that no process depends on its working directory; keeps a URI."""
     return str(Path(_path(location)).expanduser().resolve()) if is_local(location) else location
 
 
@@ -37,13 +39,20 @@ def join(location: str, *names: str) -> str:
 
 
 def read_bytes(location: str) -> bytes:
-    """Raises FileNotFoundError if there is nothing."""
+    """Reads a whole file. Raises FileNotFoundError if there is none."""
     with open_to_read(location) as file:
         return file.read()
 
 
+def pieces(location: str) -> Iterator[bytes]:
+    """Yields a file's content in pieces of `PIECE_BYTES`. Raises FileNotFoundError if there is none."""
+    with open_to_read(location) as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
 def write_bytes(location: str, content: bytes) -> None:
-    """Whole or not at all, whatever was there before."""
+    """Writes or replaces a file: readers see the old content or the whole new content, never a part."""
     if not is_local(location):
         return _put(location, content)
     temporary = f"{location}.{uuid.uuid4().hex}.tmp"
@@ -57,10 +66,10 @@ def write_bytes(location: str, content: bytes) -> None:
 
 
 def write_new(location: str, content: bytes) -> None:
-    """As `write_bytes`, but only where nothing is yet, whoever else writes at the same moment.
+    """Writes a file as `write_bytes` does, but only if there is none; of several writers one succeeds.
 
     Raises:
-        FileExistsError: if there is something.
+        FileExistsError: if the file exists.
     """
     if not is_local(location):
         return _put(location, content, IfNoneMatch="*")
@@ -74,7 +83,7 @@ def write_new(location: str, content: bytes) -> None:
 
 @contextmanager
 def open_to_write(location: str) -> Iterator[pa.NativeFile]:
-    """A stream of bytes into a folder that is there (see `make_folder`); durable when the block ends."""
+    """Opens a new file in an existing folder (see `make_folder`); it is durable when the block ends."""
     system, path = _resolve(location)
     with system.open_output_stream(path) as stream:
         yield stream
@@ -82,22 +91,22 @@ def open_to_write(location: str) -> Iterator[pa.NativeFile]:
 
 
 def open_to_read(location: str) -> pa.NativeFile:
-    """A file that can be read at any offset. Raises FileNotFoundError."""
+    """Opens a file that can be read at any offset. Raises FileNotFoundError."""
     system, path = _resolve(location)
     return system.open_input_file(path)
 
 
 def make_folder(location: str) -> None:
-    """S3 has no folders: there is nothing to make."""
+    """Makes a local folder; S3 has no folders, so nothing is made there."""
     if is_local(location):
         os.makedirs(_path(location), exist_ok=True)
 
 
 def rename_folder(location: str, target: str) -> None:
-    """A local folder, with all that is in it; durable when it returns.
+    """Renames a local folder; the new name is durable when the function returns.
 
     Raises:
-        FileExistsError: if `target` is there, unless it is an empty folder.
+        FileExistsError: if `target` exists, unless it is an empty folder.
     """
     flush(location)
     try:
@@ -110,7 +119,7 @@ def rename_folder(location: str, target: str) -> None:
 
 
 def flush(location: str) -> None:
-    """A local file or folder onto the disk itself; an S3 object is durable when it appears."""
+    """Flushes a local file or folder to the disk; an S3 object is durable when it appears."""
     if is_local(location):
         descriptor = os.open(_path(location), os.O_RDONLY)
         try:
@@ -120,14 +129,14 @@ def flush(location: str) -> None:
 
 
 def size(location: str) -> int | None:
-    """Bytes of a file; None if there is none."""
+    """Returns the size of a file in bytes; None if there is no such file."""
     system, path = _resolve(location)
     info = system.get_file_info(path)
     return info.size if info.type == fs.FileType.File else None
 
 
 def names(location: str) -> list[str]:
-    """What lies directly in a folder, sorted; nothing if there is no folder."""
+    """Lists the names directly in a folder, sorted; an empty list if there is no folder."""
     system, path = _resolve(location)
     try:
         found = system.get_file_info(fs.FileSelector(path, allow_not_found=True))
@@ -137,15 +146,20 @@ def names(location: str) -> list[str]:
 
 
 def files(location: str) -> dict[str, int]:
-    """Every file below a folder, at any depth: path below it -> bytes, sorted; nothing without a folder."""
+    """Lists every file below a folder, at any depth: path below the folder -> bytes, sorted.
+
+    Local links are followed, but not in a circle; a broken link counts as an empty file.
+    """
+    if is_local(location):
+        return dict(sorted(_walk(_path(location))))
     system, path = _resolve(location)
     found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    below = len(path.rstrip("/")) + 1
+    below = len(path) + 1
     return dict(sorted((info.path[below:], info.size) for info in found if info.type == fs.FileType.File))
 
 
 def delete(location: str) -> None:
-    """A file, or a folder with all that is in it; nothing if there is none."""
+    """Deletes a file, or a folder with its content; does nothing if there is none."""
     if is_local(location):
         path = Path(_path(location))
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -162,14 +176,14 @@ def delete(location: str) -> None:
 
 
 def delete_empty_folder(location: str) -> None:
-    """Leaves one that is not empty; on S3 there is none."""
+    """Deletes a local folder if it is empty."""
     if is_local(location):
         with suppress(OSError):
             os.rmdir(_path(location))
 
 
 def abort_uploads(location: str, containing: str = "") -> None:
-    """Drops parts of S3 uploads below `location` that nobody will complete, of keys with such a text."""
+    """Aborts the unfinished S3 uploads below `location` whose keys hold the text `containing`."""
     if is_local(location):
         return
     bucket, prefix = _bucket_and_key(location)
@@ -178,6 +192,16 @@ def abort_uploads(location: str, containing: str = "") -> None:
         for upload in (upload for page in pages for upload in page.get("Uploads", ())):
             if containing in upload["Key"]:
                 _s3().abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+
+def _walk(folder: str) -> Iterator[tuple[str, int]]:
+    for here, below, names in os.walk(folder, followlinks=True):
+        inside = f"{os.path.realpath(here)}/"
+        below[:] = [
+            name for name in below if not inside.startswith(f"{os.path.realpath(os.path.join(here, name))}/")
+        ]
+        for path in (os.path.join(here, name) for name in names):
+            yield os.path.relpath(path, folder), os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _path(location: str) -> str:
@@ -194,7 +218,8 @@ def _resolve(location: str) -> tuple[fs.FileSystem, str]:
 @cache
 def _file_system(bucket: str) -> fs.FileSystem:
     return fs.S3FileSystem(
-        region=fs.FileSystem.from_uri(f"s3://{bucket}")[0].region,  # asks S3 if no variable says it
+        # Without a variable that names the region, this asks S3.
+        region=fs.FileSystem.from_uri(f"s3://{bucket}")[0].region,
         endpoint_override=os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL")),
         request_timeout=TIMEOUT_S,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
@@ -216,7 +241,8 @@ def _put(location: str, content: bytes, **condition: str) -> None:
         except ClientError as error:
             if error.response["Error"]["Code"] != "PreconditionFailed":
                 raise
-            if read_bytes(location) != content:  # else a retry met what the first attempt had written
+            # Equal content means that a retry met what its first attempt had written.
+            if read_bytes(location) != content:
                 raise FileExistsError(f"{location} exists already") from None
     if (found := size(location)) != len(content):
         delete(location)

@@ -46,7 +46,12 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.data.batch": set(),
     "orchestrator.data.augment": set(),
     "orchestrator.data.images": {"orchestrator.data.augment"},
-    "orchestrator.data.formats": {"orchestrator.data.manifest"},
+    "orchestrator.data.samples": {"orchestrator.storage", "orchestrator.data.images"},
+    "orchestrator.data.formats": {
+        "orchestrator.storage",
+        "orchestrator.data.manifest",
+        "orchestrator.data.samples",
+    },
     "orchestrator.checkpoint": {
         "moe",
         "orchestrator.config",

@@ -5,6 +5,6 @@
       optimizer-00000-002.3f9a1c2b.safetensors   its share of the optimiser's state
       manifest.json                              step, progress, config, every file's SHA-256; written last
 
-`manager.py` saves, resumes and says what stays; `files.py` moves tensors to files and back; `manifest.py`
+`manager.py` saves, resumes and removes checkpoints; `files.py` moves tensors to files and back; `manifest.py`
 commits a checkpoint and finds the newest whole one; `weights.py` exports weights and starts models from them.
 """

@@ -1,7 +1,7 @@
-"""Tensors as safetensors files and back.
+"""Writing a run's tensors to safetensors files, and reading them in any layout.
 
 torch.distributed.checkpoint plans which rank moves which part of a tensor, so any layout loads any other. Its
-Hugging Face storage writes and reads the files; it knows local folders alone, so files go to S3 and come from
+Hugging Face storage writes and reads the files; it knows local folders only, so files go to S3 and come from
 there through a temporary folder of the node. Nothing is pickled.
 """
 
@@ -37,28 +37,29 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from orchestrator import storage
-from orchestrator.checkpoint.manifest import CHUNK, File, Manifest, agreed, gathered, hashed, rank_in
+from orchestrator.checkpoint.manifest import File, Manifest, agreed, gathered, hashed, rank_in
 from orchestrator.errors import UsageError
 
 SUFFIX = ".safetensors"
 OPTIMIZER = "optimizer."  # begins the names of the optimiser's tensors; weights are named as in the model
-FILE_BYTES = 16 << 20  # at least; a file is built in memory, so states are spread over several
-MOST_FILES = 16  # about; of a worker
+# A file is built in memory, so a worker's share is spread over about MOST_FILES files of FILE_BYTES or more.
+FILE_BYTES = 16 << 20
+MOST_FILES = 16
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-# one process without a process group is meant
+# A single process without a process group is intended.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns references to all tensors that training continues from. An optimiser without state gets the
-    state of before its first update.
+    state before its first update.
     """
-    # the weights first: this shards again what an evaluation left gathered
+    # The weights come first, because this shards again what an evaluation left gathered.
     weights: dict[str, Any] = get_model_state_dict(model)
     is_new = not optimizer.state
     moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
     if is_new:
-        # torch made the state by an update without gradients, which counted as one
+        # torch made the state by an update without gradients, which counted as a step.
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()
@@ -80,23 +81,22 @@ def write(
     """Writes this rank's share into `folder`, and returns the files of all ranks:
     ``weights-<rank>-<number>.<token>.safetensors`` and ``optimizer-..``.
 
-    Args:
-        token: a name of this attempt to save, so that files of two attempts are never mixed.
-        state: tensors, which may be spread over ranks.
-        parts: this rank's parts of them, or copies that hold still while training continues.
+    token: a name of this attempt to save, so that files of two attempts are never mixed.
+    state: tensors, which may be spread over ranks.
+    parts: this rank's parts of the tensors, or copies that do not change while training continues.
 
     Raises:
-        CheckpointException, OSError: if that failed on any rank.
+        CheckpointException, OSError: if writing failed on any rank.
     """
     rank = rank_in(group)
     number_of = _file_numbers(state, dist.get_world_size(group) if group else 1)
     weights = {number for name, number in number_of.items() if not name.startswith(OPTIMIZER)}
 
     def move(source: Path) -> dict[str, File]:
-        """Gives this rank's files their names in `folder`."""
+        """Gives this rank's files their final names in `folder`."""
         files = {}
         for path in sorted(source.iterdir()) if source.exists() else []:
-            # torch calls it shard-<rank>-model-<number>-of-<count>.safetensors
+            # torch's name is shard-<rank>-model-<number>-of-<count>.safetensors.
             number = int(path.name.split("-")[3])
             kind = "weights" if number in weights else "optimizer"
             name = f"{kind}-{rank:05d}-{number:03d}.{token}{SUFFIX}"
@@ -106,16 +106,17 @@ def write(
                 path.rename(Path(storage.absolute(folder), name))
             else:
                 with path.open("rb") as file, storage.open_to_write(storage.join(folder, name)) as stream:
-                    shutil.copyfileobj(file, stream, CHUNK)
+                    shutil.copyfileobj(file, stream, storage.PIECE_BYTES)
                 path.unlink()
         with suppress(FileNotFoundError):
             source.rmdir()
         return files
 
-    with _local_folder(folder) as local:
+    storage.make_folder(folder)
+    with _on_this_node(folder) as local:
         mine = Path(local, f"rank-{rank:05d}")
         writer = HuggingFaceStorageWriter(str(mine), fqn_to_index_mapping=number_of, save_distributed=True)
-        writer.sync_files = False  # `move` does it
+        writer.sync_files = False  # `move` flushes the files
         state_dict_saver.save(
             dict(state),
             storage_writer=writer,
@@ -134,11 +135,10 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fills the model, and the optimiser if there is one, in place, whatever layout wrote the checkpoint.
+    """Fills the model, and the optimiser if given, in place, whatever layout wrote the checkpoint.
 
     Raises:
-        ValueError: if tensors are missing, unknown, or of another shape or dtype; none is converted, and
-            nothing was filled.
+        ValueError: if tensors are missing, unknown, or of another shape or dtype; then nothing was filled.
         OSError: if reading fails.
     """
     weights: dict[str, Any] = get_model_state_dict(model)
@@ -162,7 +162,7 @@ def fill(tensors: Mapping[str, Tensor], reader: "Reader", group: dist.ProcessGro
         state_dict_loader.load(
             dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None
         )
-    except CheckpointException as error:  # it is not an Exception, which callers wait for
+    except CheckpointException as error:  # not an Exception, which callers expect
         worker, cause = first_failure(error)
         location = reader.remote or reader.path
         raise OSError(f"reading {location} failed: worker {worker}: {cause!r}") from error
@@ -175,10 +175,10 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 class Reader(HuggingFaceStorageReader):
-    """Reads these files of a local folder, and no others that lie there.
+    """Reads the named files of a local folder, and ignores the others.
 
-    With `remote`, the folder is an empty one that gets copies of the files there: of all of them the headers,
-    on the first worker, and on each worker those files whole that it has to read.
+    With `remote`, the folder is empty at first and gets copies of the files at `remote`: on the first worker
+    the headers of all files, on each worker the whole files that it has to read.
     """
 
     def __init__(
@@ -216,13 +216,13 @@ class Reader(HuggingFaceStorageReader):
             needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
             for path in needed - self._copied:
                 source = storage.join(self.remote, Path(path).name)
-                with storage.open_to_read(source) as file, open(path, "wb") as target:
-                    shutil.copyfileobj(file, target, CHUNK)
+                with open(path, "wb") as target:
+                    target.writelines(storage.pieces(source))
                 self._copied.add(path)
         return super().read_data(plan, planner)
 
     def tensors(self, device: str = "meta") -> dict[str, Tensor]:
-        """Returns a tensor to be filled for each that is there; on the meta device shape and dtype alone."""
+        """Returns an unfilled tensor for each tensor in the files; on the meta device without memory."""
         saved: Any = self.metadata.state_dict_metadata
         return {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device=device)
@@ -234,20 +234,17 @@ class Reader(HuggingFaceStorageReader):
 def open_reader(
     folder: str, names: Sequence[str], group: dist.ProcessGroup | None = None
 ) -> Iterator[Reader]:
-    """Opens files of a folder, which may be on S3: then copies of them lie in a temporary folder meanwhile.
+    """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed.
 
     Raises:
-        UsageError: if one of them is not a whole safetensors file.
+        UsageError: if a file is not a whole safetensors file.
     """
-    if storage.is_local(folder):
-        yield Reader(storage.absolute(folder), names, group)
-    else:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-") as local:
-            yield Reader(local, names, group, remote=folder)
+    with _on_this_node(folder) as local:
+        yield Reader(local, names, group, remote=None if storage.is_local(folder) else folder)
 
 
 class _Listed(FileSystem):
-    """A file system whose folders list these files alone."""
+    """A file system whose folders list only the named files."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -257,7 +254,7 @@ class _Listed(FileSystem):
 
 
 class _SaveParts(DefaultSavePlanner):
-    """Plans as the state is spread over workers, and writes these parts of it."""
+    """Plans by how the state is spread over workers, and writes the given parts of it."""
 
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -268,7 +265,7 @@ class _SaveParts(DefaultSavePlanner):
 
 
 def _check_same(folder: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, on every worker alike."""
+    """Raises ValueError, on every worker, if the tensors differ in names, shapes or dtypes."""
     wrong = []
     for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.startswith(OPTIMIZER), name)):
         there, here = saved.get(name), wanted.get(name)
@@ -290,9 +287,9 @@ def _file_numbers(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
     most = max(FILE_BYTES, sum(share.values()) // MOST_FILES)
     numbers: dict[str, int] = {}
     number = 0
-    for kind in (False, True):
+    for is_optimizer in (False, True):
         number, filled = number + 1, 0
-        for name in (name for name in state if name.startswith(OPTIMIZER) == kind):
+        for name in (name for name in state if name.startswith(OPTIMIZER) == is_optimizer):
             if filled and filled + share[name] > most:
                 number, filled = number + 1, 0
             numbers[name], filled = number, filled + share[name]
@@ -300,10 +297,9 @@ def _file_numbers(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 @contextmanager
-def _local_folder(folder: str) -> Iterator[str]:
-    """`folder`, made if it is not there; a temporary folder if it is on S3."""
+def _on_this_node(folder: str) -> Iterator[str]:
+    """Yields the path of `folder`, or of a temporary folder if it is on S3."""
     if storage.is_local(folder):
-        storage.make_folder(folder)
         yield storage.absolute(folder)
     else:
         with tempfile.TemporaryDirectory(prefix="checkpoint-") as local:

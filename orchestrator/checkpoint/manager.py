@@ -1,4 +1,4 @@
-"""A run's checkpoints, as all its workers see them: saved beside training, resumed from, kept and removed."""
+"""A run's checkpoints: all its workers save beside training and resume; what need not stay is removed."""
 
 import logging
 import math
@@ -35,8 +35,8 @@ class Snapshot:
     """A copy of this worker's share of the state in host memory, which is written while training continues.
 
     Tensors are looked up once, because that takes as long as a copy: FSDP, optimisers and our modules write
-    into their tensors and replace none. The memory is allocated before training starts, because touching its
-    pages takes longer than the copy.
+    into their tensors and never replace them. The memory is allocated before training starts, because its
+    first use takes longer than the copy.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -54,7 +54,7 @@ class Snapshot:
         return len(now) == len(self._tensors) and all(map(operator.is_, now, self._tensors))
 
     def take(self) -> None:
-        """Copies the state as it is now."""
+        """Copies the current state."""
         for name, live in self._live.items():
             self.copies[name].copy_(live, non_blocking=True)
         if torch.cuda.is_available():
@@ -65,8 +65,8 @@ class Checkpoints:
     """Every method is called by all workers of the run, in the same order.
 
     Saving copies the state and writes the copy beside training, on a process group of its own: collectives of
-    a second thread on the training's group would interleave with it. A save that fails is counted and logged
-    at the next call, and training continues; the checkpoints before it are untouched.
+    a second thread on the training's group would interleave with those of training. A save that fails is
+    counted and logged at the next call, and training continues; older checkpoints are untouched.
     """
 
     def __init__(self, directory: str, config: CheckpointConfig) -> None:
@@ -85,11 +85,11 @@ class Checkpoints:
         self._saved: set[int] = set()
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
-        """Fills both from the newest checkpoint whose every file is as it was written, whatever layout wrote
-        it; damaged checkpoints are named in a warning. Returns None if there is none.
+        """Fills both from the newest whole checkpoint, whatever layout wrote it, and returns its manifest.
+        Damaged checkpoints are named in a warning. Returns None if there is no checkpoint.
 
         Raises:
-            ValueError: if its tensors are not those of the model, or the optimiser's are gone.
+            ValueError: if its tensors differ from the model's, or it has no state of the optimiser.
             OSError: if storage does not answer, which is not damage.
         """
         agreed(lambda: _tidy(self.directory, lambda: collect_garbage(self.directory)), self.group)
@@ -103,15 +103,14 @@ class Checkpoints:
             else:
                 load(folder, manifest, model, optimizer, group=self.group)
         self._skipped = {step for step in there if manifest is None or step > manifest.step}
-        if self.config.asynchronous:
-            self._snapshot = Snapshot(model, optimizer)
+        self._allocate(model, optimizer)
         return manifest
 
     def branch(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
-        """Fills both from a checkpoint of another run; what is saved from now on belongs to this run.
+        """Fills both from a checkpoint of another run, and returns its manifest.
 
         Raises:
-            UsageError: if it is not there, not whole, or holds weights only.
+            UsageError: if the checkpoint is missing or damaged, or holds weights only.
         """
         try:
             manifest = verified(folder, self.group)
@@ -120,9 +119,11 @@ class Checkpoints:
         if not manifest.has_optimizer():
             raise UsageError(f"{folder} holds weights only: a branch needs the state of the optimiser too")
         load(folder, manifest, model, optimizer, group=self.group)
-        if self.config.asynchronous:
-            self._snapshot = Snapshot(model, optimizer)
+        self._allocate(model, optimizer)
         return manifest
+
+    def _allocate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._snapshot = Snapshot(model, optimizer) if self.config.asynchronous else None
 
     def save(
         self,
@@ -134,7 +135,7 @@ class Checkpoints:
         progress: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Copies the state as it is now, and returns before it is written (unless `asynchronous` is off)."""
+        """Copies the current state, and returns before it is written (unless `asynchronous` is off)."""
         self.settle()
         described = partial(Manifest, step=step, images=images, progress=dict(progress), config=config)
         if self.config.asynchronous:
@@ -149,14 +150,14 @@ class Checkpoints:
             self._finish_save(step, lambda: self._write(step, state, parts, described))
 
     def settle(self) -> None:
-        """Waits until the last save is written, or has failed."""
+        """Waits until the last save has been written or has failed."""
         if self._pending:
             step, future = self._pending
             self._pending = None
             self._finish_save(step, future.result)
 
     def finish(self) -> None:
-        """Raises OSError if the last save failed: a run is not complete without its weights."""
+        """Ends saving. Raises OSError if the last save failed: a run is not complete without its weights."""
         self.settle()
         self._beside.shutdown()
         if self._last_failure:
@@ -181,7 +182,7 @@ class Checkpoints:
             raise
 
     def _commit(self, folder: str, attempt: str, manifest: Manifest) -> None:
-        # a checkpoint of this step that this run neither skipped nor saved is another run's
+        # A checkpoint of this step that this run neither skipped nor saved belongs to another run.
         replace = manifest.step in self._skipped | self._saved
         manifests.commit(folder, attempt, manifest, replace=replace)
         if replace:
@@ -194,13 +195,13 @@ class Checkpoints:
         try:
             work()
             self._last_failure = None
-        # not RuntimeError, which collectives raise when another worker is gone: then this run ends too
+        # RuntimeError is not caught: collectives raise it when another worker is gone, and the run must end.
         except (CheckpointException, OSError, MemoryError) as error:
             why = repr(error)
             if isinstance(error, CheckpointException):
                 worker, cause = first_failure(error)
                 if not isinstance(cause, Exception):
-                    raise cause from None  # an interrupt, which DCP made an exception
+                    raise cause from None  # an interrupt, which DCP wrapped
                 why = f"worker {worker}: {cause!r}"
             self.failures += 1
             self._last_failure = f"saving step {step} to {self.directory} failed: {why}"
@@ -211,9 +212,8 @@ class Checkpoints:
 def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:
     """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
 
-    Args:
-        found: step -> its quality, higher is better; None or NaN where it was not measured at that step. Of
-            equal qualities the earliest is the best, as in the run's progress.
+    `found` maps each step to its quality, higher is better; None or NaN if it was not measured at that step.
+    The earliest of several equal qualities is the best, as in the run's progress.
     """
     latest = sorted(found)[-keep.keep_last :]
     measured = {s: quality for s, quality in found.items() if quality is not None and not math.isnan(quality)}
@@ -223,33 +223,28 @@ def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfi
 
 
 def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collection[int] = ()) -> None:
-    """Removes what need not stay after `step` was saved.
+    """Removes the checkpoints that need not stay after `step` was saved.
 
-    Checkpoints that were `skipped` when the run resumed, and those without a readable manifest, are damaged:
-    they are removed, and do not count as kept. Other checkpoints later than `step` belong to another run.
+    Checkpoints that were `skipped` when the run resumed, and checkpoints without a readable manifest, are
+    damaged: they are removed, and do not count as kept. Other checkpoints later than `step` belong to another
+    run.
     """
     ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
-    found: dict[int, float | None] = {}
-    for s in ours - set(skipped):
-        try:
-            found[s] = _quality(manifests.read(manifests.folder_of(directory, s)))
-        except (DamagedError, FileNotFoundError):
-            continue
+    whole = {s: _readable(directory, s) for s in ours - set(skipped)}
+    found = {s: _quality(manifest) for s, manifest in whole.items() if manifest}
     for old in ours - checkpoints_to_keep(found, keep):
         manifests.remove(manifests.folder_of(directory, old))
 
 
 def quality_of(directory: str, step: int) -> float | None:
-    """Returns `BEST_BY`, if it was measured at that very step and the manifest can be read."""
-    try:
-        return _quality(manifests.read(manifests.folder_of(directory, step)))
-    except (DamagedError, FileNotFoundError):
-        return None
+    """Returns `BEST_BY`, if it was measured at exactly this step and the manifest can be read."""
+    manifest = _readable(directory, step)
+    return manifest and _quality(manifest)
 
 
 def collect_garbage(directory: str) -> None:
-    """Removes what interrupted saves and removals left: files of ours that belong to no checkpoint. May only
-    be called while no run writes to `directory`.
+    """Removes what interrupted saves and removals left behind: our files that belong to no checkpoint. May
+    only be called while no run writes to `directory`.
     """
     storage.abort_uploads(directory)
     for name in storage.names(directory):
@@ -262,7 +257,7 @@ def collect_garbage(directory: str) -> None:
 
 
 def discard(attempt: str, token: str) -> None:
-    """Removes what is left in `attempt` of a save that failed."""
+    """Removes the files of a failed save from `attempt`."""
     if storage.is_local(attempt):
         storage.delete(attempt)
     else:
@@ -271,7 +266,7 @@ def discard(attempt: str, token: str) -> None:
 
 
 def delete_unlisted(folder: str, containing: str = "") -> None:
-    """Removes files that are named as ours, and that the manifest in `folder` does not list."""
+    """Removes files that have our names and that the manifest in `folder` does not list."""
     try:
         listed = manifests.read(folder).files.keys()
     except DamagedError:
@@ -286,17 +281,15 @@ def delete_unlisted(folder: str, containing: str = "") -> None:
 
 
 def drop_optimizer(directory: str) -> int:
-    """Removes the optimiser's state from every checkpoint in `directory`, and returns the bytes that were
-    freed. A complete run needs its weights alone, unless it is to be continued.
+    """Removes the optimiser's state from every checkpoint in `directory`, and returns the bytes freed.
+
+    A complete run needs only its weights, unless it is to be continued.
     """
     freed = 0
-    for folder in (manifests.folder_of(directory, step) for step in manifests.steps(directory)):
-        try:
-            before = manifests.read(folder)
-        except DamagedError:
-            continue
-        if before.has_optimizer():
-            # the manifest first: at no moment does it list a file that is gone
+    for step in manifests.steps(directory):
+        folder, before = manifests.folder_of(directory, step), _readable(directory, step)
+        if before and before.has_optimizer():
+            # The manifest is written first, so that it never lists a file that is gone.
             after = replace(before, files={name: before.files[name] for name in before.weights()})
             storage.write_bytes(storage.join(folder, MANIFEST), manifests.encode(after))
             storage.flush(folder)
@@ -307,20 +300,29 @@ def drop_optimizer(directory: str) -> int:
     return freed
 
 
+def _readable(directory: str, step: int) -> Manifest | None:
+    """Returns a step's manifest; None if it is missing or damaged."""
+    try:
+        return manifests.read(manifests.folder_of(directory, step))
+    except (DamagedError, FileNotFoundError):
+        return None
+
+
 def _quality(manifest: Manifest) -> float | None:
     progress = manifest.progress
     return progress.get("metrics", {}).get(BEST_BY) if progress.get("reported") == manifest.step else None
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns what training writes to; parameters as the optimiser has them, for FSDP swaps a model's own."""
+    """Returns the tensors that training writes to; parameters are the optimiser's: FSDP swaps the model's."""
     parameters = (param for group in optimizer.param_groups for param in group["params"])
     moments = (value for state in optimizer.state.values() for value in state.values())
     return [model, *parameters, *moments, *model.buffers()]
 
 
 def _tidy(directory: str, work: Callable[[], None]) -> None:
+    """Runs a removal; if storage fails, it is logged and training continues."""
     try:
         work()
     except OSError as error:
-        log.warning("what could be removed from %s stays for now: %s", directory, error)
+        log.warning("removing old files from %s failed, they stay for now: %s", directory, error)

@@ -1,4 +1,4 @@
-"""The manifest, which is written last and makes a folder a checkpoint; the search for the newest whole one.
+"""The manifest, which is written last and makes a folder a checkpoint; the search for the newest checkpoint.
 
 A function that takes a `group` is called by all workers of the group in the same order, and returns or raises
 the same on each of them. Without a group the caller is alone.
@@ -20,7 +20,6 @@ from orchestrator.errors import UsageError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MANIFEST = "manifest.json"
-CHUNK = 16 << 20  # bytes that are read or written at once
 
 
 class DamagedError(Exception):
@@ -35,14 +34,13 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
-    Attributes:
     step: number of updates that were made.
     images: place in the run's order of images, which is a function of the config: where reading continues.
-    progress: what else the run counts: seconds, its last report, its best.
+    progress: the run's other counters: seconds, its last report, its best.
     config: the run's config, as `codec.to_dict` returns it.
-    files: name in the folder -> what must be in it.
+    files: name in the folder -> digest and size.
     """
 
     step: int
@@ -59,7 +57,7 @@ class Manifest:
         return len(self.weights()) < len(self.files)
 
     def weights_digest(self) -> str:
-        """Names the weights, whatever else lies beside them."""
+        """Returns a SHA-256 of the weights, independent of the other files."""
         digests = sorted(file.sha256 for name, file in self.files.items() if name.startswith("weights"))
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -96,7 +94,7 @@ def commit(folder: str, attempt: str, manifest: Manifest, *, replace: bool) -> N
 
     Raises:
         FileExistsError: if there is a checkpoint already, and it is not to be replaced.
-        OSError: if a file was cut short on its way, or was removed by a run that took over.
+        OSError: if a file was cut short on its way, or was removed by another run that took over.
     """
     for name, file in manifest.files.items():
         if (found := storage.size(storage.join(attempt, name))) != file.bytes:
@@ -120,7 +118,12 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def read(folder: str) -> Manifest:
-    """Raises DamagedError if it is not, byte for byte, what was written there; FileNotFoundError."""
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        DamagedError: if it differs in any byte from what was written.
+        FileNotFoundError: if there is none.
+    """
     content = storage.read_bytes(storage.join(folder, MANIFEST))
     try:
         body = json.loads(content)
@@ -138,17 +141,16 @@ def read(folder: str) -> Manifest:
 
 
 def hashed(location: str) -> File:
-    """Raises FileNotFoundError; OSError if reading fails otherwise."""
+    """Returns a file's digest and size. Raises FileNotFoundError."""
     digest, size = hashlib.sha256(), 0
-    with storage.open_to_read(location) as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
+    for piece in storage.pieces(location):
+        digest.update(piece)
+        size += len(piece)
     return File(sha256=digest.hexdigest(), bytes=size)
 
 
 def damaged(folder: str, files: Iterable[tuple[str, File]]) -> list[str]:
-    """Returns which of `files` are missing or not as they were written. Raises OSError if reading fails."""
+    """Returns the names of the files that are missing or differ. Raises OSError if reading fails."""
 
     def is_whole(name: str, file: File) -> bool:
         try:
@@ -166,8 +168,8 @@ def remove(folder: str) -> None:
 
 
 def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str, Manifest]:
-    """Returns the checkpoint that `location` means, whose weights are whole: this very folder, or the newest
-    in a directory of checkpoints.
+    """Returns the checkpoint that `location` names, and its manifest: the folder itself, or the newest
+    checkpoint with whole weights in a directory of checkpoints.
 
     Raises:
         UsageError: if the folder is damaged.
@@ -184,7 +186,7 @@ def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str,
 def newest(
     directory: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False
 ) -> tuple[str, Manifest]:
-    """Returns the folder of the newest checkpoint that passes `verified`, and its manifest; damaged
+    """Returns the folder of the newest checkpoint that passes `verified`, and its manifest. Damaged
     checkpoints are named in a warning.
 
     Raises:
@@ -195,7 +197,7 @@ def newest(
         folder = folder_of(directory, step)
         try:
             return folder, verified(folder, group, weights_only=weights_only)
-        # FileNotFoundError: a run that continues has removed it meanwhile
+        # FileNotFoundError: the run that is being trained has removed the checkpoint meanwhile
         except (DamagedError, FileNotFoundError) as error:
             if rank_in(group) == 0:
                 log.warning("checkpoint %s is damaged (%s); trying the one before", folder, error)
@@ -203,11 +205,11 @@ def newest(
 
 
 def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False) -> Manifest:
-    """Returns the manifest, after every file, or every file of weights, was hashed; each worker hashes its
+    """Returns the manifest, after every file, or every file of weights, was hashed. Each worker hashes its
     share.
 
     Raises:
-        DamagedError: naming the files that are not as they were written.
+        DamagedError: naming the files that differ from what was written.
         FileNotFoundError: if there is no manifest.
     """
     manifest = agreed(lambda: read(folder), group)
@@ -221,13 +223,13 @@ def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_onl
 
 
 def agreed(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Runs `ask` on the first worker; returns or raises what it did there on every worker."""
+    """Runs `ask` on the first worker; every worker gets its result or its error."""
     return gathered(lambda: ask() if rank_in(group) == 0 else None, group)[0]  # pyright: ignore[reportReturnType]
 
 
 def gathered(ask: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Runs `ask` on every worker and returns all answers. An error of any of them is raised on all, so that
-    none of them waits for a worker that stopped.
+    """Runs `ask` on every worker and returns all answers. An error on one worker is raised on all, so that no
+    worker waits for one that stopped.
     """
     answer: T | Exception
     try:

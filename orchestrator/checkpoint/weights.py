@@ -1,4 +1,4 @@
-"""Weights handed on: as the start of another model, as an exported file or folder, and read one by one."""
+"""Weights apart from their run: models that start from them, exports to a file or folder, and readers."""
 
 import hashlib
 import json
@@ -24,24 +24,23 @@ from moe.load import CONFIG, WEIGHTS
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import SUFFIX, Reader, fill, load, local_part, open_reader
+from orchestrator.checkpoint.files import SUFFIX, Reader, fill, local_part, open_reader
 from orchestrator.checkpoint.manifest import Manifest, agreed, located
 from orchestrator.codec import from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 
-VERSION = "1"  # of the metadata in an exported file
+VERSION = "1"  # version of the metadata in an exported file
 SHOWN = 5  # names that a message lists; the others are counted
 
 
 class Source(NamedTuple):
     """Weights to read.
 
-    Attributes:
     location: the checkpoint's folder, or the file.
-    step: step of its run; None if the file does not say.
-    manifest: None if it is a file.
+    step: the run's step; None if the file does not say.
+    manifest: None if `location` is a file.
     """
 
     location: str
@@ -62,9 +61,9 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
     location, manifest = storage.absolute(location), None
     if location.endswith(SUFFIX):
         folder, _, name = location.rpartition("/")
-        # somebody else's file may say anything
-        said = agreed(lambda: read_metadata(location), group).get("step", "")
-        names, step = [name], int(said) if said.isdecimal() else None
+        written = agreed(lambda: read_metadata(location), group).get("step", "")
+        # Other programs may write anything there.
+        names, step = [name], int(written) if written.isdecimal() else None
     else:
         location, manifest = located(location, group)
         folder, names, step = location, manifest.weights(), manifest.step
@@ -73,7 +72,7 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
 
 
 def read_metadata(location: str) -> dict[str, str]:
-    """Returns what a safetensors file says beside its tensors, without reading them; it may be on S3.
+    """Returns the metadata of a safetensors file, local or on S3, without reading its tensors.
 
     Raises:
         UsageError: if it is not a safetensors file.
@@ -100,21 +99,11 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
             save_file(contiguous, temporary, dict(metadata))
         except SafetensorError as error:
             raise OSError(f"writing {path} failed: {error}") from error
-        temporary.chmod(mode)  # the library lets the owner alone read it
+        temporary.chmod(mode)  # the library makes it readable for its owner only
         storage.flush(str(temporary))
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def load_newest(location: str, model: nn.Module) -> Manifest:
-    """Fills `model` with the weights of a checkpoint, or of the newest whole one in a directory.
-
-    Raises as `located` and `load` do.
-    """
-    folder, manifest = located(location)
-    load(folder, manifest, model)
-    return manifest
 
 
 def export(location: str, out: str, *, force: bool = False) -> None:
@@ -125,7 +114,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
 
     Raises:
-        UsageError: if `out` is not local, or is there already and not to be replaced (`force`).
+        UsageError: if `out` is not local, or exists and is not to be replaced (`force`).
         OSError: if reading or writing fails.
     """
     if not storage.is_local(out):
@@ -141,7 +130,7 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     classes = class_names(run)
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     metadata = {
-        "format": "pt",  # torch's tensors, by convention of the library
+        "format": "pt",  # the library's convention for torch's tensors
         "version": VERSION,
         "config": json.dumps(source.manifest.config),
         "step": str(source.step),
@@ -165,8 +154,8 @@ def export(location: str, out: str, *, force: bool = False) -> None:
 
 
 def class_names(run: RunConfig) -> tuple[str, ...] | None:
-    """Returns the classes of the data set that a model was trained on; None if it is gone, or another data
-    set is in its place.
+    """Returns the classes of the data set that a model was trained on; None if the data set is gone, or
+    another one has taken its place.
     """
     try:
         names = open_manifest(run.data.path).classes
@@ -177,12 +166,11 @@ def class_names(run: RunConfig) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StartReport:
-    """What a model took over from another's weights.
+    """The tensors that a model took over from another model's weights.
 
-    Attributes:
     source: the checkpoint's folder, or the file.
     step: step of the source's run; None if the file does not say.
-    numbers: how many numbers the tensors hold that were copied or converted.
+    numbers: how many numbers were copied or converted.
     """
 
     source: str
@@ -209,16 +197,15 @@ def start_from(
     without: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StartReport:
-    """Fills a model in place with what fits of the weights at `location`, as `moe.adapt.plan_transfer` says;
-    the rest of it stays as initialised.
+    """Fills a model in place with the weights at `location` that fit, as `moe.adapt.plan_transfer` decides;
+    the other tensors stay as initialised.
 
     All workers of `group` call it together, each with its share of one model; without a group the caller
-    is alone. Each worker reads its share; only what is converted is read whole.
+    is alone. Each worker reads its share; tensors that are converted are read whole.
 
-    Args:
-        location: a directory of checkpoints (the newest whole one is taken), the folder of one, or one
-            `SUFFIX` file.
-        without: tensors whose names begin so stay as initialised though they fit.
+    location: a directory of checkpoints, of which the newest whole one is taken, the folder of a checkpoint,
+        or a `SUFFIX` file.
+    without: tensors whose names begin with this stay as initialised though they fit.
 
     Raises:
         UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
@@ -239,7 +226,7 @@ def start_from(
 
 
 def start_report(config: ViTConfig, location: str, *, without: str | None = None) -> StartReport:
-    """Returns what `start_from` would do for such a model; no tensor is read. Raises as it does."""
+    """Returns the report of `start_from` for such a model, without reading tensors. Raises as it does."""
     with torch.device("meta"):
         model = ViT(config)
     with open_weights(location) as source:
@@ -258,7 +245,7 @@ def _compare(source: Source, here: Mapping[str, Tensor], without: str | None) ->
     transfer = replace(transfer, initial=initial)
     origins = {name: name for name in transfer.copied}
     origins |= {name: conversion.source for name, conversion in transfer.converted.items()}
-    if not any(here[name].ndim > 1 for name in origins):  # vectors fit many a model
+    if not any(here[name].ndim > 1 for name in origins):  # vectors fit many models
         raise UsageError(
             f"nothing in {source.location} fits the model: {'; '.join(_by_reason(transfer.initial))};"
             " it must be of the same width"
@@ -284,7 +271,7 @@ def _fill_part(target: Tensor, whole: Tensor) -> None:
 
 
 def _abridged(names: Iterable[str]) -> str:
-    """Returns names in few words: ``blocks.1,3.mlp.experts.w_in_EDF, head.weight``."""
+    """Returns names as one short text: ``blocks.1,3.mlp.experts.w_in_EDF, head.weight``."""
     blocks_of: dict[str, list[str]] = {}
     for name in names:
         match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
@@ -294,7 +281,7 @@ def _abridged(names: Iterable[str]) -> str:
 
 
 def _by_reason(reasons: Mapping[str, str]) -> list[str]:
-    """Returns, for name -> reason, the names of each reason, then the reason."""
+    """Returns a line for each reason: the names that it applies to, and the reason."""
     names: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)

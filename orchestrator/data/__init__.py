@@ -1,1 +1,1 @@
-"""Packing image shards, the order of samples, and batches from them."""
+"""Data sets: packing image shards, the order of samples, and batches from them."""

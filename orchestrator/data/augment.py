@@ -1,8 +1,8 @@
 """Augmentation after the crop: RandAugment of each image, mixup and CutMix of neighbours in a batch.
 
-RandAugment (Cubuk et al. 2019) applies some of fourteen operations, drawn evenly and with replacement, all of
-one magnitude 0 to 30; ranges are those of torchvision's `RandAugment` with 31 bins. Pixels that an operation
-uncovers become mid-grey, as in the authors' code, not black.
+RandAugment (Cubuk et al. 2019) applies operations that are drawn evenly and with replacement from fourteen,
+with one magnitude, 0 to 30; ranges are torchvision's for 31 bins. Pixels that an operation uncovers become
+mid-grey, as in the authors' code, not black.
 
 mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) mix images 0 and 1, 2 and 3, .., so a batch may be cut
 into even parts over workers and passes. A pair shares its draw: the weight of an image's own label, and the
@@ -64,7 +64,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def draw(keys: Sequence[str], *, mixup: float, cutmix: float, size: int) -> NDArray[np.float32]:
-    """(B, 5): weight and box for images of side `size`, a function of the pairs' keys alone.
+    """Returns (B, 5): weight and box for images of side `size`, a function of the pairs' keys alone.
 
     `mixup` and `cutmix` are parameters of Beta distributions, 0 for never; with both, each is as frequent.
     """
@@ -91,24 +91,24 @@ def mix(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def partners(batch: Tensor) -> Tensor:
-    """(B, ..): the entry that each entry is mixed with."""
+    """Returns (B, ..): for each entry of the batch the entry that it is mixed with."""
     return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
 def cross_entropy(logits: Tensor, label: Tensor, draws: Tensor) -> Tensor:
-    """The sum over the batch, with the two labels of each image weighted as in the image."""
+    """Returns the sum over the batch; an image's two labels are weighted like its pixels."""
     own = F.cross_entropy(logits, label, reduction="none")
     other = F.cross_entropy(logits, partners(label), reduction="none")
     return torch.lerp(other, own, draws[:, 0]).sum()
 
 
 def dominant_label(label: Tensor, draws: Tensor) -> Tensor:
-    """(B,): the label, of an image's two, that the image shows more of."""
+    """Returns (B,): the one of an image's two labels that weighs more."""
     return torch.where(draws[:, 0] < 0.5, partners(label), label)
 
 
 def _cutmix(rng: Random, parameter: float, size: int) -> Draw:
-    """A box of the drawn fraction of the area around a random pixel; the weight is the area left over."""
+    """Draws a box around a random pixel; the weight is the fraction of the area outside of the box."""
     half = int(size * math.sqrt(1 - rng.betavariate(parameter, parameter))) // 2
     row, column = rng.randrange(size), rng.randrange(size)
     top, left = max(0, row - half), max(0, column - half)

@@ -28,16 +28,15 @@ class DecodeError(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B images of a step, with what training needs to know of them.
+    """B images of a step, with what training needs to know about them.
 
     image: (B, 3, H, W) uint8, channels last in memory.
     label: (B,) int64.
     valid: (B,) float32, 0 for slots that evaluation ignores: padding, and images that cannot be decoded.
     key: (B,) int64, the slot's number in the run (or in the validation set), the same for any number of
-    workers;
-        router noise depends on it.
+        workers; router noise depends on it.
     sample: (B,) int64, the `sample_id` of each image.
-    mix: (B, 5) float32, how the image is mixed with its neighbour; see `augment`.
+    mix: (B, 5) float32, how the image is mixed with its neighbour, as `augment.draw` returns it.
     bad: images that could not be decoded while this batch was read.
     """
 
@@ -55,7 +54,7 @@ class Batch(NamedTuple):
 
 
 class PartialBatch(NamedTuple):
-    """Some slots of a worker's share of a batch, as numpy arrays; image is (n, H, W, 3)."""
+    """n slots of a worker's share of a batch, as numpy arrays; image is (n, H, W, 3)."""
 
     image: NDArray[np.uint8]
     label: NDArray[np.int64]
@@ -74,5 +73,5 @@ def join(parts: Sequence[PartialBatch]) -> Batch:
 
 
 def sample_id(key: str) -> int:
-    """The first 63 bits of the key's SHA-256: names a sample in fingerprints and comparisons."""
+    """Returns the first 63 bits of the key's SHA-256, which name a sample in fingerprints."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""Encoded images as the model's input: decode, crop, flip and augment in uint8; normalise on the device.
+"""From encoded images to the model's input: decode, crop, flip and augment in uint8; normalise on the device.
 
 Ordinary JPEGs are decoded by torchvision, which is a third faster than Pillow; everything else by Pillow,
 which is within 20 % of torchvision for PNG. Both release Python's lock while they decode.
@@ -25,7 +25,7 @@ from torchvision.transforms.v2 import functional as tv
 from orchestrator.data.augment import randaugment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-SCALED_FROM = 2**19  # pixels; decoding a smaller JPEG at half its size gains nothing over torchvision
+SCALED_FROM = 2**19  # pixels; torchvision decodes a smaller JPEG as fast as Pillow does at half its size
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
 # This warning recommends torchcodec.
@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", "Palette images with Transparency expressed in
 
 
 class BadImage(ValueError):
-    """The bytes are not a whole image; the message is one line with the reason."""
+    """Bytes that are not a whole image; the message is one line with the reason."""
 
 
 def decode(encoded: bytes) -> Tensor:
@@ -60,8 +60,7 @@ def encode_png(pixels: np.ndarray) -> bytes:
 class Picture:
     """An encoded image whose header has been read: `height` and `width` in pixels, upright.
 
-    Raises:
-        BadImage: if the header is damaged; `pixels` raises it for damage after the header.
+    The constructor raises BadImage if the header is damaged, `pixels` for damage after the header.
     """
 
     def __init__(self, encoded: bytes) -> None:
@@ -82,7 +81,7 @@ class Picture:
     def pixels(self, scale: int = 1) -> Tensor:
         """Decodes to (3, ceil(height / scale), ceil(width / scale)) uint8; may be called once.
 
-        `scale` is 1, or a result of the method `scale`: only a part of a JPEG's frequencies is decoded.
+        `scale` is 1, or a result of the method `scale`: then only a part of a JPEG's frequencies is decoded.
         """
         with _damage_as_bad_image():
             if scale > 1:
@@ -135,7 +134,7 @@ class Transform:
         return randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
 
     def _central_box(self, height: int, width: int) -> Box:
-        """The box that resizing the shorter side to size / eval_crop and cropping to size would keep."""
+        """Returns the box that resizing the shorter side to size / eval_crop and cropping would keep."""
         if height == width == self.size:
             return Box(0, 0, height, width)
         side = max(1, round(min(height, width) * self.eval_crop))
@@ -148,8 +147,7 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def inception_box(height: int, width: int, rng: Random) -> Box:
-    """A random box of 5-100 % of the area, aspect 3/4 to 4/3; the whole image after ten draws that do not
-    fit.
+    """Draws a box of 5-100 % of the area, aspect 3/4 to 4/3; the whole image if ten draws do not fit.
 
     Source: Szegedy et al. 2014, as in the pre-training recipe of Soft MoE.
     """
@@ -163,11 +161,11 @@ def inception_box(height: int, width: int, rng: Random) -> Box:
 
 
 def _cropped(picture: Picture, box: Box, size: int) -> Tensor:
-    """Returns the box resized to (3, size, size), decoding the image no larger than that needs."""
+    """Returns the box resized to (3, size, size); the image is decoded no larger than this needs."""
     scale = picture.scale(min(box.height, box.width) / size)
 
     def reduced(position: int) -> int:
-        # Halves are rounded up, always: a side of `scale` pixels keeps one.
+        # Halves are always rounded up, so that a side of `scale` pixels keeps one pixel.
         return (position + scale // 2) // scale
 
     top, left = reduced(box.top), reduced(box.left)
@@ -186,14 +184,14 @@ def _damage_as_bad_image() -> Iterator[None]:
         raise
     except UnidentifiedImageError:
         raise BadImage(f"not an image of a known format ({', '.join(FORMATS)})") from None
-    except Exception as error:  # damaged files make decoders raise nearly anything
+    except Exception as error:  # decoders raise nearly anything for damaged files
         lines = str(error).splitlines() or [""]
         reason = re.sub(r".*\.cpp:\d+, ", "", lines[0])  # torchvision's build path
         raise BadImage(f"{type(error).__name__}: {reason}") from None
 
 
 def _orientation(image: ImageFile) -> int:
-    """The EXIF orientation, 1 to 8; 1, which is upright, where there is none or it is damaged."""
+    """Returns the EXIF orientation, 1 to 8; 1, which is upright, if there is none or it is damaged."""
     if image.format == "TIFF":
         return 1  # Pillow rotates TIFF itself
     if image.format == "PNG":

@@ -1,4 +1,4 @@
-"""Writes samples into shards: parquet files of encoded images, and one manifest that describes them.
+"""Packing: writes samples into shards, parquet files of encoded images, and a manifest that describes them.
 
 A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.parquet`, of columns image
 (encoded bytes), label (int32) and key (string). Images stay encoded until a worker decodes them.
@@ -24,8 +24,8 @@ from orchestrator.data.samples import Execute, Sample, Source
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
-SHARD_BYTES = 64 << 20  # of larger images, a shard holds fewer
-ROWS_PER_GROUP = 64  # rows that other readers of parquet have in memory at a time
+SHARD_BYTES = 64 << 20  # a shard of larger images holds fewer rows
+ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
 PROGRESS_EVERY_S = 5.0
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
@@ -44,7 +44,7 @@ def encode_for_shard(encoded: bytes) -> bytes:
 
 
 class Packed(NamedTuple):
-    """A packed shard, None if no image was valid; the samples skipped, and the images of each class."""
+    """A packed shard (None if no image was valid), the samples skipped, and the images of each class."""
 
     path: str
     shard: Shard | None
@@ -56,7 +56,7 @@ class Packed(NamedTuple):
 class Report:
     """The data set that was packed.
 
-    skipped: everything that was left out, with the reason; also in `skipped.txt` beside the manifest.
+    skipped: all files and samples left out, with the reason; also in `skipped.txt` beside the manifest.
     labels: split -> images of each class.
     """
 
@@ -125,11 +125,7 @@ def pack_shard(
 
 
 def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]]) -> Manifest:
-    """Packs images in memory, unchecked.
-
-    Raises:
-        UsageError: if `out` holds a data set, or a split has no samples.
-    """
+    """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
     return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=bytes).manifest
 
@@ -154,11 +150,11 @@ def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
 def check_free(out: str) -> None:
     """Raises UsageError if `out` holds a data set."""
     if has_manifest(out):
-        raise UsageError(f"{out} already holds a data set; choose another place, or --overwrite")
+        raise UsageError(f"{out} already holds a data set: choose another place, or use --overwrite")
 
 
 def _make_room(out: str, overwrite: bool) -> None:
-    """Deletes the data set at `out`, its manifest first, so that the rest is never taken for a data set."""
+    """Deletes a data set at `out`, its manifest first, so that the rest is never taken for a data set."""
     if not overwrite:
         return check_free(out)
     if has_manifest(out):

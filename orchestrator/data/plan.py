@@ -7,7 +7,8 @@ samples it has in each epoch. In an epoch the shards are permuted and laid end t
 one segment per lane, and the samples of a segment are permuted within windows. Every sample comes once per
 epoch.
 
-Memory does not grow with the samples: an epoch's order of shards is an array, everything else is arithmetic.
+Memory does not grow with the number of samples: the order of an epoch's shards is an array, everything else
+is arithmetic.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Plan:
     rows: rows of each shard.
     seed: the seed of all permutations.
     lanes: divides `batch_size`.
-    shuffle_window: samples of a lane that are permuted with each other.
+    shuffle_window: number of neighbouring samples of a lane that are permuted with each other.
     tail: ``wrap``: batches cross the ends of epochs. ``drop``: an epoch is whole batches; the samples of an
         incomplete batch are left out, other samples in each epoch.
     """

@@ -27,11 +27,11 @@ from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, join
 from orchestrator.data.stream import Reader, Split, Stream, open_stream
 
-CHUNK_BYTES = 32 << 20  # of decoded images per task: it streams, and pays the task's cost
-CHUNK_IMAGES = 512  # at most, of small images
-BLOCKS_AHEAD = 2  # that a worker asks for before it needs them
-READY_BLOCKS = 3  # per worker, decoded and not yet fetched
-TASKS_PER_CPU = 8  # of one execution; bounds what is decoded before it is asked for
+CHUNK_BYTES = 32 << 20  # decoded images per task: small enough to stream, large enough to pay for the task
+CHUNK_IMAGES = 512  # the most images per task
+BLOCKS_AHEAD = 2  # blocks that a worker asks for before it needs them
+READY_BLOCKS = 3  # blocks per worker that are decoded and not yet fetched
+TASKS_PER_CPU = 8  # tasks of one execution, which bound what is decoded before it is asked for
 
 Part = tuple[int, range]  # a step, and slots of a worker's share of it
 
@@ -46,19 +46,20 @@ class ReadPlan(NamedTuple):
     workers: int
 
     def chunk_count(self) -> int:
-        """The number of tasks that one worker's share of the steps is cut into."""
+        """Returns the number of tasks that one worker's share of the steps is cut into."""
         parts, steps_each = self._cut()
         return -(-(self.stop - self.start) // steps_each) * len(parts)
 
     def chunk(self, number: int) -> list[Part]:
-        """What one task decodes: several steps of a worker's share, or a part of one step."""
+        """Returns what one task decodes: several steps of a worker's share, or a part of one step."""
         parts, steps_each = self._cut()
         group, part = divmod(number, len(parts))
         first = self.start + group * steps_each
         return [(step, parts[part]) for step in range(first, min(first + steps_each, self.stop))]
 
     def _cut(self) -> tuple[list[range], int]:
-        """The parts of a worker's share of a step, and the steps per chunk, 1 if there are several parts.
+        """Returns the parts of a worker's share of a step, and the steps per chunk: 1 if there are several
+        parts.
 
         Parts have even sizes, because images are mixed in pairs.
         """
@@ -81,7 +82,7 @@ def by_ray_data(server: Any) -> Reader:
         for chunk in range(plan.chunk_count()):
             (block,) = _get(asked.popleft())
             asked.extend(server.block.remote(number, task) for task in islice(tasks, 1))
-            for slots, part in _parts(plan.chunk(chunk), _get(block)):
+            for slots, part in _unpacked(plan.chunk(chunk), _get(block)):
                 parts.append(part)
                 if slots.stop == stream.share():
                     yield join(parts)
@@ -94,14 +95,14 @@ def by_ray_data(server: Any) -> Reader:
 class BatchServer:
     """Executes the read plans of one run, one plan of each split at a time.
 
-    A plan begins when all workers have joined it, and ends the plan before it: workers that died and came
-    back join again.
+    A plan begins when all workers have joined it, and ends the plan before it: workers that were restarted
+    join again.
     """
 
     def __init__(self, tasks_each: int | None = None) -> None:
         """`tasks_each`: tasks per execution of Ray Data."""
         self._tasks_each = tasks_each or TASKS_PER_CPU * _cpus()
-        logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
+        logging.getLogger("ray.data").setLevel(logging.ERROR)  # Ray Data logs many lines per execution
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         # Imports and Ray Data's first execution take seconds; they run while the workers start.
@@ -139,7 +140,7 @@ def _first_execution() -> None:
 
 
 class _Execution:
-    """A plan in execution, whose blocks wait for their workers, a few at a time."""
+    """A plan in execution. A few decoded blocks at a time wait for their workers."""
 
     def __init__(self, plan: ReadPlan, tasks_each: int, loop: asyncio.AbstractEventLoop) -> None:
         self.plan = plan
@@ -186,7 +187,8 @@ class _Execution:
 def _blocks(plan: ReadPlan, size: int) -> Iterator[Any]:
     """Yields references to blocks: chunk 0 of all workers, chunk 1 of all workers, ..
 
-    Each execution runs `size` tasks. The next one starts while the last quarter of the one before is decoded.
+    Each execution runs `size` tasks. The next execution starts while the last quarter of the one before it is
+    decoded.
     """
     tasks = plan.chunk_count() * plan.workers
     with ThreadPoolExecutor(1) as starter:
@@ -206,12 +208,12 @@ def _execute(plan: ReadPlan, tasks: range) -> Iterator[Any]:
     def decode(ids: Any) -> Any:
         chunk, rank = divmod(tasks[int(ids["id"][0])], plan.workers)
         stream = open_stream(plan.run, plan.split, rank, plan.workers)
-        return _columns([stream.read(step, slots) for step, slots in plan.chunk(chunk)])
+        return _packed([stream.read(step, slots) for step, slots in plan.chunk(chunk)])
 
     dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(decode, batch_size=None)
     dataset.context.raise_original_map_exception = True
     dataset.context.execution_options.preserve_order = True
-    # Ray Data's budgets wait for a coordinator that looks every 20 s; until then one task runs at a time.
+    # Ray Data's budgets wait for a coordinator that runs every 20 s; until then one task runs at a time.
     dataset.context.set_config("backpressure_policies.enabled", [])
     return dataset.iter_internal_ref_bundles()
 
@@ -226,7 +228,7 @@ def map_tasks(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map(run)
     dataset.context.raise_original_map_exception = True
     dataset.context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # it prints every execution and error at length
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data logs many lines per execution
     try:
         for row in dataset.iter_rows():
             yield pickle.loads(row["result"])
@@ -238,15 +240,15 @@ def _cpus() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 0)))
 
 
-def _columns(parts: list[PartialBatch]) -> dict[str, Any]:
-    """A row per slot; the first row of each part has its decode errors."""
+def _packed(parts: list[PartialBatch]) -> dict[str, Any]:
+    """Returns a block with a row per slot; the first row of each part holds its decode errors."""
     columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in PartialBatch._fields[:-1]}
     bad = [[json.dumps(part.bad)] + [""] * (len(part.label) - 1) for part in parts]
     return columns | {"bad": [line for lines in bad for line in lines]}
 
 
-def _parts(chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
-    """The inverse of `_columns`."""
+def _unpacked(chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
+    """Yields the parts of a block: the inverse of `_packed`."""
     columns = BlockAccessor.for_block(block).to_numpy([*PartialBatch._fields])
     assert isinstance(columns, dict)
     first = 0
@@ -266,5 +268,5 @@ def _get(reference: Any) -> Any:
 
 
 def _cause(error: Exception) -> Exception:
-    """The exception that a task raised, without Ray's wrapper."""
+    """Returns the exception that a task raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) else error

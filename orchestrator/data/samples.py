@@ -19,11 +19,11 @@ from orchestrator import storage
 from orchestrator.data.images import BadImage
 from orchestrator.errors import UsageError
 
-VALIDATION = ("val", "valid", "validation", "test")  # of several, the first that is there is used
+VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
 SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
 IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
 MAX_CLASSES = 1_000_000
-READERS = 16  # requests at the same time: S3 answers slowly, but many at once
+READERS = 16  # parallel requests: S3 answers each slowly
 
 # ``execute(work, tasks)`` yields the results of `work` for all tasks, in any order, here or on other
 # machines.
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
     image: the encoded bytes, or their place, which the source's `fetch` reads.
     label: the class's number; before `assign_splits`, a number or a name.
-    size: bytes of the image, if the listing tells.
+    size: bytes of the image, 0 if the listing does not say.
     split: ``train`` or ``val``; None if the source has no splits.
     """
 
@@ -55,7 +55,7 @@ class Source:
     classes: names by label.
     splits: ``train`` and ``val`` -> samples.
     fetch: yields the encoded bytes of images, in order, or why they cannot be read; runs on any node.
-    skipped: files and samples that were left out by the listing, with the reason.
+    skipped: files and samples that the listing left out, with the reason.
     """
 
     classes: tuple[str, ...]
@@ -71,11 +71,11 @@ def assign_splits(
     order: Literal["hash", "listed"],
     names: Sequence[str] | None = None,
 ) -> tuple[tuple[str, ...], dict[str, list[Sample]]]:
-    """Returns the classes, and the samples of ``train`` and ``val`` with the numbers of their labels.
+    """Returns the classes, and the samples of ``train`` and ``val`` with class numbers as labels.
 
     If the samples have no splits, a sample is for validation if the hash of its key is below `val_frac`,
-    whatever other samples there are; but every class of two images or more has one on either side. The order
-    ``hash`` mixes the classes.
+    whatever other samples there are; but a class of two or more images has at least one image in each split.
+    The order ``hash`` mixes the classes.
 
     Raises:
         UsageError: for labels that are not class numbers, a single class, or a split without images.
@@ -85,13 +85,11 @@ def assign_splits(
         raise UsageError(f"only one class ({', '.join(classes) or 'no images'}): there is nothing to learn")
     numbers = {name: number for number, name in enumerate(classes)}
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
-    validation = _validation(samples, val_frac) if all(s.split is None for s in samples) else None
+    validation = _validation(samples, val_frac) if all(s.split is None for s in samples) else set()
     for sample in sorted(samples, key=lambda s: digest(s.key)[8:]) if order == "hash" else samples:
         label = sample.label if isinstance(sample.label, int) else numbers[sample.label]
-        split = sample.split
-        if validation is not None:
-            split = "val" if sample.key in validation else "train"
-        splits[split or "train"].append(sample._replace(label=label, split=split))
+        split = sample.split or ("val" if sample.key in validation else "train")
+        splits[split].append(sample._replace(label=label, split=split))
     for split, found in splits.items():
         if not found:
             raise UsageError(
@@ -116,7 +114,7 @@ def _validation(samples: Sequence[Sample], val_frac: float) -> set[str]:
 
 
 def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Class names by number: `names`, else the sorted labels, else ``"0"`` to the largest number.
+    """Returns class names by number: `names`, else the sorted labels, else ``"0"`` to the largest number.
 
     `labels` maps each label to the key of a sample that has it.
 
@@ -143,27 +141,28 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def split_hint(path: str) -> str | None:
-    """The split named by a folder or a word of the file's name: train, val, valid, validation or test."""
-    *folders, name = path.lower().split("/")
-    for folder in folders:
-        if folder in ("train", *VALIDATION):
-            return folder
-    word = SPLIT_WORD.search(name)
-    return word[1] if word else None
+def splits_of(names: Iterable[str], where: str) -> dict[str, str | None]:
+    """Maps files to ``train`` or ``val`` by a folder or a word in their names, as `resolve_splits` does."""
+    hints = {}
+    for name in names:
+        *folders, file = name.lower().split("/")
+        word = SPLIT_WORD.search(file)
+        folder = next((folder for folder in folders if folder in ("train", *VALIDATION)), None)
+        hints[name] = folder or (word[1] if word else None)
+    return resolve_splits(hints, where)
 
 
-def resolve_splits(split_hints: Mapping[str, str | None], where: str) -> dict[str, str | None]:
-    """Maps the files that are used to ``train`` or ``val``; all to None if no file, or every one, is for
-    training.
+def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str | None]:
+    """Maps the files that are used to ``train`` or ``val``; all to None if no file, or every file, is for
+    training. `hints` maps each file to ``train``, a name in `VALIDATION`, or None.
 
     Raises:
         UsageError: if there are no training images, or only some files have a split.
     """
-    splits = {split for split in split_hints.values() if split}
-    if splits <= {"train"} and len({*split_hints.values()}) == 1:
-        return dict.fromkeys(split_hints)
-    if lost := next((name for name, split in split_hints.items() if split is None), None):
+    splits = {split for split in hints.values() if split}
+    if splits <= {"train"} and len({*hints.values()}) == 1:
+        return dict.fromkeys(hints)
+    if lost := next((name for name, split in hints.items() if split is None), None):
         raise UsageError(f"{where}: {lost} is neither for training nor for validation, but others are")
     if "train" not in splits:
         raise UsageError(f"{where} has images for {' and '.join(sorted(splits))}, none for train")
@@ -171,31 +170,35 @@ def resolve_splits(split_hints: Mapping[str, str | None], where: str) -> dict[st
     if rest := sorted(splits - {"train", val}):
         log.warning("%s: validation is %s; left out: %s", where, val, ", ".join(rest))
     names = {"train": "train", val: "val"}
-    return {name: names[split] for name, split in split_hints.items() if split in names}
+    return {name: names[split] for name, split in hints.items() if split in names}
 
 
 def files_below(location: str) -> dict[str, int]:
-    """Every file at any depth but hidden files: path below `location` -> bytes, sorted. Links are followed.
+    """Lists every file at any depth but hidden files: path below `location` -> bytes, sorted.
 
     Raises:
-        UsageError: if there is none, or a file name is not UTF-8.
+        UsageError: if there are no files, or a file name is not UTF-8.
     """
-    found = dict(_walk(location)) if storage.is_local(location) else storage.files(location)
-    visible = {path: size for path, size in sorted(found.items()) if not _is_hidden(path)}
+    visible = {path: size for path, size in storage.files(location).items() if not _is_hidden(path)}
+    for path in visible:
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{location}: file name {path!r} is not UTF-8: rename it") from None
     if not visible:
         if storage.size(location) is not None:
             raise UsageError(f"{location} is a file, not a folder")
-        there = not storage.is_local(location) or os.path.isdir(location)
-        raise UsageError(f"no files below {location}" if there else f"no folder {location}")
+        is_there = not storage.is_local(location) or os.path.isdir(location)
+        raise UsageError(f"no files below {location}" if is_there else f"no folder {location}")
     return visible
 
 
 def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
-    """A folder, and names below it -> bytes: of one file, of those in a folder, or of those matching a
-    pattern.
+    """Returns a folder, and the shards below it -> bytes: one file, all files of a folder with these
+    extensions, or all files that match a pattern.
 
     Raises:
-        UsageError: if there is none.
+        UsageError: if there are no such files.
     """
     path = storage.absolute(path).rstrip("/")
     if (size := storage.size(path)) is not None:
@@ -217,7 +220,7 @@ def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
 
 
 def may_be_image(name: str) -> bool:
-    """Judges a file by its extension; a name without one may be an image."""
+    """Judges a file by its extension; a file without an extension may be an image."""
     _, dot, extension = name.rpartition("/")[2].rpartition(".")
     return not dot or IMAGE_FILES.fullmatch(extension) is not None
 
@@ -229,8 +232,6 @@ def read_files(locations: Sequence[str]) -> Iterator[bytes | BadImage]:
 
 
 def _read_file(location: str) -> bytes | BadImage:
-    if storage.is_local(location) and os.path.exists(location) and not os.path.isfile(location):
-        return BadImage("not a regular file")  # opening a pipe would wait for ever
     try:
         return storage.read_bytes(location)
     except FileNotFoundError:
@@ -240,18 +241,5 @@ def _read_file(location: str) -> bytes | BadImage:
 
 
 def _is_hidden(path: str) -> bool:
-    names = path.split("/")
-    return any(name.startswith(".") for name in names) or names[-1] in ("Thumbs.db", "desktop.ini")
-
-
-def _walk(location: str) -> Iterator[tuple[str, int]]:
-    """Lists broken links too, with 0 bytes; links to a folder above would repeat images for ever."""
-    for folder, below, names in os.walk(location, followlinks=True):
-        here = f"{os.path.realpath(folder)}/"
-        below[:] = [n for n in below if not here.startswith(f"{os.path.realpath(os.path.join(folder, n))}/")]
-        for path in (os.path.join(folder, name) for name in names):
-            try:
-                path.encode()
-            except UnicodeEncodeError:
-                raise UsageError(f"file name {path!r} is not UTF-8: rename it") from None
-            yield os.path.relpath(path, location), os.path.getsize(path) if os.path.exists(path) else 0
+    *folders, name = path.split("/")
+    return any(part.startswith(".") for part in (*folders, name)) or name in ("Thumbs.db", "desktop.ini")

@@ -1,12 +1,12 @@
-"""Shards as they are read: the bytes of any image of a shard, without the others in memory.
+"""Reading shards: the bytes of any image of a shard, without the other images in memory.
 
 When a node first opens a shard, its SHA-256 is checked and an index of its rows is written to the node's
 cache: the offset of each image in the file (uncompressed parquet and tar hold images verbatim), its label and
 key. A shard on S3 is copied to the cache first; the images of compressed parquet are unpacked into it.
 
 The cache is a folder on the node's disk that holds files by name, up to a total size; the least recently used
-are removed. It is safe for any number of processes: one makes a file while others wait for it. A file appears
-whole or not at all, and processes that have it open can read it after it is removed.
+files are removed. Any number of processes share it: one process makes a file while others wait for it. A file
+appears whole or not at all, and processes that have it open can read it after it is removed.
 """
 
 import fcntl
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from orchestrator import storage
 from orchestrator.data.formats import read_samples
-from orchestrator.data.manifest import READ_BYTES, Manifest, Shard, check_digest, locate
+from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
 from orchestrator.errors import UsageError
 
 CACHE_FOLDER = "MOE_FRONTIER_CACHE"  # environment variable; default: a folder of this user below /tmp
-NEEDLE_BYTES = 256
+NEEDLE_BYTES = 256  # an image is found by its beginning, because a search for the whole takes much longer
 
 
 class Rows:
@@ -51,14 +51,19 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataSet:
-    """A data set as one process reads it; its shards take up to `cache_bytes` of this node's disk."""
+    """A data set, opened by one process; its shards take up to `cache_bytes` of this node's disk."""
 
     path: str
     manifest: Manifest
     cache_bytes: int
 
     def open(self, split: str, shard: int) -> Rows:
-        """Raises UsageError if the shard differs from the manifest, OSError if it cannot be read."""
+        """Opens a shard by its number.
+
+        Raises:
+            UsageError: if the shard differs from the manifest.
+            OSError: if it cannot be read.
+        """
         return _open(self, split, shard)
 
 
@@ -67,9 +72,9 @@ def _open(data: DataSet, split: str, number: int) -> Rows:
     shard = data.manifest.splits[split][number]
     location, limit = locate(data.path, shard), data.cache_bytes
     if storage.is_local(location):
-        whole = _open_to_read(location)
+        whole = open(location, "rb")  # noqa: SIM115 - stays open
         state = os.fstat(whole.fileno())
-        # A file that was checked may have been changed since.
+        # A shard that changed after it was checked must not find the old index.
         name = f"{shard.sha256}-{state.st_ino}-{state.st_mtime_ns}"
     else:
         whole = cached(shard.sha256, lambda to: _download(location, shard, to), limit=limit)
@@ -84,14 +89,10 @@ def _open(data: DataSet, split: str, number: int) -> Rows:
     return Rows(location, content, index, _labels(location, index, data.manifest.classes))
 
 
-def _open_to_read(path: str) -> BinaryIO:
-    return open(path, "rb")
-
-
 def _download(location: str, shard: Shard, to: Path) -> None:
     digest = hashlib.sha256()
-    with storage.open_to_read(location) as source, to.open("wb") as copy:
-        while piece := source.read(READ_BYTES):
+    with to.open("wb") as copy:
+        for piece in storage.pieces(location):
             digest.update(piece)
             copy.write(piece)
     check_digest(location, shard, digest.hexdigest())
@@ -124,10 +125,9 @@ def _unpack(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None:
 
 
 def _offsets(content: mmap.mmap, table: pa.Table) -> NDArray[np.int64] | None:
-    """The offsets of the images in the file, if it holds them verbatim and in order; else None."""
+    """Returns the offsets of the images in the file, if it holds them verbatim and in order; else None."""
     offsets, end = [], 0
     for image in _images(table):
-        # Searching for the whole image would take much longer.
         offset = content.find(image[:NEEDLE_BYTES], end)
         if offset < 0 or content[offset : offset + len(image)] != image:
             return None
@@ -141,7 +141,7 @@ def _images(table: pa.Table) -> Iterator[bytes]:
 
 
 def _labels(location: str, index: pa.Table, classes: tuple[str, ...]) -> NDArray[np.int64]:
-    """The class number of each row. Raises UsageError for a label outside of the data set's classes."""
+    """Returns the class number of each row. Raises UsageError for a label that is not among the classes."""
     found = index["label"].to_pylist()
     known = {name: label for label, name in enumerate(classes)} if isinstance(found[0], str) else None
     labels = [label if known is None else known.get(label, -1) for label in found]
@@ -156,9 +156,9 @@ def _mapped(file: BinaryIO) -> mmap.mmap:
 
 
 def cached(name: str, make: Callable[[Path], None], *, limit: int) -> BinaryIO:
-    """Opens the file `name` for reading; if it is missing, `make` writes it to the path that it is given.
+    """Opens a file of the cache for reading; if it is missing, `make(path)` writes it.
 
-    All files together take at most `limit` bytes; a file that is larger is kept alone.
+    All files together take at most `limit` bytes; a larger file is kept alone.
 
     Raises:
         OSError: if the disk is full or the folder belongs to another user.
@@ -216,7 +216,7 @@ def _make_room(limit: int) -> None:
 
 @contextmanager
 def _locked(name: str) -> Iterator[None]:
-    """A lock that one process of this node holds at a time; the process's death releases it."""
+    """Holds a lock that one process of this node has at a time; the process's death releases it."""
     with open(_folder() / name, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

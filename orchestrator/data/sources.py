@@ -1,6 +1,5 @@
-"""Images to pack: digits, folders of classes, WebDataset's tars, parquet files, torchvision's sets."""
+"""Sources of images to pack: digits, class folders, WebDataset's tars, parquet files, torchvision's sets."""
 
-import difflib
 import inspect
 import io
 from collections import Counter
@@ -33,16 +32,16 @@ from orchestrator.data.samples import (
     read_files,
     resolve_splits,
     shards_at,
-    split_hint,
+    splits_of,
 )
 from orchestrator.errors import UsageError
 
 KINDS = "digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME"
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
-BUFFER_BYTES = 4 << 20  # of one request to S3 while a tar is listed
+BUFFER_BYTES = 4 << 20  # read from S3 by one request while a tar is listed
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
-# value that a set knows is taken: its test images are for later.
+# value that a set knows is taken, so that test images are used for validation only if there are no others.
 TRAIN = ("train", "trainval", "train-standard", "2021_train")
 VAL = ("val", "valid", "test", "2021_valid")
 PARTS = {
@@ -55,7 +54,7 @@ PARTS = {
 PATHS = ("samples", "_samples", "imgs", "_image_files", "_images")
 LABELS = ("targets", "labels", "_labels", "y")
 
-Arguments = tuple[tuple[str, Any], ...]  # of a data set's constructor
+Arguments = tuple[tuple[str, Any], ...]  # what a data set's constructor is called with
 
 
 def open_source(
@@ -67,11 +66,11 @@ def open_source(
     columns: Columns = BY_NAME,
     execute: Execute = map,
 ) -> Source:
-    """Lists what is to be packed, without reading images.
+    """Lists the samples to be packed, without reading images.
 
     root, download: where torchvision keeps its files, and whether it may fetch them.
     columns: the columns of parquet files.
-    execute: lists the contents of tars and parquet files.
+    execute: runs the listing of tars and parquet files.
 
     Raises:
         UsageError: for a source that is unknown, missing or malformed.
@@ -96,7 +95,7 @@ def open_source(
 
 
 def _digits(val_frac: float) -> Source:
-    """The 1,797 images of 8x8 pixels that ship inside scikit-learn."""
+    """Returns the 1,797 images of 8x8 pixels that ship inside scikit-learn."""
     bundled: Any = load_digits()
     images = (bundled.images * (255 / 16)).round().astype("uint8")
     samples = [
@@ -108,13 +107,13 @@ def _digits(val_frac: float) -> Source:
 
 
 def _folder(path: str, val_frac: float) -> Source:
-    """A folder per class, or ``train`` and ``val`` folders of them; a class may hold deeper folders."""
+    """Lists a folder per class, or ``train`` and ``val`` of them; a class may hold deeper folders."""
     root = storage.absolute(path).rstrip("/")
     listed = files_below(root)
     top = {name.split("/")[0] for name in listed if "/" in name}
     has_splits = "train" in top and (not top.isdisjoint(VALIDATION) or top == {"train"})
     depth = 1 if has_splits else 0
-    samples, skipped, split_hints = [], [], {}
+    samples, skipped, hints = [], [], {}
     for name, size in listed.items():
         *folders, _ = name.split("/")
         if has_splits and (not folders or folders[0] not in ("train", *VALIDATION)):
@@ -125,11 +124,11 @@ def _folder(path: str, val_frac: float) -> Source:
             skipped.append(f"{root}/{name}: in no class folder")
         else:
             samples.append(Sample(storage.join(root, name), folders[depth], name, size))
-            split_hints[name] = folders[0] if has_splits else None
+            hints[name] = folders[0] if has_splits else None
     if not samples:
         reasons = f"; {len(skipped)} files, the first: {skipped[0]}" if skipped else ""
         raise UsageError(f"{root} has no class folders with images{reasons}")
-    used = resolve_splits(split_hints, root)
+    used = resolve_splits(hints, root)
     samples = [sample._replace(split=used[sample.key]) for sample in samples if sample.key in used]
     classes, splits = assign_splits(samples, val_frac=val_frac, order="hash")
     return Source(classes=classes, splits=splits, fetch=read_files, skipped=tuple(skipped))
@@ -147,9 +146,7 @@ class Index(NamedTuple):
 def index_tar(location: str) -> Index:
     with storage.open_to_read(location) as file:
         buffered = io.BufferedReader(file, BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
-        found, problems = formats.read_members(buffered, location)
-    samples = [Sample((location, m.offset, m.size), m.label, m.key, m.size) for m in found]
-    return Index(location, samples, problems)
+        return Index(location, *formats.read_members(buffered, location))
 
 
 def index_parquet(columns: Columns, location: str) -> Index:
@@ -198,12 +195,11 @@ def _shards(
     val_frac: float,
     execute: Execute,
 ) -> Source:
-    """Samples in the order of the files: any other order would read each file many times."""
+    """Lists samples in the order of the files, for any other order would read each file many times."""
     folder, names = shards_at(path, extension)
-    used = resolve_splits({name: split_hint(name) for name in names}, folder)
-    splits = {storage.join(folder, name): split for name, split in used.items()}
+    splits = {storage.join(folder, name): split for name, split in splits_of(names, folder).items()}
     files = sorted(execute(index, list(splits)), key=lambda file: file.location)
-    check_names({file.location: file.names for file in files})
+    formats.check_names({file.location: file.names for file in files})
     seen: Counter[str] = Counter()
     samples = []
     for file in files:
@@ -218,14 +214,6 @@ def _shards(
         raise UsageError(f"no sample with an image and a label in {files[0].location}, ..{reason}")
     classes, arranged = assign_splits(samples, val_frac=val_frac, order="listed", names=files[0].names)
     return Source(classes=classes, splits=arranged, fetch=fetch, skipped=skipped)
-
-
-def check_names(names: Mapping[str, Sequence[str] | None]) -> None:
-    """Raises UsageError if files, by location, name their labels differently."""
-    first = next(iter(names))
-    for location, found in names.items():
-        if found != names[first]:
-            raise UsageError(f"{first} and {location} name their labels differently")
 
 
 def read_decoded(
@@ -244,9 +232,9 @@ def read_decoded(
 
 
 def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> Source:
-    """A classification set with its own split, if it has one.
+    """Lists a classification set, with its own split if it has one.
 
-    `text` is the name of a class, then other arguments if it needs some: ``EMNIST?split=letters``.
+    `text` is the name of a class, followed by the arguments that it needs: ``EMNIST?split=letters``.
     """
     name, _, query = text.partition("?")
     accepts = _parameters(_set_class(name))
@@ -271,15 +259,14 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
 def _set_class(name: str) -> Any:
     found = getattr(torchvision.datasets, name, None)
     if not inspect.isclass(found):
-        names = {n.lower(): n for n in torchvision.datasets.__all__}
-        near = [names[n] for n in difflib.get_close_matches(name.lower(), names, n=3)]
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UsageError(f"torchvision.datasets has no {name!r}{hint}")
+        raise UsageError(
+            f"torchvision.datasets has no {name!r}; it has {', '.join(torchvision.datasets.__all__)}"
+        )
     return found
 
 
 def _parameters(kind: Any) -> set[str]:
-    """The parameters of the constructor, and of those that it passes its keywords on to."""
+    """Returns the parameters of the constructor, and of the constructors that its keywords are passed to."""
     found: set[str] = set()
     for base in kind.__mro__:
         if "__init__" in vars(base):
@@ -291,7 +278,7 @@ def _parameters(kind: Any) -> set[str]:
 
 
 def _parts(name: str, accepts: set[str], common: Mapping[str, Any]) -> dict[str, Arguments]:
-    """Arguments of ``train`` and ``val``, or of ``all`` for a set without a split."""
+    """Returns the arguments for ``train`` and ``val``, or for ``all`` of a set without a split."""
     parameter = next((p for p in PARTS if p in accepts and p not in common), None)
     if parameter is None:
         return {"all": tuple(common.items())}
@@ -316,7 +303,9 @@ def _open_part(name: str, arguments: Arguments) -> Any:
 
 
 def _set_samples(sets: Mapping[str, Any]) -> tuple[list[Sample], list[str] | None]:
-    """Samples, by path where a set keeps images in files, which are packed verbatim, else by number."""
+    """Returns the samples and class names. The image of a sample is its path if the set keeps images in
+    files, which are packed verbatim, else its number.
+    """
     labels = {split: _set_labels(part) for split, part in sets.items()}
     files = {split: _set_files(part) for split, part in sets.items()}
     in_files = all(len(paths) == len(labels[split]) for split, paths in files.items())
@@ -330,9 +319,9 @@ def _set_samples(sets: Mapping[str, Any]) -> tuple[list[Sample], list[str] | Non
                 raise ValueError(f"label {label!r} of image {number} is not a class number")
             image = files[split][number] if in_files else (split, number)
             samples.append(Sample(image, label, f"{prefix}{number:07d}", 0, own))
-    names, *others = ([_text(c) for c in getattr(part, "classes", None) or []] for part in sets.values())
+    names, *others = (_class_names(part) for part in sets.values())
     if any(other != names for other in others):
-        raise ValueError("training and validation images have other classes: pack them with folder:PATH")
+        raise ValueError("training and validation images have different classes: pack them with folder:PATH")
     return samples, names if len(names) > max(map(max, labels.values())) else None
 
 
@@ -357,5 +346,6 @@ def _set_labels(part: Any) -> list[Any]:
     return [label.item() if hasattr(label, "item") else label for label in found]
 
 
-def _text(name: Any) -> str:
-    return ", ".join(map(str, name)) if isinstance(name, tuple | list) else str(name)
+def _class_names(part: Any) -> list[str]:
+    names = getattr(part, "classes", None) or []
+    return [", ".join(name) if isinstance(name, tuple) else str(name) for name in names]

@@ -1,16 +1,23 @@
-"""The images that one worker reads, and how some of them become arrays: the same wherever they are read."""
+"""The batches that one worker reads: which images, how they become arrays, and decoding them ahead.
 
-from collections.abc import Callable, Iterator
+`in_process` decodes in threads of the process that trains; `ray_data.py` decodes on any CPU of a cluster.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, sample_id
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, join, sample_id
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.plan import Ints, Plan
@@ -19,6 +26,10 @@ from orchestrator.errors import UsageError
 
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
+CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
+SLOTS = 16  # decoded by one task of a thread; even, because images are mixed in pairs
+DECODED_BYTES = 64 << 20  # images decoded ahead, or two steps if these are larger
+BATCHES_AHEAD = 3  # fetched, and pinned for a GPU
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,15 +50,15 @@ class Stream:
     transform: Transform
 
     def share(self) -> int:
-        """Images of a batch for this worker."""
+        """Returns this worker's number of images per batch."""
         return self.run.data.batch_size // self.workers
 
     def epoch(self) -> int:
-        """Images of the split."""
+        """Returns the number of images of the split."""
         return self.data.manifest.rows(self.split)
 
     def steps(self) -> range:
-        """The steps that read the split once; empty slots fill the last global batch."""
+        """Returns the steps that read the split once; empty slots fill the last global batch."""
         return range(-(-self.epoch() // self.run.data.batch_size))
 
     def read(self, step: int, slots: range) -> PartialBatch:
@@ -82,12 +93,12 @@ class Stream:
         return PartialBatch(image, label, valid, key, sample, mix, bad)
 
     def _training(self, step: int, slots: range) -> Iterator[Iterator[SampleLocation]]:
-        """For each slot, its sample and then those that may replace it."""
+        """Yields for each slot its sample, and then the samples that may replace it."""
         plan = self.plan
         assert plan
         lanes = plan.lanes // self.workers
-        lane, index = plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
-        lane, index = lane[slots.start : slots.stop], index[slots.start : slots.stop]
+        all_slots = plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
+        lane, index = (array[slots.start : slots.stop] for array in all_slots)
 
         def candidates(first: SampleLocation, lane: int, index: int) -> Iterator[SampleLocation]:
             yield first
@@ -104,27 +115,29 @@ class Stream:
             yield iter([SampleLocation(0, shard, int(position - starts[shard]))])
 
 
-Reader = Callable[[Stream, range], Iterator[Batch]]  # the stream's batches of some steps, in order
+Reader = Callable[[Stream, range], Iterator[Batch]]  # yields the stream's batches of some steps, in order
 
 
 @lru_cache(maxsize=64)  # one process decodes for many workers
 def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream:
-    """The training images in the order of the plan, or the validation images once. Raises as `in_order`."""
+    """Opens the training images in the order of the plan, or the validation images once.
+
+    Raises as `in_order` does.
+    """
     stream, config = in_order(run, split, rank, workers), run.data
     if split == "val":
         return stream
-    transform = Transform(
-        size=run.model.image_size,
+    transform = replace(
+        stream.transform,
         augment=config.augment,
         randaugment=config.randaugment,
         randaugment_magnitude=config.randaugment_magnitude,
-        eval_crop=config.eval_crop,
     )
     return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
 
 
 def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1) -> Stream:
-    """Every image of a split once, without augmentation. Raises UsageError if there is no data set."""
+    """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set."""
     return Stream(
         run=run,
         split=split,
@@ -153,3 +166,58 @@ def _plan(config: DataConfig, seed: int) -> Plan:
         shuffle_window=config.shuffle_window,
         tail=config.tail,
     )
+
+
+def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
+    """Yields this worker's batches of `steps`, decoded by one thread per core."""
+    share = stream.share()
+    parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
+    ahead = max(2, min(32, DECODED_BYTES // (share * 3 * stream.transform.size**2)))
+    waiting: deque[list[Future[PartialBatch]]] = deque()
+    pool = ThreadPoolExecutor(CORES, thread_name_prefix="decode")
+    try:
+        for step in steps:
+            waiting.append([pool.submit(stream.read, step, part) for part in parts])
+            if len(waiting) > ahead:
+                yield join([part.result() for part in waiting.popleft()])
+        while waiting:
+            yield join([part.result() for part in waiting.popleft()])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def prefetched(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
+    """Yields the same batches on `device`, fetched by a thread; those for a GPU through pinned memory."""
+
+    def fetch() -> Batch | None:
+        batch = next(batches, None)
+        return batch.map(Tensor.pin_memory) if batch and device.type == "cuda" else batch
+
+    def fetched() -> Generator[Batch]:
+        waiting = deque(pool.submit(fetch) for _ in range(BATCHES_AHEAD))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(fetch))
+            yield batch
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        yield from _on_gpu(fetched(), device) if device.type == "cuda" else fetched()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _on_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copies each batch while the GPU works on the batch before it."""
+    copying = torch.cuda.Stream(device)
+    before: Batch | None = None
+    for batch in batches:
+        with torch.cuda.stream(copying):
+            following = batch.map(lambda pinned: pinned.to(device, non_blocking=True))
+        if before is not None:
+            yield before
+        torch.cuda.current_stream(device).wait_stream(copying)
+        for field in following[:-1]:
+            field.record_stream(torch.cuda.current_stream(device))
+        before = following
+    if before is not None:
+        yield before

@@ -29,9 +29,8 @@ from orchestrator import storage
 from orchestrator.codec import to_dict
 from orchestrator.data.batch import Batch
 from orchestrator.data.images import normalize
-from orchestrator.data.loader import in_process, prefetched
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.stream import Split, in_order
+from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name

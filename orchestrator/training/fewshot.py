@@ -24,9 +24,8 @@ from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import SampleLocation
 from orchestrator.data.images import normalize
-from orchestrator.data.loader import in_process, prefetched
 from orchestrator.data.plan import Ints
-from orchestrator.data.stream import Stream, in_order
+from orchestrator.data.stream import Stream, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.recipe import FewShotConfig
 

@@ -27,9 +27,9 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import start_report
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import BatchServer, by_ray_data
+from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
 from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
@@ -64,7 +64,7 @@ RAY_TRAIN_ENV = {  # inherited by the controller and its workers
 
 
 def check_data(run: RunConfig, *, verify: bool = False) -> None:
-    """Checks sizes and footers of all shards; with `verify` their SHA-256 too.
+    """Checks the sizes of all shards; with `verify` their SHA-256 too.
 
     Raises:
         UsageError: if a shard is damaged, or the data have more classes than the model; if a batch is larger

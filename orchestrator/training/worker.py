@@ -22,8 +22,7 @@ from orchestrator.checkpoint.weights import start_from
 from orchestrator.codec import changed_fields, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
-from orchestrator.data.loader import prefetched
-from orchestrator.data.stream import Reader, Stream, open_stream
+from orchestrator.data.stream import Reader, Stream, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, set_threads, train

@@ -14,9 +14,10 @@ import torch
 from jobs import export
 from moe.load import load
 from moe.vit import ViT
+from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import located, read
-from orchestrator.checkpoint.weights import class_names, load_newest
+from orchestrator.checkpoint.weights import class_names
 from orchestrator.codec import from_dict, override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
@@ -83,7 +84,7 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
     assert first == "exporting soft: loading libraries .."
     size = (tmp_path / "soft.safetensors").stat().st_size / 1e6
     expected = ViT(override(RunConfig(), CHANGES).model)
-    load_newest(f"{home}/soft/checkpoints", expected)
+    files.load(*located(f"{home}/soft/checkpoints"), expected)
     numbers = sum(param.numel() for param in expected.parameters())
     tensors = len(expected.state_dict())
     assert line == (

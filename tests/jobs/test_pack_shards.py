@@ -94,7 +94,7 @@ def test_warnings(call: Call, tmp_path: Path) -> None:
     [
         ("imagenet", "error: unknown source 'imagenet'; known: digits, folder:PATH"),
         ("folder:/not/there", "error: no folder /not/there"),
-        ("torchvision:Mnist", "error: torchvision.datasets has no 'Mnist'; did you mean "),
+        ("torchvision:Mnist", "error: torchvision.datasets has no 'Mnist'; it has "),
         ("torchvision:CIFAR10", "error: torchvision:CIFAR10 below "),
     ],
 )
@@ -115,7 +115,7 @@ def test_never_into_the_source(call: Call, tmp_path: Path) -> None:
 def test_overwriting_is_asked_for(call: Call, tmp_path: Path) -> None:
     pack(str(tmp_path), open_source("digits"))
     error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path))
-    assert "already holds a data set; choose another place, or --overwrite" in error
+    assert "already holds a data set: choose another place, or use --overwrite" in error
     error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path), "--overwrite")
     assert error == "error: no folder /not/there"
     assert open_manifest(str(tmp_path)).rows("train")  # a mistake costs nothing

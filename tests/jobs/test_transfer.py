@@ -14,7 +14,7 @@ import pytest
 from jobs import fewshot, train
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
+from orchestrator.data.stream import in_process
 from orchestrator.tracking.find import RunInfo, children, find_sweep, newest_of
 from orchestrator.tracking.store import open_reader
 from orchestrator.training.worker import train_worker

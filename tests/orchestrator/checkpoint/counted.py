@@ -42,7 +42,7 @@ def odd(rows: int = 40) -> tuple[Odd, torch.optim.Optimizer]:
 
 
 def expected(name: str, step: int, like: Tensor) -> Tensor:
-    """Below 251, which all types hold exactly; no two steps alike."""
+    """Returns numbers below 251, which all types hold exactly, different at every step."""
     first = zlib.crc32(f"{name} {step}".encode())
     numbers = (torch.arange(like.numel()) * 2654435761 + first) % 251
     return (numbers % 2 == 1 if like.dtype == torch.bool else numbers.to(like.dtype)).reshape(like.shape)
@@ -56,13 +56,13 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def wrong(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
-    """Names of tensors that are not those of `step`."""
+    """Returns the names of tensors that differ from the state of `step`."""
     state = state_of(model, optimizer)
     return [name for name, tensor in state.items() if not torch.equal(tensor, expected(name, step, tensor))]
 
 
 def save(checkpoints: Checkpoints, step: int, *, rows: int = 40, quality: float | None = None) -> None:
-    """The state of `step`, whose last report had this quality."""
+    """Saves the state of `step`, with a report of this quality."""
     model, optimizer = odd(rows)
     fill(model, optimizer, step)
     metrics = {} if quality is None else {"val/acc1": quality}
@@ -79,7 +79,7 @@ def saved(directory: Path | str, *steps: int, config: CheckpointConfig = IN_STEP
 
 
 def restored(directory: Path | str, *, rows: int = 40) -> Manifest | None:
-    """The checkpoint that a run would go on from, after comparing every number."""
+    """Returns the checkpoint that a run resumes from, after comparing every number."""
     model, optimizer = odd(rows)
     manifest = Checkpoints(str(directory), IN_STEP).restore(model, optimizer)
     if manifest:
@@ -94,13 +94,19 @@ def step_restored(directory: Path | str) -> int | None:
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
-    """What we logged, of this level; not what DCP did."""
+    """Returns our log lines of this level, without those of torch."""
     ours = (record for record in caplog.records if record.name.startswith("orchestrator."))
     return [record.getMessage() for record in ours if record.levelno == level]
 
 
 def folder(directory: Path | str, step: int) -> Path:
     return Path(directory, f"step-{step:08d}")
+
+
+def file_of(path: Path, kind: str) -> Path:
+    """Returns the only file of a kind in a checkpoint: ``weights``, ``optimizer`` or ``manifest``."""
+    (file,) = path.glob(f"{kind}*")
+    return file
 
 
 def flip(file: Path, offset: int, bit: int = 0) -> None:

@@ -1,21 +1,18 @@
-"""A run that saves step after step, killed and started again and again.
+"""A run that saves step after step, is killed at a storage operation, and is started again, many times.
 
-A parent that has torch, and neither threads nor connections, forks the lives: starting one takes a hundredth
-of what importing torch takes. It is itself a fresh process (`live`), whatever the process of the tests did.
+A parent process that has imported torch, and has neither threads nor connections, forks the lives: this takes
+a hundredth of the time of importing torch. The parent is a fresh process itself.
 """
 
 import json
 import multiprocessing
 import os
-import random
-import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -27,39 +24,28 @@ from tests.orchestrator.checkpoint.counted import fill, odd, wrong
 from tests.orchestrator.checkpoint.operations import counting
 
 PATIENCE_S = 30
-THE_END = "the end"
-VICTIMS = {1: [(0,)], 2: [(0,), (1,), (0, 1)]}  # ranks -> which of them are killed
+VICTIMS = {1: [(0,)], 2: [(0,), (1,), (0, 1)]}  # ranks -> groups of ranks that are killed in turn
 Life = list[str]  # what the first rank said: "restored 3", "saving 4", "saved 4", .. or what went wrong
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the lives do.
+    """Life n continues from what life n - 1 left, and is killed at its storage operation 1 + `stride` * n.
 
-    Attributes:
-    directory: directory of the checkpoints.
-    lives: how many.
-    rows: rows of the matrix: the size of the state.
-    asynchronous, keep_last: as in a run's config.
-    ranks: workers of one run; above 1 one of them is killed, or the other, or both.
-    template: each life has a copy of this directory, `directory`/<number>, and makes one save; the first is
-        killed at its first storage operation, the second at its second .., until one comes to its end.
-        Without it they continue from each other, save on and on, and are killed at random times.
+    ranks: workers of the run; with 2 of them either is killed, or both.
     environment: variables of the lives.
     """
 
     directory: str
-    lives: int = 50
-    rows: int = 400
+    lives: int
+    stride: int = 1
     asynchronous: bool = True
-    keep_last: int = 2
     ranks: int = 1
-    template: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def live(plans: Mapping[str, Plan]) -> dict[str, list[Life]]:
-    """Returns the lives of every plan, which come one after the other, in a process of their own."""
+    """Returns the lives of every plan, in a process of their own."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_lead, args=(plans, theirs))
@@ -72,7 +58,7 @@ def live(plans: Mapping[str, Plan]) -> dict[str, list[Life]]:
 
 
 def check(lives: list[Life]) -> None:
-    """Every life continued from what is known to have been saved, or from what was being saved."""
+    """Checks that every life continued from the last step that was saved, or from the step being saved."""
     known, begun = 0, 0
     for i, said in enumerate(lives):
         if not said:
@@ -93,66 +79,18 @@ def died_saving(lives: list[Life]) -> int:
 
 
 def _lead(plans: Mapping[str, Plan], connection) -> None:
-    fill(*odd(), 0)  # the first of its kind takes long
+    fill(*odd(), 0)  # the first optimiser of a process takes long
     connection.send(json.dumps({name: _lives(plan) for name, plan in plans.items()}))
 
 
 def _lives(plan: Plan) -> list[Life]:
     os.environ |= plan.environment
     if not storage.is_local(plan.directory):
-        storage._s3()  # as above; it connects nowhere yet
-    rng, lives = random.Random(0), list[Life]()
-    if plan.template:
-        while not lives or lives[-1][-1:] != [THE_END]:
-            directory = f"{plan.directory}/{len(lives)}"
-            shutil.copytree(plan.template, directory)
-            lives.append(_one_life(replace(plan, directory=directory), len(lives), None, ()))
-        return lives
-    saving_s = _time_of_a_save(plan)
-    for i in range(plan.lives):
-        lives.append(_one_life(plan, i, rng.uniform(0, 3 * saving_s), rng.choice(VICTIMS[plan.ranks])))
-    return lives
+        storage._s3()  # making the client takes long; it does not connect yet
+    return [_one_life(plan, number) for number in range(plan.lives)]
 
 
-def _time_of_a_save(plan: Plan) -> float:
-    """Returns the seconds of the fastest of a few saves."""
-    reading, pids = _start(replace(plan, directory=f"{plan.directory}-timed"), 0)
-    times = []
-    for line in reading:
-        times.append((time.perf_counter(), line))
-        if len(times) == 9:
-            break
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    saved = [when for when, line in times if line.startswith("saved")]
-    return min(b - a for a, b in pairwise(saved))
-
-
-def _one_life(plan: Plan, number: int, after_s: float | None, victims: tuple[int, ...]) -> Life:
-    reading, pids = _start(plan, number)
-    said = [reading.readline().strip()]
-    if after_s is not None:
-        time.sleep(after_s)
-        for rank in victims:
-            os.kill(pids[rank], signal.SIGKILL)
-    for pid in pids:
-        _await(pid)
-    said += [line.strip() for line in reading]
-    return [line for line in said if line]
-
-
-def _await(pid: int) -> None:
-    """Waits until it ends, or is killed because it does not."""
-    deadline = time.monotonic() + PATIENCE_S
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        time.sleep(0.001)
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-
-
-def _start(plan: Plan, number: int):
-    """Returns what the first rank says, and the processes."""
+def _one_life(plan: Plan, number: int) -> Life:
     read, write = os.pipe()
     pids = []
     for rank in range(plan.ranks):
@@ -161,16 +99,22 @@ def _start(plan: Plan, number: int):
             _be_a_run(plan, rank, number, lambda line: os.write(write, f"{line}\n".encode()))
         pids.append(pid)
     os.close(write)
-    return os.fdopen(read), pids
+    deadline = time.monotonic() + PATIENCE_S
+    for pid in pids:
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            time.sleep(0.001)
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+    with os.fdopen(read) as reading:
+        return reading.read().splitlines()
 
 
 def _be_a_run(plan: Plan, rank: int, number: int, say: Callable[[str], object]) -> NoReturn:
-    """Saves until it is killed; with a template once, if that operation never came."""
+    """Restores, and saves until it is killed or another rank is gone."""
+    victims = VICTIMS[plan.ranks]
 
-    def die_or_wait(count: int, _: str) -> None:
-        if not plan.template:
-            time.sleep(0.003)  # so that the time of a save is spread over what it does
-        elif count == number + 1:
+    def maybe_die(count: int, _: str) -> None:
+        if count == 1 + plan.stride * number and rank in victims[number % len(victims)]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
@@ -180,12 +124,10 @@ def _be_a_run(plan: Plan, rank: int, number: int, say: Callable[[str], object]) 
                 "gloo", init_method=store, rank=rank, world_size=plan.ranks, timeout=timedelta(seconds=20)
             )
         patches = ExitStack()
-        patches.enter_context(counting(die_or_wait))
+        patches.enter_context(counting(maybe_die))
         say = say if rank == 0 else lambda line: None
-        model, optimizer = odd(plan.rows)
-        checkpoints = Checkpoints(
-            plan.directory, CheckpointConfig(asynchronous=plan.asynchronous, keep_last=plan.keep_last)
-        )
+        model, optimizer = odd()
+        checkpoints = Checkpoints(plan.directory, CheckpointConfig(asynchronous=plan.asynchronous))
         manifest = checkpoints.restore(model, optimizer)
         step = manifest.step if manifest else 0
         bad = wrong(model, optimizer, step) if manifest else []
@@ -195,11 +137,8 @@ def _be_a_run(plan: Plan, rank: int, number: int, say: Callable[[str], object]) 
             fill(model, optimizer, step)
             say(f"saving {step}")
             checkpoints.save(step, model, optimizer, images=8 * step, progress={}, config={})
-            fill(model, optimizer, step + 1000)  # training continues while it is written
+            fill(model, optimizer, step + 1000)  # training continues while the state is written
             checkpoints.settle()
             say(f"failed at {step}" if checkpoints.failures else f"saved {step}")
-            if plan.template:
-                say(THE_END)
-                break
     finally:
         os._exit(3)

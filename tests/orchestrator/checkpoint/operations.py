@@ -1,4 +1,4 @@
-"""What changes storage, met operation by operation."""
+"""Hooks that are called before and after every operation that changes storage."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

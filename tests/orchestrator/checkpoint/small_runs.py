@@ -1,4 +1,4 @@
-"""Small models of the kinds that checkpoints meet, trained on this rank's share of every batch."""
+"""Small models of several kinds, trained on this rank's share of every batch."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ DTYPES = {name: torch.float32 if "soft" in name else torch.float64 for name in R
 
 
 def built(name: str, *, seed: int, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
-    """Plain, or sharded over `mesh` (ep, dp_replicate)."""
+    """Builds a plain model, or one that is sharded over `mesh` (ep, dp_replicate)."""
     run, before = RUNS[name], torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[name])
     try:
@@ -48,12 +48,12 @@ def built(name: str, *, seed: int, **mesh: int) -> tuple[ViT, torch.optim.Optimi
 
 @cache
 def _mesh(**fields: int) -> DeviceMesh:
-    """Each makes process groups, which takes a while."""
+    """Returns a cached mesh, for making its process groups takes a while."""
     return make_mesh("cpu", **fields)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """The losses over all ranks."""
+    """Trains for some steps and returns the losses over all ranks."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     dtype, losses = next(model.parameters()).dtype, []
@@ -78,7 +78,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """A copy of every tensor, gathered from all ranks."""
+    """Returns a copy of every tensor, gathered from all ranks."""
     state = state_of(model, optimizer)
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -87,7 +87,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: Any = "") -> None:
-    """Bit for bit."""
+    """Compares bit for bit."""
     assert got.keys() == expected.keys(), what
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, f"{what} {name}"
@@ -96,7 +96,7 @@ def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, as one worker has it whose model is sharded."""
+    """Makes a process group of this process alone, as a single worker with a sharded model has."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

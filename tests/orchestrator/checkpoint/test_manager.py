@@ -3,12 +3,9 @@
 import logging
 import os
 import resource
-import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,7 +27,7 @@ both_ways = pytest.mark.parametrize("asynchronous", [True, False], ids=["beside 
 
 @pytest.fixture
 def blocked() -> Iterator[threading.Event]:
-    """Until it is set, no file is opened."""
+    """Until this event is set, files are not opened."""
     gate = threading.Event()
 
     def wait(location: str) -> None:
@@ -42,7 +39,10 @@ def blocked() -> Iterator[threading.Event]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_is_the_state_at_the_call(name, blocked, tmp_path):
+def test_the_state_at_the_call_is_saved(name, blocked, tmp_path, monkeypatch):
+    """`save` returns before anything is written. One copy is made, before training starts."""
+    made = []
+    monkeypatch.setattr(manager, "Snapshot", lambda *args: made.append(1) or Snapshot(*args))
     model, optimizer = built(name, seed=0)
     checkpoints = Checkpoints(str(tmp_path), BESIDE)
     checkpoints.restore(model, optimizer)
@@ -50,7 +50,6 @@ def test_it_is_the_state_at_the_call(name, blocked, tmp_path):
         blocked.clear()
         train(model, optimizer, range(step - 2, step))
         checkpoints.save(step, model, optimizer, **REPORT)
-        # it returned before anything was written
         assert manifests.steps(str(tmp_path)) == list(range(2, step, 2))
         state = whole_state(model, optimizer)
         train(model, optimizer, range(step, step + 2))
@@ -62,16 +61,17 @@ def test_it_is_the_state_at_the_call(name, blocked, tmp_path):
         assert manifest.step == step
         assert_same(whole_state(again, its_optimizer), state)
         assert any(not torch.equal(t, state[key]) for key, t in whole_state(model, optimizer).items())
+    assert len(made) == 1
 
 
 @both_ways
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_with_checkpoints_is_the_run_without(name, asynchronous, tmp_path):
-    """From the first update on: asking a new optimiser for its state must not count as one."""
+def test_saving_does_not_change_training(name, asynchronous, tmp_path):
+    """Reading a new optimiser's state must not count as an update."""
     plain, saving = built(name, seed=0), built(name, seed=0)
     checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(asynchronous=asynchronous))
     checkpoints.restore(*saving)
-    for step in range(4):
+    for step in range(3):
         assert train(*plain, range(step, step + 1)) == train(*saving, range(step, step + 1))
         checkpoints.save(step + 1, *saving, **REPORT)
     checkpoints.finish()
@@ -81,77 +81,63 @@ def test_a_run_with_checkpoints_is_the_run_without(name, asynchronous, tmp_path)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", RUNS)
 def test_training_replaces_no_tensor(name, sharded):
-    """So a snapshot looks them up once; neither do evaluation, nor collecting the state."""
+    """Neither do evaluation and reading the state, so a snapshot looks the tensors up only once."""
     with one_rank():
         model, optimizer = built(name, seed=0, **({"ep": 1} if sharded else {}))
         snapshot = Snapshot(model, optimizer)
-        train(model, optimizer, range(3))
+        train(model, optimizer, range(2))
         with torch.no_grad():
             model(torch.zeros(8, 3, 8, 8, dtype=next(model.parameters()).dtype))
-        train(model, optimizer, range(3, 5))
+        train(model, optimizer, range(2, 3))
         snapshot.take()
         now = {key: local_part(tensor) for key, tensor in state_of(model, optimizer).items()}
         assert_same(snapshot.copies, now)
         before = {key: copy.clone() for key, copy in snapshot.copies.items()}
-        train(model, optimizer, range(5, 6))
+        train(model, optimizer, range(3, 4))
         assert_same(snapshot.copies, before)
 
 
-def test_memory_for_the_copy_is_there_before_training(tmp_path, monkeypatch):
-    """Or the first save would wait for it. It is the only copy."""
-    made = []
-    monkeypatch.setattr(manager, "Snapshot", lambda *args: made.append(1) or Snapshot(*args))
-    model, optimizer = built("soft, AdamW", seed=0)
-    checkpoints = Checkpoints(str(tmp_path), BESIDE)
-    checkpoints.restore(model, optimizer)
-    for step in (2, 3):
-        train(model, optimizer, range(step, step + 1))
-        checkpoints.save(step, model, optimizer, **REPORT)
-    checkpoints.finish()
-    assert len(made) == 1
-
-
 def test_tensors_that_were_replaced(tmp_path):
-    """By another model, an optimiser that was loaded, or a new one: what is handed over is saved."""
+    """After another model, a loaded optimiser state or a new optimiser, the state at the call is saved."""
     checkpoints = Checkpoints(str(tmp_path), BESIDE)
     model, optimizer = odd()
     checkpoints.restore(model, optimizer)
 
-    def saved_as(step: int) -> None:
+    def check_saved(step: int) -> None:
         fill(model, optimizer, step)
         checkpoints.save(step, model, optimizer, images=8 * step, progress={}, config={})
         checkpoints.settle()
         assert step_restored(tmp_path) == step
 
-    saved_as(1)
+    check_saved(1)
     optimizer.load_state_dict(optimizer.state_dict())
-    saved_as(2)
+    check_saved(2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    saved_as(3)
+    check_saved(3)
     model, optimizer = odd()
-    saved_as(4)
+    check_saved(4)
     model.of_counter = torch.zeros_like(model.of_counter)
-    saved_as(5)
+    check_saved(5)
 
 
 def test_saves_wait_for_each_other(blocked, tmp_path):
     checkpoints = Checkpoints(str(tmp_path), BESIDE)
     threading.Timer(0.1, blocked.set).start()
-    for step in range(1, 6):
+    for step in range(1, 4):
         save(checkpoints, step)
         assert manifests.steps(str(tmp_path))[: step - 1] == list(range(1, step))
     checkpoints.finish()
-    for step in (5, 4, 3, 2, 1):
+    for step in (3, 2, 1):
         assert step_restored(tmp_path) == step
         manifests.remove(str(folder(tmp_path, step)))
 
 
 @both_ways
 def test_the_same_step_again(asynchronous, place):
-    """The later one counts."""
+    """The later save counts."""
     checkpoints = Checkpoints(place, CheckpointConfig(asynchronous=asynchronous))
     model, optimizer = odd()
-    for content in (7, 8, 5):
+    for content in (7, 5):
         fill(model, optimizer, content)
         checkpoints.save(5, model, optimizer, images=40, progress={}, config={})
     checkpoints.finish()
@@ -161,7 +147,7 @@ def test_the_same_step_again(asynchronous, place):
 
 
 @both_ways
-def test_interrupts_are_no_failed_saves(asynchronous, tmp_path):
+def test_interrupts_end_the_run(asynchronous, tmp_path):
     def stop(_: str) -> None:
         raise KeyboardInterrupt
 
@@ -178,8 +164,8 @@ def test_interrupts_are_no_failed_saves(asynchronous, tmp_path):
 
 @both_ways
 @pytest.mark.parametrize("at", ["weights", "manifest"])
-def test_any_other_error_is(at, asynchronous, tmp_path, caplog):
-    """It is known at the next call at the latest, logged, and fails the run if it was the last save."""
+def test_errors_do_not_end_the_run(at, asynchronous, tmp_path, caplog):
+    """A failure is logged at the next call at the latest; the run fails only if it was the last save."""
 
     def fail(location: str) -> None:
         if ("manifest" in location) == (at == "manifest"):
@@ -195,32 +181,6 @@ def test_any_other_error_is(at, asynchronous, tmp_path, caplog):
     assert storage.names(str(tmp_path)) == []
     with pytest.raises(OSError, match="no memory for it"):
         checkpoints.finish()
-
-
-@both_ways
-def test_a_directory_that_vanishes(asynchronous, tmp_path):
-    """Between saves it is made anew; in the middle of one, that one fails."""
-    directory = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(str(directory), CheckpointConfig(asynchronous=asynchronous))
-    save(checkpoints, 1)
-    checkpoints.settle()
-    shutil.rmtree(directory)
-    save(checkpoints, 2)
-    checkpoints.settle()
-    assert step_restored(directory) == 2
-
-    def vanish(location: str) -> None:
-        if "model-00002" in location:
-            shutil.rmtree(directory)
-
-    with before_opening(vanish):
-        save(checkpoints, 3)
-        checkpoints.settle()
-    assert checkpoints.failures == 1
-    assert not directory.exists()
-    save(checkpoints, 4)
-    checkpoints.finish()
-    assert step_restored(directory) == 4
 
 
 def test_a_directory_that_may_only_be_read(tmp_path, monkeypatch, caplog):
@@ -240,13 +200,10 @@ def test_a_directory_that_may_only_be_read(tmp_path, monkeypatch, caplog):
     assert checkpoints.failures == 1
 
 
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_somebody_else_put_where_a_step_should_be(kind, tmp_path, caplog):
+def test_a_foreign_folder_in_the_place_of_a_step(tmp_path, caplog):
     saved(tmp_path, 1)
-    theirs = tmp_path / "step-00000002"
-    if kind == "folder":
-        theirs.mkdir()
-        theirs /= "notes"
+    theirs = tmp_path / "step-00000002" / "notes"
+    theirs.parent.mkdir()
     theirs.write_text("mine")
     checkpoints = Checkpoints(str(tmp_path), IN_STEP)
     save(checkpoints, 2)
@@ -256,66 +213,38 @@ def test_what_somebody_else_put_where_a_step_should_be(kind, tmp_path, caplog):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-PAGE = 4096
-Room = Callable[[int], AbstractContextManager[None]]  # with room(pages): no more than that can be written
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Room]]:
-    """A file system of its own, with ballast."""
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
-    if subprocess.run(mounting, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system is not permitted here")
-
-    @contextmanager
-    def room(pages: int) -> Iterator[None]:
-        ballast = tmp_path / "ballast"
-        ballast.write_bytes(bytes((os.statvfs(tmp_path).f_bavail - pages) * PAGE))
-        yield
-        ballast.unlink()
-
-    yield tmp_path / "checkpoints", room
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-@pytest.fixture
-def small_files(tmp_path: Path) -> tuple[Path, Room]:
-    """Where nothing may be mounted: the kernel refuses to make a file longer than so."""
-
-    @contextmanager
-    def room(pages: int) -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (pages * PAGE // 4, hard))
-        yield
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return tmp_path / "checkpoints", room
+@contextmanager
+def small_files(pages: int) -> Iterator[None]:
+    """Lets the kernel refuse to make a file longer than so many quarters of a page."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (pages * 1024, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @both_ways
-@pytest.mark.parametrize("disk", ["small_disk", "small_files"])
-def test_a_disk_that_is_full(disk, asynchronous, request, caplog):
-    """After any number of pages: training continues, and saves when there is room again. Only a run without
-    its last weights is not complete.
+def test_a_full_disk(asynchronous, tmp_path, caplog):
+    """Full after any number of bytes: training continues, and saves when there is room again. Only a run
+    without its last weights fails.
     """
-    directory, room = request.getfixturevalue(disk)
+    directory = tmp_path / "checkpoints"
     checkpoints = Checkpoints(str(directory), CheckpointConfig(asynchronous=asynchronous))
     save(checkpoints, 1)
     checkpoints.settle()
     for pages in range(60):
         caplog.clear()
-        with room(pages):
+        with small_files(pages):
             save(checkpoints, 2 + pages)
             checkpoints.settle()
         if checkpoints.failures == pages:
             break
         (line,) = said(caplog, logging.ERROR)
         assert f"saving step {2 + pages} to {directory} failed" in line
-        assert "No space left on device" in line or "File too large" in line
+        assert "File too large" in line
         assert os.listdir(directory) == ["step-00000001"]
     assert pages > 4
     assert step_restored(directory) == 2 + pages
-    with room(3):
+    with small_files(3):
         save(checkpoints, 99)
-        with pytest.raises(OSError, match=r"saving step 99 to .* failed: .*(No space left|File too large)"):
+        with pytest.raises(OSError, match=r"saving step 99 to .* failed: .*File too large"):
             checkpoints.finish()

@@ -1,4 +1,4 @@
-"""Two runs at one directory: a run that was taken for dead, and the run that took over."""
+"""Two runs at one directory: a run that was believed dead, and the run that took over."""
 
 import logging
 import threading
@@ -17,8 +17,8 @@ from tests.orchestrator.checkpoint.operations import counting
 
 
 class Stalled:
-    """Stops the thread that saves beside training at a storage operation: at this number of those that hold
-    `what`.
+    """Stops the thread that saves beside training, at a storage operation of this number among the operations
+    whose description holds `what`.
     """
 
     def __init__(self, number: int, what: str) -> None:
@@ -44,7 +44,7 @@ def stalled(number: int, what: str = "") -> Iterator[Stalled]:
 
 
 def check_whole(directory: str, *steps: int) -> None:
-    """These checkpoints are whole, and there is nothing that no manifest lists."""
+    """Checks that these checkpoints are whole, and that there are no other files."""
     assert manifests.steps(directory) == list(steps)
     for name in storage.names(directory):
         folder = storage.join(directory, name)
@@ -53,8 +53,8 @@ def check_whole(directory: str, *steps: int) -> None:
         assert set(storage.names(folder)) == {"manifest.json", *manifest.files}
 
 
-def test_both_at_the_same_moment(place, caplog):
-    """The first to commit wins; the other one reports, and leaves nothing."""
+def test_both_save_at_the_same_moment(place, caplog):
+    """The first run to commit wins; the other run reports a failure, and leaves no files."""
     slow, fast = Checkpoints(place, CheckpointConfig()), Checkpoints(place, IN_STEP)
     commit = "before write_new" if place.startswith("s3://") else "before rename_folder"
     with stalled(1, commit) as it:
@@ -74,9 +74,9 @@ def test_both_at_the_same_moment(place, caplog):
 
 
 @pytest.mark.parametrize("number", mostly_slow(range(1, 24, 2), fast=[3, 13]))
-def test_one_that_took_over(number, place):
-    """The old run stalls in the middle of a save, at any of its operations; the new one restores, which
-    collects garbage, and saves that step and the next; then the old one continues.
+def test_a_run_that_took_over(number, place):
+    """The old run stalls in the middle of a save, at any of its operations; the new run restores, which
+    collects garbage, and saves this step and the next; then the old run continues.
     """
     old = Checkpoints(place, CheckpointConfig())
     save(old, 1)
@@ -84,7 +84,7 @@ def test_one_that_took_over(number, place):
     with stalled(number) as it:
         save(old, 2)
         if not it.reached.wait(5):
-            assert number > 9  # its save has no more of them
+            assert number > 9  # a save has no more operations
             old.settle()
         new, model_and_optimizer = Checkpoints(place, IN_STEP), odd()
         manifest = new.restore(*model_and_optimizer)
@@ -98,8 +98,8 @@ def test_one_that_took_over(number, place):
     check_whole(place, *([1, 2, 3] if 1 in manifests.steps(place) else [2, 3]))
 
 
-def test_an_old_one_that_commits_late(place):
-    """It removes none of the checkpoints that are newer than what it knows."""
+def test_an_old_run_that_commits_late(place):
+    """It does not remove checkpoints that are newer than its own."""
     with stalled(1) as it:
         old = Checkpoints(place, CheckpointConfig(keep_last=1))
         save(old, 5)

@@ -1,4 +1,4 @@
-"""Weights handed on: what a model takes over from another's, alone and sharded; exports."""
+"""Models that start from other models' weights, alone and sharded; exports of weights."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -23,21 +22,24 @@ from moe.parallel import build_sharded, make_mesh
 from moe.routers import SoftConfig
 from moe.vit import ViT
 from orchestrator import storage
+from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.checkpoint.weights import export, load_newest, start_from
+from orchestrator.checkpoint.manifest import located
+from orchestrator.checkpoint.weights import export, start_from
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training.optim import build_optimizer
+from tests.moe.parity import spawn
+from tests.orchestrator.checkpoint.counted import file_of, flip
+from tests.orchestrator.checkpoint.small_runs import assert_same
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "data.batch_size": 8, "train.schedule.warmup_steps": 0}
 DENSE = override(RunConfig(), SMALL)
 SOFT = override(DENSE, {"model.moe.router.kind": "soft", "model.moe.num_experts": 4})
 LAYOUTS = [(1, 2), (2, 1)]  # (dp, ep)
-
-
 UPCYCLED = replace(SOFT.model, image_size=12, num_classes=7)
-CASES = {  # source -> what starts from it
+CASES = {  # source -> models that start from it
     "dense": {"the same": DENSE.model, "upcycled": UPCYCLED, "deeper": replace(DENSE.model, depth=3)},
     "soft": {
         "the same": SOFT.model,
@@ -49,7 +51,7 @@ CASES = {  # source -> what starts from it
 
 
 def save_trained(run: RunConfig, directory: str, *steps: int) -> ViT:
-    """A checkpoint of random weights at each step; returns the last of these models."""
+    """Saves a checkpoint of random weights at each step; returns the model of the last step."""
     model = ViT(run.model)
     optimizer = build_optimizer(run.train.optimizer, model)
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=9))
@@ -77,14 +79,6 @@ def dense(trained: dict[str, tuple[str, ViT]]) -> tuple[str, ViT]:
     return trained["dense"]
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(dict(got), dict(expected), rtol=0, atol=0)
-
-
-def images(side: int = 8) -> Tensor:
-    return torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(2))
-
-
 def test_the_same_model(dense):
     directory, model = dense
     started = ViT(DENSE.model, seed=9)
@@ -98,7 +92,7 @@ def test_the_same_model(dense):
 
 
 def test_upcycled_to_finer_images_and_other_classes(dense):
-    """Everything at once, against `upcycle`, which has no head of other classes."""
+    """The same as `upcycle`, which has no head for other classes."""
     directory, model = dense
     started, fresh = ViT(UPCYCLED, seed=9), ViT(UPCYCLED, seed=9).state_dict()
     report = start_from(started, directory)
@@ -120,19 +114,7 @@ def test_upcycled_to_finer_images_and_other_classes(dense):
     ]
 
 
-def test_experts_to_dense(trained):
-    started, fresh = ViT(DENSE.model, seed=9), ViT(DENSE.model, seed=9).state_dict()
-    report = start_from(started, trained["soft"][0])
-    mlp = {name: tensor for name, tensor in fresh.items() if name.startswith("blocks.1.mlp.")}
-    assert report.transfer.initial == dict.fromkeys(mlp, "absent there")
-    assert all(torch.equal(started.state_dict()[name], tensor) for name, tensor in mlp.items())
-    assert [line.split(" blocks.")[0] for line in str(report).splitlines()[1:]] == [
-        "  as initialised",
-        "  not used",
-    ]
-
-
-def test_a_file_of_somebody_else(dense, tmp_path, monkeypatch):
+def test_a_foreign_file(dense, tmp_path, monkeypatch):
     """A relative path, an unknown tensor, metadata of another kind."""
     monkeypatch.chdir(tmp_path)
     weights = dict(dense[1].state_dict())
@@ -141,20 +123,17 @@ def test_a_file_of_somebody_else(dense, tmp_path, monkeypatch):
     report = start_from(started, "weights.safetensors")
     assert_same(started.state_dict(), weights)
     assert (report.step, report.transfer.unused) == (None, ("teacher.weight",))
+    assert str(report).endswith("\n  not used teacher.weight")
 
 
-def test_another_width_is_refused(dense):
-    """Some vectors would fit: those of the heads' norms, and the classes'."""
+def test_another_width_or_dtype_is_refused(dense, tmp_path):
+    """Some vectors would fit the other width: those of the heads' norms, and the classes'."""
     model = ViT(replace(DENSE.model, width=32, heads=4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        UsageError, match=r"nothing in .*step-00000004 fits .* position_SD: \(16, 16\) there, "
-    ):
+    message = r"nothing in .*step-00000004 fits .* position_SD: \(16, 16\) there, "
+    with pytest.raises(UsageError, match=message):
         start_from(model, dense[0])
     assert_same(model.state_dict(), before)
-
-
-def test_another_dtype_is_refused(dense, tmp_path):
     half = {name: tensor.bfloat16() for name, tensor in dense[1].state_dict().items()}
     save_file(half, tmp_path / "half.safetensors")
     message = r"half.safetensors holds other dtypes: .*: torch.bfloat16 there, torch.float32 here; cast them"
@@ -163,54 +142,35 @@ def test_another_dtype_is_refused(dense, tmp_path):
             start_from(ViT(config), f"{tmp_path}/half.safetensors")
 
 
-def damage(folder: Path, pattern: str = "weights-*") -> None:
-    (file,) = folder.glob(pattern)
-    content = bytearray(file.read_bytes())
-    content[100] ^= 1
-    file.write_bytes(content)
-
-
 def test_a_damaged_source(dense, tmp_path, caplog):
-    """Of a directory the one before is taken; a folder is what was asked for, or nothing."""
-    directory = tmp_path / "copy"
+    """In a directory the checkpoint before is used; a damaged folder or a directory without is refused."""
+    directory, model = tmp_path / "copy", ViT(DENSE.model, seed=9)
     shutil.copytree(dense[0], directory)
-    damage(directory / "step-00000004")
-    report = start_from(ViT(DENSE.model), str(directory))
-    assert report.step == 2
-    assert "step-00000004 is damaged (weights-00000-001." in caplog.text
-    damage(directory / "step-00000002", "optimizer-*")  # nobody asks for it
+    flip(file_of(directory / "step-00000004", "weights"), 100)
+    flip(file_of(directory / "step-00000002", "optimizer"), 100)  # not needed
     assert start_from(ViT(DENSE.model), str(directory)).step == 2
-    model = ViT(DENSE.model, seed=9)
+    assert "step-00000004 is damaged (weights-00000-001." in caplog.text
     with pytest.raises(UsageError, match=r"step-00000004 is damaged: weights-00000-001\.\w+\.safetensors"):
         start_from(model, f"{directory}/step-00000004")
     assert_same(model.state_dict(), ViT(DENSE.model, seed=9).state_dict())
-    damage(directory / "step-00000002")
+    flip(file_of(directory / "step-00000002", "weights"), 100)
     with pytest.raises(FileNotFoundError, match="copy holds no whole checkpoint"):
         start_from(model, str(directory))
+    for location in ("nowhere", "nowhere/model.safetensors"):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            start_from(model, f"{tmp_path}/{location}")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is not a safetensors file"),
-        (b"\xff" * 100, "is not a safetensors file"),
-        (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
-        (None, "holds no whole safetensors file"),
-    ],
-    ids=["empty", "noise", "no object", "cut"],
-)
-def test_a_damaged_file(content, message, dense, tmp_path):
+def test_a_damaged_file(dense, tmp_path):
     path = tmp_path / "weights.safetensors"
+    for content in (b"", b"\xff" * 100, b"\x02" + bytes(7) + b"[]"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="is not a safetensors file"):
+            start_from(ViT(DENSE.model), str(path))
     save_file(dense[1].state_dict(), path)
-    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(UsageError, match=message):
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UsageError, match="holds no whole safetensors file"):
         start_from(ViT(DENSE.model), str(path))
-
-
-@pytest.mark.parametrize("location", ["nowhere", "nowhere/model.safetensors"])
-def test_nothing_there(location, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        start_from(ViT(DENSE.model), f"{tmp_path}/{location}")
 
 
 def test_from_s3(dense, bucket, tmp_path):
@@ -225,28 +185,20 @@ def test_from_s3(dense, bucket, tmp_path):
         report = start_from(started, bucket.uri(location))
         assert_same(started.state_dict(), expected)
         assert report.step == 4
-    with pytest.raises(FileNotFoundError, match="soft holds no whole checkpoint"):
-        start_from(ViT(SOFT.model), bucket.uri("soft"))
     with pytest.raises(FileNotFoundError, match=r"soft\.safetensors"):
         start_from(ViT(SOFT.model), bucket.uri("soft.safetensors"))
 
 
-def test_an_export_is_a_model_again(trained, tmp_path):
+def test_an_exported_file(trained, tmp_path):
+    """It is a model again; its metadata names the run and the checkpoint; all users may read it."""
     directory, model = trained["soft"]
-    export(directory, f"{tmp_path}/new/folder/model.safetensors")
-    loaded = load_exported(f"{tmp_path}/new/folder/model.safetensors")
-    assert_same(loaded.state_dict(), model.state_dict())
-    assert loaded.config == SOFT.model
-    assert torch.equal(loaded(images()).logits, model(images()).logits)
-    assert [path.name for path in (tmp_path / "new/folder").iterdir()] == ["model.safetensors"]
-
-
-def test_anybody_can_read_it(trained, tmp_path):
-    """The library itself: the tensors, and of which run and checkpoint they are."""
-    directory, model = trained["soft"]
-    path, neighbour = tmp_path / "model.safetensors", tmp_path / "neighbour"
+    path, neighbour = tmp_path / "new/folder/model.safetensors", tmp_path / "neighbour"
     export(directory, str(path))
+    loaded = load_exported(path)
+    assert_same(loaded.state_dict(), model.state_dict())
     assert_same(load_file(path), model.state_dict())
+    assert loaded.config == SOFT.model
+    assert [path.name for path in path.parent.iterdir()] == ["model.safetensors"]
     neighbour.touch()
     assert path.stat().st_mode == neighbour.stat().st_mode
     with safe_open(path, "pt") as file:
@@ -257,32 +209,41 @@ def test_anybody_can_read_it(trained, tmp_path):
         "format": "pt",
         "version": "1",
         "step": "4",
-        "classes": "null",  # of shards that are not there
+        "classes": "null",  # the data set is not there
         "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
     }
 
 
-def test_the_newest_whole_one_is_exported(dense, tmp_path, caplog):
+def test_the_newest_whole_checkpoint_is_exported(dense, tmp_path, caplog):
     directory, out = tmp_path / "copy", f"{tmp_path}/model.safetensors"
     shutil.copytree(dense[0], directory)
     (directory / "step-00000004/manifest.json").write_text("{}")
     export(str(directory), out)
     assert "step-00000004 is damaged (manifest.json); trying the one before" in caplog.text
     loaded = ViT(DENSE.model)
-    assert load_newest(str(directory), loaded).step == 2
+    folder, manifest = located(str(directory))
+    load(folder, manifest, loaded)
+    assert manifest.step == 2
     assert_same(load_file(out), loaded.state_dict())
     with pytest.raises(UsageError, match=r"step-00000004 is damaged: manifest\.json"):
         export(f"{directory}/step-00000004", f"{tmp_path}/other.safetensors")
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_what_is_there_stays(dense, tmp_path, monkeypatch):
-    """Unless it is to be replaced; and when that fails."""
-    path = tmp_path / "out/model.safetensors"
+def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
+    """An existing file stays unless `force` is given and the whole export succeeds; after a failed export, no
+    description of other weights is left in a folder.
+    """
+    path, folder = tmp_path / "out/model.safetensors", tmp_path / "folder"
     path.parent.mkdir()
     path.write_bytes(b"precious")
     with pytest.raises(UsageError, match=r"model\.safetensors exists already; --force"):
         export(dense[0], str(path))
+    export(dense[0], str(folder))
+    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
+    with pytest.raises(UsageError, match="folder holds an export already; --force"):
+        export(dense[0], str(folder))
 
     def disk_full(name):
         assert len(Path(name).read_bytes()) > 1000
@@ -290,36 +251,18 @@ def test_what_is_there_stays(dense, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(storage, "flush", disk_full)
-        with pytest.raises(OSError, match="no space left"):
-            export(dense[0], str(path), force=True)
+        for out in (path, folder):
+            with pytest.raises(OSError, match="no space left"):
+                export(dense[0], str(out), force=True)
     assert path.read_bytes() == b"precious"
     assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
+    assert not (folder / CONFIG).exists()
     export(dense[0], str(path), force=True)
     assert_same(load_exported(path).state_dict(), dense[1].state_dict())
 
 
-def test_a_folder_never_describes_other_weights(dense, tmp_path, monkeypatch):
-    """The second export fails while it writes weights: the description of the first is gone."""
-    folder = tmp_path / "folder"
-    export(dense[0], str(folder))
-    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
-    assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
-    with pytest.raises(UsageError, match="folder holds an export already; --force"):
-        export(dense[0], str(folder))
-
-    def disk_full(_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(storage, "flush", disk_full)
-    with pytest.raises(OSError, match="no space left"):
-        export(dense[0], str(folder), force=True)
-    assert not (folder / CONFIG).exists()
-
-
-def worker(rank: int, folder: str) -> None:
-    """Every case on every layout equals what one process got; then what goes wrong goes wrong on both."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def worker(rank: int, ranks: int, folder: str) -> None:
+    """Every case on every layout equals the result of one process; errors reach both workers."""
     group = dist.new_group(backend="gloo")
     for dp, ep in LAYOUTS:
         mesh = make_mesh("cpu", ep=ep)
@@ -345,7 +288,6 @@ def worker(rank: int, folder: str) -> None:
     for suffix in ("", ".safetensors"):
         with pytest.raises(FileNotFoundError, match="nowhere"):
             start_from(model, f"{folder}/nowhere{suffix}", group=group)
-    dist.destroy_process_group()
 
 
 def local(param: Tensor) -> Tensor:
@@ -362,7 +304,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.smoke
 def test_two_workers(trained, tmp_path):
-    """What each started from is what one process gets; what they saved is exported bit for bit."""
+    """They start from what one process starts from; what they saved is exported bit for bit."""
     (tmp_path / "expected").mkdir()
     for name, cases in CASES.items():
         directory, _ = trained[name]
@@ -374,8 +316,8 @@ def test_two_workers(trained, tmp_path):
             save_file(model.state_dict(), tmp_path / "expected" / f"{name}-{case}.safetensors")
             (tmp_path / "expected" / f"{name}-{case}.txt").write_text(str(report))
     shutil.copytree(trained["dense"][0], tmp_path / "damaged")
-    damage(tmp_path / "damaged/step-00000004", "weights-*")
-    mp.spawn(worker, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    flip(file_of(tmp_path / "damaged/step-00000004", "weights"), 100)
+    spawn(2, worker, str(tmp_path), timeout_s=60)
     for dp, ep in LAYOUTS:
         folder = tmp_path / f"saved-{dp}-{ep}"
         assert len([*folder.glob("step-00000004/weights-*")]) == 2

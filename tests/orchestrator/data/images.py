@@ -1,4 +1,4 @@
-"""Images of every kind that people have, in files, tars and parquet files."""
+"""Images of every common kind, in files, tars and parquet files."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from orchestrator.data.packing import encode_for_shard
 from orchestrator.data.samples import Source
 
 RNG = np.random.default_rng(0)
-# Smooth, so that decoders agree about it.
+# A smooth image, about which decoders agree.
 SMOOTH = np.asarray(Image.fromarray(RNG.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((56, 40), 2))
 RGB = Image.fromarray(SMOOTH)
 GREY = Image.fromarray(SMOOTH[..., 0])
@@ -55,7 +55,7 @@ KEPT = {  # stored as they are
     "progressive.jpg": encoded(RGB, "JPEG", progressive=True),
     "unsubsampled.jpg": encoded(RGB, "JPEG", quality=95, subsampling=0),
     "grey.jpg": encoded(GREY, "JPEG"),
-    "inverted-cmyk.jpg": encoded(RGB.convert("CMYK"), "JPEG"),  # as Adobe does, and Pillow
+    "inverted-cmyk.jpg": encoded(RGB.convert("CMYK"), "JPEG"),  # like Adobe's and Pillow's
     "several.jpg": encoded(RGB, "MPO", save_all=True, append_images=[RGB.rotate(180)]),
     "turned.jpg": encoded(RGB, "JPEG", exif=exif(3)),
     "plain.png": encoded(RGB),
@@ -85,7 +85,7 @@ PNG, JPEG = KEPT["plain.png"], KEPT["plain.jpg"]
 
 
 def numbered(n: int) -> bytes:
-    """A PNG that differs from the others."""
+    """Returns a PNG that differs for every number."""
     return encoded(np.full((4, 5), n % 256), dpi=(n + 1, 1))
 
 
@@ -98,7 +98,7 @@ def write(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def files(folder: Path | str) -> dict[str, bytes]:
-    """The inverse of `write`."""
+    """Reads all files of a folder: the inverse of `write`."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
 
 
@@ -113,7 +113,7 @@ def tar(path: Path, members: Sequence[tuple[str, bytes]], **options: Any) -> Pat
 
 
 def samples(first: int, count: int, classes: int = 2) -> list[tuple[str, bytes]]:
-    """Members of a tar: images `numbered` from `first`, whose label is their number."""
+    """Returns members of a tar: images `numbered` from `first`, and their labels."""
     return [
         member
         for n in range(first, first + count)
@@ -122,7 +122,7 @@ def samples(first: int, count: int, classes: int = 2) -> list[tuple[str, bytes]]
 
 
 def parquet(path: Path, columns: Mapping[str, Any], *, names: Sequence[str] | None = None, **options) -> Path:
-    """`names`: the labels' names, as Hugging Face's `datasets` writes them into the file."""
+    """Writes columns, and the labels' `names` as Hugging Face's `datasets` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table(dict(columns))
     if names:
@@ -139,7 +139,7 @@ class Taken(NamedTuple):
 
 
 def everything(source: Source) -> tuple[dict[str, Taken], list[str]]:
-    """What packing takes, by key, and the keys that it skips."""
+    """Returns the samples that packing takes, by key, and the keys that it skips."""
     taken, skipped = {}, []
     for split, rows in source.splits.items():
         contents = source.fetch([sample.image for sample in rows])

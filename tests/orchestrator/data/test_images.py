@@ -1,9 +1,8 @@
-"""Images of every kind that people have, upright and in 8 bits; bytes that are none; crops of them."""
+"""Decoding images of every common kind, upright and in 8 bits; bytes that are not an image; crops."""
 
 import hashlib
 import io
 import math
-import random
 import subprocess
 import sys
 from random import Random
@@ -22,7 +21,7 @@ LARGE = RGB.resize((1008, 800), Image.Resampling.BILINEAR)
 
 
 def seen(content: bytes) -> np.ndarray:
-    """(H, W, 3), by the definition."""
+    """Returns (H, W, 3) as Pillow decodes it."""
     with Image.open(io.BytesIO(content)) as image:
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).astype(int)
 
@@ -36,14 +35,11 @@ def test_every_kind_is_what_pillow_sees(name: str) -> None:
     assert np.abs(found - seen(IMAGES[name])).max() <= (3 if name.endswith("jpg") else 0)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_sixteen_bits_of_grey_become_eight(kind: str) -> None:
-    """Pillow's own conversion clips them to white."""
-    found = pixels(encoded(Image.fromarray(WORDS), kind))
-    np.testing.assert_array_equal(found, np.repeat(WORDS[..., None] // 256, 3, axis=2))
-
-
-def test_sixteen_bits_of_colour_become_eight() -> None:
+def test_sixteen_bits_become_eight() -> None:
+    """Pillow's own conversion clips grey to white."""
+    for kind in ("PNG", "TIFF", "PPM"):
+        found = pixels(encoded(Image.fromarray(WORDS), kind))
+        np.testing.assert_array_equal(found, np.repeat(WORDS[..., None] // 256, 3, axis=2))
     values = np.random.default_rng(0).integers(0, 2**16, (5, 4, 3))
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
     np.testing.assert_array_equal(pixels(raw_png(width=4, height=5, bits=16, rows=rows)), values // 256)
@@ -62,8 +58,8 @@ def test_orientation(kind: str) -> None:
         assert np.abs(pixels(content) - seen(content)).max() <= (3 if kind == "JPEG" else 0)
 
 
-def test_orientation_may_stand_after_the_pixels_and_be_damaged() -> None:
-    """As the PNG specification allows; damaged EXIF is not a damaged image."""
+def test_orientation_after_the_pixels_and_damaged_exif() -> None:
+    """The PNG specification allows this place; damaged EXIF is not a damaged image."""
     content = encoded(RGB, exif=exif(6))
     at = content.index(b"eXIf") - 4
     end = at + 12 + int.from_bytes(content[at : at + 4], "big")
@@ -95,7 +91,7 @@ def test_reasons(content: bytes, reason: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in IMAGES if "several" not in name])
 def test_truncated_images_are_bad(name: str) -> None:
-    """Never half grey. Nothing but the end mark may be missing: 22 bytes in PNG, 2 in GIF."""
+    """Only the end mark may be missing: 22 bytes in PNG, 2 in GIF."""
     content = IMAGES[name]
     for length in range(0, len(content) - 23, max(1, len(content) // 100)):
         with pytest.raises(BadImage):
@@ -107,7 +103,7 @@ def test_damaged_images_are_bad_or_have_the_size_of_their_header() -> None:
     rng = np.random.default_rng(1)
     contents = [*IMAGES.values(), encoded(RGB, "JPEG", comment=b"\xff\xc0" * 9, icc_profile=b"x" * 70)]
     good, reasons = 0, []
-    for i in range(1500):
+    for i in range(500):
         damaged = bytearray(contents[i % len(contents)])
         for _ in range(rng.choice([1, 2, 8])):
             place = rng.integers(min(len(damaged), rng.choice([60, 10_000])))
@@ -121,14 +117,13 @@ def test_damaged_images_are_bad_or_have_the_size_of_their_header() -> None:
             good += 1
             assert image.dtype == torch.uint8
             assert image.shape == (3, picture.height, picture.width)
-    assert 100 < good < 1400
+    assert 30 < good < 470
     assert all(len(reason.splitlines()) == 1 for reason in reasons)
 
 
-@pytest.mark.parametrize("orientation", [1, 6])
-@pytest.mark.parametrize(("most", "scale"), [(0.3, 1), (1.9, 1), (2, 2), (3.9, 2), (4, 4), (7.9, 4), (99, 8)])
-def test_large_jpegs_can_be_decoded_smaller(most: float, scale: int, orientation: int) -> None:
-    content = encoded(LARGE, "JPEG", exif=exif(orientation), quality=95)
+@pytest.mark.parametrize(("most", "scale"), [(0.3, 1), (1.9, 1), (2, 2), (3.9, 2), (4, 4), (99, 8)])
+def test_large_jpegs_can_be_decoded_smaller(most: float, scale: int) -> None:
+    content = encoded(LARGE, "JPEG", exif=exif(6), quality=95)
     picture = Picture(content)
     assert picture.scale(most) == scale
     found = picture.pixels(scale).permute(1, 2, 0).numpy().astype(int)
@@ -137,21 +132,21 @@ def test_large_jpegs_can_be_decoded_smaller(most: float, scale: int, orientation
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
-@pytest.mark.parametrize(("height", "width"), [(801, 1001), (15, 60_001)])
-def test_sides_of_smaller_jpegs_are_rounded_up(height: int, width: int, scale: int) -> None:
-    picture = Picture(encoded(LARGE.resize((width, height)), "JPEG"))
-    assert picture.scale(scale) == scale
-    assert picture.pixels(scale).shape == (3, -(-height // scale), -(-width // scale))
+def test_sides_of_smaller_jpegs_are_rounded_up(scale: int) -> None:
+    for height, width in ((801, 1001), (15, 60_001)):
+        picture = Picture(encoded(LARGE.resize((width, height)), "JPEG"))
+        assert picture.scale(scale) == scale
+        assert picture.pixels(scale).shape == (3, -(-height // scale), -(-width // scale))
 
 
-def test_small_images_and_other_formats_come_whole() -> None:
+def test_small_images_and_other_formats_are_not_scaled() -> None:
     for image in (encoded(LARGE), encoded(LARGE.convert("CMYK"), "JPEG"), JPEG):
         assert Picture(image).scale(9) == 1
 
 
 @pytest.mark.smoke
-def test_decoding_warns_of_nothing() -> None:
-    """In a process of its own, in which no test runner ignores warnings."""
+def test_decoding_does_not_warn() -> None:
+    """Checked in a process of its own, where warnings are not ignored."""
     code = "import sys; from orchestrator.data.images import decode; decode(sys.stdin.buffer.read())"
     ran = subprocess.run([sys.executable, "-W", "always", "-c", code], input=JPEG, capture_output=True)
     assert ran.returncode == 0
@@ -159,13 +154,13 @@ def test_decoding_warns_of_nothing() -> None:
 
 
 def coordinates(height: int, width: int) -> np.ndarray:
-    """Red is x, green is y."""
+    """Returns an image whose red is x and whose green is y."""
     y, x = np.mgrid[:height, :width]
     return np.stack([x, y, 0 * x], axis=-1)
 
 
 def noise(height: int, width: int, kind: str = "PNG") -> bytes:
-    """Coarse, so that it survives being made smaller."""
+    """Returns noise that is coarse, so that it survives scaling down."""
     coarse = np.random.default_rng(0).integers(0, 256, (7, 9, 3), dtype=np.uint8)
     return encoded(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), kind)
 
@@ -179,14 +174,14 @@ SQUARE = encoded(coordinates(256, 256))
 
 
 @pytest.mark.parametrize(("height", "width", "top", "left"), [(8, 20, 0, 6), (20, 8, 6, 0), (8, 8, 0, 0)])
-def test_without_augmentation_the_middle_is_seen(height: int, width: int, top: int, left: int) -> None:
+def test_without_augmentation_the_middle_is_cropped(height: int, width: int, top: int, left: int) -> None:
     image = Transform(size=8, eval_crop=1)(encoded(coordinates(height, width)))
     middle = coordinates(height, width)[top : top + 8, left : left + 8]
     np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), middle)
 
 
 def test_exif_turns_before_the_crop() -> None:
-    """The left half of what is stored is the upper half of what is seen."""
+    """The left half of the stored image is the upper half of the upright image."""
     image = Transform(size=8, eval_crop=1)(encoded(coordinates(8, 20), exif=exif(6)))
     turned = np.rot90(coordinates(8, 20), -1)[6:14]
     np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), turned)
@@ -195,7 +190,7 @@ def test_exif_turns_before_the_crop() -> None:
 @pytest.mark.parametrize("augment", ["none", "inception"])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 90), (90, 1), (7, 200), (33, 32)])
 def test_crops_stay_inside(height: int, width: int, augment: str) -> None:
-    """Whatever lies outside an image would be black."""
+    """Pixels outside of the image would be black."""
     content, transform = white(height, width), Transform(size=6, augment=augment)
     for n in range(30):
         image = transform(content, str(n))
@@ -203,21 +198,24 @@ def test_crops_stay_inside(height: int, width: int, augment: str) -> None:
         assert image.min() == 255
 
 
-def test_the_key_alone_decides() -> None:
+def test_randomness_depends_only_on_the_key() -> None:
+    """It is the same in every process: Python's hash of the key, which differs between them, is not used."""
     image = encoded(coordinates(100, 120))
     assert torch.equal(INCEPTION(image, "a"), INCEPTION(image, "a"))
     assert len({INCEPTION(image, str(n)).numpy().tobytes() for n in range(50)}) == 50
+    rng = Random(int.from_bytes(b"key" + hashlib.sha512(b"key").digest(), "big"))
+    assert box("key")[1] == pytest.approx(inception_box(256, 256, rng).width / 256, rel=0.02)
 
 
 def box(key: str) -> tuple[float, float, bool]:
-    """Height and width of the crop from a 256x256 image as parts of it, and whether it is mirrored."""
+    """Returns height and width of the crop as fractions of the image, and whether it is mirrored."""
     red, green, _ = INCEPTION(SQUARE, key).double()
     per_pixel_x, per_pixel_y = (red[:, 12] - red[:, 3]).mean() / 9, (green[12] - green[3]).mean() / 9
     return float(per_pixel_y) * 16 / 256, abs(float(per_pixel_x)) * 16 / 256, bool(per_pixel_x < 0)
 
 
 def simulated(rng: np.random.Generator) -> float:
-    """The area that the definition gives for a square."""
+    """Draws the area of a crop of a square, by the definition."""
     for _ in range(10):
         area, aspect = rng.uniform(0.05, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
         if area * aspect <= 1 and area / aspect <= 1:
@@ -226,31 +224,21 @@ def simulated(rng: np.random.Generator) -> float:
 
 
 def test_statistics_of_the_inception_crop() -> None:
-    heights, widths, mirrored = map(np.array, zip(*(box(str(n)) for n in range(500)), strict=True))
+    heights, widths, mirrored = map(np.array, zip(*(box(str(n)) for n in range(300)), strict=True))
     areas, aspects = heights * widths, widths / heights
     assert 0.045 < areas.min() < 0.1
     assert areas.max() < 1.02
     rng = np.random.default_rng(0)
     expected = np.array([simulated(rng) for _ in range(20_000)])
-    assert abs(areas.mean() - expected.mean()) < 4 * expected.std() / math.sqrt(500)
+    assert abs(areas.mean() - expected.mean()) < 4 * expected.std() / math.sqrt(300)
     assert 3 / 4 * 0.97 < aspects.min() < aspects.max() < 4 / 3 * 1.03
-    assert abs(np.log(aspects).mean()) < 0.04
-    assert 0.42 < mirrored.mean() < 0.58
-
-
-def test_randomness_is_the_same_in_every_process() -> None:
-    """Not Python's hash of the key, which differs between them."""
-    rng = Random(int.from_bytes(b"key" + hashlib.sha512(b"key").digest(), "big"))
-    assert box("key")[1] == pytest.approx(inception_box(256, 256, rng).width / 256, rel=0.02)
-
-
-def test_normalize() -> None:
-    assert normalize(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
+    assert abs(np.log(aspects).mean()) < 0.05
+    assert 0.4 < mirrored.mean() < 0.6
 
 
 @pytest.mark.parametrize(("height", "width"), [(320, 480), (480, 320), (16, 24)])
 def test_evaluation_is_resizing_and_then_cropping(height: int, width: int) -> None:
-    """The definition, in two steps: shorter side to size / eval_crop, then the middle."""
+    """The definition has two steps: the shorter side to size / eval_crop, then the middle."""
     content = noise(height, width)
     resized = tv.resize(decode(content), [32], antialias=True)  # 28 / 0.875
     expected = tv.center_crop(resized, [28, 28]).int()
@@ -264,13 +252,14 @@ def test_an_image_of_the_right_size_stays_as_it_is() -> None:
     content = noise(28, 28)
     assert torch.equal(Transform(size=28)(content), decode(content))
     assert not torch.equal(Transform(size=28)(noise(28, 29)), decode(content))
+    assert normalize(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [-1, 1]
 
 
 @pytest.mark.parametrize("augment", ["none", "inception"])
 def test_large_jpegs_show_the_same_as_when_decoded_whole(
     augment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for up to half a pixel, since the box is rounded to the smaller image's."""
+    """They differ by up to half a pixel, because the box is rounded to the smaller image's pixels."""
     content, transform = noise(1203, 1601, "JPEG"), Transform(size=32, augment=augment)
     reduced = [transform(content, str(n)).int() for n in range(8)]
     monkeypatch.setattr("orchestrator.data.images.SCALED_FROM", math.inf)
@@ -279,26 +268,9 @@ def test_large_jpegs_show_the_same_as_when_decoded_whole(
     assert max((a - b).abs().float().mean() for a, b in zip(reduced, whole, strict=True)) < 2.5
 
 
-def test_nothing_is_decoded_smaller_than_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(Picture, "scale", lambda _, most: asked.append(most) or 1)
-    Transform(size=20, eval_crop=0.5)(noise(100, 160))
-    assert asked == [50 / 20]
-
-
 def test_one_pixel_of_a_large_jpeg() -> None:
-    """Rows 12 to 20 are rows 1.5 to 2.5 of the image at an eighth of its size, and must not become none."""
+    """Rows 12 to 20 are rows 1.5 to 2.5 of the image at an eighth of its size, and one row must stay."""
     assert Transform(size=1, eval_crop=0.25)(white(32, 60_000, "JPEG")).flatten().tolist() == [255] * 3
-
-
-def test_global_generators_are_left_alone() -> None:
-    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
-    content = noise(40, 40)
-    for n in range(40):
-        Transform(size=16, augment="inception", randaugment=4)(content, str(n))
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-    np.testing.assert_array_equal(np.random.get_state()[1], before[2])
 
 
 def test_randaugment_comes_after_crop_and_flip() -> None:

@@ -1,4 +1,4 @@
-"""The order of samples: once per epoch, lane by lane, and independent of who asks for what."""
+"""The order of samples: every sample once per epoch, and the same for any number of workers."""
 
 import itertools
 import resource
@@ -25,14 +25,14 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def read(plan: Plan, steps: range, lanes: range | None = None) -> list[list[Sample]]:
-    """The samples of each step, for all lanes or some."""
+    """Returns the samples of each step, for all lanes or some."""
     lanes = range(plan.lanes) if lanes is None else lanes
     places = [plan.locate(*plan.slots(step, lanes)) for step in steps]
     return [[(int(e), int(s), int(r)) for e, s, r in zip(*step, strict=True)] for step in places]
 
 
 def naive(plan: Plan, epochs: int) -> list[list[Sample]]:
-    """The definition, with lists: the samples of each lane over some epochs."""
+    """Returns the samples of each lane over some epochs, by the definition, with lists."""
     size = sum(plan.rows) - (sum(plan.rows) % plan.batch_size if plan.tail == "drop" else 0)
     lanes: list[list[Sample]] = [[] for _ in range(plan.lanes)]
     for epoch in range(epochs):
@@ -58,7 +58,7 @@ def test_the_definition(plan: Plan) -> None:
 
 @given(plan=plans(), epochs=st.integers(1, 4))
 def test_every_sample_once_per_epoch(plan: Plan, epochs: int) -> None:
-    """Of the first epochs; batches that run into the next one are cut there."""
+    """Batches that run into the epoch after the last are cut there."""
     steps = -(-epochs * plan.epoch_size() // plan.batch_size) + 1
     found = [sample for step in read(plan, range(steps)) for sample in step if sample[0] < epochs]
     assert len(found) == len(set(found)) == epochs * plan.epoch_size()
@@ -77,7 +77,7 @@ def test_what_is_dropped_differs_between_epochs() -> None:
 
 @given(plan=plans(), data=st.data())
 def test_workers_share_a_batch_in_its_order(plan: Plan, data: st.DataObject) -> None:
-    """For every number of workers that divides the lanes."""
+    """This holds for every number of workers that divides the lanes."""
     workers = data.draw(st.sampled_from([n for n in range(1, plan.lanes + 1) if plan.lanes % n == 0]))
     each = plan.lanes // workers
     whole = read(plan, range(20))
@@ -87,7 +87,7 @@ def test_workers_share_a_batch_in_its_order(plan: Plan, data: st.DataObject) -> 
 
 @given(plan=plans(), cuts=st.lists(st.integers(0, 30), max_size=5))
 def test_resuming_gives_the_suffix(plan: Plan, cuts: list[int]) -> None:
-    """By a process that has read nothing before."""
+    """A process that has read nothing before continues at any step."""
     whole = read(plan, range(30))
     for first, last in itertools.pairwise([0, *sorted(cuts), 30]):
         fresh = Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
@@ -102,12 +102,9 @@ def test_epochs_and_seeds_differ() -> None:
             steps = read(plan, range(10 * epoch, 10 * epoch + 10))
             orders.add(tuple(sample[1:] for step in steps for sample in step))
     assert len(orders) == 6
-
-
-def test_rows_of_a_window_are_mixed() -> None:
     plan = Plan(rows=(50, 50), seed=0, lanes=1, batch_size=1, shuffle_window=100)
     shards = np.array([step[0][1] for step in read(plan, range(100))])
-    assert 30 < np.abs(np.diff(shards)).sum() < 70  # 49.5 expected
+    assert 30 < np.abs(np.diff(shards)).sum() < 70  # the shards are mixed; 49.5 expected
 
 
 def test_rows_are_not_permuted_as_the_shards_are() -> None:

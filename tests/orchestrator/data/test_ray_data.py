@@ -1,4 +1,4 @@
-"""Ray Data gives the batches that one process reads, whatever they are cut into and whoever comes back."""
+"""Ray Data gives the same batches as one process, however they are cut and when workers are restarted."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +12,13 @@ import ray
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch
-from orchestrator.data.loader import in_process
 from orchestrator.data.ray_data import BatchServer, ReadPlan, by_ray_data
-from orchestrator.data.stream import Split, open_stream
+from orchestrator.data.stream import Split, in_process, open_stream
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.test_stream import equal, pack
 from tests.parts import png
 
-# Some ten processes.
+# The cluster is about ten processes.
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
 
 
@@ -38,13 +37,13 @@ def digits_run(digits: str, **changes) -> RunConfig:
 def read_all(
     server: Any, run: RunConfig, workers: int, steps: range, split: Split = "train"
 ) -> list[list[Batch]]:
-    """Each worker's batches; they read at the same time, as workers do."""
+    """Returns each worker's batches; all workers read at the same time."""
 
-    def one(rank: int) -> list[Batch]:
+    def read(rank: int) -> list[Batch]:
         return list(by_ray_data(server)(open_stream(run, split, rank, workers), steps))
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(one, range(workers)))
+        return list(pool.map(read, range(workers)))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_validation_beside_training(digits: str, server: Any) -> None:
 
 
 def test_workers_that_come_back_read_from_where_they_say(digits: str, server: Any) -> None:
-    """Others of the first attempt never get further; the numbers of workers and steps are new."""
+    """The first attempt is abandoned; the numbers of workers and steps are different."""
     run = digits_run(digits)
     abandoned = by_ray_data(server)(open_stream(run, "train", 0, 1), range(60))
     next(abandoned)

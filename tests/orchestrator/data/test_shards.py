@@ -1,9 +1,14 @@
-"""Any image of a shard, whoever wrote it; a shard that changed is refused when it is first read."""
+"""Reading any image of a shard; refusing a shard that changed; the node's cache of files."""
 
 import hashlib
 import os
+import subprocess
+import sys
+import textwrap
+import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,7 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.data.manifest import Format, Manifest, Shard, open_manifest
-from orchestrator.data.shards import CACHE_FOLDER, DataSet, Rows
+from orchestrator.data.shards import CACHE_FOLDER, DataSet, Rows, cached
 from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.images import parquet as write_parquet
@@ -67,14 +72,14 @@ def test_every_row(kind: str, root: str, tmp_path: Path) -> None:
     content = tar(tmp_path) if kind == "tar" else parquet(tmp_path, kind)
     storage.write_bytes(storage.join(root, "shard"), content)
     format: Format = "webdataset" if kind == "tar" else "parquet"
-    for _ in range(2):  # the second finds the index of the first
+    for _ in range(2):  # the second time, the index is in the cache
         rows = data_set(root, described("shard", content, format)).open("train", 0)
         assert rows.location == storage.join(root, "shard")
         assert_all_there(rows)
 
 
 def test_images_that_repeat_and_hold_each_other(tmp_path: Path) -> None:
-    """They are looked for one after the other."""
+    """Offsets are found one after the other."""
     images = [b"aaaa", b"aa", b"aaaa", b"", b"a", b"", b"aaaa" * 200, b"aaaa" * 199]
     content = parquet(tmp_path, images=images)
     (tmp_path / "shard").write_bytes(content)
@@ -82,7 +87,8 @@ def test_images_that_repeat_and_hold_each_other(tmp_path: Path) -> None:
     assert [rows.image(n) for n in range(8)] == images
 
 
-def test_names_for_labels(tmp_path: Path) -> None:
+def test_labels(tmp_path: Path) -> None:
+    """Names become numbers; labels that are not among the classes are refused."""
     columns = {"image": IMAGES[:3], "label": ["cat", "dog", "cat"], "key": list("xyz")}
     content = write_parquet(tmp_path / "shard", columns).read_bytes()
     shard, path = described("shard", content, rows=3), str(tmp_path)
@@ -90,9 +96,6 @@ def test_names_for_labels(tmp_path: Path) -> None:
     assert found.tolist() == [1, 0, 1]
     with pytest.raises(UsageError, match=r"shard: y has label 'dog', the data set has 1 classes"):
         data_set(path, shard, classes=("cat",)).open("train", 0)
-
-
-def test_labels_out_of_range(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
     with pytest.raises(UsageError, match=r"shard: key-2 has label 2, the data set has 2 classes"):
         data_set(str(tmp_path), described("shard", content), classes=("a", "b")).open("train", 0)
@@ -105,19 +108,16 @@ def test_flipped_byte(root: str, tmp_path: Path, own_cache: Path) -> None:
     storage.write_bytes(storage.join(root, "shard"), bytes(content))
     with pytest.raises(UsageError, match=rf"shard {root}/shard changed since it was packed"):
         data_set(root, shard).open("train", 0)
-    assert not [path for path in own_cache.iterdir() if path.suffix != ".lock" and path.name != "lock"]
+    assert names(own_cache) == set()
 
 
 def test_a_change_after_it_was_indexed(tmp_path: Path) -> None:
-    """By whoever opens it next; nothing is taken from the old index."""
+    """The old index is not used. A shard that is gone is an OSError."""
     (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
     assert_all_there(data_set(str(tmp_path), described("shard", content)).open("train", 0))
     (tmp_path / "shard").write_bytes(zlib.compress(content)[: len(content)])
     with pytest.raises(UsageError, match="changed since it was packed"):
         data_set(str(tmp_path), described("shard", content)).open("train", 0)
-
-
-def test_a_shard_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing"):
         data_set(str(tmp_path), described("nothing", b"")).open("train", 0)
 
@@ -145,21 +145,83 @@ class TestS3:
         again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
         assert_all_there(again.open("train", 0))
 
-    def test_busy_and_cut_connections(self, data: DataSet, bucket: Bucket) -> None:
-        with bucket.failing("busy", times=1, attempts=3):
-            assert_all_there(data.open("train", 0))
-        for path in Path(os.environ[CACHE_FOLDER]).iterdir():
-            path.unlink()
-        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
-        with bucket.failing("cut download", lambda request: request.startswith("GET"), times=1, attempts=3):
-            assert_all_there(again.open("train", 0))
-
 
 def test_packed_shards(pack_greys: Pack) -> None:
-    """As training opens them."""
+    """Training opens shards as they were packed."""
     path, _ = pack_greys(train=10, val=3)
     manifest = open_manifest(path)
     data = DataSet(path=path, manifest=manifest, cache_bytes=10**9)
     rows = [data.open("train", shard) for shard in range(3)]
-    assert [key for one in rows for key in one.keys] == [f"grey-{n}" for n in range(10)]
-    assert [label for one in rows for label in one.labels] == list(range(10))
+    assert [key for shard in rows for key in shard.keys] == [f"grey-{n}" for n in range(10)]
+    assert [label for shard in rows for label in shard.labels] == list(range(10))
+
+
+def put(name: str, size: int = 10, limit: int = 1000) -> bytes:
+    with cached(name, lambda to: to.write_bytes(name[0].encode() * size) and None, limit=limit) as file:
+        return file.read()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock" and path.name != "lock"}
+
+
+def test_a_file_is_made_once_however_many_threads_want_it(own_cache: Path) -> None:
+    calls, start = [], threading.Barrier(8)
+
+    def want(_: int) -> bytes:
+        start.wait()
+
+        def make(to: Path) -> None:
+            calls.append(to)
+            to.write_bytes(b"x" * 100_000)
+
+        with cached("name", make, limit=10**6) as file:
+            return file.read()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(want, range(8))) == {b"x" * 100_000}
+    assert len(calls) == 1
+    assert names(own_cache) == {"name"}
+    assert own_cache.stat().st_mode & 0o077 == 0  # not readable by other users
+
+
+def test_the_least_recently_used_files_go(own_cache: Path) -> None:
+    for number, name in enumerate("abc"):
+        put(name)
+        os.utime(own_cache / name, (number, number))
+    assert put("a") == b"a" * 10  # used now
+    put("d", limit=30)
+    assert names(own_cache) == {"a", "c", "d"}
+    assert put("e", size=100, limit=30) == b"e" * 100  # larger than the limit
+    assert names(own_cache) == {"e"}
+
+
+def test_a_failure_leaves_no_file(own_cache: Path) -> None:
+    def fails(to: Path) -> None:
+        to.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        cached("name", fails, limit=100)
+    assert names(own_cache) == set()
+    assert put("name") == b"n" * 10
+
+
+def test_a_process_that_is_killed_releases_its_lock(own_cache: Path) -> None:
+    """It is killed while it makes a file that others wait for."""
+    code = """
+        import os, signal, sys
+        from orchestrator.data.shards import CACHE_FOLDER, cached
+        def make(to):
+            to.write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        cached("name", make, limit=100)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -9
+    assert put("name") == b"n" * 10
+
+
+def test_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match=r"belongs to another user: set \$MOE_FRONTIER_CACHE"):
+        put("name")

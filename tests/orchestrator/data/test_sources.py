@@ -1,6 +1,5 @@
-"""Sources of images of every kind that people have, and files that are none."""
+"""Sources of images of every kind, and files that are not images."""
 
-import os
 import struct
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.data.formats import Columns
-from orchestrator.data.images import BadImage, decode
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import (
@@ -54,7 +52,7 @@ EVERY_KIND = pytest.mark.parametrize(
 
 class TestFolder:
     def test_every_kind_of_image_is_stored_as_training_sees_it(self, tmp_path: Path) -> None:
-        """What training decodes stays as it is; the rest becomes PNG of the same pixels."""
+        """Common formats stay as they are; others become PNG of the same pixels."""
         files = {f"cat/{name}": content for name, content in IMAGES.items()}
         others = {"dog/a/b/1.png": PNG, "dog/2.png": PNG}
         source = open_source(f"folder:{write(tmp_path, files | others)}")
@@ -67,7 +65,7 @@ class TestFolder:
             assert (found[key].image == content) == (key.removeprefix("cat/") in KEPT), key
             assert found[key].image == content or found[key].image.startswith(b"\x89PNG"), key
 
-    def test_files_that_are_no_images_are_named(self, tmp_path: Path) -> None:
+    def test_files_that_are_not_images_are_named(self, tmp_path: Path) -> None:
         bomb = raw_png(width=60_000, height=60_000, bits=8, rows=b"")
         bad = {"cat/cut.jpg": JPEG[:300], "dog/empty.png": b"", "dog/bomb.png": bomb, "dog/x": b"text"}
         by_name = {"cat/notes.txt": b"-", "cat/labels.xml": b"<a/>", "loose.png": PNG, "dog/README.md": b""}
@@ -81,8 +79,8 @@ class TestFolder:
         named = sorted(line.split(": ")[0] for line in source.skipped)
         assert named == sorted(f"{tmp_path}/{name}" for name in by_name)
 
-    def test_links_and_pipes(self, tmp_path: Path) -> None:
-        """Links are followed, but not in a circle. A broken link and a pipe are named."""
+    def test_links(self, tmp_path: Path) -> None:
+        """Links are followed, but not in a circle. A broken link is named."""
         store = write(tmp_path / "store", {f"{n}.png": numbered(n) for n in (1, 2)})
         folder = write(tmp_path / "set", {"dog/4.png": numbered(4), "dog/5.png": PNG, "cat/6.png": PNG})
         for link, target in {
@@ -92,57 +90,31 @@ class TestFolder:
             "cat/circle": folder,
         }.items():
             (folder / link).symlink_to(target)
-        os.mkfifo(folder / "cat" / "pipe.png")
         source = open_source(f"folder:{folder}")
         found, skipped = everything(source)
         pets = ["cat/1.png", "cat/6.png", "cat/more/1.png", "cat/more/2.png", "dog/4.png", "dog/5.png"]
         assert sorted(found) == pets
-        assert sorted(skipped) == ["cat/gone.png", "cat/pipe.png"]
-        images = (i for part in source.splits.values() for i in source.fetch([s.image for s in part]))
-        reasons = {str(image) for image in images if isinstance(image, BadImage)}
-        assert reasons == {"no such file", "not a regular file"}
+        assert skipped == ["cat/gone.png"]
 
-    def test_unreadable_files_are_named(self, tmp_path: Path) -> None:
-        folder = write(tmp_path, many(2, 4))
-        (folder / "0" / "2.png").chmod(0)
-        if os.access(folder / "0" / "2.png", os.R_OK):
-            pytest.skip("root may read all")
-        assert everything(open_source(f"folder:{folder}"))[1] == ["0/2.png"]
-
-    def test_what_is_packed_can_be_decoded(self, tmp_path: Path) -> None:
-        """Damaged files, none of which may stop a training run."""
-        rng, files = np.random.default_rng(0), {}
-        for i in range(60):
-            name, content = list(IMAGES.items())[i % len(IMAGES)]
-            damaged = bytearray(content)
-            for _ in range(rng.choice([1, 2, 8])):
-                damaged[rng.integers(min(len(damaged), 60))] = rng.integers(256)
-            files[f"{i % 2}/{i}-{name}"] = bytes(damaged)
-        found, skipped = everything(open_source(f"folder:{write(tmp_path, files)}"))
-        assert len(found) + len(skipped) == 60
-        assert min(len(found), len(skipped)) > 8
-        assert all(decode(taken.image).shape[0] == 3 for taken in found.values())
-
-    @pytest.mark.parametrize("val", ["val", "valid", "validation", "test"])
-    def test_own_split(self, val: str, tmp_path: Path) -> None:
-        """A class may be missing on one side; labels count the classes of both."""
+    @pytest.mark.parametrize("val", ["valid", "test"])
+    def test_own_split(self, val: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """A class may be missing in a split. Test images are not used if there are validation images."""
         files = ("train/b/1.png", "train/a/x/1.png", f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
         source = open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}")
         assert source.classes == ("a", "b", "c")
-        assert {key: taken[:2] for key, taken in everything(source)[0].items()} == {
+        expected = {
             "train/b/1.png": ("train", 1),
             "train/a/x/1.png": ("train", 0),
             f"{val}/b/2.png": ("val", 1),
             f"{val}/c/3.png": ("val", 2),
         }
+        assert {key: taken[:2] for key, taken in everything(source)[0].items()} == expected
         line = f"{tmp_path}/extra/a/1.png: neither in train nor in a folder of validation images"
         assert source.skipped == (line,)
-
-    def test_test_images_are_kept_for_later(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        names = [f"{split}/{c}/{n}.png" for split in ("train", "valid", "test") for c in "ab" for n in "12"]
-        found, _ = everything(open_source(f"folder:{write(tmp_path, dict.fromkeys(names, PNG))}"))
-        assert sorted(found) == sorted(name for name in names if not name.startswith("test"))
-        assert "validation is valid; left out: test" in caplog.text
+        if val == "valid":
+            write(tmp_path, {"test/a/4.png": PNG})
+            assert {*everything(open_source(f"folder:{tmp_path}"))[0]} == {*expected}
+            assert "validation is valid; left out: test" in caplog.text
 
     def test_train_as_a_class_and_as_the_only_split(self, tmp_path: Path) -> None:
         names = [f"{c}/{n}.png" for c in ("bus", "train") for n in range(4)]
@@ -154,7 +126,7 @@ class TestFolder:
         assert Counter(taken.split for taken in found.values())["val"] > 2
 
     def test_split_by_key_is_stable(self, tmp_path: Path) -> None:
-        """A sample keeps its side when others come; a fifth is validation."""
+        """A sample keeps its split when others come; a fifth is for validation."""
         write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(0, 200)})
         before, _ = everything(open_source(f"folder:{tmp_path}"))
         write(tmp_path, {f"{n % 2}/{n:03d}.png": PNG for n in range(200, 400)})
@@ -164,8 +136,8 @@ class TestFolder:
         assert 55 < sum(taken.split == "val" for taken in after.values()) < 105
 
     @pytest.mark.parametrize("val_frac", [0.01, 0.5, 0.99])
-    def test_a_class_of_two_has_one_on_either_side(self, val_frac: float, tmp_path: Path) -> None:
-        """An only image is for training, unless its hash says otherwise."""
+    def test_a_class_of_two_has_an_image_in_each_split(self, val_frac: float, tmp_path: Path) -> None:
+        """A single image is for training, unless the hash of its key decides otherwise."""
         write(tmp_path, {**many(20, 2), "single/1.png": PNG, **{f"big/{n}.png": PNG for n in range(300)}})
         found, _ = everything(open_source(f"folder:{tmp_path}", val_frac=val_frac))
         count = Counter((t.split, t.label) for key, t in found.items() if key[0] not in "sb")
@@ -205,7 +177,7 @@ class TestFolder:
         (["cat/\udcff.png"], "is not UTF-8: rename it"),
     ],
 )
-def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path: Path) -> None:
     write(tmp_path, dict.fromkeys(files, PNG))
     with pytest.raises(UsageError, match=message):
         open_source(f"folder:{tmp_path}")
@@ -218,10 +190,7 @@ def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path)
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
-        ("parquet:/not/there", "no folder /not/there"),
-        ("torchvision:NoSuchSet", r"torchvision.datasets has no 'NoSuchSet'$"),
-        ("torchvision:Cifar10", "datasets has no 'Cifar10'; did you mean CIFAR10 or CIFAR100"),
-        ("torchvision:mnist", "torchvision.datasets has no 'mnist'; did you mean .*MNIST"),  # a module there
+        ("torchvision:mnist", "torchvision.datasets has no 'mnist'; it has .*MNIST"),  # the name of a module
         ("torchvision:CIFAR10", "CIFAR10 below '/not/there': Dataset not found .*; --download fetches it"),
         ("torchvision:ImageFolder", "torchvision:ImageFolder below '/not/there': .*No such file"),
         ("torchvision:CocoDetection", "torchvision:CocoDetection below '/not/there': .*annFile"),
@@ -232,18 +201,14 @@ def test_folders_of_another_make(files: list[str], message: str, tmp_path: Path)
 def test_unknown_sources(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         open_source(name, root="/not/there")
-
-
-@pytest.mark.parametrize("val_frac", [0, 1, -0.1, float("nan")])
-def test_val_frac_out_of_range(val_frac: float) -> None:
-    with pytest.raises(UsageError, match=r"--val-frac .* must lie between 0 and 1"):
-        open_source("digits", val_frac=val_frac)
+    with pytest.raises(UsageError, match=r"--val-frac nan: must lie between 0 and 1"):
+        open_source(name, val_frac=float("nan"))
 
 
 class TestShards:
     @EVERY_KIND
     def test_images_labels_and_order(self, kind: str, write_shard, tmp_path: Path) -> None:
-        """In the order of the files, which lie at any depth; split by key."""
+        """Files lie at any depth; samples come in the order of the files and are split by key."""
         write_shard(tmp_path / "b", 0, 30)
         write_shard(tmp_path / "a" / "z", 30, 30)
         source = open_source(f"{kind}:{tmp_path}")
@@ -259,10 +224,7 @@ class TestShards:
             assert 3 < len(mine) < 57
 
     @EVERY_KIND
-    @pytest.mark.parametrize(
-        ("train", "val"),
-        [("train-000", "val-000"), ("train/0", "validation/0"), ("x-train-0of1", "x-test-0of1")],
-    )
+    @pytest.mark.parametrize(("train", "val"), [("train/0", "validation/0"), ("x-train-0of1", "x-test-0of1")])
     def test_own_split(self, kind: str, write_shard, train: str, val: str, tmp_path: Path) -> None:
         write_shard(tmp_path / train, 0, 6)
         write_shard(tmp_path / val, 6, 3)
@@ -292,7 +254,7 @@ class TestShards:
             found, _ = everything(open_source(f"{kind}:{place}"))
             assert [taken.image for taken in found.values()] == [numbered(n) for n in range(14)]
 
-    def test_keys_that_repeat_are_told_apart(self, tmp_path: Path) -> None:
+    def test_repeated_keys_are_numbered(self, tmp_path: Path) -> None:
         for name in ("train-0", "train-1", "val-0"):
             write_tar(tmp_path / name, 0, 4)
         found, _ = everything(open_source(f"webdataset:{tmp_path}"))
@@ -335,7 +297,7 @@ class TestShards:
         assert source.classes == ("cat", "dog")
         assert {taken.image for taken in everything(source)[0].values()} == {PNG}
 
-    def test_rows_that_are_no_samples_are_named(self, tmp_path: Path) -> None:
+    def test_incomplete_samples_are_named(self, tmp_path: Path) -> None:
         image = pa.array([{"bytes": numbered(n) if n != 3 else None, "path": f"{n}"} for n in range(8)])
         labels = [n % 2 if n != 5 else None for n in range(8)]
         source = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', {'image': image, 'label': labels})}")
@@ -348,7 +310,7 @@ class TestShards:
         assert source.skipped[0].startswith(f"{tmp_path}/x.tar: lost: no label")
         assert len(everything(source)[0]) == 6
 
-    def test_files_of_no_split_and_damaged_files(self, tmp_path: Path) -> None:
+    def test_files_without_a_split_and_damaged_files(self, tmp_path: Path) -> None:
         for name in ("train-0", "val-0", "more"):
             write_tar(tmp_path / name, 0, 4)
         message = r"more.tar is neither for training nor for validation, but others are"
@@ -405,7 +367,7 @@ class TestTorchvision:
             np.testing.assert_array_equal(pixels(taken.image)[..., 0], images[n])
 
     def test_validation_rather_than_test(self, tmp_path: Path) -> None:
-        """Test images are for the end."""
+        """Test images are not used where there are validation images."""
         files = {f"images/images/{c}/{n}.jpg": JPEG for c in ("apple", "zoo") for n in range(6)}
         for at, split in enumerate(("train", "val", "test")):
             names = [f"{c}/{n}.jpg" for c in ("apple", "zoo") for n in (2 * at, 2 * at + 1)]
@@ -422,4 +384,3 @@ class TestTorchvision:
         found, _ = everything(source)
         assert source.classes == ("0", "1", "2")
         assert len(found) == 30
-        assert everything(open_source("torchvision:FakeData?size=30&num_classes=3"))[0] == found

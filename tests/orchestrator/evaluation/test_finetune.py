@@ -13,8 +13,7 @@ from moe.vit import ViT
 from orchestrator.checkpoint.weights import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
-from orchestrator.data.stream import in_order
+from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.finetune import (
     failures,

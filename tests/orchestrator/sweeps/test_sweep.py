@@ -8,10 +8,11 @@ import torch
 
 from moe.cost import train_flops_6mac
 from moe.vit import ViT
-from orchestrator.checkpoint.weights import load_newest
+from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.manifest import located
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
+from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import run as sweep_run
@@ -63,7 +64,7 @@ def test_a_branch_equals_a_run_of_its_own_and_costs_its_own_steps(sweep, kind):
         weights = []
         for run in (branch, alone):
             model = ViT(run.model)
-            load_newest(checkpoint_directory(run), model)
+            load(*located(checkpoint_directory(run)), model)
             weights.append(model.state_dict())
         for key, value in weights[0].items():
             torch.testing.assert_close(value, weights[1][key], rtol=0, atol=1e-6)

@@ -25,8 +25,8 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.loader import in_process
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import checkpoint_directory, result_of, run_directory
