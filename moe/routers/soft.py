@@ -52,11 +52,8 @@ class SoftConfig:
             raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert; only ``identity`` depends on the number of tokens.
-
-        Raises:
-            ValueError: if `total_slots` does not divide over the experts, or ``identity`` does not fit.
-        """
+        """C: slots per expert; only ``identity`` depends on the number of tokens. Raises ValueError if
+        `total_slots` does not divide over the experts, or ``identity`` does not fit."""
         slots = self.num_slots(num_experts)
         if "identity" in (self.dispatch, self.combine) and num_experts * slots != num_tokens:
             raise ValueError(

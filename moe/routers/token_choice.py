@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
-from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig, gating
-from moe.routers.choice import CapacityConfig, GatedRouter, gather_routing
-from moe.routing import GatherRouting, at_least_fp32
+from moe.overrides import Priority
+from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig
+from moe.routers.choice import CapacityConfig, ChoiceRouter
+from moe.routing import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,48 +64,41 @@ class TokenChoiceConfig(CapacityConfig):
         return self.capacity(num_tokens * self.k, num_experts)
 
 
-class TokenChoiceRouter(GatedRouter):
-    def __init__(self, config: TokenChoiceConfig, *, dim: int, num_experts: int) -> None:
-        super().__init__(dim, num_experts)
-        self.config = config
-
-    def forward(
-        self,
-        x_GSD: Tensor,
-        valid_GS: Tensor,
-        keys_GS: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        random_GS: Tensor | None = None,
-    ) -> GatherRouting:
-        config = overrides.apply(self.config)
-        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
-        gated = gating(
-            config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
-        )
-        gates_GSE, plan_GSE = gated.gates_GSE, gated.plan_GSE
+class TokenChoiceRouter(ChoiceRouter):
+    def choose(
+        self, config: TokenChoiceConfig, plan_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
         expert_GSK = top_experts(plan_GSE, config.k)
-        flip_G = None
-        if gated.clean_plan_GSE is not None:
-            flip_G = flip_share(top_experts(gated.clean_plan_GSE, config.k), expert_GSK, valid_GS)
-        chosen_GSE = torch.zeros_like(gates_GSE).scatter(-1, expert_GSK, 1.0) * valid_GS.unsqueeze(-1)
-        return gather_routing(
-            fill_slots(
-                expert_GSK,
-                valid_GS,
-                queue_priority(plan_GSE, expert_GSK, config.priority),
-                num_experts=self.num_experts,
-                capacity=capacity,
-            ),
-            weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
-            gates_GSE=gates_GSE,
-            valid_GS=valid_GS,
-            overrides=overrides,
-            aux_G=auxiliary_loss(config, gated, valid_GS),
-            load_GE=chosen_GSE.sum(1),
-            chosen_GS=chosen_GSE.sum(2),
-            residual_G=gated.residual_G,
-            flip_G=flip_G,
-        )
+        chosen_GSE = torch.zeros_like(plan_GSE).scatter(-1, expert_GSK, 1.0)
+        return expert_GSK, chosen_GSE * valid_GS.unsqueeze(-1)
+
+    def seat(
+        self,
+        config: TokenChoiceConfig,
+        choice: Tensor,
+        plan_GSE: Tensor,
+        valid_GS: Tensor,
+        capacity: int,
+    ) -> Tensor:
+        priority_GS = queue_priority(plan_GSE, choice, config.priority)
+        return fill_slots(choice, valid_GS, priority_GS, num_experts=self.num_experts, capacity=capacity)
+
+    def aux_loss(self, config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
+        logits_GSE, noisy_GSE, gates_GSE, *_ = gated
+        noise = noisy_GSE is not logits_GSE
+        aux_G = gates_GSE.new_zeros(len(gates_GSE))
+        if config.importance_weight:
+            clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
+            aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
+        if config.load_weight and noise:
+            std = config.noise_std / self.num_experts
+            loss_G = load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
+            aux_G = aux_G + config.load_weight * loss_G
+        if config.balance_weight:
+            aux_G = aux_G + config.balance_weight * balance_loss(gates_GSE, valid_GS)
+        if config.z_weight:
+            aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
+        return aux_G
 
 
 def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:
@@ -167,31 +160,6 @@ def fill_slots(
     token_GQ = order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
     token_slots = order_GQ.new_full((G, overflow + 1), S).scatter(1, slot_GQ, token_GQ)
     return token_slots[:, :overflow].unflatten(1, (num_experts, capacity))
-
-
-def auxiliary_loss(config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
-    """Returns the weighted sum of the losses of each group, (G,)."""
-    logits_GSE, noisy_GSE, gates_GSE, *_ = gated
-    noise = noisy_GSE is not logits_GSE
-    aux_G = gates_GSE.new_zeros(len(gates_GSE))
-    if config.importance_weight:
-        clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
-        aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
-    if config.load_weight and noise:
-        std = config.noise_std / gates_GSE.shape[-1]
-        aux_G = aux_G + config.load_weight * load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
-    if config.balance_weight:
-        aux_G = aux_G + config.balance_weight * balance_loss(gates_GSE, valid_GS)
-    if config.z_weight:
-        aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
-    return aux_G
-
-
-def flip_share(clean_GSK: Tensor, noisy_GSK: Tensor, valid_GS: Tensor) -> Tensor:
-    """Returns the share of the valid tokens' choices that noise changes, (G,)."""
-    still_GS = (clean_GSK.unsqueeze(-1) == noisy_GSK.unsqueeze(-2)).any(-1).float().mean(-1)
-    valid_GS = at_least_fp32(valid_GS)
-    return ((1 - still_GS) * valid_GS).sum(1) / valid_GS.sum(1).clamp(min=1)
 
 
 def importance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
