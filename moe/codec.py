@@ -7,7 +7,8 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
-Parse = Callable[[Any, Any, str], Any]  # (type of the field, JSON value, dotted path) -> value
+# (type of the field, JSON value, dotted path) -> value
+Parse = Callable[[Any, Any, str], Any]
 
 
 def to_dict(config: Any) -> Any:

@@ -74,7 +74,8 @@ class GatherRouting(Routing):
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         D = x_GSD.shape[-1]
-        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)  # row S fills empty slots
+        # Row S of zeros fills empty slots.
+        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)
         return x_padded.flatten(0, 1).index_select(0, self._rows_EN()).view(self.token_GEC.shape[1], -1, D)
 
     def combine(self, y_END: Tensor) -> Tensor:
@@ -146,7 +147,11 @@ def _select_experts(x: Tensor, dim: int, expert_GK: Tensor) -> Tensor:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Casts to float32 at least: routers compute in float32 under bf16 weights, in float64 in fp64 models."""
+    """Casts to float32 at least.
+
+    Routers compute in float32 under bfloat16 weights, where counts would be rounded, and in float64 in
+    float64 models.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -174,7 +179,8 @@ def routing_stats(
         slot_similarity_G: mean cosine between the dispatch weights of two slots.
     """
     gates_GSE, load_GE = gates_GSE.detach(), at_least_fp32(load_GE.detach())
-    valid_GS = valid_GS.to(torch.float32)  # a bf16 mask would round the counts
+    # A bfloat16 mask would round the counts.
+    valid_GS = valid_GS.to(torch.float32)
     tokens = valid_GS.sum().clamp(min=1)
     filled_G = valid_GS.amax(1)
     groups = filled_G.sum().clamp(min=1)

@@ -40,7 +40,7 @@ class ExpertChoiceConfig(CapacityConfig):
             )
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert in a group of `num_tokens`."""
+        """Returns C, the slots per expert in a group of `num_tokens`."""
         slots = self.capacity(num_tokens, num_experts)
         if slots > num_tokens:
             raise ValueError(
@@ -63,6 +63,7 @@ class ExpertChoiceRouter(ChoiceRouter):
 def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
     """Returns each expert's best tokens, best first, ties to the earlier token, as token_GEC."""
     valid_GES = valid_GS.bool().unsqueeze(1).expand(-1, affinity_GSE.shape[-1], -1)
-    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)  # padding is last
+    # Padding comes last.
+    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)
     picked_GEC = preference_GES.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
     return torch.where(valid_GES.gather(2, picked_GEC), picked_GEC, valid_GS.shape[1])

@@ -52,13 +52,13 @@ class MixtureConfig:
             raise ValueError(f"clusters must be at least 1, got {self.clusters}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: every expert has room for every token."""
+        """Returns C: every expert has room for every token."""
         if self.level == "hierarchical" and num_experts % self.clusters:
             raise ValueError(f"clusters={self.clusters} does not divide num_experts={num_experts}")
         return num_tokens
 
     def temperature_at(self, step: int) -> float:
-        """Temperature of update `step`, counted from 0."""
+        """Returns the temperature of update `step`, counted from 0."""
         return max(self.temperature_min, self.temperature * self.temperature_decay**step)
 
 

@@ -44,8 +44,9 @@ class TokenChoiceConfig(CapacityConfig):
     combine: Literal["softmax", "affinity"] = "softmax"
     priority: Priority = "none"
     noise_std: float = 1.0  # V-MoE section 2.3
-    importance_weight: float = 0.005  # the authors' released configs
-    load_weight: float = 0.005  # likewise
+    # The authors' released configs.
+    importance_weight: float = 0.005
+    load_weight: float = 0.005
     balance_weight: float = 0.0
     z_weight: float = 0.0
 
@@ -58,7 +59,7 @@ class TokenChoiceConfig(CapacityConfig):
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert in a group of `num_tokens`."""
+        """Returns C, the slots per expert in a group of `num_tokens`."""
         if self.k > num_experts:
             raise ValueError(f"k={self.k} exceeds num_experts={num_experts}")
         return self.capacity(num_tokens * self.k, num_experts)
@@ -146,7 +147,8 @@ def fill_slots(
     place_GS = None if priority_GS is None else priority_GS.argsort(dim=1, descending=True, stable=True)
     if place_GS is not None:
         expert_GSK = expert_GSK.gather(1, place_GS.unsqueeze(-1).expand(-1, -1, K))
-    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)  # Q = K*S assignments, choice-major
+    # Q = K*S assignments, choice-major.
+    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)
     sorted_GQ, order_GQ = expert_GQ.sort(dim=1, stable=True)
     first_GE = torch.searchsorted(
         sorted_GQ, torch.arange(num_experts + 1, device=expert_GQ.device).expand(G, -1).contiguous()
@@ -188,7 +190,7 @@ def balance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
     Source: GShard; Switch, eq. 4. Only the mean gates have a gradient.
     """
     E = gates_GSE.shape[-1]
-    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    valid_GS = at_least_fp32(valid_GS)
     share_GS1 = (valid_GS / valid_GS.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
     first_GSE = F.one_hot(gates_GSE.detach().argmax(-1), E)
     return E * ((first_GSE * share_GS1).sum(1) * (gates_GSE * share_GS1).sum(1)).sum(-1)
@@ -196,7 +198,7 @@ def balance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
 
 def z_loss(logits_GSE: Tensor, valid_GS: Tensor) -> Tensor:
     """Mean squared log-sum-exp of the logits, which keeps them small. Source: ST-MoE, eq. 5."""
-    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    valid_GS = at_least_fp32(valid_GS)
     z_GS = logits_GSE.logsumexp(-1).square() * valid_GS
     return z_GS.sum(1) / valid_GS.sum(1).clamp(min=1)
 

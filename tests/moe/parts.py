@@ -1,6 +1,7 @@
 """Parts that tests of `moe` share: seeded tensors, routers, layers and models with weights, golden files."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import moe.routers
+from moe.adapt import plan_transfer, shapes_of
 from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
 from moe.presets import PRESETS
@@ -87,6 +89,15 @@ def every_expert(layer: Any, x_GSD: Tensor) -> Tensor:
     G, S, D = x_GSD.shape
     E = len(layer.experts.w_in_EDF)
     return layer.experts(x_GSD.reshape(1, G * S, D).expand(E, -1, -1)).unflatten(1, (G, S))
+
+
+def upcycle(state: Mapping[str, Tensor], config: ViTConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    """The state of `ViT(config, seed=seed)` with all that `plan_transfer` takes over from `state`."""
+    new = ViT(config, seed=seed).state_dict()
+    transfer = plan_transfer(shapes_of(state), shapes_of(new))
+    taken = {name: state[name] for name in transfer.copied}
+    taken |= {name: made.of(state[made.source]) for name, made in transfer.converted.items()}
+    return new | {name: tensor.clone() for name, tensor in taken.items()}
 
 
 def read_golden(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -53,18 +53,6 @@ def test_dropout_is_after_both_layers_with_different_numbers():
     torch.testing.assert_close(experts(x_END[:, 2:4], keys_EN[:, 2:4]), experts(x_END, keys_EN)[:, 2:4])
 
 
-@pytest.mark.parametrize("router", [TokenChoiceConfig(noise_std=0.0), SoftConfig()], ids=lambda r: r.kind)
-def test_layer_drops_by_the_key_of_the_group(router):
-    """Equal keys give equal outputs, other keys others, and no keys no dropout. A microbatch is a slice."""
-    layer, x = build_layer(router, images_per_group=2, expert_dropout=0.2, block=3), randn(6, 4, D)
-    keys_B, valid = mix(torch.arange(6), 9), torch.ones(6)
-    y = layer(x, valid, keys_B)[0]
-    assert torch.equal(layer(x, valid, keys_B)[0], y)
-    torch.testing.assert_close(layer(x[2:4], valid[2:4], keys_B[2:4])[0], y[2:4])
-    assert not torch.allclose(layer(x, valid, keys_B + 1)[0], y)
-    assert not torch.allclose(layer(x, valid)[0], y)
-
-
 def test_layers_and_slots_drop_different_numbers():
     """All tokens are equal, yet all rows differ, and another block drops other numbers."""
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe.adapt import upcycle
 from moe.layer import MoEConfig
 from moe.load import CONFIG, WEIGHTS
 from moe.load import load as load_exported
@@ -29,6 +28,7 @@ from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training.optim import build_optimizer
+from tests.moe.parts import upcycle
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "data.batch_size": 8, "train.schedule.warmup_steps": 0}
 DENSE = override(RunConfig(), SMALL)
