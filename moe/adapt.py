@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.vit import ViT, ViTConfig
-
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
 
 # Linear layers store (out, in), experts (E, in, out).
@@ -28,10 +26,7 @@ _MLP = {
 
 
 class Conversion(NamedTuple):
-    """The conversion of the tensor `source` to another shape, described by `how` and computed by `of`.
-
-    The result of `of` may share memory with the source, and between experts.
-    """
+    """The conversion of a tensor to another shape; its result may share memory with the source."""
 
     source: str
     how: str
@@ -56,10 +51,10 @@ class Transfer:
 
 
 def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
-    """Plans which tensors are copied and converted.
+    """Plans which tensors are copied or converted; no others are taken over.
 
     Tensors of equal name and shape are copied; a position embedding of another grid is resized; if a block is
-    MoE here and dense there, every expert is a copy of its MLP. No other tensor is taken over.
+    MoE here and dense there, every expert is a copy of its MLP.
     """
     copied, converted, initial = [], dict[str, Conversion](), dict[str, str]()
     for name, shape in here.items():
@@ -80,10 +75,8 @@ def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
 def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_token: bool) -> Tensor:
     """Resizes a position embedding to new_grid^2 patches, bilinear with aligned corners.
 
-    The first row is kept if it belongs to a class token.
-
-    Raises:
-        ValueError: if `position_SD` does not have old_grid^2 patches.
+    The first row is kept if it belongs to a class token. Raises ValueError if there are not old_grid^2
+    patches.
     """
     if len(position_SD) != old_grid**2 + class_token:
         raise ValueError(
@@ -96,26 +89,6 @@ def resize_position(position_SD: Tensor, old_grid: int, new_grid: int, *, class_
     image_1DHW = patches_SD.T.reshape(1, -1, old_grid, old_grid)
     resized = F.interpolate(image_1DHW, size=(new_grid, new_grid), mode="bilinear", align_corners=True)
     return torch.cat([first_SD, resized.flatten(2)[0].T])
-
-
-def upcycle(dense_state: Mapping[str, Tensor], config: ViTConfig, *, seed: int = 0) -> dict[str, Tensor]:
-    """Returns the state of `ViT(config)` made from a dense model's, as `plan_transfer` plans it.
-
-    Routers are new, drawn from `seed`.
-
-    Raises:
-        ValueError: if a tensor is missing, has no place in the model, or has another shape.
-    """
-    state = ViT(config, seed=seed).state_dict()
-    transfer = plan_transfer(shapes_of(dense_state), shapes_of(state))
-    wrong = [f"{name} ({why})" for name, why in transfer.initial.items() if ".router." not in name]
-    wrong += [f"{name} (no place here)" for name in transfer.unused]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ValueError(f"the dense model does not fit: {', '.join(wrong[:5])}{more}")
-    found = {name: dense_state[name] for name in transfer.copied}
-    found |= {name: made.of(dense_state[made.source]) for name, made in transfer.converted.items()}
-    return state | {name: tensor.to(state[name].dtype, copy=True) for name, tensor in found.items()}
 
 
 def shapes_of(state: Mapping[str, Tensor]) -> Shapes:

@@ -7,7 +7,8 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
-Parse = Callable[[Any, Any, str], Any]  # (type of the field, JSON value, dotted path) -> value
+# (type of the field, JSON value, dotted path) -> value
+Parse = Callable[[Any, Any, str], Any]
 
 
 def to_dict(config: Any) -> Any:
@@ -27,8 +28,7 @@ def plain(hint: Any, value: Any, path: str) -> Any:
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "", parse: Parse = plain) -> T:
     """Rebuilds a config, which checks itself.
 
-    Raises:
-        ValueError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
+    Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """
     hints = hints_of(cls)
     if unknown := sorted(data.keys() - hints.keys()):
@@ -61,7 +61,7 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     if len(choices) == 1 or "kind" not in value:
         return choices[0]
     by_kind = {get_args(hints_of(t)["kind"])[0]: t for t in choices}
-    # a list, because a value from JSON may have no hash
+    # A list, because a value from JSON may have no hash.
     if value["kind"] not in [*by_kind]:
         raise ValueError(f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}")
     return by_kind[value["kind"]]

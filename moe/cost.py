@@ -56,11 +56,8 @@ def param_shapes(config: ViTConfig) -> dict[str, torch.Size]:
 
 
 def at_point(config: ViTConfig, overrides: RoutingOverrides) -> ViTConfig:
-    """Returns the config with the overrides of k, capacity and priority.
-
-    Raises:
-        ValueError: if the router has no such setting, or refuses the value.
-    """
+    """Returns the config with the overrides of k, capacity and priority. Raises ValueError if the router has
+    no such setting, or refuses the value."""
     if not config.moe:
         return config
     return replace(config, moe=replace(config.moe, router=overrides.apply(config.moe.router)))
@@ -72,8 +69,7 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
     With a subset of experts only their slots are mixed, computed and combined, as `experts.run_chosen` does,
     while the router weighs all experts. A random router counts as a learned router.
 
-    Raises:
-        ValueError: if the router refuses the overrides.
+    Raises ValueError if the router refuses the overrides.
     """
     config = at_point(config, overrides)
     D, F, S = config.width, config.mlp_dim, config.tokens()

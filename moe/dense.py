@@ -114,31 +114,16 @@ class ConvStem(nn.Sequential):
         before = 3
         for i, channels in enumerate(stem_channels(width, patch_size)):
             self.add_module(f"conv{i}", nn.Conv2d(before, channels, 3, stride=2, padding=1))
-            self.add_module(f"norm{i}", ImageNorm(channels))
+            # Over all numbers of one image: the paper's batch norm would mix images with each other.
+            self.add_module(f"norm{i}", nn.GroupNorm(1, channels, eps=1e-6))
             self.add_module(f"gelu{i}", nn.GELU(approximate="tanh"))
             before = channels
         self.project = nn.Conv2d(before, width, 1)
 
 
-class ImageNorm(nn.GroupNorm):
-    """A norm over all numbers of one image.
-
-    The paper's norm is over the batch, which would mix images with each other and with padding.
-    """
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(1, channels, eps=1e-6)
-
-    def draws(self) -> dict[str, Draw]:
-        return {"weight": constant(1.0), "bias": zeros()}
-
-
 def stem_channels(width: int, patch_size: int) -> list[int]:
-    """Output channels of each convolution, doubling up to `width`.
-
-    Raises:
-        ValueError: if the patch size is not a power of two, or below 2.
-    """
+    """Output channels of each convolution, doubling up to `width`. Raises ValueError if the patch size is not
+    a power of two, or below 2."""
     halvings = patch_size.bit_length() - 1
     if halvings < 1 or patch_size != 2**halvings:
         raise ValueError(

@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
 
 def grouped_matmul_fits(w_EDF: Tensor) -> bool:
-    """Whether torch's grouped matmul is a single kernel: bfloat16, rows of 16 bytes, CUDA with SM >= 8.0."""
+    """Returns whether torch's grouped matmul is one kernel: bfloat16, rows of 16 bytes, CUDA, SM >= 8.0."""
     return (
         w_EDF.is_cuda
         and w_EDF.dtype is torch.bfloat16

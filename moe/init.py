@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Region = tuple[slice, ...]  # the part of a whole tensor that a rank holds
+# The part of a whole tensor that a rank holds.
+Region = tuple[slice, ...]
 
 _GAMMA = -7046029254386353131  # 0x9e3779b97f4a7c15
 _MIX = (-4658895280553007687, -7723592293110705685)  # 0xbf58476d1ce4e5b9, 0x94d049bb133111eb
@@ -65,8 +66,8 @@ def init_weights(
 ) -> None:
     """Sets every parameter and buffer of `module` in place.
 
-    Modules of this package define their distributions in `draws()`; `nn.Linear`, `nn.Conv2d` and
-    `nn.LayerNorm` have the usual rules. `local` maps a sharded parameter to this rank's tensor and to the
+    Modules of this package define their distributions in `draws()`; torch's linear, convolution and norm
+    layers have the usual rules. `local` maps a sharded parameter to this rank's tensor and to the
     region of the whole that it covers.
     """
     for prefix, owner in module.named_modules():
@@ -76,14 +77,15 @@ def init_weights(
             fqn = f"{prefix}.{name}" if prefix else name
             with torch.no_grad():
                 _fill(tensor, draws[name], seed, fqn, tuple(param.shape), region)
-        for name, buffer in owner.named_buffers(recurse=False):  # buffers are never sharded
+        # Buffers are never sharded.
+        for name, buffer in owner.named_buffers(recurse=False):
             _fill(buffer, draws[name], seed, name, tuple(buffer.shape), (slice(None),))
 
 
 def _draws(owner: nn.Module) -> dict[str, Draw]:
     if hasattr(owner, "draws"):
         return owner.draws()  # pyright: ignore[reportCallIssue]  # nn.Module types every attribute as a Module
-    if isinstance(owner, nn.LayerNorm):
+    if isinstance(owner, (nn.LayerNorm, nn.GroupNorm)):
         return {"weight": constant(1.0), "bias": zeros()}
     if isinstance(owner, nn.Linear):
         return {"weight": xavier_uniform(owner.in_features, owner.out_features), "bias": zeros()}
@@ -142,4 +144,5 @@ def dropout(x: Tensor, p: float, keys: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign
+    # A shift of int64 copies the sign, which the mask removes.
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

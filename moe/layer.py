@@ -51,11 +51,8 @@ class MoEConfig:
             )
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """Indices of the MoE blocks of a model with `depth` blocks.
-
-        Raises:
-            ValueError: if there is no such block, or a block lies outside the model.
-        """
+        """Indices of the MoE blocks of a model with `depth` blocks. Raises ValueError if there is no such
+        block, or a block lies outside the model."""
         if self.layers == "every_2":
             found = tuple(range(1, depth, 2))
         elif isinstance(self.layers, str):
@@ -98,8 +95,7 @@ class MoELayer(nn.Module):
         Returns:
             The output, (B, tokens per image, D), and the routing of the groups.
 
-        Raises:
-            ValueError: if the images do not fill the groups.
+        Raises ValueError if the images do not fill the groups.
         """
         B, tokens, _ = x_BSD.shape
         if B % self.images_per_group:

@@ -12,17 +12,17 @@ from safetensors import SafetensorError, safe_open
 from moe.codec import from_dict
 from moe.vit import ViT, ViTConfig
 
-# files of an exported folder
+# The files of an exported folder.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> ViT:
-    """Returns the model of an exported folder or file in evaluation mode: ``model(images).logits`` for images
-    (B, 3, H, W) in -1..1 (``pixels / 127.5 - 1``).
+    """Returns the model of an exported folder or file, in evaluation mode.
 
-    Raises:
-        ValueError: if a file is damaged, or its tensors are not those of the model that the config describes.
-        FileNotFoundError: if there is no such folder or file.
+    ``model(images).logits`` takes images (B, 3, H, W) in -1..1 (``pixels / 127.5 - 1``).
+
+    Raises ValueError if a file is damaged or its tensors are not those of the model that its config
+    describes, and FileNotFoundError if there is no such folder or file.
     """
     path = Path(path)
     try:

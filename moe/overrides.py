@@ -45,11 +45,8 @@ class RoutingOverrides:
             raise ValueError(f"random_blocks must be a tuple of distinct indices, got {self.random_blocks!r}")
 
     def apply(self, config: Config) -> Config:
-        """Returns the router's config with the overrides.
-
-        Raises:
-            ValueError: if this kind of router has no such setting, or refuses the value.
-        """
+        """Returns the router's config with the overrides. Raises ValueError if this kind of router has no
+        such setting, or refuses the value."""
         changes = {}
         for name in ("k", "capacity_factor", "priority"):
             if getattr(self, name) is not None:
@@ -59,11 +56,8 @@ class RoutingOverrides:
         return replace(config, **changes) if changes else config  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def num_kept(self, num_experts: int) -> int:
-        """Returns the number of experts of a group whose outputs are combined.
-
-        Raises:
-            ValueError: if there are no such experts.
-        """
+        """Returns the number of experts of a group whose outputs are combined. Raises ValueError if there are
+        no such experts."""
         if self.experts is None:
             return num_experts
         if isinstance(self.experts, int):
@@ -75,11 +69,8 @@ class RoutingOverrides:
         return len(self.experts)
 
     def kept(self, weight_GE: Tensor) -> Tensor | None:
-        """Returns the boolean mask (G, E) of the experts whose outputs are combined; None if all are.
-
-        Raises:
-            ValueError: if there are no such experts.
-        """
+        """Returns the boolean mask (G, E) of the experts whose outputs are combined; None if all are. Raises
+        ValueError if there are no such experts."""
         k = self.num_kept(weight_GE.shape[-1])
         if self.experts is None:
             return None

@@ -97,11 +97,8 @@ def build_sharded(
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
 ) -> ViT:
-    """Builds the model of `ViT(config, seed=seed)` in shards; no rank ever holds the whole model.
-
-    Raises:
-        ValueError: if the model does not split evenly over `mesh`.
-    """
+    """Builds the model of `ViT(config, seed=seed)` in shards; no rank ever holds the whole model. Raises
+    ValueError if the model does not split evenly over `mesh`."""
     check_layout(config, dp=mesh["dp"].size(), ep=mesh["ep"].size())
     with torch.device("meta"):
         model = ViT(config)

@@ -59,9 +59,7 @@ class Routing(ABC):
 class GatherRouting(Routing):
     """A routing whose slots hold at most one whole token (token choice, expert choice).
 
-    Attributes:
-        token_GEC: index of the token in the slot; ``S`` marks an empty slot.
-        weight_GEC: weight of the slot's output in its token's sum; 0 for empty slots.
+    `token_GEC` is the token in the slot, S if it is empty; `weight_GEC` weighs the slot's output.
     """
 
     token_GEC: Tensor
@@ -76,7 +74,8 @@ class GatherRouting(Routing):
 
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         D = x_GSD.shape[-1]
-        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)  # row S fills empty slots
+        # Row S of zeros fills empty slots.
+        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)
         return x_padded.flatten(0, 1).index_select(0, self._rows_EN()).view(self.token_GEC.shape[1], -1, D)
 
     def combine(self, y_END: Tensor) -> Tensor:
@@ -97,9 +96,7 @@ class GatherRouting(Routing):
 class SoftRouting(Routing):
     """A routing whose slots are mixes of all tokens, and whose tokens are mixes of all slots.
 
-    Attributes:
-        dispatch_GSEC: sums to 1 over S.
-        combine_GSEC: sums to 1 over (E, C).
+    `dispatch_GSEC` sums to 1 over S, `combine_GSEC` over (E, C).
     """
 
     dispatch_GSEC: Tensor
@@ -125,8 +122,7 @@ class SoftRouting(Routing):
 class DenseRouting(Routing):
     """A routing whose experts process every token (C = S); only the mix of their outputs is routed.
 
-    Attributes:
-        weight_GSE: weight of each expert's output; sums to 1 over E, unless experts are left out.
+    `weight_GSE` sums to 1 over E, unless experts are left out.
     """
 
     weight_GSE: Tensor
@@ -151,7 +147,11 @@ def _select_experts(x: Tensor, dim: int, expert_GK: Tensor) -> Tensor:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Casts to float32 at least: routers compute in float32 under bf16 weights, in float64 in fp64 models."""
+    """Casts to float32 at least.
+
+    Routers compute in float32 under bfloat16 weights, where counts would be rounded, and in float64 in
+    float64 models.
+    """
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -166,29 +166,21 @@ def routing_stats(
     residual_G: Tensor | None = None,
     slot_similarity_G: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Computes detached float32 scalars over the valid tokens of all groups.
-
-    Groups that consist of padding are left out.
+    """Computes detached float32 scalars over the valid tokens of all groups that are not padding alone.
 
     Args:
-        gates_GSE: weight of each expert in each token's combination, summing to 1 over E.
-        load_GE: number of tokens that choose each expert (soft routing: slot mass), whatever the capacity.
-        chosen_GS: number of experts that the token chooses or that choose it, before capacity.
-        seats_GS: number of slots that hold the token.
+        gates_GSE, load_GE: as in `Routing`.
+        chosen_GS: number of experts that the token chooses or that choose it, before capacity; tokens with 0
+            are ``unchosen_frac``.
+        seats_GS: number of slots that hold the token; tokens with 0 are ``dropped_frac``.
         valid_GS: 1 for real tokens, 0 for padding.
-        flip_G: share of the group's choices that router noise changed; None without noise.
-        residual_G: largest violation of the transport plan's constraints; None for softmax affinities.
-        slot_similarity_G: mean cosine between the dispatch weights of two slots; None for whole tokens.
-
-    Returns:
-        ``unchosen_frac``: tokens that no expert would process even with unlimited capacity;
-        ``dropped_frac``: tokens that no expert processes; ``load_mean``, ``load_cv``, ``load_min``,
-        ``load_max``: the experts' load, averaged over groups; ``seats_mean``, ``seats_max``: slots per token,
-        the maximum averaged over groups; ``gate_entropy_nats``; ``flip_frac``, ``transport_residual`` and
-        ``slot_similarity``: 0 where the argument is None.
+        flip_G: share of the group's choices that router noise changed (``flip_frac``).
+        residual_G: largest violation of the transport plan's constraints (``transport_residual``).
+        slot_similarity_G: mean cosine between the dispatch weights of two slots.
     """
     gates_GSE, load_GE = gates_GSE.detach(), at_least_fp32(load_GE.detach())
-    valid_GS = valid_GS.to(torch.float32)  # a bf16 mask would round the counts
+    # A bfloat16 mask would round the counts.
+    valid_GS = valid_GS.to(torch.float32)
     tokens = valid_GS.sum().clamp(min=1)
     filled_G = valid_GS.amax(1)
     groups = filled_G.sum().clamp(min=1)

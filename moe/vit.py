@@ -213,8 +213,7 @@ class ViT(nn.Module):
             valid_B: 0 for padding images, which take no capacity, else 1; None: all are valid.
             keys_B: int64 seeds of router noise and expert dropout; None, as in evaluation, turns both off.
 
-        Raises:
-            ValueError: if an override names a block without experts, or the router refuses its value.
+        Raises ValueError if an override names a block without experts, or the router refuses its value.
         """
         x_BD, aux, stats, routings = self.features(
             images, valid_B, keys_B, routing_overrides, return_routings

@@ -20,7 +20,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "moe.routers": {"moe.routers", "moe.routing", "moe.overrides", "moe.init"},
     "moe.routers.sparse_transport": set(),
     "moe.routers.affinity": {"moe.routers.sparse_transport", "moe.routing", "moe.init"},
-    "moe.routers.choice": {"moe.routing", "moe.overrides", "moe.init"},
+    "moe.routers.choice": {"moe.routers.affinity", "moe.routing", "moe.overrides", "moe.init"},
     "moe.layer": {"moe.experts", "moe.routers", "moe.routing", "moe.overrides", "moe.init"},
     "moe.vit": {"moe.dense", "moe.layer", "moe.routing", "moe.overrides", "moe.init"},
     "moe.cost": {"moe.dense", "moe.overrides", "moe.routers", "moe.vit"},

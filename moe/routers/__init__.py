@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         def kind(self) -> str: ...
 
         def slots(self, *, num_tokens: int, num_experts: int) -> int:
-            """C: slots per expert in a group of `num_tokens`; raises ValueError if there can be none."""
+            """Returns C, the slots per expert in a group of `num_tokens`, or raises ValueError."""
             ...
 else:
     RouterConfig = Union[tuple(ROUTERS)]  # for codecs  # noqa: UP007

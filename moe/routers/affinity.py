@@ -85,12 +85,10 @@ def gating(
     """Computes the affinity of tokens and experts; `capacity` bounds the tokens of one expert.
 
     `keys_GS` seed noise of standard deviation noise_std / E (V-MoE section 2.3); without keys there is none.
-    `random_GS` seed N(0, 1) logits in place of x W.
+    `random_GS` is as in `gate_logits`.
     """
     E = gate_DE.shape[1]
-    logits_GSE = at_least_fp32(x_GSD) @ at_least_fp32(gate_DE)
-    if random_GS is not None:
-        logits_GSE = gaussian(split(random_GS, E)).to(logits_GSE.dtype)
+    logits_GSE = gate_logits(x_GSD, gate_DE, random_GS)
     noisy_GSE, clean_plan_GSE = logits_GSE, None
     if keys_GS is not None and noise_std:
         noisy_GSE = logits_GSE + noise_std / E * gaussian(split(keys_GS, E)).to(logits_GSE.dtype)
@@ -98,6 +96,14 @@ def gating(
     gates_GSE = noisy_GSE.softmax(-1)
     plan_GSE, residual_G = _plan(affinity, noisy_GSE, gates_GSE, valid_GS, capacity)
     return Gating(logits_GSE, noisy_GSE, gates_GSE, plan_GSE, residual_G, clean_plan_GSE)
+
+
+def gate_logits(x_GSD: Tensor, gate_DE: Tensor, random_GS: Tensor | None) -> Tensor:
+    """Computes the logits x W; with `random_GS` they are N(0, 1) numbers seeded by it."""
+    logits_GSE = at_least_fp32(x_GSD) @ at_least_fp32(gate_DE)
+    if random_GS is None:
+        return logits_GSE
+    return gaussian(split(random_GS, gate_DE.shape[1])).to(logits_GSE.dtype)
 
 
 def _plan(
@@ -124,15 +130,11 @@ def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tupl
     last; their code stops after 20 iterations outside the log domain, which overflows, and takes no gradient.
 
     Computes in the dtype of the logits, float32 or float64, without a host sync. Rows of valid tokens sum to
-    1 exactly, rows of padding are zero. A converged group is frozen, so its plan depends neither on the
-    groups beside it nor on further iterations. The gradient is that of the converged plan: it is exact when
-    the residual is small, whatever the number of iterations, and can be taken once.
+    1 exactly, rows of padding are zero; T counts the valid tokens. A converged group is frozen, so its plan
+    depends neither on the groups beside it nor on further iterations. The gradient is that of the converged
+    plan: it is exact when the residual is small, whatever the number of iterations, and can be taken once.
 
-    Args:
-        valid_GS: 1 for real tokens, 0 for padding; T counts the former.
-
-    Returns:
-        plan_GSE and residual_G, the largest deviation of a column sum from T/E, relative to T/E.
+    Returns plan_GSE and residual_G, the largest deviation of a column sum from T/E, relative to T/E.
     """
     plan_GSE, residual_G = _sinkhorn(logits_GSE, valid_GS.bool(), iterations)
     return plan_GSE, residual_G.detach()

@@ -1,4 +1,4 @@
-"""The parts that token choice and expert choice share: number of slots, gate, and routing of filled slots.
+"""The parts that token choice and expert choice share: number of slots, forward pass, filled slots.
 
 Source of the number of slots: V-MoE section 2.4, B_e = round(k*N*P*C/E); Routers in Vision MoE section 3.1,
 round(c*T/E). `round` is half to even, as in the authors' code; their later code takes `ceil` and multiples of
@@ -6,14 +6,16 @@ round(c*T/E). `round` is half to even, as in the authors' code; their later code
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from moe.init import Draw, lecun_normal
-from moe.overrides import RoutingOverrides
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routers.affinity import Gating, gating
 from moe.routing import GatherRouting, routing_stats
 
 
@@ -37,11 +39,8 @@ class CapacityConfig:
             raise ValueError(f"capacity_multiple_of must be at least 1, got {self.capacity_multiple_of}")
 
     def capacity(self, assignments: int, num_experts: int) -> int:
-        """Returns the slots per expert and group for the number of `assignments` in the group.
-
-        Raises:
-            ValueError: if the number rounds to 0.
-        """
+        """Returns the slots per expert and group for the number of `assignments` in the group. Raises
+        ValueError if the number rounds to 0."""
         to_integer = round if self.capacity_rounding == "round" else math.ceil
         slots = to_integer(assignments * self.capacity_factor / num_experts)
         if slots < 1:
@@ -54,61 +53,101 @@ class CapacityConfig:
         return math.ceil(slots / self.capacity_multiple_of) * self.capacity_multiple_of
 
 
-class GatedRouter(nn.Module):
-    """A router with one linear gate, whose weights start with variance 1 / D."""
+class ChoiceRouter(nn.Module, ABC):
+    """A router with one linear gate; tokens choose experts, or experts choose tokens, by affinity."""
 
-    def __init__(self, dim: int, num_experts: int) -> None:
+    def __init__(self, config: Any, *, dim: int, num_experts: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.config, self.num_experts = config, num_experts
         self.gate_DE = nn.Parameter(torch.empty(dim, num_experts))
 
     def draws(self) -> dict[str, Draw]:
         return {"gate_DE": lecun_normal(self.gate_DE.shape[0])}
 
+    @abstractmethod
+    def choose(self, config: Any, plan_GSE: Tensor, valid_GS: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Returns the choices by affinity, and chosen_GSE: 1 for each chosen pair of token and expert."""
+
+    def seat(self, config: Any, choice: Tensor, plan_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
+        """Returns token_GEC as in `GatherRouting`; here the choices are that already."""
+        return choice
+
+    def aux_loss(self, config: Any, gated: Gating, valid_GS: Tensor) -> Tensor:
+        """Returns the weighted auxiliary loss of each group, (G,)."""
+        return gated.gates_GSE.new_zeros(len(valid_GS))
+
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+    ) -> GatherRouting:
+        config = overrides.apply(self.config)
+        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
+        gated = gating(
+            config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
+        )
+        choice, chosen_GSE = self.choose(config, gated.plan_GSE, valid_GS, capacity)
+        flip_G = None
+        if gated.clean_plan_GSE is not None:
+            _, clean_GSE = self.choose(config, gated.clean_plan_GSE, valid_GS, capacity)
+            kept_G = (clean_GSE * chosen_GSE).sum((1, 2))
+            flip_G = 1 - kept_G / clean_GSE.sum((1, 2)).clamp(min=1)
+        return gather_routing(
+            self.seat(config, choice, gated.plan_GSE, valid_GS, capacity),
+            chosen_GSE=chosen_GSE,
+            weights_GSE=gated.gates_GSE if config.combine == "softmax" else gated.plan_GSE,
+            gates_GSE=gated.gates_GSE,
+            valid_GS=valid_GS,
+            overrides=overrides,
+            aux_G=self.aux_loss(config, gated, valid_GS),
+            residual_G=gated.residual_G,
+            flip_G=flip_G,
+        )
+
 
 def gather_routing(
     token_GEC: Tensor,
     *,
+    chosen_GSE: Tensor,
     weights_GSE: Tensor,
     gates_GSE: Tensor,
     valid_GS: Tensor,
     overrides: RoutingOverrides,
     aux_G: Tensor,
-    load_GE: Tensor,
-    chosen_GS: Tensor | None = None,
     residual_G: Tensor | None = None,
     flip_G: Tensor | None = None,
 ) -> GatherRouting:
     """Makes a routing of filled slots: weights, expert subset and statistics.
 
-    `weights_GSE` weigh the outputs of the seated tokens and are not renormalised. `chosen_GS` is as in
-    `routing_stats`; None if capacity and choice are the same (expert choice).
+    `chosen_GSE` is 1 for each valid token and expert of which one chose the other, whatever the capacity.
+    `weights_GSE` weigh the outputs of the seated tokens and are not renormalised.
     """
     G, S, _ = gates_GSE.shape
     seated_GEC = token_GEC < S
     weight_GEC = weights_GSE.transpose(1, 2).gather(2, token_GEC.clamp(max=S - 1)) * seated_GEC
-
-    def seats() -> Tensor:
-        count = token_GEC.new_zeros(G, S + 1)
-        return count.scatter_add(1, token_GEC.flatten(1), seated_GEC.flatten(1).long())[:, :S]
-
-    chosen_GS = seats() if chosen_GS is None else chosen_GS
+    load_GE = chosen_GSE.sum(1)
     kept_GE = overrides.kept(weight_GEC.detach().sum(-1))
     if kept_GE is not None:
         seated_GEC = seated_GEC & kept_GE.unsqueeze(-1)
         weight_GEC = weight_GEC * seated_GEC
+    seats_GS = token_GEC.new_zeros(G, S + 1).scatter_add(
+        1, token_GEC.flatten(1), seated_GEC.flatten(1).long()
+    )
     return GatherRouting(
         token_GEC=token_GEC,
         weight_GEC=weight_GEC,
         gates_GSE=gates_GSE,
-        load_GE=load_GE.detach(),
+        load_GE=load_GE,
         aux_G=aux_G,
         kept_GE=kept_GE,
         stats=routing_stats(
             gates_GSE=gates_GSE,
             load_GE=load_GE,
-            chosen_GS=chosen_GS,
-            seats_GS=seats(),
+            chosen_GS=chosen_GSE.sum(2),
+            seats_GS=seats_GS[:, :S],
             valid_GS=valid_GS,
             flip_G=flip_G,
             residual_G=residual_G,

@@ -11,8 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe.init import Draw, constant, gaussian, lecun_normal, mix, split
+from moe.init import Draw, constant, lecun_normal, mix
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routers.affinity import gate_logits
 from moe.routing import DenseRouting, at_least_fp32, routing_stats
 
 
@@ -51,13 +52,13 @@ class MixtureConfig:
             raise ValueError(f"clusters must be at least 1, got {self.clusters}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: every expert has room for every token."""
+        """Returns C: every expert has room for every token."""
         if self.level == "hierarchical" and num_experts % self.clusters:
             raise ValueError(f"clusters={self.clusters} does not divide num_experts={num_experts}")
         return num_tokens
 
     def temperature_at(self, step: int) -> float:
-        """Temperature of update `step`, counted from 0."""
+        """Returns the temperature of update `step`, counted from 0."""
         return max(self.temperature_min, self.temperature * self.temperature_decay**step)
 
 
@@ -100,10 +101,10 @@ class MixtureRouter(nn.Module):
         if config.level == "image":
             x_GSD = (x_GSD * valid_GS1).sum(1, keepdim=True) / valid_GS1.sum(1, keepdim=True).clamp(min=1)
             random_GS = None if random_GS is None else random_GS[:, :1]
-        logits_GSE = _logits(x_GSD, self.gate_DE, random_GS)
+        logits_GSE = gate_logits(x_GSD, self.gate_DE, random_GS)
         if config.level == "hierarchical":
             random_clusters_GS = None if random_GS is None else mix(random_GS, E)
-            cluster_GSQ = _logits(x_GSD, self.gate_clusters, random_clusters_GS)
+            cluster_GSQ = gate_logits(x_GSD, self.gate_clusters, random_clusters_GS)
             gates_GSE = hierarchical(logits_GSE / self.temperature, cluster_GSQ / self.temperature)
         else:
             gates_GSE = (logits_GSE / self.temperature).softmax(-1).expand(G, S, E)
@@ -120,12 +121,6 @@ class MixtureRouter(nn.Module):
                 gates_GSE=gates_GSE, load_GE=load_GE, chosen_GS=all_GS, seats_GS=all_GS, valid_GS=valid_GS
             ),
         )
-
-
-def _logits(x_GSD: Tensor, gate: Tensor, random_GS: Tensor | None) -> Tensor:
-    if random_GS is None:
-        return x_GSD @ at_least_fp32(gate)
-    return gaussian(split(random_GS, gate.shape[1])).to(x_GSD.dtype)
 
 
 def hierarchical(logits_GSE: Tensor, cluster_GSQ: Tensor) -> Tensor:

@@ -52,11 +52,8 @@ class SoftConfig:
             raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert; only ``identity`` depends on the number of tokens.
-
-        Raises:
-            ValueError: if `total_slots` does not divide over the experts, or ``identity`` does not fit.
-        """
+        """Returns C, the slots per expert; only ``identity`` depends on `num_tokens`. Raises ValueError if
+        `total_slots` does not divide over the experts, or ``identity`` does not fit."""
         slots = self.num_slots(num_experts)
         if "identity" in (self.dispatch, self.combine) and num_experts * slots != num_tokens:
             raise ValueError(
@@ -73,7 +70,7 @@ class SoftConfig:
         return self.total_slots // num_experts
 
     def learned(self) -> bool:
-        """Whether the router has parameters."""
+        """Returns whether the router has parameters."""
         return "soft" in (self.dispatch, self.combine)
 
 
@@ -186,6 +183,7 @@ def mean_cosine(columns_GSN: Tensor) -> Tensor:
     """
     N = columns_GSN.shape[-1]
     square_GN = columns_GSN.square().sum(1)
-    scale_GN = square_GN.clamp(min=1e-24).rsqrt()  # an empty column stays 0
+    # An empty column stays 0.
+    scale_GN = square_GN.clamp(min=1e-24).rsqrt()
     sum_GS = (columns_GSN * scale_GN.unsqueeze(1)).sum(-1)
     return (sum_GS.square().sum(1) - (square_GN * scale_GN.square()).sum(1)) / max(1, N * (N - 1))

@@ -60,7 +60,8 @@ def _sparse_plan(
     if E * capacity <= S:
         seated_GSE, total_G, residual_G = assign(scores_GSE, valid_GS, capacity, iterations)
         seats_G = valid_GS.bool().sum(1).clamp(max=E * capacity)
-        plan_GSE, bound_G = seated_GSE, total_G - 0.5 * seats_G  # |P|^2 counts the seats
+        # |P|^2 counts the seats.
+        plan_GSE, bound_G = seated_GSE, total_G - 0.5 * seats_G
     else:
         plan_GSE, bound_G, residual_G = _minimise(scores_GSE.double(), valid_GS.bool(), capacity, iterations)
     return plan_GSE.to(scores_GSE), bound_G.to(scores_GSE), residual_G.to(scores_GSE)
@@ -102,7 +103,8 @@ def semi_dual(alpha_GS: Tensor, scores_GSE: Tensor, valid_GS: Tensor, capacity: 
     profit_GSE = (alpha_GS.unsqueeze(-1) + scores_GSE).masked_fill(~valid_GS.unsqueeze(-1), -1e9)
     top_GCE, token_GCE = profit_GSE.topk(min(capacity, S), dim=1)
     rank_C1 = torch.arange(1, top_GCE.shape[1] + 1, device=top_GCE.device).unsqueeze(-1)
-    shift_GCE = (top_GCE.cumsum(1) - mass_G11) / rank_C1  # for a support of `rank` tokens
+    # The shift for a support of `rank` tokens.
+    shift_GCE = (top_GCE.cumsum(1) - mass_G11) / rank_C1
     support_G1E = (top_GCE > shift_GCE).sum(1, keepdim=True)
     part_GCE = (top_GCE - shift_GCE.gather(1, (support_G1E - 1).clamp(min=0))).clamp(min=0)
     value_G = (part_GCE * top_GCE - 0.5 * part_GCE.square()).sum((1, 2)) - (alpha_GS * valid_GS).sum(1)
@@ -156,7 +158,8 @@ def assign(scores_GSE: Tensor, valid_GS: Tensor, capacity: int, rounds: int) -> 
         bids_GSE = torch.full_like(values_GSE, -math.inf).scatter(
             -1, expert_GS.unsqueeze(-1), bid_GS.unsqueeze(-1)
         )
-        lowest_G1E = bids_GSE.topk(most_seats, dim=1).values.gather(1, last_seat_G1E)  # -inf: not full
+        # The lowest seated bid of each expert; -inf if it is not full.
+        lowest_G1E = bids_GSE.topk(most_seats, dim=1).values.gather(1, last_seat_G1E)
         higher_GSE = bids_GSE > lowest_G1E
         equal_GSE = (bids_GSE == lowest_G1E) & bids_GSE.isfinite()
         room_G1E = seats_E - higher_GSE.sum(1, keepdim=True)

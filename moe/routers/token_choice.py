@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
-from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig, gating
-from moe.routers.choice import CapacityConfig, GatedRouter, gather_routing
-from moe.routing import GatherRouting, at_least_fp32
+from moe.overrides import Priority
+from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig
+from moe.routers.choice import CapacityConfig, ChoiceRouter
+from moe.routing import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,9 @@ class TokenChoiceConfig(CapacityConfig):
     combine: Literal["softmax", "affinity"] = "softmax"
     priority: Priority = "none"
     noise_std: float = 1.0  # V-MoE section 2.3
-    importance_weight: float = 0.005  # the authors' released configs
-    load_weight: float = 0.005  # likewise
+    # The authors' released configs.
+    importance_weight: float = 0.005
+    load_weight: float = 0.005
     balance_weight: float = 0.0
     z_weight: float = 0.0
 
@@ -58,54 +59,47 @@ class TokenChoiceConfig(CapacityConfig):
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """C: slots per expert in a group of `num_tokens`."""
+        """Returns C, the slots per expert in a group of `num_tokens`."""
         if self.k > num_experts:
             raise ValueError(f"k={self.k} exceeds num_experts={num_experts}")
         return self.capacity(num_tokens * self.k, num_experts)
 
 
-class TokenChoiceRouter(GatedRouter):
-    def __init__(self, config: TokenChoiceConfig, *, dim: int, num_experts: int) -> None:
-        super().__init__(dim, num_experts)
-        self.config = config
-
-    def forward(
-        self,
-        x_GSD: Tensor,
-        valid_GS: Tensor,
-        keys_GS: Tensor | None = None,
-        overrides: RoutingOverrides = AS_TRAINED,
-        random_GS: Tensor | None = None,
-    ) -> GatherRouting:
-        config = overrides.apply(self.config)
-        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
-        gated = gating(
-            config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
-        )
-        gates_GSE, plan_GSE = gated.gates_GSE, gated.plan_GSE
+class TokenChoiceRouter(ChoiceRouter):
+    def choose(
+        self, config: TokenChoiceConfig, plan_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
         expert_GSK = top_experts(plan_GSE, config.k)
-        flip_G = None
-        if gated.clean_plan_GSE is not None:
-            flip_G = flip_share(top_experts(gated.clean_plan_GSE, config.k), expert_GSK, valid_GS)
-        chosen_GSE = torch.zeros_like(gates_GSE).scatter(-1, expert_GSK, 1.0) * valid_GS.unsqueeze(-1)
-        return gather_routing(
-            fill_slots(
-                expert_GSK,
-                valid_GS,
-                queue_priority(plan_GSE, expert_GSK, config.priority),
-                num_experts=self.num_experts,
-                capacity=capacity,
-            ),
-            weights_GSE=gates_GSE if config.combine == "softmax" else plan_GSE,
-            gates_GSE=gates_GSE,
-            valid_GS=valid_GS,
-            overrides=overrides,
-            aux_G=auxiliary_loss(config, gated, valid_GS),
-            load_GE=chosen_GSE.sum(1),
-            chosen_GS=chosen_GSE.sum(2),
-            residual_G=gated.residual_G,
-            flip_G=flip_G,
-        )
+        chosen_GSE = torch.zeros_like(plan_GSE).scatter(-1, expert_GSK, 1.0)
+        return expert_GSK, chosen_GSE * valid_GS.unsqueeze(-1)
+
+    def seat(
+        self,
+        config: TokenChoiceConfig,
+        choice: Tensor,
+        plan_GSE: Tensor,
+        valid_GS: Tensor,
+        capacity: int,
+    ) -> Tensor:
+        priority_GS = queue_priority(plan_GSE, choice, config.priority)
+        return fill_slots(choice, valid_GS, priority_GS, num_experts=self.num_experts, capacity=capacity)
+
+    def aux_loss(self, config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
+        logits_GSE, noisy_GSE, gates_GSE, *_ = gated
+        noise = noisy_GSE is not logits_GSE
+        aux_G = gates_GSE.new_zeros(len(gates_GSE))
+        if config.importance_weight:
+            clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
+            aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
+        if config.load_weight and noise:
+            std = config.noise_std / self.num_experts
+            loss_G = load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
+            aux_G = aux_G + config.load_weight * loss_G
+        if config.balance_weight:
+            aux_G = aux_G + config.balance_weight * balance_loss(gates_GSE, valid_GS)
+        if config.z_weight:
+            aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
+        return aux_G
 
 
 def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:
@@ -153,7 +147,8 @@ def fill_slots(
     place_GS = None if priority_GS is None else priority_GS.argsort(dim=1, descending=True, stable=True)
     if place_GS is not None:
         expert_GSK = expert_GSK.gather(1, place_GS.unsqueeze(-1).expand(-1, -1, K))
-    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)  # Q = K*S assignments, choice-major
+    # Q = K*S assignments, choice-major.
+    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)
     sorted_GQ, order_GQ = expert_GQ.sort(dim=1, stable=True)
     first_GE = torch.searchsorted(
         sorted_GQ, torch.arange(num_experts + 1, device=expert_GQ.device).expand(G, -1).contiguous()
@@ -167,31 +162,6 @@ def fill_slots(
     token_GQ = order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
     token_slots = order_GQ.new_full((G, overflow + 1), S).scatter(1, slot_GQ, token_GQ)
     return token_slots[:, :overflow].unflatten(1, (num_experts, capacity))
-
-
-def auxiliary_loss(config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
-    """Returns the weighted sum of the losses of each group, (G,)."""
-    logits_GSE, noisy_GSE, gates_GSE, *_ = gated
-    noise = noisy_GSE is not logits_GSE
-    aux_G = gates_GSE.new_zeros(len(gates_GSE))
-    if config.importance_weight:
-        clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
-        aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
-    if config.load_weight and noise:
-        std = config.noise_std / gates_GSE.shape[-1]
-        aux_G = aux_G + config.load_weight * load_loss(logits_GSE, noisy_GSE, valid_GS, k=config.k, std=std)
-    if config.balance_weight:
-        aux_G = aux_G + config.balance_weight * balance_loss(gates_GSE, valid_GS)
-    if config.z_weight:
-        aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
-    return aux_G
-
-
-def flip_share(clean_GSK: Tensor, noisy_GSK: Tensor, valid_GS: Tensor) -> Tensor:
-    """Returns the share of the valid tokens' choices that noise changes, (G,)."""
-    still_GS = (clean_GSK.unsqueeze(-1) == noisy_GSK.unsqueeze(-2)).any(-1).float().mean(-1)
-    valid_GS = at_least_fp32(valid_GS)
-    return ((1 - still_GS) * valid_GS).sum(1) / valid_GS.sum(1).clamp(min=1)
 
 
 def importance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
@@ -220,7 +190,7 @@ def balance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
     Source: GShard; Switch, eq. 4. Only the mean gates have a gradient.
     """
     E = gates_GSE.shape[-1]
-    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    valid_GS = at_least_fp32(valid_GS)
     share_GS1 = (valid_GS / valid_GS.sum(1, keepdim=True).clamp(min=1)).unsqueeze(-1)
     first_GSE = F.one_hot(gates_GSE.detach().argmax(-1), E)
     return E * ((first_GSE * share_GS1).sum(1) * (gates_GSE * share_GS1).sum(1)).sum(-1)
@@ -228,7 +198,7 @@ def balance_loss(gates_GSE: Tensor, valid_GS: Tensor) -> Tensor:
 
 def z_loss(logits_GSE: Tensor, valid_GS: Tensor) -> Tensor:
     """Mean squared log-sum-exp of the logits, which keeps them small. Source: ST-MoE, eq. 5."""
-    valid_GS = at_least_fp32(valid_GS)  # a bf16 mask would round the counts
+    valid_GS = at_least_fp32(valid_GS)
     z_GS = logits_GSE.logsumexp(-1).square() * valid_GS
     return z_GS.sum(1) / valid_GS.sum(1).clamp(min=1)
 

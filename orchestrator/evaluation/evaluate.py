@@ -22,7 +22,6 @@ from ray.exceptions import RayTaskError
 from torch import Tensor, nn
 
 from moe.cost import forward_gflops_2mac
-from moe.operating import forward_at
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.vit import ViT
 from orchestrator import storage
@@ -34,6 +33,7 @@ from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name
+from orchestrator.evaluation.shared_work import forward_at
 from orchestrator.training.loop import one_thread
 from orchestrator.training.metrics import device_sync
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,21 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moe.init import mix
-from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import accumulate, clip_grad_norm, make_mesh, sum_over_ranks
-from moe.presets import PRESETS
-from moe.routers import RouterConfig
+from moe.parallel import ParallelConfig, accumulate, build_sharded, clip_grad_norm, make_mesh, sum_over_ranks
 from moe.vit import ViT, ViTConfig
 
 BATCH, SEED = 8, 3
+PLAIN = ParallelConfig()
 MAX_NORM = 0.5  # below most norms, so that clipping matters
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative; DISTRIBUTED.md measured 5e-16 and 4e-7
-
-
-def vit(router: RouterConfig | None, **fields) -> ViTConfig:
-    moe = MoEConfig(num_experts=4, router=router, **fields) if router else None
-    return replace(PRESETS["debug"], moe=moe)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +31,28 @@ class Case:
     dtype: torch.dtype = torch.float64
     steps: int = 3
     batch: int = BATCH
-    overrides: RoutingOverrides = AS_TRAINED  # in training
-    after: RoutingOverrides = RoutingOverrides(experts=2, random_blocks=(1,))  # and once after it
+    # The overrides in training, and in one more pass after it.
+    overrides: RoutingOverrides = AS_TRAINED
+    after: RoutingOverrides = RoutingOverrides(experts=2, random_blocks=(1,))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Results of a case."""
+    """Results of a case; tensors of parameters are sharded as the model is, and recorded in float64 alone.
 
-    start: dict[str, Tensor]  # the parameters, sharded as the model is; in float64
+    Attributes:
+        start: initial parameters.
+        gradients: clipped gradients of the last step.
+        logits: logits of a padded batch after training, as trained and as `case.after`.
+        stats: routing statistics of this rank's slice of that batch.
+    """
+
+    start: dict[str, Tensor]
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, Tensor]  # of the last step, clipped; likewise
-    logits: tuple[Tensor, ...]  # of a padded batch, after training: as trained, and as `case.after`
-    stats: dict[str, Tensor]  # of this rank's slice
+    gradients: dict[str, Tensor]
+    logits: tuple[Tensor, ...]
+    stats: dict[str, Tensor]
 
 
 def batches(case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -104,6 +105,31 @@ def train(model: ViT, case: Case, mine: slice, microbatches: int = 1) -> Trained
         ]
     logits = tuple(output.logits for output in outputs)
     return Trained(start, losses, norms, gradients, logits, outputs[0].stats)
+
+
+def check_equal(
+    name: str,
+    case: Case,
+    mesh: DeviceMesh,
+    mine: slice,
+    expected: Trained,
+    options: ParallelConfig = PLAIN,
+    microbatches: int = 1,
+) -> None:
+    """Trains a sharded model, of which each rank holds its share, as one process does."""
+    what = f"{name}, {mesh}, {options}, {microbatches} microbatches"
+    shards = mesh["dp"].size() * mesh["ep"].size()
+    with default_dtype(case.dtype):
+        model = build_sharded(case.config, mesh, seed=SEED, options=options)
+        for parameter, p in model.named_parameters():
+            assert isinstance(p, DTensor), f"{parameter}, {what}"
+            part = p.to_local()
+            if "experts" in parameter or p.shape[0] % shards == 0:
+                assert part.numel() * shards == p.numel(), f"{parameter}, {what}"
+            if "experts" in parameter:
+                assert part.shape[0] * mesh["ep"].size() == p.shape[0], f"{parameter}, {what}"
+        got = train(model, case, mine, microbatches)
+    compare(got, expected, mine, TOLERANCE[case.dtype], what)
 
 
 def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case: str) -> None:

@@ -1,23 +1,38 @@
-"""Parts that tests of `moe` share: seeded tensors, routers and layers with weights, files of arrays."""
+"""Parts that tests of `moe` share: seeded tensors, routers, layers and models with weights, golden files."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import moe.routers
+from moe.adapt import plan_transfer, shapes_of
 from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
-from moe.routers import RouterConfig
+from moe.presets import PRESETS
+from moe.routers import ROUTERS, RouterConfig
+from moe.vit import ViT, ViTConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
+KINDS = [kind() for kind in ROUTERS]
+
+each_kind = pytest.mark.parametrize("router", KINDS, ids=lambda r: r.kind)
+each_model = pytest.mark.parametrize("router", [None, *KINDS], ids=lambda r: r.kind if r else "dense")
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def images(count: int, seed: int = 0) -> Tensor:
+    """Images of the debug preset."""
+    return randn(count, 3, 8, 8, seed=seed)
 
 
 def keys(groups: int, tokens: int) -> Tensor:
@@ -56,6 +71,19 @@ def build_layer(
     return layer
 
 
+def vit_config(router: RouterConfig | None, *, preset: str = "debug", **fields: Any) -> ViTConfig:
+    """A preset with four experts, dense for None."""
+    moe = MoEConfig(router=router, **{"num_experts": 4, **fields}) if router else None
+    return replace(PRESETS[preset], moe=moe)
+
+
+def build_vit(router: RouterConfig | None, **fields: Any) -> Any:
+    """The debug model with a random head: its logits depend on every block."""
+    model = ViT(vit_config(router, **fields))
+    nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
 def every_expert(layer: Any, x_GSD: Tensor) -> Tensor:
     """Output of every expert for every token, (E, G, S, D)."""
     G, S, D = x_GSD.shape
@@ -63,8 +91,18 @@ def every_expert(layer: Any, x_GSD: Tensor) -> Tensor:
     return layer.experts(x_GSD.reshape(1, G * S, D).expand(E, -1, -1)).unflatten(1, (G, S))
 
 
+def upcycle(state: Mapping[str, Tensor], config: ViTConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    """The state of `ViT(config, seed=seed)` with all that `plan_transfer` takes over from `state`."""
+    new = ViT(config, seed=seed).state_dict()
+    transfer = plan_transfer(shapes_of(state), shapes_of(new))
+    taken = {name: state[name] for name in transfer.copied}
+    taken |= {name: made.of(state[made.source]) for name, made in transfer.converted.items()}
+    return new | {name: tensor.clone() for name, tensor in taken.items()}
+
+
 def read_golden(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Arrays and description of a golden file."""
-    with np.load(path) as file:  # no pickle: strings and numbers alone
+    # No pickle: the files hold strings and numbers alone.
+    with np.load(path) as file:
         arrays = {name: torch.from_numpy(np.array(file[name])) for name in file.files if name != "meta"}
         return arrays, json.loads(str(file["meta"]))

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe.adapt import plan_transfer, resize_position, upcycle
-from moe.layer import MoEConfig
+from moe.adapt import plan_transfer, resize_position
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
-from tests.moe.parts import GOLDENS, read_golden
+from tests.moe.parts import GOLDENS, each_kind, read_golden, upcycle, vit_config
 
 DEBUG = PRESETS["debug"]
 
@@ -19,10 +18,6 @@ def dense(**fields) -> dict[str, torch.Tensor]:
     """Random weights, without the zeros and ones of initial weights."""
     state, g = ViT(replace(DEBUG, **fields)).state_dict(), torch.Generator().manual_seed(1)
     return {name: 0.3 * torch.randn(t.shape, generator=g) for name, t in state.items()}
-
-
-def with_experts(router, **fields) -> ViTConfig:
-    return replace(DEBUG, moe=MoEConfig(router=router, num_experts=4), **fields)
 
 
 def output(config: ViTConfig, state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -48,31 +43,24 @@ def test_resize_by_hand():
     got = resize_position(corners, 2, 3, class_token=False)
     assert got.flatten().tolist() == [0, 0.5, 1, 1, 1.5, 2, 2, 2.5, 3]
     assert torch.equal(resize_position(corners, 2, 2, class_token=False), corners)
+    for rows, class_token in ((4, True), (5, False)):
+        with pytest.raises(ValueError, match=rf"has {rows} rows, a grid of 2 x 2 .* class token"):
+            resize_position(torch.zeros(rows, 1), 2, 3, class_token=class_token)
 
 
-@pytest.mark.parametrize(("rows", "class_token"), [(9, True), (10, False), (16, False)])
-def test_resize_of_another_grid_is_refused(rows, class_token):
-    with pytest.raises(ValueError, match=rf"has {rows} rows, a grid of 3 x 3 .* class token"):
-        resize_position(torch.zeros(rows, 4), 3, 5, class_token=class_token)
-
-
-@pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
+@each_kind
 def test_every_expert_is_the_mlp(router):
-    config, state = with_experts(router, pooling="token"), dense(pooling="token")
-    model = ViT(config)
-    model.load_state_dict(upcycle(state, config, seed=5))
-    experts = model.blocks[1].mlp.experts
-    x = torch.randn(3, 32)
-    hidden = x @ state["blocks.1.mlp.up.weight"].T + state["blocks.1.mlp.up.bias"]
-    mlp = torch.nn.functional.gelu(hidden, approximate="tanh") @ state["blocks.1.mlp.down.weight"].T
-    expected = (mlp + state["blocks.1.mlp.down.bias"]).expand(4, -1, -1)
-    torch.testing.assert_close(experts(x.expand(4, -1, -1)), expected)
-    fresh = ViT(config, seed=5).state_dict()
-    for name, tensor in model.state_dict().items():
-        if ".router." in name:
-            assert torch.equal(tensor, fresh[name]), name
-        elif ".experts." not in name:
-            assert torch.equal(tensor, state[name]), name
+    config = replace(vit_config(router), pooling="token")
+    state, fresh = dense(pooling="token"), ViT(config, seed=5).state_dict()
+    for name, tensor in upcycle(state, config, seed=5).items():
+        block, experts, part = name.partition(".experts.")
+        if experts:
+            mlp = state[
+                f"{block}.{'up' if 'in' in part else 'down'}.{'bias' if part[0] == 'b' else 'weight'}"
+            ]
+            torch.testing.assert_close(tensor, mlp.t().expand(4, *mlp.t().shape))
+        else:
+            assert torch.equal(tensor, fresh[name] if ".router." in name else state[name]), name
 
 
 SUM_TO_ONE = {
@@ -87,26 +75,14 @@ SUM_TO_ONE = {
 @pytest.mark.parametrize("router", SUM_TO_ONE.values(), ids=SUM_TO_ONE.keys())
 def test_where_weights_sum_to_one_it_is_the_dense_model(router):
     """Each token itself is what experts see, and they are copies of one MLP: routing changes nothing."""
-    config, state = with_experts(router), dense()
-    torch.testing.assert_close(output(config, upcycle(state, config)), output(DEBUG, state))
-
-
-def test_upcycled_weights_share_no_memory():
-    """Neither with the dense model nor between experts."""
-    state, config = dense(), with_experts(ExpertChoiceConfig())
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    upcycled = upcycle(state, config)
-    weights = upcycled["blocks.1.mlp.experts.w_in_EDF"]
-    weights[0] = 0
-    assert weights[1].abs().sum() > 0
-    for tensor in upcycled.values():
-        tensor.zero_()
-    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    state = dense()
+    expected = output(DEBUG, state)
+    torch.testing.assert_close(output(vit_config(router), upcycle(state, vit_config(router))), expected)
 
 
 def test_models_move_to_another_resolution():
     """4 x 4 -> 6 x 6 patches. MoE blocks are copied, including their routers (V-MoE section 3.5)."""
-    config = with_experts(ExpertChoiceConfig())
+    config = vit_config(ExpertChoiceConfig())
     state = {name: torch.randn_like(tensor) for name, tensor in ViT(config).state_dict().items()}
     for source, target in ((state, config), (dense(), DEBUG)):
         adapted = upcycle(source, replace(target, image_size=12))
@@ -114,22 +90,6 @@ def test_models_move_to_another_resolution():
         resized = resize_position(source["position_SD"], 4, 6, class_token=False)
         for name, tensor in adapted.items():
             assert torch.equal(tensor, resized if name == "position_SD" else source[name]), name
-
-
-def test_what_does_not_fit_is_named():
-    config = with_experts(ExpertChoiceConfig())
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.up.weight \(\(64, 32\) there, \(128, 32\) here\)"):
-        upcycle(dense(mlp_dim=64), config)
-    with pytest.raises(ValueError, match=r"position_SD \(\(16, 48\) there, \(16, 32\) here\)"):
-        upcycle(dense(width=48), config)
-    with pytest.raises(ValueError, match=r"fit: head.weight \(\(7, 32\) there, \(10, 32\) here\)"):
-        upcycle(dense(num_classes=7), config)
-    with pytest.raises(ValueError, match=r"fit: blocks\.1\.norm1\.weight \(absent there\), .* and 9 more"):
-        upcycle(dense(depth=1), config)
-    with pytest.raises(ValueError, match=r"fit: blocks\.2\.norm1\.weight \(no place here\), .* and 9 more"):
-        upcycle(dense(depth=3), config)
-    with pytest.raises(ValueError, match=r"fit: position_SD \(\(17, 32\) there, \(16, 32\) here\), class_"):
-        upcycle(dense(pooling="token"), config)
 
 
 SHAPES = {

@@ -3,6 +3,7 @@
 import pytest
 
 from moe.routers import ExpertChoiceConfig, TokenChoiceConfig
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.choice import CapacityConfig
 
 
@@ -31,37 +32,64 @@ def test_capacity_by_hand(assignments, experts, factor, rounding, multiple_of, s
     assert config.capacity(assignments, experts) == slots
 
 
-def test_no_capacity_is_an_error_that_names_the_bound():
-    """16 * 0.25 / 8 = 0.5 rounds to even, 0; slightly more is one slot. multiple_of does not raise 0."""
-    for multiple_of in (1, 4):
-        with pytest.raises(
-            ValueError, match=r"capacity_factor=0.25 leaves no slot: 16 assignments.*use more than 0.25"
-        ):
-            CapacityConfig(capacity_factor=0.25, capacity_multiple_of=multiple_of).capacity(16, 8)
-    assert CapacityConfig(capacity_factor=0.2501).capacity(16, 8) == 1
-
-
-def test_config_errors():
-    for factor in (0.0, -2.0):
-        with pytest.raises(ValueError, match=f"capacity_factor must be positive and finite, got {factor}"):
-            CapacityConfig(capacity_factor=factor)
-    with pytest.raises(ValueError, match="capacity_multiple_of must be at least 1, got 0"):
-        CapacityConfig(capacity_multiple_of=0)
-
-
-def test_token_choice_counts_choices_and_expert_choice_tokens():
+def test_slots_of_a_group():
+    """Token choice counts choices, and may have more slots than tokens; expert choice counts tokens."""
     fields = {"capacity_factor": 1.5, "capacity_rounding": "ceil", "capacity_multiple_of": 2}
     assert TokenChoiceConfig(k=2, **fields).slots(num_tokens=9, num_experts=4) == 8  # 6.75 -> 7 -> 8
     assert ExpertChoiceConfig(**fields).slots(num_tokens=9, num_experts=4) == 4  # 3.375 -> 4
-
-
-def test_only_token_choice_may_have_more_slots_than_tokens():
-    """An expert cannot pick more tokens than there are, even if rounding raised 3 slots to 4."""
     assert TokenChoiceConfig(capacity_factor=9.0).slots(num_tokens=4, num_experts=2) == 18
     assert ExpertChoiceConfig(capacity_factor=4.0).slots(num_tokens=16, num_experts=4) == 16
-    with pytest.raises(
-        ValueError, match=r"capacity_factor=5.0 asks .* for 20 of only 16 tokens; use at most 4"
-    ):
-        ExpertChoiceConfig(capacity_factor=5.0).slots(num_tokens=16, num_experts=4)
-    with pytest.raises(ValueError, match="for 4 of only 3 tokens"):
-        ExpertChoiceConfig(capacity_factor=2.0, capacity_multiple_of=4).slots(num_tokens=3, num_experts=2)
+    assert CapacityConfig(capacity_factor=0.2501).capacity(16, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (CapacityConfig, {"capacity_factor": -2.0}, "capacity_factor must be positive and finite, got -2.0"),
+        (CapacityConfig, {"capacity_factor": 0.0}, "capacity_factor must be positive and finite, got 0.0"),
+        (CapacityConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
+        (TokenChoiceConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
+        (TokenChoiceConfig, {"k": 0}, "k must be at least 1, got 0"),
+        *(
+            (TokenChoiceConfig, {name: -0.5}, f"{name} must not be negative, got -0.5")
+            for name in ("noise_std", "importance_weight", "load_weight", "balance_weight", "z_weight")
+        ),
+        (ExpertChoiceConfig, {"noise_std": -1.0}, "noise_std must not be negative, got -1"),
+        (
+            ExpertChoiceConfig,
+            {"affinity": SparseTransportConfig(), "combine": "affinity"},
+            "combine='affinity' would train no router.*sparse_transport",
+        ),
+        (SinkhornConfig, {"iterations": 0}, "iterations must be at least 1, got 0"),
+        (SparseTransportConfig, {"iterations": 0}, "iterations must be at least 1, got 0"),
+    ],
+)
+def test_config_errors(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_tokens", "num_experts", "message"),
+    [
+        (TokenChoiceConfig(k=5), 16, 4, "k=5 exceeds num_experts=4"),
+        # 16 * 0.25 / 8 = 0.5 rounds to even, 0, which multiple_of does not raise
+        (
+            ExpertChoiceConfig(capacity_factor=0.25, capacity_multiple_of=4),
+            16,
+            8,
+            "capacity_factor=0.25 leaves no slot: 16 assignments.*use more than 0.25",
+        ),
+        # An expert cannot pick more tokens than there are, even if rounding raised 3 slots to 4.
+        (
+            ExpertChoiceConfig(capacity_factor=5.0),
+            16,
+            4,
+            "=5.0 asks .* for 20 of only 16 tokens; .* at most 4",
+        ),
+        (ExpertChoiceConfig(capacity_factor=2.0, capacity_multiple_of=4), 3, 2, "for 4 of only 3 tokens"),
+    ],
+)
+def test_slots_that_there_cannot_be(config, num_tokens, num_experts, message):
+    with pytest.raises(ValueError, match=message):
+        config.slots(num_tokens=num_tokens, num_experts=num_experts)

@@ -23,6 +23,7 @@ from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.vit import ViT, ViTConfig
+from tests.moe.parts import vit_config
 
 ROUTER_CONFIGS: list[RouterConfig | None] = [
     None,
@@ -43,13 +44,9 @@ HEADS = [
     {"pooling": "token", "representation_size": 12, "qk_norm": False},
     {"pooling": "map", "position": "sincos2d"},
     {"stem": "conv", "patch_size": 2},
+    {"stem": "conv", "patch_size": 4},
 ]
 each_router = pytest.mark.parametrize("router", ROUTER_CONFIGS, ids=repr)
-
-
-def with_moe(preset: str, router: RouterConfig | None, **fields) -> ViTConfig:
-    moe = MoEConfig(router=router, **fields) if router else None
-    return replace(PRESETS[preset], moe=moe)
 
 
 def check_flops(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> None:
@@ -63,15 +60,13 @@ def check_flops(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> 
 @each_router
 def test_forward_macs_equal_the_flop_counter(router):
     identity = getattr(router, "dispatch", "") == "identity"
-    config = with_moe("debug", router, num_experts=4, images_per_group=1 if identity else 2)
+    config = vit_config(router, images_per_group=1 if identity else 2)
     check_flops(config)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_forward_macs_of_heads_and_stems_equal_the_flop_counter(head):
-    check_flops(replace(with_moe("debug", SoftConfig(), num_experts=4), **head))
-    if "stem" in head:
-        check_flops(replace(with_moe("debug", SoftConfig(), num_experts=4), stem="conv", patch_size=4))
+    check_flops(replace(vit_config(SoftConfig()), **head))
 
 
 # preset, classes, parameters, GMACs per image: counted from google-research/vmoe's own configs (942a78b) by
@@ -104,17 +99,26 @@ def test_counts_of_the_authors_configs(preset, classes, params, gmacs):
     assert sum(forward_macs(config).values()) / 1e9 == pytest.approx(gmacs, rel=rounding)
 
 
-@pytest.mark.parametrize(
-    ("config", "params"),
-    [
-        # eight experts, in the last two odd blocks or in every second one
-        (replace(PRESETS["vmoe-S/32"], moe=MoEConfig(layers="last_2_odd")), 56_999_400),
-        (replace(PRESETS["vmoe-B/16"], num_classes=21_843, moe=MoEConfig()), 301_565_523),
-    ],
-    ids=["S/32", "B/16"],
-)
-def test_parameters_of_released_checkpoints(config, params):
-    assert num_params(config) == params
+def test_parameters_of_released_checkpoints():
+    """Eight experts, in the last two odd blocks or in every second block."""
+    assert num_params(replace(PRESETS["vmoe-S/32"], moe=MoEConfig(layers="last_2_odd"))) == 56_999_400
+    assert num_params(replace(PRESETS["vmoe-B/16"], num_classes=21_843, moe=MoEConfig())) == 301_565_523
+
+
+def test_presets_that_were_not_counted():
+    """Soft MoE, sections 3.3 and 3.4; V-MoE, sections 3.1 and 3.6: tokens, width, slots, MoE blocks."""
+    dense = {"S/32": (49, 384), "S/14": (256, 384), "S/8": (784, 384), "B/32": (49, 768), "L/32": (49, 1024)}
+    assert {name: (PRESETS[name].tokens(), PRESETS[name].width) for name in dense} == dense
+    # C = round(k N P c / E), V-MoE section 2.4: 2 * 8 * 197 * 1.05 / 32 = 103.4
+    sparse = {
+        "soft-S/14-256e": (256, 1, (6, 7, 8, 9, 10, 11)),
+        "vmoe-B/16": (197, 103, (1, 3, 5, 7, 9, 11)),
+        "vmoe-S/32": (50, 26, (1, 3, 5, 7)),
+        "vmoe-H/14-last-5": (257, 135, (23, 25, 27, 29, 31)),
+        "vmoe-15B": (257, 135, tuple(range(1, 48, 2))),
+    }
+    configs = {name: PRESETS[name] for name in sparse}
+    assert {name: (c.tokens(), c.slots(), c.moe_blocks()) for name, c in configs.items()} == sparse
 
 
 def test_parameters_of_implicit_bias():
@@ -137,7 +141,7 @@ def test_parameters_of_implicit_bias():
     ],
 )
 def test_active_params(router, share):
-    config = with_moe("debug", router, num_experts=4)
+    config = vit_config(router)
     mlp = 32 * 128 + 128 + 128 * 32 + 32
     assert num_expert_params(config) == 4 * mlp
     assert num_active_params(config) == num_params(config) - 4 * mlp + share * 4 * mlp
@@ -152,22 +156,6 @@ def test_training_conventions():
     assert train_flops_3mac(PRESETS["S/16"], 10) == pytest.approx(1.5 * forward * 10)
 
 
-def test_macs_by_hand():
-    """debug: 16 tokens, width 32, two blocks, the second of them MoE with 4 experts."""
-    macs = forward_macs(with_moe("debug", TokenChoiceConfig(k=2, capacity_factor=1.0), num_experts=4))
-    assert macs == {
-        "embed": 16 * 3 * 2 * 2 * 32,
-        "attention_projections": 2 * 16 * 4 * 32 * 32,
-        "attention_scores": 2 * 2 * 16 * 16 * 32,
-        "mlp": 16 * 2 * 32 * 128,
-        "experts": 32 * 2 * 32 * 128,  # k=2: two rows a token
-        "router": 16 * 32 * 4,
-        "dispatch_combine": 0,
-        "pooling": 0,
-        "head": 32 * 10,
-    }
-
-
 @pytest.mark.parametrize(
     ("router", "rows"),
     [
@@ -180,9 +168,9 @@ def test_macs_by_hand():
 )
 def test_slots_per_token(router, rows):
     """16 tokens, 4 experts. The images of a group share soft slots."""
-    assert slots_per_token(with_moe("debug", router, num_experts=4)) == rows
+    assert slots_per_token(vit_config(router)) == rows
     if isinstance(router, SoftConfig):
-        assert slots_per_token(with_moe("debug", router, num_experts=4, images_per_group=2)) == rows / 2
+        assert slots_per_token(vit_config(router, images_per_group=2)) == rows / 2
 
 
 POINTS: list[tuple[RouterConfig, dict]] = [
@@ -199,28 +187,35 @@ POINTS: list[tuple[RouterConfig, dict]] = [
 @pytest.mark.parametrize(("router", "changes"), POINTS, ids=str)
 def test_macs_at_an_operating_point_equal_the_flop_counter(router, changes):
     """In evaluation only the chosen experts run."""
-    config = with_moe("debug", router, num_experts=4, images_per_group=2)
+    config = vit_config(router, images_per_group=2)
     with torch.no_grad():
         check_flops(config, RoutingOverrides(**changes))
-
-
-def test_macs_at_an_operating_point_by_hand():
-    """debug: 16 tokens, width 32, hidden 128, one MoE block with 4 experts."""
-    choice = with_moe("debug", TokenChoiceConfig(k=2, capacity_factor=1.0), num_experts=4)
-    fewer = RoutingOverrides(k=1, capacity_factor=0.5)  # 2 slots of each expert for 16 tokens
-    assert forward_macs(choice, fewer)["experts"] == 4 * 2 * 2 * 32 * 128
-    assert forward_macs(choice, RoutingOverrides(priority="max")) == forward_macs(choice)
-    soft = with_moe("debug", SoftConfig(slots_per_expert=4), num_experts=4)
-    half = forward_macs(soft, RoutingOverrides(experts=2))
-    assert half["experts"] == 2 * 4 * 2 * 32 * 128
-    assert half["dispatch_combine"] == 2 * 16 * (2 * 4) * 32
-    assert half["router"] == forward_macs(soft)["router"] == 16 * 32 * 16  # which weighs all experts
-    saved = 2 * (2 * 4 * 2 * 32 * 128 + 2 * 16 * (2 * 4) * 32) / 1e9
-    less = forward_gflops_2mac(soft) - forward_gflops_2mac(soft, RoutingOverrides(experts=2))
-    assert less == pytest.approx(saved)
 
 
 def test_overrides_that_do_not_fit_have_no_cost():
     for changes, message in (({"experts": 5}, "experts=5 must lie in 1"), ({"k": 2}, "has no k to override")):
         with pytest.raises(ValueError, match=message):
-            forward_macs(with_moe("debug", SoftConfig(), num_experts=4), RoutingOverrides(**changes))
+            forward_macs(vit_config(SoftConfig()), RoutingOverrides(**changes))
+
+
+def test_macs_by_hand():
+    """debug: 16 tokens, width 32, hidden 128, two blocks, the second of them MoE with 4 experts."""
+    choice = vit_config(TokenChoiceConfig(k=2, capacity_factor=1.0))
+    assert forward_macs(choice) == {
+        "embed": 16 * 3 * 2 * 2 * 32,
+        "attention_projections": 2 * 16 * 4 * 32 * 32,
+        "attention_scores": 2 * 2 * 16 * 16 * 32,
+        "mlp": 16 * 2 * 32 * 128,
+        "experts": 32 * 2 * 32 * 128,  # k=2: two rows a token
+        "router": 16 * 32 * 4,
+        "dispatch_combine": 0,
+        "pooling": 0,
+        "head": 32 * 10,
+    }
+    assert forward_macs(choice, RoutingOverrides(priority="max")) == forward_macs(choice)
+    soft, half = vit_config(SoftConfig(slots_per_expert=4)), RoutingOverrides(experts=2)
+    macs = forward_macs(soft, half)
+    assert macs["experts"] == 2 * 4 * 2 * 32 * 128
+    assert macs["dispatch_combine"] == 2 * 16 * (2 * 4) * 32
+    assert macs["router"] == 16 * 32 * 16  # which weighs all experts
+    assert forward_gflops_2mac(soft, half) == pytest.approx(2e-9 * sum(macs.values()))

@@ -1,17 +1,13 @@
 """Attention, pooling and positions against their definitions; the convolutional stem."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from moe.dense import Attention, AttentionPooling, ConvStem, sincos2d, stem_channels
-from moe.layer import MoEConfig
-from moe.presets import PRESETS
-from moe.routers import SoftConfig
-from moe.vit import ViT
+from tests.moe.parts import images
 
 
 def test_attention_is_its_definition():
@@ -59,46 +55,16 @@ def test_sincos2d_by_hand():
     torch.testing.assert_close(sincos2d(2, 8, like=torch.zeros(())), expected, rtol=0, atol=1e-6)
 
 
-CONFIG = replace(
-    PRESETS["debug"],
-    stem="conv",
-    patch_size=4,
-    moe=MoEConfig(num_experts=4, router=SoftConfig(), residual=False),
-)
-
-
-@pytest.mark.parametrize(
-    ("width", "patch_size", "channels"),
-    [(384, 16, [48, 96, 192, 384]), (32, 2, [32]), (8, 32, [1, 1, 2, 4, 8])],
-)
-def test_channels_double(width, patch_size, channels):
-    assert stem_channels(width, patch_size) == channels
-
-
-def test_a_token_per_patch():
-    for patch in (2, 4, 8):
-        assert ConvStem(16, patch)(torch.zeros(3, 3, 8, 8)).shape == (3, 16, 8 // patch, 8 // patch)
+def test_channels_double():
+    assert stem_channels(384, 16) == [48, 96, 192, 384]
+    assert stem_channels(32, 2) == [32]
+    assert stem_channels(8, 32) == [1, 1, 2, 4, 8]
 
 
 def test_the_stem_does_not_mix_images():
-    model, images = ViT(CONFIG), torch.randn(4, 3, 8, 8)
-    together = model.features(images)[0]
-    for i, image in enumerate(images):
-        torch.testing.assert_close(model.features(image[None])[0][0], together[i])
-
-
-def test_the_stem_learns():
-    """The model learns which half of an image is bright; every weight of the stem changes."""
-    model, images = ViT(replace(CONFIG, num_classes=2)), torch.randn(32, 3, 8, 8) / 4
-    labels = torch.arange(32) % 2
-    images[labels == 1, :, :4] += 1
-    images[labels == 0, :, 4:] += 1
-    before = {name: p.detach().clone() for name, p in model.embed.named_parameters()}
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images).logits, labels)
-        loss.backward()
-        optimizer.step()
-    assert (model(images).logits.argmax(-1) == labels).all()
-    assert all(not torch.equal(p, before[name]) for name, p in model.embed.named_parameters())
+    """Each image has a token per patch."""
+    stem, some = ConvStem(16, 4), images(4)
+    together = stem(some)
+    assert together.shape == (4, 16, 2, 2)
+    for i in range(4):
+        torch.testing.assert_close(stem(some[i : i + 1])[0], together[i])

@@ -40,12 +40,6 @@ def test_experts_are_separate_mlps(activation):
     assert not torch.allclose(F.gelu(hidden), gelu, rtol=1e-5, atol=1e-5), "the case must tell GELUs apart"
 
 
-def test_dropout_needs_keys_and_a_probability():
-    assert torch.equal(build(dropout=0.5)(ROWS), build()(ROWS))
-    assert torch.equal(build()(ROWS, KEYS_EN), build()(ROWS))
-    assert not torch.equal(build(dropout=0.5)(ROWS, KEYS_EN), build()(ROWS))
-
-
 def test_dropout_is_after_both_layers_with_different_numbers():
     """V-MoE section 3.5; the output is dropped with its bias. A row depends on its own key alone."""
     experts, keys_EN, x_END = build(dropout=0.3), KEYS_EN, ROWS
@@ -55,19 +49,8 @@ def test_dropout_is_after_both_layers_with_different_numbers():
     torch.testing.assert_close(experts(x_END, keys_EN), dropout(out, 0.3, mix(keys_EN, 1)))
     first, second = (dropout(torch.ones(E, N, D), 0.3, mix(keys_EN, i)) for i in (0, 1))
     assert not torch.equal(first, second)
+    assert torch.equal(experts(x_END), build()(x_END))  # without keys there is no dropout
     torch.testing.assert_close(experts(x_END[:, 2:4], keys_EN[:, 2:4]), experts(x_END, keys_EN)[:, 2:4])
-
-
-@pytest.mark.parametrize("router", [TokenChoiceConfig(noise_std=0.0), SoftConfig()], ids=lambda r: r.kind)
-def test_layer_drops_by_the_key_of_the_group(router):
-    """Equal keys give equal outputs, other keys others, and no keys no dropout. A microbatch is a slice."""
-    layer, x = build_layer(router, images_per_group=2, expert_dropout=0.2, block=3), randn(6, 4, D)
-    keys_B, valid = mix(torch.arange(6), 9), torch.ones(6)
-    y = layer(x, valid, keys_B)[0]
-    assert torch.equal(layer(x, valid, keys_B)[0], y)
-    torch.testing.assert_close(layer(x[2:4], valid[2:4], keys_B[2:4])[0], y[2:4])
-    assert not torch.allclose(layer(x, valid, keys_B + 1)[0], y)
-    assert not torch.allclose(layer(x, valid)[0], y)
 
 
 def test_layers_and_slots_drop_different_numbers():
@@ -88,16 +71,11 @@ def test_layers_and_slots_drop_different_numbers():
 
 CONFIGS = (
     TokenChoiceConfig(k=2, capacity_factor=0.7, priority="max"),
-    TokenChoiceConfig(k=1, capacity_factor=2.0),
     ExpertChoiceConfig(capacity_factor=1.5),
     SoftConfig(slots_per_expert=2, scale_init=8.0),
-    SoftConfig(scale_init=8.0, dispatch="uniform"),
-    MixtureConfig(level="image"),
     MixtureConfig(level="hierarchical"),
 )
-each_router = pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda c: f"{c.kind}-{getattr(c, 'level', getattr(c, 'dispatch', ''))}"
-)
+each_router = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 X_BSD = 2 * randn(6, 12, D)
 
 
@@ -110,25 +88,20 @@ def both_ways(layer, experts: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
         return masked, layer(x, valid_B, None, overrides)[0]
 
 
-@pytest.mark.parametrize(("experts", "images_per_group"), [(1, 1), (3, 2), ((3,), 1), ((3, 0, 1), 2)])
+@pytest.mark.parametrize(("experts", "images_per_group"), [(1, 1), (3, 2), ((3, 0, 1), 2)])
 @each_router
 def test_chosen_experts_alone_equal_all_experts_with_the_others_masked(config, experts, images_per_group):
+    """The weights of the other experts are not read: zero times NaN would be NaN."""
     layer = build_layer(config, images_per_group=images_per_group).double()
     masked, alone = both_ways(layer, experts)
     torch.testing.assert_close(alone, masked, rtol=1e-12, atol=1e-12)
-
-
-@each_router
-def test_weights_of_other_experts_are_not_read(config):
-    """Zero times NaN would be NaN."""
-    layer = build_layer(config)
-    expected = both_ways(layer, (0, 2))[1]
-    with torch.no_grad():
-        for weight in layer.experts.parameters():
-            weight[[1, 3]] = torch.nan
-    masked, alone = both_ways(layer, (0, 2))
-    assert masked.isnan().any()
-    assert torch.equal(alone, expected)
+    if isinstance(experts, tuple):
+        with torch.no_grad():
+            for weight in layer.experts.parameters():
+                weight[2] = torch.nan
+        masked, again = both_ways(layer, experts)
+        assert masked.isnan().any()
+        assert torch.equal(again, alone)
 
 
 def test_only_the_slots_of_chosen_experts_are_computed():
@@ -172,15 +145,6 @@ def test_rows_by_expert(counts, activation):
     with torch.no_grad():
         torch.testing.assert_close(experts.rows(x_MD, count_E), torch.stack(expected))
         torch.testing.assert_close(experts.rows_in_groups(x_MD, count_E), torch.stack(expected))
-
-
-def test_a_vit_runs_subsets_alone(build_vit):
-    model, pixels = build_vit(SoftConfig(scale_init=8.0), layers=(0, 1)), randn(5, 3, 8, 8)
-    overrides = RoutingOverrides(experts=(1, 3))
-    masked = model(pixels, routing_overrides=overrides).logits
-    with torch.no_grad():
-        alone = model(pixels, routing_overrides=overrides).logits
-    torch.testing.assert_close(alone, masked, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe.init import dropout, gaussian, init_weights, mix, split, uniform
-from moe.layer import MoEConfig
-from moe.presets import PRESETS
-from moe.routers import ROUTERS, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT
-
-each_router = pytest.mark.parametrize(
-    "router", [None, *(kind() for kind in ROUTERS)], ids=lambda r: r and r.kind
-)
+from tests.moe.parts import each_kind, each_model, vit_config
 
 
 def build(router: RouterConfig | None, *, seed: int = 0, num_experts: int = 4) -> ViT:
-    moe = MoEConfig(num_experts=num_experts, router=router) if router else None
-    return ViT(replace(PRESETS["debug"], width=64, depth=4, moe=moe), seed=seed)
+    return ViT(replace(vit_config(router, num_experts=num_experts), width=64, depth=4), seed=seed)
 
 
 def random_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -31,7 +25,7 @@ def random_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.numel() > 1 and p.std() > 0}
 
 
-@each_router
+@each_model
 def test_no_two_parameters_share_numbers(router):
     """Layers differ, and so do experts: the first numbers of separately drawn rows are not proportional."""
     rows = [
@@ -40,8 +34,7 @@ def test_no_two_parameters_share_numbers(router):
         for row in (p if "experts" in name else p.unsqueeze(0))
     ]
     scaled = torch.stack([row / row.norm() for row in rows])
-    distance = torch.cdist(scaled, scaled) + torch.eye(len(rows))
-    assert distance.min() > 1e-4
+    assert (torch.cdist(scaled, scaled) + torch.eye(len(rows))).min() > 1e-4
 
 
 def test_a_layer_and_an_expert_do_not_depend_on_the_others():
@@ -63,7 +56,7 @@ def test_a_rank_draws_the_rows_it_holds():
         assert not torch.equal(mine[: len(p) // 2], p[: len(p) // 2]), name
 
 
-@each_router
+@each_model
 def test_weights_depend_on_the_seed_and_not_on_the_global_generator(router):
     """Every parameter and buffer is set; `init_weights` gives the same numbers again."""
     before = torch.random.get_rng_state()
@@ -112,43 +105,30 @@ def is_constant(value: float) -> Callable[[Tensor], bool]:
 
 D, F, E = 64, 128, 4
 
-ATTENTION = {f"attention.{part}.weight": is_uniform(math.sqrt(6 / (D + D))) for part in ("qkv", "out")}
-BLOCK = ATTENTION | {f"attention.norm_{part}.weight": is_constant(1) for part in "qk"}
-BLOCK |= {f"norm{part}.weight": is_constant(1) for part in (1, 2)}
-BLOCK |= {f"{part}.bias": is_constant(0) for part in ("attention.qkv", "attention.out", "norm1", "norm2")}
-MLP = {f"mlp.{part}.weight": is_uniform(math.sqrt(6 / (D + F))) for part in ("up", "down")}
-MLP |= {f"mlp.{part}.bias": is_constant(0) for part in ("up", "down")}
-MOE = {f"mlp.experts.{part}": is_uniform(math.sqrt(6 / (D + F))) for part in ("w_in_EDF", "w_out_EFD")}
-MOE |= {f"mlp.experts.{part}": is_constant(0) for part in ("b_in_EF", "b_out_ED")}
+ONE, ZERO = is_constant(1), is_constant(0)
+ATTENTION, MLP = is_uniform(math.sqrt(6 / (D + D))), is_uniform(math.sqrt(6 / (D + F)))
+# The first rule that matches a name's end decides; of a name's parts a bias is 0 and a norm's weight 1.
 EXPECTED = {
     "embed.weight": is_normal((3 * 2 * 2) ** -0.5),
-    "embed.bias": is_constant(0),
     "position_SD": is_normal(0.02),
-    "norm.weight": is_constant(1),
-    "norm.bias": is_constant(0),
-    "head.weight": is_constant(0),
-    "head.bias": is_constant(0),
-}
-EXPECTED |= {f"blocks.0.{name}": f for name, f in (BLOCK | MLP).items()}
-EXPECTED |= {f"blocks.1.{name}": f for name, f in (BLOCK | MOE).items()}
-EXPECTED_ROUTER = {
-    "token_choice": {"gate_DE": is_normal(D**-0.5)},
-    "expert_choice": {"gate_DE": is_normal(D**-0.5)},
-    "soft": {"phi_DEC": is_normal((D * E) ** -0.5), "scale": is_constant(1)},
-    "mixture": {"gate_DE": is_normal(D**-0.5)},
+    "head.weight": ZERO,
+    "bias": ZERO,
+    "b_in_EF": ZERO,
+    "b_out_ED": ZERO,
+    **dict.fromkeys(("norm.weight", "norm1.weight", "norm2.weight", "norm_q.weight", "norm_k.weight"), ONE),
+    **dict.fromkeys(("qkv.weight", "out.weight"), ATTENTION),
+    **dict.fromkeys(("up.weight", "down.weight", "w_in_EDF", "w_out_EFD"), MLP),
+    "gate_DE": is_normal(D**-0.5),
+    "phi_DEC": is_normal((D * E) ** -0.5),
+    "router.scale": ONE,
 }
 
 
-@pytest.mark.parametrize("router", [kind() for kind in ROUTERS], ids=lambda r: r.kind)
+@each_kind
 def test_distributions(router):
-    """Distributions of the first two blocks, a dense block and a MoE block."""
-    expected = EXPECTED | {f"blocks.1.mlp.router.{n}": f for n, f in EXPECTED_ROUTER[router.kind].items()}
-    checked = set()
     for name, p in build(router).named_parameters():
-        if not name.startswith(("blocks.2", "blocks.3")):
-            assert expected[name](p.detach()), name
-            checked.add(name)
-    assert checked == set(expected)
+        expected = next(rule for end, rule in EXPECTED.items() if name.endswith(end))
+        assert expected(p.detach()), name
 
 
 MASK = 2**64 - 1

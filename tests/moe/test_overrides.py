@@ -23,9 +23,13 @@ CONFIGS = (
     MixtureConfig(level="image"),
     MixtureConfig(level="hierarchical"),
 )
-each_router = pytest.mark.parametrize(
-    "config", CONFIGS, ids=lambda c: f"{c.kind}-{getattr(c, 'level', getattr(c, 'combine', ''))}"
-)
+
+
+def named(config) -> str:
+    return f"{config.kind}-{getattr(config, 'level', getattr(config, 'combine', ''))}"
+
+
+each_router = pytest.mark.parametrize("config", CONFIGS, ids=named)
 
 
 def images(seed: int = 0) -> Tensor:
@@ -59,10 +63,8 @@ def test_neutral_overrides_change_not_a_bit(config):
 @pytest.mark.parametrize(
     ("config", "overrides"),
     [
-        (TokenChoiceConfig(k=2), {"k": 1}),
         (TokenChoiceConfig(k=2), {"k": E, "capacity_factor": float(E)}),
         (TokenChoiceConfig(k=2, capacity_factor=0.5), {"priority": "sum"}),
-        (TokenChoiceConfig(k=2, capacity_factor=0.5, priority="max"), {"priority": "none"}),
         (TokenChoiceConfig(k=2), {"k": 1, "capacity_factor": 0.3, "priority": "max"}),
         (ExpertChoiceConfig(affinity=SinkhornConfig()), {"capacity_factor": 0.5}),
     ],
@@ -82,41 +84,6 @@ def test_an_override_is_a_router_with_that_config(config, overrides, noise):
     assert torch.equal(layer(images(), torch.ones(G), keys_B)[0], before)
 
 
-@each_router
-def test_listed_experts_leave_out_exactly_the_contribution_of_the_others(config):
-    """Contributions of single experts add up to those of subsets and of all; nothing is renormalised."""
-    layer = build_layer(config)
-    alone = [run(layer, experts=(e,)) for e in range(E)]
-    assert all(y.abs().sum() > 0 for y in alone)
-    torch.testing.assert_close(run(layer, experts=(3, 0, 1)), alone[0] + alone[1] + alone[3])
-    torch.testing.assert_close(run(layer), sum(alone))
-    with torch.no_grad():
-        for weight in layer.experts.parameters():
-            weight[[1, 3]] = torch.randn(weight[[1, 3]].shape)
-    torch.testing.assert_close(run(layer, experts=(0, 2)), alone[0] + alone[2])
-
-
-@pytest.mark.parametrize(("k", "slots"), [(1, 2), (2, 1), (3, 2)])
-def test_the_best_experts_are_those_of_algorithm_1(k, slots):
-    """Implicit Bias in Soft MoE, algorithm 1, per image: the experts whose slots have the largest sums over
-    tokens of combine weights are kept, and the others' outputs are set to zero before combining."""
-    layer, x = build_layer(SoftConfig(slots_per_expert=slots, scale_init=8.0)), images()
-    _, routing = layer(x, torch.ones(G))
-    y_END = layer.experts(routing.dispatch(x))
-    expected, chosen = torch.zeros_like(x), []
-    for g in range(G):
-        mass = [routing.combine_GSEC[g, :, e].sum().item() for e in range(E)]
-        best = sorted(range(E), key=lambda e, mass=mass: -mass[e])[:k]
-        for s in range(S):
-            for e in best:
-                for c in range(slots):
-                    weight = routing.combine_GSEC[g, s, e, c]
-                    expected[g, s] = expected[g, s] + weight * y_END[e, g * slots + c]
-        chosen.append(frozenset(best))
-    torch.testing.assert_close(run(layer, experts=k), expected)
-    assert len(set(chosen)) > 1, "images must differ in their best experts"
-
-
 def test_the_best_experts_of_token_choice_have_the_largest_weight_of_seated_tokens():
     """Six tokens choose expert 0 with gates 0.6, 0.6 and then 0.99; two choose expert 1 with 0.9. Each seats
     two: 1.2 against 1.8, so expert 1 is kept, though expert 0's gates have the larger sum."""
@@ -129,6 +96,31 @@ def test_the_best_experts_of_token_choice_have_the_largest_weight_of_seated_toke
 
 
 @each_router
+def test_a_subset_leaves_out_exactly_the_contribution_of_the_others(config):
+    """Contributions of single experts add up to those of subsets and of all; nothing is renormalised."""
+    layer = build_layer(config)
+    alone = [run(layer, experts=(e,)) for e in range(E)]
+    assert all(y.abs().sum() > 0 for y in alone)
+    torch.testing.assert_close(run(layer, experts=(3, 0, 1)), alone[0] + alone[1] + alone[3])
+    torch.testing.assert_close(run(layer), sum(alone))
+
+
+@pytest.mark.parametrize(("k", "slots"), [(1, 2), (3, 1)])
+def test_the_best_experts_are_those_of_algorithm_1(k, slots):
+    """Implicit Bias in Soft MoE, algorithm 1, per image: the experts whose slots have the largest sums over
+    tokens of combine weights are kept; equal experts are kept in their order."""
+    layer, x = build_layer(SoftConfig(slots_per_expert=slots, scale_init=8.0)), images()
+    routing = layer(x, torch.ones(G))[1]
+    best_GK = routing.combine_GSEC.sum((1, 3)).argsort(descending=True)[:, :k]
+    assert len({frozenset(best) for best in best_GK.tolist()}) > 1, "images must differ in their best experts"
+    for g, best in enumerate(best_GK.tolist()):
+        torch.testing.assert_close(run(layer, experts=k)[g], run(layer, experts=tuple(best))[g])
+    kept = RoutingOverrides(experts=2).kept(torch.ones(1, 20))
+    assert kept is not None
+    assert kept.nonzero().tolist() == [[0, 0], [0, 1]]
+
+
+@each_router
 def test_padding_does_not_affect_the_best_experts(config):
     """Half of each group is padding."""
     if getattr(config, "total_slots", None):
@@ -137,12 +129,6 @@ def test_padding_does_not_affect_the_best_experts(config):
     first, second = (torch.cat([images()[:1], 50 * images(seed)[:1], images()[1:]]) for seed in (5, 6))
     outputs = [layer(x, valid, None, RoutingOverrides(experts=1))[0][valid == 1] for x in (first, second)]
     torch.testing.assert_close(*outputs)
-
-
-def test_equal_experts_are_kept_in_order():
-    kept = RoutingOverrides(experts=2).kept(torch.ones(1, 20))
-    assert kept is not None
-    assert kept.nonzero().tolist() == [[0, 0], [0, 1]]
 
 
 def test_stats_of_a_subset_count_its_seats():
@@ -171,17 +157,7 @@ def test_random_logits_are_standard_normal_and_choose_experts_uniformly():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        TokenChoiceConfig(k=2, noise_std=0.0),
-        TokenChoiceConfig(affinity=SinkhornConfig()),
-        ExpertChoiceConfig(),
-        SoftConfig(slots_per_expert=2),
-        MixtureConfig(),
-        MixtureConfig(level="hierarchical"),
-        MixtureConfig(level="image"),
-    ],
-    ids=lambda c: f"{c.kind}-{getattr(c, 'level', '')}",
+    "config", [c for c in CONFIGS if getattr(c, "dispatch", "") != "identity"], ids=named
 )
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_random_choices_depend_on_image_token_block_and_key_and_not_on_the_tokens(config, with_keys):
@@ -204,31 +180,17 @@ def test_random_choices_depend_on_image_token_block_and_key_and_not_on_the_token
         torch.testing.assert_close(part, some[1:])  # a microbatch is a slice of the batch
 
 
-def test_a_random_block_does_not_change_the_blocks_before_it(build_vit):
-    model, pixels = build_vit(TokenChoiceConfig(k=2), layers=(0, 1)), randn(4, 3, 8, 8)
-    normal = model(pixels, return_routings=True)
-    random = model(pixels, routing_overrides=RoutingOverrides(random_blocks=(1,)), return_routings=True)
-    assert torch.equal(random.routings[0].gates_GSE, normal.routings[0].gates_GSE)
-    assert not torch.allclose(random.routings[1].gates_GSE, normal.routings[1].gates_GSE)
-    assert not torch.allclose(random.logits, normal.logits)
-
-
 @pytest.mark.parametrize(
     ("config", "overrides", "message"),
     [
         (ExpertChoiceConfig(), {"k": 2}, "a router of kind 'expert_choice' has no k to override"),
-        (ExpertChoiceConfig(), {"priority": "max"}, "kind 'expert_choice' has no priority to override"),
         (SoftConfig(), {"capacity_factor": 2.0}, "kind 'soft' has no capacity_factor to override"),
-        (MixtureConfig(), {"k": 1}, "kind 'mixture' has no k to override"),
         (TokenChoiceConfig(), {"k": 5}, "k=5 exceeds num_experts=4"),
-        (TokenChoiceConfig(), {"k": 0}, "k must be at least 1, got 0"),
         (TokenChoiceConfig(), {"capacity_factor": 0.01}, r"capacity_factor=0\.01 leaves no slot"),
         (ExpertChoiceConfig(), {"capacity_factor": 9.0}, r"capacity_factor=9\.0 asks .* only 12 tokens"),
         (SoftConfig(), {"experts": 0}, r"experts=0 must lie in 1 \.\. 4"),
-        (TokenChoiceConfig(), {"experts": 5}, r"experts=5 must lie in 1 \.\. 4"),
         (ExpertChoiceConfig(), {"experts": ()}, r"experts=\(\) must be indices in 0 \.\. 3"),
         (MixtureConfig(), {"experts": (1, 4)}, r"experts=\(1, 4\) must be indices in 0 \.\. 3"),
-        (SoftConfig(), {"experts": (-1,)}, r"experts=\(-1,\) must be indices in 0 \.\. 3"),
     ],
 )
 def test_errors_name_the_kind_the_value_and_the_bound(config, overrides, message):

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -27,8 +25,8 @@ from tests.moe.parity import (
     BATCH,
     MAX_NORM,
     SEED,
-    TOLERANCE,
     Case,
+    check_equal,
     compare,
     default_dtype,
     one_process,
@@ -37,8 +35,8 @@ from tests.moe.parity import (
     share,
     spawn,
     train,
-    vit,
 )
+from tests.moe.parts import vit_config
 
 LAYOUTS = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}  # ranks -> (dp, ep)
 MIXED = {2: (1, 2), 4: (2, 2)}
@@ -50,25 +48,27 @@ TOKENS = TokenChoiceConfig(
 EXPERTS = ExpertChoiceConfig(capacity_factor=1.5, noise_std=1.0)
 SINKHORN = TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity")
 FAMILIES = {
-    "dense": vit(None),
-    "soft": vit(SOFT),
-    "token choice": vit(TOKENS, images_per_group=2, expert_dropout=0.1),
-    "expert choice": vit(EXPERTS),
-    "sinkhorn": vit(SINKHORN, images_per_group=2),
+    "dense": vit_config(None),
+    "soft": vit_config(SOFT),
+    "token choice": vit_config(TOKENS, images_per_group=2, expert_dropout=0.1),
+    "expert choice": vit_config(EXPERTS),
+    "sinkhorn": vit_config(SINKHORN, images_per_group=2),
 }
 EVERYWHERE = {name: Case(config=config) for name, config in FAMILIES.items()}
 # The parts tested here do not depend on the split: one layout and few steps are enough.
 ONCE = {
-    "soft, 2 images": Case(config=vit(SOFT, images_per_group=2, expert_dropout=0.1)),
-    "token choice, 1 image, in order": Case(config=vit(replace(TOKENS, priority="none"))),
-    "expert choice, 2 images": Case(config=vit(EXPERTS, images_per_group=2, expert_dropout=0.1)),
+    "soft, 2 images": Case(config=vit_config(SOFT, images_per_group=2, expert_dropout=0.1)),
+    "token choice, 1 image, in order": Case(config=vit_config(replace(TOKENS, priority="none"))),
+    "expert choice, 2 images": Case(config=vit_config(EXPERTS, images_per_group=2, expert_dropout=0.1)),
     "sparse transport": Case(
-        config=vit(ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=50)), images_per_group=2)
+        config=vit_config(
+            ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=50)), images_per_group=2
+        )
     ),
-    "convolutions first": Case(config=replace(vit(SOFT), stem="conv")),
-    "mixture": Case(config=vit(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2)),
+    "convolutions first": Case(config=replace(vit_config(SOFT), stem="conv")),
+    "mixture": Case(config=vit_config(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2)),
     "overridden": Case(
-        config=vit(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
+        config=vit_config(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
         overrides=RoutingOverrides(k=1, capacity_factor=0.6, priority="max", experts=3),
     ),
 }
@@ -84,25 +84,8 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         mesh = make_mesh("cpu", ep=ep)
         assert mesh.shape == (dp, ep)
         for name, case in CASES_OF[ranks].items():
-            if name in ONCE and (dp, ep) != MIXED[ranks]:
-                continue
-            what = f"{name}, dp={dp}, ep={ep}"
-            with default_dtype(case.dtype):
-                model = build_sharded(case.config, mesh, seed=SEED)
-                check_shares(model, mesh, what)
-                got = train(model, case, mine)
-            compare(got, expected[name], mine, TOLERANCE[case.dtype], what)
-
-
-def check_shares(model: nn.Module, mesh: DeviceMesh, what: str) -> None:
-    """A rank holds 1 / (dp * ep) of the experts and of the other parameters."""
-    for name, p in model.named_parameters():
-        assert isinstance(p, DTensor), f"{name}, {what}"
-        share = p.to_local().numel() / p.numel()
-        if "experts" in name or p.shape[0] % mesh.size() == 0:
-            assert share == 1 / mesh.size(), f"{name}, {what}: {share}"
-        if "experts" in name:
-            assert p.to_local().shape[0] == 4 // mesh["ep"].size(), f"{name}, {what}"
+            if name not in ONCE or (dp, ep) == MIXED[ranks]:
+                check_equal(name, case, mesh, mine, expected[name])
 
 
 def reference(cases: dict[str, Case], folder: Path) -> None:
@@ -170,7 +153,7 @@ def test_options_are_checked():
 
 
 TO_COMPILE = Case(  # without noise, whose float32 compilers round in their own way
-    config=vit(TokenChoiceConfig(k=2, priority="max", importance_weight=0.1, noise_std=0.0)),
+    config=vit_config(TokenChoiceConfig(k=2, priority="max", importance_weight=0.1, noise_std=0.0)),
     after=AS_TRAINED,
 )
 COMPILED = ParallelConfig(compile=True, activation_checkpointing=True, overlap_chunks=2)

@@ -12,7 +12,8 @@ from moe.parallel import ParallelConfig, build_sharded
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
 from moe.vit import ViT
-from tests.moe.parity import SEED, Case, batches, forward_backward, one_rank, vit, wake
+from tests.moe.parity import SEED, Case, batches, forward_backward, one_rank, wake
+from tests.moe.parts import vit_config
 
 pytestmark = pytest.mark.gpu
 ROUTERS: dict[str, RouterConfig | None] = {
@@ -25,7 +26,7 @@ ROUTERS: dict[str, RouterConfig | None] = {
     "sinkhorn": TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity"),
 }
 CASES = {
-    name: Case(config=vit(router, expert_dropout=0.1), dtype=torch.float32, steps=1, batch=16)
+    name: Case(config=vit_config(router, expert_dropout=0.1), dtype=torch.float32, steps=1, batch=16)
     for name, router in ROUTERS.items()
 }
 OPTIONS = {

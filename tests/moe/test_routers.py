@@ -1,6 +1,7 @@
 """Laws that every router satisfies, in every variant. A new router is tested because it is in ROUTERS."""
 
 from dataclasses import fields, replace
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -112,23 +113,12 @@ def dense(routing: Routing, G: int, S: int, E: int) -> tuple[Tensor, Tensor]:
     return D_GECGS[each, :, :, each].permute(0, 3, 1, 2), C_GSGEC[each, :, each]
 
 
-def test_every_router_and_every_choice_is_among_the_variants():
-    """Each literal of each config, so that a new one cannot be forgotten here."""
-    assert {type(config) for config in VARIANTS} == set(ROUTERS)
+def test_every_router_and_every_literal_is_among_the_variants():
     for kind in ROUTERS:
         mine = [config for config in VARIANTS if type(config) is kind]
-        for f in fields(kind):
-            seen = {getattr(config, f.name) for config in mine}
-            wanted = {
-                "priority": {"none", "max", "sum"},
-                "combine": {"soft", "uniform", "identity"} if kind is SoftConfig else {"softmax", "affinity"},
-                "dispatch": {"soft", "uniform", "identity"},
-                "normalize": {"vmoe", "paper", "none"},
-                "level": {"token", "image", "hierarchical"},
-                "capacity_rounding": {"round", "ceil"},
-                "k": {1, 2, 3},
-            }.get(f.name, set())
-            assert wanted <= seen, f"{kind.__name__}.{f.name}"
+        for name, hint in get_type_hints(kind).items():
+            wanted = set(get_args(hint)) if get_origin(hint) is Literal else set()
+            assert wanted <= {getattr(config, name) for config in mine}, f"{kind.__name__}.{name}"
 
 
 @st.composite
@@ -224,30 +214,6 @@ def test_groups_are_independent(config, noise):
 
 
 @with_and_without_noise
-def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
-    router, x = build(config).to(torch.bfloat16), tokens(G, S).to(torch.bfloat16)
-    out = run(router, x, torch.ones(G, S, dtype=torch.bfloat16), keys(G, S, noise))
-    assert out.dtype == torch.bfloat16
-    assert out.isfinite().all()
-    exact = run(router.float(), x.float(), None, keys(G, S, noise))
-    assert (out.float() - exact).abs().max() < 0.02 * exact.abs().max()
-
-
-@each_router
-def test_huge_and_tiny_tokens_are_finite_in_bfloat16(config):
-    router = build(config).to(torch.bfloat16)
-    for scale in (1e-20, 1e4):
-        router.zero_grad()
-        x = (scale * tokens(G, S)).to(torch.bfloat16).requires_grad_()
-        routing = router(x, torch.ones(G, S, dtype=torch.bfloat16), keys(G, S))
-        y = through(routing, x)
-        assert y.isfinite().all()
-        assert routing.aux_G.isfinite().all()
-        (y.float().mean() + routing.aux_G.sum()).backward()
-        assert all(p.grad.isfinite().all() for p in (x, *router.parameters()))
-
-
-@with_and_without_noise
 def test_float64_stays_float64_and_its_gradient_is_right(config, noise):
     """Gradients of output and auxiliary loss for tokens and parameters, checked by differences."""
     router = build(config).double()
@@ -262,6 +228,25 @@ def test_float64_stays_float64_and_its_gradient_is_right(config, noise):
     y, aux_G = forward(x, *values)
     assert y.dtype == aux_G.dtype == torch.float64
     assert torch.autograd.gradcheck(forward, (x, *values), fast_mode=True)
+
+
+@with_and_without_noise
+def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
+    """Tokens may be huge or tiny."""
+    router, x = build(config).to(torch.bfloat16), tokens(G, S).to(torch.bfloat16)
+    ones, some_keys = torch.ones(G, S, dtype=torch.bfloat16), keys(G, S, noise)
+    out = run(router, x, ones, some_keys)
+    assert out.dtype == torch.bfloat16
+    for scale in (1e-20, 1e4):
+        scaled = (scale * x).requires_grad_()
+        routing = router(scaled, ones, some_keys)
+        y = through(routing, scaled)
+        assert y.isfinite().all()
+        assert routing.aux_G.isfinite().all()
+        (y.sum() + routing.aux_G.sum()).backward()
+        assert all(t.grad is None or t.grad.isfinite().all() for t in (scaled, *router.parameters()))
+    exact = run(router.float(), x.float(), None, some_keys)
+    assert (out.float() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -375,3 +360,35 @@ def test_noise_comes_with_keys_alone(config):
     assert torch.equal(still, noisy) == (not has_noise)
     if has_noise:
         assert not torch.equal(noisy, run(router, x, None, keys(G, S) + 1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TokenChoiceConfig(k=2, capacity_factor=E),
+        TokenChoiceConfig(capacity_factor=E, affinity=SinkhornConfig()),
+        ExpertChoiceConfig(),
+        ExpertChoiceConfig(affinity=SparseTransportConfig()),
+    ],
+    ids=changed,
+)
+def test_flip_frac_is_the_share_of_choices_that_noise_changes_and_grows_with_it(config):
+    """The mean over groups; there is a slot for every choice, and padding has no choices."""
+    x, valid, seen = randn(G, 64, D), torch.ones(G, 64), []
+    valid[0, 40:] = 0
+    for std in (0.0, 0.1, 2.0, 1e4):
+        router = build(replace(config, noise_std=std))
+        routings = router(x, valid, keys(G, 64)), router(x, valid)
+        shares = []
+        for g in range(G):
+            noisy, clean = (
+                {(e, s) for e, row in enumerate(r.token_GEC[g].tolist()) for s in row if s < 64}
+                for r in routings
+            )
+            shares.append(1 - len(noisy & clean) / len(clean))
+        seen.append(routings[0].stats["flip_frac"].item())
+        assert seen[-1] == pytest.approx(sum(shares) / G, abs=1e-6)
+        assert routings[1].stats["flip_frac"] == 0
+    assert seen[0] == 0
+    assert seen == sorted(seen)
+    assert seen[-1] > 0.4

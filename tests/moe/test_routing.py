@@ -1,28 +1,24 @@
-"""Dispatch and combine of each routing by hand, and each logged statistic by hand."""
+"""Dispatch and combine of seats by hand, and each logged statistic by hand."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from moe.routing import DenseRouting, GatherRouting, SoftRouting, routing_stats
+from moe.routing import GatherRouting, routing_stats
 
 X = torch.tensor([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])  # two groups of three tokens, D = 1
 TOKENS = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])  # two experts, two slots per group; 3 is empty
 
 
-def rest(gates_GSE: Tensor | None = None) -> dict[str, Any]:
-    """Fields that dispatch and combine ignore, except for the shape of the gates."""
-    gates_GSE = torch.zeros(2, 3, 2) if gates_GSE is None else gates_GSE
-    return {"gates_GSE": gates_GSE, "load_GE": torch.zeros(2, 2), "aux_G": torch.zeros(2), "stats": {}}
+# Fields that dispatch and combine ignore, except for the shape of the gates.
+REST = {"gates_GSE": torch.zeros(2, 3, 2), "load_GE": torch.zeros(2, 2), "aux_G": torch.zeros(2), "stats": {}}
 
 
 def test_gather_dispatches_expert_major_and_empty_slots_are_zero():
     """Slots of a group are adjacent. A token that sits twice gets two gradients, an unseated token none."""
     x = X.clone().requires_grad_()
-    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=torch.zeros(2, 2, 2), **rest())
+    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=torch.zeros(2, 2, 2), **REST)
     x_END = routing.dispatch(x)
     assert x_END.squeeze(-1).tolist() == [[3, 1, 20, 0], [1, 0, 0, 0]]
     x_END.sum().backward()
@@ -32,29 +28,9 @@ def test_gather_dispatches_expert_major_and_empty_slots_are_zero():
 def test_gather_combines_by_weight_and_adds_up():
     """Token 0 of group 0 sits with both experts: 0.5 * 2 + 0.25 * 100. Outputs of empty slots are ignored."""
     weight_GEC = torch.tensor([[[1.0, 0.5], [0.25, 0.0]], [[2.0, 0.0], [0.0, 0.0]]])
-    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=weight_GEC, **rest())
+    routing = GatherRouting(token_GEC=TOKENS, weight_GEC=weight_GEC, **REST)
     y_END = torch.tensor([[[1.0], [2.0], [3.0], [7.0]], [[100.0], [7.0], [7.0], [7.0]]])
     assert routing.combine(y_END).squeeze(-1).tolist() == [[26, 0, 1], [0, 6, 0]]
-
-
-def test_soft_mixes_tokens_into_slots_and_slots_into_tokens():
-    """One expert, two slots: the mean token and the last token. Every token takes 0.5 of the first slot's
-    output and 0.25 of the second's."""
-    dispatch = torch.tensor([[1 / 3, 0.0], [1 / 3, 0.0], [1 / 3, 1.0]]).view(1, 3, 1, 2).expand(2, 3, 1, 2)
-    combine = torch.tensor([0.5, 0.25]).expand(2, 3, 1, 2)
-    routing = SoftRouting(dispatch_GSEC=dispatch, combine_GSEC=combine, **rest())
-    torch.testing.assert_close(routing.dispatch(X).squeeze(-1), torch.tensor([[2.0, 3, 20, 30]]))
-    out = routing.combine(torch.tensor([[[8.0], [4.0], [80.0], [40.0]]]))
-    assert out.squeeze(-1).tolist() == [[5, 5, 5], [50, 50, 50]]
-
-
-def test_dense_shows_every_token_to_every_expert():
-    gates = torch.tensor([[[0.5, 0.5], [1.0, 0.0], [0.0, 1.0]], [[0.25, 0.75], [1.0, 0.0], [0.0, 1.0]]])
-    routing = DenseRouting(weight_GSE=gates, **rest(gates))
-    x_END = routing.dispatch(X)
-    assert x_END.squeeze(-1).tolist() == [[1, 2, 3, 10, 20, 30]] * 2
-    out = routing.combine(x_END * torch.tensor([1.0, -1.0])[:, None, None])
-    assert out.squeeze(-1).tolist() == [[0, 2, -3], [-5, 20, -30]]
 
 
 def example(**fields) -> dict[str, float]:
@@ -97,13 +73,11 @@ OF_GROUPS = {
 }
 
 
-def test_group_values_are_averaged_over_groups():
+def test_groups_of_padding_are_left_out():
+    """Values of groups are averaged; if group 1 consists of padding, its loads, seats and values do not
+    count."""
     for argument, name in OF_GROUPS.items():
         assert example(**{argument: torch.tensor([0.2, 0.6])})[name] == pytest.approx(0.4)
-
-
-def test_groups_of_padding_are_left_out():
-    """Group 1 consists of padding: its loads, seats and values do not count."""
     values = {argument: torch.tensor([0.3, 0.9]) for argument in OF_GROUPS}
     stats = example(valid_GS=torch.tensor([[1.0, 1.0], [0.0, 0.0]]), **values)
     assert stats["load_cv"] == pytest.approx(1)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe.adapt import upcycle
 from moe.layer import MoEConfig
 from moe.load import CONFIG, WEIGHTS
 from moe.load import load as load_exported
@@ -31,6 +30,7 @@ from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training.optim import build_optimizer
 from tests.moe.parity import spawn
+from tests.moe.parts import upcycle
 from tests.orchestrator.checkpoint.counted import file_of, flip
 from tests.orchestrator.checkpoint.small_runs import assert_same
 

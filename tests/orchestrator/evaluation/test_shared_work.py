@@ -1,17 +1,15 @@
-"""Many operating points in one pass: what each alone says, and no more work than they need."""
+"""Many operating points in one pass have the logits of each point alone, and share their common work."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from moe.layer import MoEConfig
-from moe.operating import forward_at
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT
+from orchestrator.evaluation.shared_work import forward_at
+from tests.moe.parts import images, vit_config
 
 EVERYWHERE = (
     AS_TRAINED,
@@ -34,19 +32,14 @@ POINTS = {
 
 def build(router: RouterConfig | None, **moe: int) -> ViT:
     """Four blocks, experts in 1 and 3; the head is not at its zero start."""
-    config = MoEConfig(num_experts=4, router=router, **moe) if router else None
-    model = ViT(replace(PRESETS["debug"], depth=4, moe=config))
+    model = ViT(replace(vit_config(router, **moe), depth=4))
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     return model.eval()
 
 
-def images(count: int) -> Tensor:
-    return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-
-
 @pytest.mark.parametrize("router", POINTS, ids=lambda router: router.kind)
 @pytest.mark.parametrize("images_per_group", [1, 3])
-def test_every_point_says_what_it_says_alone(router: RouterConfig, images_per_group: int):
+def test_every_point_has_the_logits_of_a_pass_alone(router: RouterConfig, images_per_group: int):
     """Seven images do not fill groups of three; one is padding."""
     model, points = build(router, images_per_group=images_per_group), POINTS[router]
     x, valid = images(7), torch.tensor([1.0, 1, 1, 0, 1, 1, 1])
@@ -96,6 +89,7 @@ def test_a_dense_model_has_one_point():
     model = build(None)
     (logits,) = forward_at(model, images(2), None, [AS_TRAINED])
     assert torch.equal(logits, model(images(2)).logits)
+    assert forward_at(model, images(2), None, []) == []
     with pytest.raises(ValueError, match="a dense model has no routing"):
         forward_at(model, images(2), None, [RoutingOverrides(experts=1)])
 
@@ -108,10 +102,6 @@ def test_a_dense_model_has_one_point():
         (RoutingOverrides(experts=5), "experts=5 must lie in 1 .. 4"),
     ],
 )
-def test_what_is_no_point_of_the_model(point: RoutingOverrides, message: str):
+def test_points_that_the_model_refuses(point: RoutingOverrides, message: str):
     with pytest.raises(ValueError, match=message):
         forward_at(build(TokenChoiceConfig()), images(2), None, [AS_TRAINED, point])
-
-
-def test_no_points_no_answers():
-    assert forward_at(build(SoftConfig()), images(1), None, []) == []
