@@ -82,7 +82,7 @@ def test_files_below_a_folder(folder: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="orchestrator"):
         digest, (part,) = list_parts(folder, None, group=1)
     assert part["names"] == [f"{n}.png" for n in range(10)]
-    assert "1 files are not images by their names and left out: notes.txt" in caplog.text
+    assert "1 files are left out, because their names are not those of images: notes.txt" in caplog.text
     Path(folder, "notes.txt").write_bytes(b"other text")
     assert list_parts(folder, None, group=1)[0] == digest, "covers names and sizes of images alone"
     Path(folder, "1.png").write_bytes(b"another size")
