@@ -205,9 +205,7 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
     """The points of one family that have one role, with bars over quartiles of costs and over seeds."""
     symbol, size = _MARKS.get(role, (None, 0))
     on_axis, hollow = role == "diverged", role in _MARKS
-    qualities = [
-        (min(p.qualities, default=p.quality), max(p.qualities, default=p.quality), p.quality) for p in points
-    ]
+    seeds = [(point.qualities or (point.quality,), point.quality) for point in points]
     marker = {
         "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
         "color": style.colour,
@@ -229,7 +227,7 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
         "hovertext": [_hover_text(point, role, cost_name, quality_name) for point in points],
         "customdata": [web_link(point.run_url) for point in points],
         "error_x": _bars([(*quartiles(point, cost_name), point.cost) for point in points]),
-        "error_y": _bars([] if on_axis else qualities),
+        "error_y": _bars([] if on_axis else [(min(found), max(found), mean) for found, mean in seeds]),
     }
 
 
@@ -242,7 +240,7 @@ def _bars(bars: Sequence[tuple[float, float, float]]) -> Json:
 
 
 def _hover_text(point: Point, role: str, cost_name: str, quality_name: str) -> str:
-    """What is shown of a point under the pointer, in at most 18 lines: more would not fit beside a plot."""
+    """The text of a point under the pointer, in at most 18 lines, because more do not fit beside a plot."""
     lines = [
         f"{family_label(point.family)}, {role}",
         f"{axis_title(cost_name)}: {cost_text(point, cost_name)}",
@@ -258,11 +256,11 @@ def plain(text: str) -> str:
 
 
 def published(quality_name: str, cost_name: str) -> tuple[Point, ...]:
-    """The points that papers printed in both metrics; none where a metric is not among the papers'.
+    """The published points of the papers that have both metrics.
 
     ``published.csv`` has fractions and FLOPs, where the papers have percent and exaFLOPs. Soft MoE counts 3
-    FLOPs of training for a multiply-add of the forward pass, V-MoE 6: each is given in both. V-MoE has
-    core-days, two to a chip of TPUv3. JFT-300M and JFT-4B have different classes, so they are two metrics.
+    FLOPs of training for a multiply-add of the forward pass, V-MoE 6: the table has both. V-MoE counts
+    core-days, two for a chip-day of TPUv3. JFT-300M and JFT-4B are two metrics, because their classes differ.
     `imagenet/acc1` is after fine-tuning.
     """
     table = files("orchestrator.frontier").joinpath("published.csv").read_text(encoding="utf-8")
@@ -330,16 +328,13 @@ def cost_text(point: Point, cost_name: str) -> str:
 
 
 def facts(point: Point) -> dict[str, str]:
-    """What else is known of a point: its measurements, settings and seeds."""
-    shown = {name: detail(value) for name, value in {**point.details, **point.settings}.items()}
+    """The measurements, settings and seeds of a point."""
+    known = {**point.details, **point.settings}
+    shown = {name: number(x) if isinstance(x, float) else str(x) for name, x in known.items()}
     if len(point.qualities) > 1:
         worst, best = min(point.qualities), max(point.qualities)
         shown["seeds"] = f"{len(point.qualities)}, from {worst:.4f} to {best:.4f}"
     return shown
-
-
-def detail(value: str | float) -> str:
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def web_link(url: str | None) -> str | None:
