@@ -74,8 +74,16 @@ def descend(
 
 def vit_config(moe: MoEConfig, *, width: int = 32, depth: int = 4) -> ViTConfig:
     """16 tokens of 2x2 pixels."""
-    sizes = {"width": width, "depth": depth, "heads": 2, "mlp_dim": 2 * width}
-    return ViTConfig(image_size=8, patch_size=2, num_classes=10, moe=moe, **sizes)
+    return ViTConfig(
+        image_size=8,
+        patch_size=2,
+        width=width,
+        depth=depth,
+        heads=2,
+        mlp_dim=2 * width,
+        num_classes=10,
+        moe=moe,
+    )
 
 
 def trained_vit(router: RouterConfig, *, epochs: int, seed: int, images_per_group: int = GROUP) -> ViT:

@@ -223,8 +223,8 @@ def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row
     Raises:
         UsageError: if data or weights are damaged or incomplete.
     """
-    evaluate: Any = _evaluate.options(num_gpus=_gpus())
-    running = {evaluate.remote(task): task for task in tasks}
+    evaluate: Any = _evaluate
+    running = {evaluate.options(num_gpus=_gpus()).remote(task): task for task in tasks}
     while running:
         (done,), _ = ray.wait(list(running))
         yield running.pop(done), _result(done)

@@ -68,9 +68,11 @@ class ModelRef:
         Raises:
             UsageError: if the batch does not hold whole routing groups.
         """
-        kept = {"eval_crop": self.run.data.eval_crop, "cache_gb": self.run.data.cache_gb}
+        was = self.run.data
         try:
-            data = DataConfig(path=path, batch_size=batch_size, **kept)
+            data = DataConfig(
+                path=path, batch_size=batch_size, eval_crop=was.eval_crop, cache_gb=was.cache_gb
+            )
             train = replace(self.run.train, microbatch=None)
             return replace(self.run, data=data, scale=ScaleConfig(), train=train)
         except ValueError as error:
