@@ -20,7 +20,6 @@ from orchestrator.frontier.drawing import COLOURS, INK, MUTED, new_figure, style
 
 BLUE, MARK = COLOURS[0], COLOURS[4]
 CMAP = "YlGnBu"  # small values are light, also in print
-PERCENT = PercentFormatter(1, decimals=None)  # of fractions
 NAMED = 40  # classes or experts up to which an axis has room for their names
 POSITION_EXPERTS, TOP_SLOTS, COMBINE_IMAGES, FEW_EXPERTS = 16, 8, 4, 16
 MAX_DOUBLINGS = 3.0  # of an even share, the limit of colours
@@ -190,7 +189,7 @@ def draw_overview(table: dict[str, list[Any]], discards: bool) -> Figure:
     panels = {
         "mutual_information_nats": ("Class and expert share", "mutual information (nats)"),
         "contribution_ratio": ("What experts add", "|moe(x)| / |x|"),
-        "acc_lost": ("Lost if the router were random", "accuracy"),
+        "acc_lost": ("Lost by random routing", "accuracy"),
         "discarded_frac": ("Discarded", "patches"),
     }
     figure = new_figure(11, 2.7)
@@ -198,7 +197,7 @@ def draw_overview(table: dict[str, list[Any]], discards: bool) -> Figure:
         axes.bar([str(block) for block in table["block"]], table[column], color=BLUE, width=0.6)
         axes.axhline(0, color=MUTED, linewidth=0.8)
         if column in ("acc_lost", "discarded_frac"):
-            axes.yaxis.set_major_formatter(PERCENT)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         style_axes(axes, titles[0], "MoE block", titles[1])
     return figure
 
@@ -259,7 +258,7 @@ def draw_histograms(layers: dict[int, Counts], discards: bool, at_random: Sequen
         title = f"Block {block}: mean {counts.mean_weight():.3f}"
         style_axes(column[-1], title, "weight of an output", "seats")
     for axes in panels.flat:
-        axes.yaxis.set_major_formatter(PERCENT)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     return figure
 
 
@@ -275,7 +274,7 @@ def draw_flips(layers: dict[int, Counts], trained_std: float, unit: str) -> Figu
     axes.set_xscale("symlog", linthresh=SIGMAS[1])
     axes.set_xticks(SIGMAS, [f"{sigma:g}" for sigma in SIGMAS])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(PERCENT)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     style_axes(axes, "Choices that noise changes", f"standard deviation on the logits, {unit}", "choices")

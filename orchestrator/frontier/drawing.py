@@ -54,7 +54,7 @@ def style_axes(axes: Axes, title: str = "", x: str = "", y: str = "", *, size: f
     Args:
         size: of the axes' titles, in points.
     """
-    text: Json = {"color": INK, "fontweight": "bold", "fontsize": size + 1.5, "parse_math": False}
+    text: Json = {"color": INK, "fontweight": "bold", "fontsize": size + 1, "parse_math": False}
     axes.set_title(title, loc="left", pad=size, **text)
     axes.set_xlabel(x, fontsize=size, color=MUTED, parse_math=False)
     axes.set_ylabel(y, fontsize=size, color=MUTED, parse_math=False)
