@@ -95,8 +95,8 @@ def run_study(flags: StudyFlags) -> None:
 
 def publish(result: StudyResult, study: str, store: Tracking, *, folder: str, out: str, seeds: int) -> None:
     """Writes table and picture to `out` and to a run of MLflow, tagged with `folder`."""
-    from experiments._draw import png
     from orchestrator import storage
+    from orchestrator.frontier.drawing import png
     from orchestrator.tracking.find import create_run
 
     tags = {"role": "study", "study": study, "directory": folder}

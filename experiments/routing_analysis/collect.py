@@ -1,4 +1,4 @@
-"""Collects what the routers of a trained model do: activation hooks, and counts over a stream of images.
+"""Collects how the routers of a trained model decide: activation hooks, and counts over a stream of images.
 
 Only sums are kept, so memory does not grow with the number of images. Groups become images again; class
 tokens and padding images count nowhere. P: patches of an image.
@@ -32,17 +32,11 @@ EMPTY = torch.zeros(0)
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingView:
-    """One MoE layer's routing of B images, patch by patch.
+    """How a MoE layer routes the patches of B images."""
 
-    Attributes:
-        gate_BPE: share of each expert in the patch's combination, before any dropping; sums to 1 over E.
-        seat_BPE: whether the expert sees the patch.
-        weight_BPE: weight of the expert's output in the patch's sum; 0 without a seat.
-    """
-
-    gate_BPE: Tensor
-    seat_BPE: Tensor
-    weight_BPE: Tensor
+    gate_BPE: Tensor  # share of each expert before any dropping; sums to 1 over E
+    seat_BPE: Tensor  # whether the expert sees the patch
+    weight_BPE: Tensor  # of the expert's output in the patch's sum; 0 without a seat
 
     def experts_BP(self) -> Tensor:
         """How many experts see the patch."""
@@ -90,38 +84,23 @@ def seated(routing: Routing) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Sums over images for one MoE layer; the counts of several batches add up.
-
-    Attributes:
-        class_expert: (classes, E), gates summed over the patches of the class.
-        position_expert: (P, E), gates summed over images.
-        experts: (E + 1,), number of patches that 0, 1, .. E experts see.
-        weights: (BINS,), number of seats by the weight of the expert's output.
-        weight_sum: sum of these weights.
-        contribution: |moe(x)| / |x|, a mean over the patches of an image; x is the residual stream.
-        correct, correct_random: images classified correctly, as trained and with random logits in place of
-            this router's.
-        flips: (SIGMAS,), shares of choices that noise changes; empty for routers without noise.
-        slots_NN: cosines between the dispatch weights of two slots, summed over groups; like the next
-            two only for soft routers.
-        cosines: (2, 3), least, mean and largest cosine of different slots' dispatch weights, and of
-            different tokens' combine weights, summed over groups.
-        groups: number of routing groups with valid tokens.
-    """
+    """Sums over images for a single MoE layer. The counts of several batches add up."""
 
     images: Tensor
-    class_expert: Tensor
-    position_expert: Tensor
-    experts: Tensor
-    weights: Tensor
+    class_expert: Tensor  # (classes, E), gates summed over the patches of the class
+    position_expert: Tensor  # (P, E), gates summed over images
+    experts: Tensor  # (E + 1,), number of patches that 0, 1, .. E experts see
+    weights: Tensor  # (BINS,), number of seats by the weight of the expert's output
     weight_sum: Tensor
-    contribution: Tensor = EMPTY
-    correct: Tensor = EMPTY
-    correct_random: Tensor = EMPTY
-    flips: Tensor = EMPTY
+    contribution: Tensor = EMPTY  # |moe(x)| / |x|, mean over an image's patches; x is the residual stream
+    correct: Tensor = EMPTY  # images classified correctly as trained
+    correct_random: Tensor = EMPTY  # the same with random logits in place of this router's
+    flips: Tensor = EMPTY  # (SIGMAS,), shares of choices that noise changes, if the router has noise
+    # Of soft routers, summed over groups: cosines between the dispatch weights of two slots; (2, 3), least,
+    # mean and largest cosine of different slots' dispatch weights and of different tokens' combine weights.
     slots_NN: Tensor = EMPTY
     cosines: Tensor = EMPTY
-    groups: Tensor = EMPTY
+    groups: Tensor = EMPTY  # that have valid tokens
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -149,7 +128,7 @@ class Counts:
 
 @contextmanager
 def activation_hooks(model: ViT, modules: Iterable[str]) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Inputs and output of each module in the newest forward pass, by the module's name."""
+    """Maps each module's name to its inputs and output in the newest forward pass."""
     seen: dict[str, tuple[Any, Any]] = {}
     with ExitStack() as stack:
         for name in modules:
@@ -170,7 +149,7 @@ def collect(
     classes: int,
     progress: Callable[[int], None],
 ) -> dict[int, Counts]:
-    """The counts by block. `progress` is called after each batch with the number of images that are done."""
+    """The counts by block. `progress` is called after each batch with the number of images so far."""
     totals: dict[int, Counts] = {}
     modules = [f"blocks.{block}.{part}" for block in blocks for part in ("norm2", "mlp", "mlp.router")]
     with activation_hooks(model, modules) as seen:
@@ -180,7 +159,7 @@ def collect(
             correct = _correct(model, batch)
             fields_of = {block: _count_layer(model, batch, block, seen, classes) for block in blocks}
             for block, found in fields_of.items():
-                # The random pass comes last, for it overwrites what the hooks have seen.
+                # The random pass comes last, because it overwrites what the hooks have seen.
                 random = _correct(model, batch, RoutingOverrides(random_blocks=(block,)))
                 found |= {"correct": correct, "correct_random": random}
                 counts = Counts(**{name: value.cpu() for name, value in found.items()})
@@ -229,8 +208,10 @@ def count(view: RoutingView, label_B: Tensor, *, classes: int) -> dict[str, Tens
 
 
 def mutual_information(mass: Tensor) -> float:
-    """Nats between the row and the column of a table of non-negative mass: 0 if experts are independent of
-    the class, ln(classes) if each class has experts of its own."""
+    """The mutual information in nats between the row and the column of a table of non-negative mass.
+
+    It is 0 if experts are independent of the class, and ln(classes) if each class has experts of its own.
+    """
     joint = mass.double() / mass.sum()
     product = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True)
     ratio = torch.where(joint > 0, joint / product.clamp(min=1e-300), 1.0)
@@ -258,7 +239,7 @@ def flip_fracs(router: nn.Module, x_GSD: Tensor, valid_GS: Tensor, key_B: Tensor
 
 
 def count_slots(routing: SoftRouting, valid_GS: Tensor) -> dict[str, Tensor]:
-    """The fields of `Counts` about slots. Groups take turns: N x N matrices of all of them would not fit."""
+    """The fields of `Counts` about slots, group by group, because N x N matrices of all would not fit."""
     N, groups = routing.dispatch_GSEC[0, 0].numel(), valid_GS.any(1).nonzero().flatten().tolist()
     slots_NN = valid_GS.new_zeros(N, N, dtype=torch.float64)
     cosines = valid_GS.new_zeros(2, 3, dtype=torch.float64)

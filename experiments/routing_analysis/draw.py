@@ -11,32 +11,29 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
-from experiments._draw import BLUE, COLOURS, DPI, INK, MARK, MUTED, new_figure, percent, style_axes
 from experiments.routing_analysis.collect import BINS, SIGMAS, Counts, mutual_information
 from experiments.routing_analysis.examples import Examples, whitened
+from orchestrator.frontier.drawing import COLOURS, INK, MUTED, new_figure, style_axes
 
-CMAP = "YlGnBu"  # light is little, also in print
+BLUE, MARK = COLOURS[0], COLOURS[4]
+CMAP = "YlGnBu"  # small values are light, also in print
 NAMED = 40  # classes or experts up to which an axis has room for their names
 POSITION_EXPERTS, TOP_SLOTS, COMBINE_IMAGES, FEW_EXPERTS = 16, 8, 4, 16
-MAX_DOUBLINGS = 3.0  # of an even share; colours do not go beyond
+MAX_DOUBLINGS = 3.0  # of an even share, the limit of colours
 STEP = 1.16  # from tile to tile, in tiles: the rest has room for a caption
 
 
 class Tile(NamedTuple):
-    """Attributes:
-    image: pixels, or values by patch.
-    outlined: patches that get a line around their region.
-    numbers: written on the patches, unless negative; left out where patches are small.
-    look: further arguments of `imshow`.
-    """
+    """A square picture among others."""
 
-    image: np.ndarray
+    image: np.ndarray  # pixels, or values by patch
     caption: str = ""
-    outlined: np.ndarray | None = None
-    numbers: np.ndarray | None = None
-    look: dict[str, Any] | None = None
+    outlined: np.ndarray | None = None  # patches that get a line around their region
+    numbers: np.ndarray | None = None  # written on large patches, unless negative
+    look: dict[str, Any] | None = None  # further arguments of `imshow`
 
 
 def draw_tiles(
@@ -44,11 +41,12 @@ def draw_tiles(
 ) -> Figure:
     """Square tiles of `size` inches, each row with a label `left` inches wide.
 
-    All share one pair of axes, which is much faster than axes for each.
+    All share a pair of axes, which is much faster than axes for each tile.
     """
     columns = max(len(tiles) for _, tiles in rows)
     width, height = columns * STEP * size + left, len(rows) * STEP * size + 0.35
-    figure = Figure(figsize=(width, height), dpi=DPI)
+    figure = new_figure(width, height)
+    figure.set_layout_engine("none")
     axes = figure.add_axes((left / width, 0, 1 - left / width, 1 - 0.35 / height), autoscale_on=False)
     axes.set(xlim=(0, columns * STEP), ylim=(len(rows) * STEP, 0))
     axes.set_axis_off()
@@ -96,14 +94,12 @@ def draw_discarded(examples: Examples, block: int, names: Sequence[str]) -> Figu
     """Rows: capacities, with and without priority. V-MoE, figure 4."""
     rows = [image_row(examples, names)]
     orders = {None: "", "none": "first come\n", "max": "by priority: max\n", "sum": "by priority: sum\n"}
-    for one in examples.discarded:
-        capacity, order = one.setting.capacity_factor, orders[one.setting.priority]
-        white = whitened(examples.image_B3HW, one.patch_BP[block])
-        tiles = [
-            Tile(pixels(image), outlined=on_grid(patch_P))
-            for image, patch_P in zip(white, one.patch_BP[block], strict=True)
-        ]
-        rows.append((f"capacity {capacity:g}\n{order}{one.frac[block]:.0%} discarded", tiles))
+    for discarded in examples.discarded:
+        capacity, order = discarded.setting.capacity_factor, orders[discarded.setting.priority]
+        patch_BP = discarded.patch_BP[block]
+        white = zip(whitened(examples.image_B3HW, patch_BP), patch_BP, strict=True)
+        tiles = [Tile(pixels(image), outlined=on_grid(patch_P)) for image, patch_P in white]
+        rows.append((f"capacity {capacity:g}\n{order}{discarded.frac[block]:.0%} discarded", tiles))
     return draw_tiles(f"Block {block}: patches that no expert sees, white", rows)
 
 
@@ -148,7 +144,7 @@ def draw_dispatch(examples: Examples, block: int, names: Sequence[str]) -> Figur
         rows.append((names[label], tiles))
     scale = f"orange {2**-limit:.2g}x, white 1x, purple {2**limit:.2g}x"
     return draw_tiles(
-        f"Block {block}: what slots take, compared with an even share ({scale})", rows, left=0.8
+        f"Block {block}: weights of slots over patches, beside an even share ({scale})", rows, left=0.8
     )
 
 
@@ -157,18 +153,18 @@ def draw_combine(examples: Examples, block: int, names: Sequence[str]) -> Figure
     combine_BPEC = examples.combine_BPEC[block][:COMBINE_IMAGES]
     look = {"cmap": CMAP, "vmin": float(combine_BPEC.min()), "vmax": float(combine_BPEC.max())}
     tiles = [Tile(mosaic(combine_PEC), look=look) for combine_PEC in combine_BPEC]
-    rows = [
-        image_row(examples, names, COMBINE_IMAGES),
-        ("in each patch: slots,\nrow by row by expert", tiles),
-    ]
+    label = "in each patch: slots,\nrow by row by expert"
+    rows = [image_row(examples, names, COMBINE_IMAGES), (label, tiles)]
     E, C = combine_BPEC.shape[2:]
-    title = f"Block {block}: what patches take of the slots (combine); each cell {E} experts x {C} slots"
+    title = f"Block {block}: weights of patches over slots; each cell {E} experts x {C} slots"
     return draw_tiles(title, rows, size=2.9, left=1.9)
 
 
 def mosaic(map_PEC: Tensor) -> np.ndarray:
-    """Each patch's map in its place, NaN between the maps. A row of a map has the slots of one expert, or of
-    several if there are many, so that maps are nearly square."""
+    """Each patch's map in its place, and NaN between the maps.
+
+    A row of a map has the slots of an expert, or of several of many experts, so that maps are nearly square.
+    """
     P, E, C = map_PEC.shape
     side, experts_per_row = math.isqrt(P), max(1, round((E / C) ** 0.5))
     whole_PEC = F.pad(map_PEC, (0, 0, 0, -E % experts_per_row), value=torch.nan)
@@ -177,7 +173,7 @@ def mosaic(map_PEC: Tensor) -> np.ndarray:
 
 
 def draw_positions(layers: dict[int, Counts]) -> Figure:
-    """A row per layer, a map per expert; if there are many, those that vary most. V-MoE, figure 30."""
+    """A row per layer and a map per expert, at most those that vary most. V-MoE, figure 30."""
     maps = {block: counts.mean_by_position() for block, counts in layers.items()}
     look = {"cmap": CMAP, "vmin": 0, "vmax": max(float(mean_PE.max()) for mean_PE in maps.values())}
     rows = []
@@ -193,7 +189,7 @@ def draw_overview(table: dict[str, list[Any]], discards: bool) -> Figure:
     panels = {
         "mutual_information_nats": ("Class and expert share", "mutual information (nats)"),
         "contribution_ratio": ("What experts add", "|moe(x)| / |x|"),
-        "acc_lost": ("Lost if the router were random", "accuracy"),
+        "acc_lost": ("Lost by random routing", "accuracy"),
         "discarded_frac": ("Discarded", "patches"),
     }
     figure = new_figure(11, 2.7)
@@ -201,7 +197,7 @@ def draw_overview(table: dict[str, list[Any]], discards: bool) -> Figure:
         axes.bar([str(block) for block in table["block"]], table[column], color=BLUE, width=0.6)
         axes.axhline(0, color=MUTED, linewidth=0.8)
         if column in ("acc_lost", "discarded_frac"):
-            percent(axes.yaxis)
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         style_axes(axes, titles[0], "MoE block", titles[1])
     return figure
 
@@ -215,14 +211,13 @@ def draw_classes(layers: dict[int, Counts], names: Sequence[str]) -> Figure:
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (block, counts) in zip(panels, layers.items(), strict=False):
         by_class, by_expert = block_order(counts.mean_by_class())
-        title = f"Block {block}: {mutual_information(counts.class_expert):.3f} nats"
-        heat_map(
-            axes, counts.mean_by_class()[by_class][:, by_expert], title, "expert", "class", aspect="auto"
+        title, mean = (
+            f"Block {block}: {mutual_information(counts.class_expert):.3f} nats",
+            counts.mean_by_class(),
         )
-        for set_ticks, labels in (
-            (axes.set_yticks, [names[i] for i in by_class]),
-            (axes.set_xticks, by_expert),
-        ):
+        heat_map(axes, mean[by_class][:, by_expert], title, "expert", "class", aspect="auto")
+        ticks = (axes.set_yticks, [names[i] for i in by_class]), (axes.set_xticks, by_expert)
+        for set_ticks, labels in ticks:
             if len(labels) <= NAMED:
                 set_ticks(range(len(labels)), labels, parse_math=False, fontsize=8 if E <= 20 else 6)
     for axes in panels[len(layers) :]:
@@ -231,8 +226,11 @@ def draw_classes(layers: dict[int, Counts], names: Sequence[str]) -> Figure:
 
 
 def block_order(mean: Tensor) -> tuple[list[int], list[int]]:
-    """Rows and columns so that structure shows as a diagonal of blocks: every row stands beside the column
-    that it favours most, compared with the other rows; columns by how strongly they are favoured."""
+    """An order of rows and columns in which structure shows as blocks along the diagonal.
+
+    Every row stands beside the column that it favours most, compared with the other rows. Columns are sorted
+    by how strongly they are favoured.
+    """
     lift = mean / mean.mean(0).clamp(min=1e-30)
     favourite, strength = lift.argmax(1).tolist(), lift.amax(1).tolist()
     order = lift.amax(0).argsort(descending=True, stable=True).tolist()
@@ -252,22 +250,20 @@ def draw_histograms(layers: dict[int, Counts], discards: bool, at_random: Sequen
             column[0].bar(range(last + 1), share[: last + 1], color=[MARK] + [BLUE] * last)
             column[0].plot(at_random[: last + 1], "o", color=MUTED, markerfacecolor="none")
             column[0].set_xticks(range(0, last + 1, math.ceil((last + 1) / 9)))
-            style_axes(
-                column[0], f"Block {block}: none for {share[0]:.1%}", "experts that see a patch", "patches"
-            )
+            title = f"Block {block}: none for {share[0]:.1%}"
+            style_axes(column[0], title, "experts that see a patch", "patches")
         weights = counts.weights_frac().numpy()
         last = int(np.flatnonzero(weights).max(initial=0)) + 1
         column[-1].bar(np.arange(last) / BINS, weights[:last], width=0.9 / BINS, align="edge", color=BLUE)
-        style_axes(
-            column[-1], f"Block {block}: mean {counts.mean_weight():.3f}", "weight of an output", "seats"
-        )
+        title = f"Block {block}: mean {counts.mean_weight():.3f}"
+        style_axes(column[-1], title, "weight of an output", "seats")
     for axes in panels.flat:
-        percent(axes.yaxis)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     return figure
 
 
 def draw_flips(layers: dict[int, Counts], trained_std: float, unit: str) -> Figure:
-    """Choices that noise changes, by its size. `unit`: what the axis shows sigma in."""
+    """Choices that noise changes, by its standard deviation in `unit`."""
     figure = new_figure(6, 3.4)
     axes = figure.subplots()
     for i, (block, counts) in enumerate(layers.items()):
@@ -278,7 +274,7 @@ def draw_flips(layers: dict[int, Counts], trained_std: float, unit: str) -> Figu
     axes.set_xscale("symlog", linthresh=SIGMAS[1])
     axes.set_xticks(SIGMAS, [f"{sigma:g}" for sigma in SIGMAS])
     axes.minorticks_off()
-    percent(axes.yaxis)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=9)
     style_axes(axes, "Choices that noise changes", f"standard deviation on the logits, {unit}", "choices")
@@ -293,10 +289,8 @@ def draw_similarity(layers: dict[int, Counts], examples: Examples) -> Figure:
     for row, (block, counts) in zip(panels, layers.items(), strict=True):
         N, E = len(counts.slots_NN), counts.class_expert.shape[1]
         edges = np.arange(N // E, N, N // E) - 0.5
-        matrices = {
-            "dispatch weights": counts.slots_NN / counts.groups,
-            "parameters": examples.phi_NN.get(block),
-        }
+        phi_NN = examples.phi_NN.get(block)
+        matrices = {"dispatch weights": counts.slots_NN / counts.groups, "parameters": phi_NN}
         for axes, (what, cosine_NN) in zip(row, matrices.items(), strict=False):
             heat_map(axes, cosine_NN, f"Block {block}: slots' {what}", "slots by expert (lines)", "", vmax=1)
             for draw in (axes.hlines, axes.vlines):

@@ -1,4 +1,4 @@
-"""A few example images, and what every MoE layer does with them: as trained, and at other capacities.
+"""A few example images, and how every MoE layer routes them: as trained, and at other capacities.
 
 Source: V-MoE (Riquelme et al. 2021), figure 4 and appendix D (discarded patches, white); Soft MoE (Puigcerver
 et al. 2023), appendix G (dispatch and combine weights).
@@ -19,43 +19,31 @@ from orchestrator.data.images import normalize
 
 @dataclass(frozen=True, kw_only=True)
 class Discarded:
-    """Attributes:
-    setting: capacity and priority of all MoE layers.
-    patch_BP: whether no expert sees the patch of an example image, by block.
-    frac: share of discarded patches in all images of the batch, by block.
-    """
+    """The patches that no expert sees, by block."""
 
-    setting: RoutingOverrides
-    patch_BP: dict[int, Tensor]
-    frac: dict[int, float]
+    setting: RoutingOverrides  # capacity and priority of all MoE layers
+    patch_BP: dict[int, Tensor]  # bool, of the example images
+    frac: dict[int, float]  # share in all images of the batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Attributes:
-    image_B3HW, label_B: uint8 images as the model sees them.
-    views: routing as trained, by block.
-    dispatch_BPEC: what each slot takes of each patch, by block; a slot's map sums to 1 over the tokens of
-        its group. Soft routers only, like the next.
-    combine_BPEC: what each patch takes of each slot, by block; sums to 1 over (E, C).
-    phi_NN: cosines between the parameters of two slots, by block; only where routers learn slots.
-    discarded: the same images at other capacities.
-    """
+    """Example images and their routing, by block."""
 
-    image_B3HW: Tensor
+    image_B3HW: Tensor  # uint8, as the model sees them
     label_B: Tensor
-    views: dict[int, RoutingView]
-    dispatch_BPEC: dict[int, Tensor]
-    combine_BPEC: dict[int, Tensor]
-    phi_NN: dict[int, Tensor]
-    discarded: tuple[Discarded, ...]
+    views: dict[int, RoutingView]  # as trained
+    dispatch_BPEC: dict[int, Tensor]  # of soft routers; a slot's map sums to 1 over the tokens of its group
+    combine_BPEC: dict[int, Tensor]  # of soft routers; sums to 1 over (E, C)
+    phi_NN: dict[int, Tensor]  # cosines between the parameters of slots, where a router learns slots
+    discarded: tuple[Discarded, ...]  # the same images at other capacities
 
 
 @torch.inference_mode()
 def examples(
     model: ViT, batch: Batch, *, count: int, blocks: Sequence[int], settings: Iterable[RoutingOverrides]
 ) -> Examples:
-    """Routes a whole batch, since images of a group compete, and keeps `count` of its images."""
+    """Routes a whole batch, because images of a group compete, and keeps `count` of its images."""
     config, valid = model.config, batch.valid
     labels = batch.label[valid.bool()].cpu()
     chosen = pick(labels.tolist(), count)
@@ -80,7 +68,7 @@ def examples(
 
 
 def pick(label_B: Sequence[int], count: int) -> list[int]:
-    """Positions of `count` images: the first of every class, then the rest, each in their order."""
+    """Positions of `count` images: the first image of every class, then the rest, in their order."""
     firsts = sorted({label: i for i, label in reversed(list(enumerate(label_B)))}.values())
     rest = [i for i in range(len(label_B)) if i not in set(firsts)]
     return sorted((firsts + rest)[:count])
@@ -102,14 +90,14 @@ def discard(model: ViT, batch: Batch, setting: RoutingOverrides, chosen: Sequenc
 
 
 def discards(router: object) -> bool:
-    """Whether patches may find no expert: soft routers and mixtures have room for all."""
+    """Whether the router may discard patches. Soft routers and mixtures have room for all."""
     return isinstance(router, TokenChoiceConfig | ExpertChoiceConfig)
 
 
 def capacity_settings(
     config: ViTConfig, capacities: Iterable[float]
 ) -> tuple[list[RoutingOverrides], list[str]]:
-    """Each capacity, with and without priority where the router has it, and why some are not possible."""
+    """Each possible capacity, with and without priority where the router has it, and why others are not."""
     assert config.moe
     router = config.moe.router
     settings, refused = [], []

@@ -1,45 +1,39 @@
-"""The report: tables of figures, and one HTML page that needs no other file and no network."""
+"""The report: tables of figures, and an HTML page that needs no other file and no network."""
 
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from math import comb, log
 from typing import Any
 
 import numpy as np
 
-from experiments._draw import png
 from experiments.routing_analysis import draw
 from experiments.routing_analysis.collect import BINS, SIGMAS, Counts, extremes, mutual_information
 from experiments.routing_analysis.examples import Examples, discards
 from moe import ExpertChoiceConfig, SoftConfig, ViTConfig
+from orchestrator.frontier.drawing import png
 
 Table = dict[str, list[Any]]  # columns of equal length by name
 Section = tuple[str, str, dict[str, bytes]]  # title, how to read its pictures, PNG files by name
 COSINES = ("least", "mean", "largest")
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2430; --muted: #5b6675; --line: #d9dee5; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171c; --ink: #e6e9ee; --muted: #9aa5b4; --line: #343b46; } }
-body { margin: 0 auto; max-width: 1240px; padding: 28px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1, h2 { margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { margin-top: 30px; font-size: 18px; }
-p { margin: 0 0 10px; color: var(--muted); max-width: 90ch; }
+STYLE = (
+    files("orchestrator.frontier").joinpath("page.css").read_text(encoding="utf-8")
+    + """
 nav { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 10px 0; font-size: 13.5px; }
-a { color: inherit; }
-img { display: block; max-width: 100%; margin: 0 0 14px; padding: 8px; box-sizing: border-box;
+img { display: block; max-width: 100%; margin: 0 0 14px; padding: 8px;
   background: #ffffff; border: 1px solid var(--line); border-radius: 8px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 12px; text-align: right; border-bottom: 1px solid var(--line); }
+p { max-width: 90ch; }
+th, td { padding: 5px 12px; text-align: right; }
 """
+)
 
 
 def layer_table(layers: dict[int, Counts]) -> Table:
-    """A row per MoE layer with every figure that is one number."""
+    """A row per MoE layer, with every figure that is a single number."""
     rows = []
     for block, counts in layers.items():
         images, acc_random = counts.images, float(counts.correct_random / counts.images)
@@ -67,8 +61,8 @@ def figure_table(layers: dict[int, Counts], examples: Examples, names: Sequence[
     def add(block: int, figure: str, values: Any, rows: Sequence[Any], columns: Sequence[Any]) -> None:
         for (row, column), value in np.ndenumerate(np.reshape(values, (len(rows), len(columns)))):
             cells = (block, figure, str(rows[row]), str(columns[column]), float(value))
-            for cell, cells_so_far in zip(cells, table.values(), strict=True):
-                cells_so_far.append(cell)
+            for column_cells, cell in zip(table.values(), cells, strict=True):
+                column_cells.append(cell)
 
     for block, counts in layers.items():
         P, E = counts.position_expert.shape
@@ -82,81 +76,87 @@ def figure_table(layers: dict[int, Counts], examples: Examples, names: Sequence[
             add(block, "slot_cosine", counts.cosines / counts.groups, ["dispatch", "combine"], COSINES)
         if block in examples.phi_NN:
             add(block, "slot_cosine", extremes(examples.phi_NN[block]), ["parameters"], COSINES)
-        for one in examples.discarded:
-            capacity, priority = one.setting.capacity_factor, one.setting.priority or ""
-            add(block, "discarded_frac", one.frac[block], [capacity], [priority])
+        for discarded in examples.discarded:
+            setting = discarded.setting
+            add(
+                block,
+                "discarded_frac",
+                discarded.frac[block],
+                [setting.capacity_factor],
+                [setting.priority or ""],
+            )
     return table
 
 
 def sections(
     layers: dict[int, Counts], examples: Examples, config: ViTConfig, names: Sequence[str]
 ) -> Iterator[Section]:
-    """The sections in the order of the page, drawn one after the other."""
+    """Draws and yields the sections in the order of the page."""
     moe, first = config.moe, next(iter(layers.values()))
     assert moe
     router, images = moe.router, int(first.images)
     chosen, soft = discards(router), isinstance(router, SoftConfig)
     yield (
         "Layer by layer",
-        "Class and expert share: how much the class of an image says about the expert of its patches, from"
-        f" nothing (0) to all ({log(len(names)):.2f} nats). |moe(x)| / |x| near 0: the model ignores the"
-        " experts of that block. Lost: the accuracy lost if random numbers replace the router of that block"
+        "Mutual information: how much the class of an image says about the expert of its patches, from"
+        f" nothing (0) to everything ({log(len(names)):.2f} nats). |moe(x)| / |x|: near 0 the model ignores"
+        " the experts of the block. Accuracy lost: by random numbers in place of the router of that block"
         f" alone; a single image is {1 / images:.2%}.",
         {"overview": png(draw.draw_overview(layer_table(layers), discards=chosen))},
     )
     if examples.discarded:
-        left = "pass it by its skip connection alone" if moe.residual else "become zeros"
+        fate = "pass the block by its skip connection alone" if moe.residual else "become zeros"
         yield (
             "Discarded patches",
-            f"White patches (outlined) have no seat at any expert of that block and {left}. The capacity"
-            " holds in all MoE blocks. First come: tokens queue from the upper left corner on. With priority:"
-            " they queue by routing weight. Shares are of all images of the batch.",
+            f"White patches (outlined) have no seat at any expert of the block and {fate}. The capacity holds"
+            " in all MoE blocks. First come: tokens are served from the upper left corner on. By priority:"
+            " tokens are served by their routing weight. Shares count all images of the batch.",
             {f"discarded_{b:02d}": png(draw.draw_discarded(examples, b, names)) for b in layers},
         )
     elif not chosen:
         kind = router.kind.replace("_", " ")
-        text = f"A {kind} router discards nothing: every expert sees every patch, whatever its capacity."
+        text = f"A {kind} router discards nothing: every expert sees every patch at any capacity."
         yield "Discarded patches", text, {}
     if soft:
         yield (
-            "What slots take: dispatch",
+            "Weights of slots over patches: dispatch",
             "Each map shows a slot's weights over the patches (a column of D, which sums to 1 over the tokens"
-            " that are routed together); white is an even share. Every image has the slots that its patches"
-            " get most back from, with the share that they get.",
+            " that are routed together); white is an even share. Each row shows the slots with the largest"
+            " share in the output of the image's patches, and that share.",
             {f"dispatch_{b:02d}": png(draw.draw_dispatch(examples, b, names)) for b in layers},
         )
         yield (
-            "What patches take: combine",
-            "A cell per patch, in its place: the weights of all slots in that patch's output (a row of C,"
-            " which sums to 1); dark is the largest. Cells that look alike get the same mixture of slots.",
+            "Weights of patches over slots: combine",
+            "A cell for each patch, in its place: the weights of all slots in the patch's output (a row of C,"
+            " which sums to 1); dark is large. Cells that look alike get the same mixture of slots.",
             {f"combine_{b:02d}": png(draw.draw_combine(examples, b, names)) for b in layers},
         )
     else:
-        below = "how many experts see the patch; white: none" if chosen else "how large that weight is"
+        below = "the number of experts that see the patch (white: none)" if chosen else "that weight"
         yield (
-            "Which expert for which patch",
-            f"Colours name the expert with the largest weight in the patch's output; below, {below}.",
+            "Experts of each patch",
+            f"The colour shows the expert with the largest weight in the patch's output; below is {below}.",
             {f"experts_{b:02d}": png(draw.draw_experts(examples, b, names, chosen)) for b in layers},
         )
     yield (
         "Experts by class",
-        "Mean routing weight of the patches of each class, before anything is dropped; every row sums to 1."
-        " Classes and experts are sorted block by block, so that experts of few classes form blocks along the"
+        "Mean routing weight of the patches of each class, before patches are discarded; every row sums to 1."
+        " Classes and experts are sorted in each block, so that experts of few classes stand along the"
         " diagonal.",
         {"classes": png(draw.draw_classes(layers, names))},
     )
     yield (
         "Experts by place",
-        "Mean routing weight of the patches at each place of the image; at each place the experts sum to 1."
-        " In a flat map the weight does not depend on the place.",
+        "Mean routing weight of the patches at each place of the image; the experts sum to 1 at each place."
+        " A flat map means that the weight does not depend on the place.",
         {"positions": png(draw.draw_positions(layers))},
     )
     rings = multiplicity_at_random(config) if isinstance(router, ExpertChoiceConfig) else ()
     yield (
         "Experts per patch, and their weights",
-        ("How many experts see a patch (red: none), and the weight" if chosen else "The weight")
+        ("The number of experts that see a patch (red: none), and the weight" if chosen else "The weight")
         + " of an expert's output in the sum of a patch that it sees."
-        + " Rings: if experts picked patches at random." * bool(rings),
+        + " Rings: the same if experts picked patches at random." * bool(rings),
         {"histograms": png(draw.draw_histograms(layers, chosen, rings))},
     )
     if len(first.flips):
@@ -164,25 +164,28 @@ def sections(
         unit = "sigma" if soft else f"sigma / {moe.num_experts}"
         trained_std: float = router.noise_std  # pyright: ignore[reportAttributeAccessIssue]
         yield (
-            "How firm the choices are",
-            f"Share of the {what} when normal noise of standard deviation {unit} is added to the logits"
-            " of that block alone. Training noise changes 15 % of the choices early in V-MoE's training,"
-            " later 2-3 %.",
+            "Stability of choices under noise",
+            f"Share of the {what} when normal noise of standard deviation {unit} is added to the logits of"
+            " the block alone. In V-MoE, training noise changes 15 % of the choices early in training, and"
+            " 2-3 % later.",
             {"flips": png(draw.draw_flips(layers, trained_std, unit))},
         )
     if len(first.slots_NN):
         yield (
-            "How alike slots are",
+            "Similarity of slots",
             "Cosines between two slots: of their weights over the tokens (mean over groups), and of their"
-            " parameters (by expert; mind the scale). Dark squares along the diagonal: the slots of an expert"
-            " do the same work.",
+            " parameters, each with its own scale. Dark squares along the diagonal mean that the slots of an"
+            " expert do the same work.",
             {"slots": png(draw.draw_similarity(layers, examples))},
         )
 
 
 def multiplicity_at_random(config: ViTConfig) -> list[float]:
-    """Share of tokens with 0 .. E experts if each took C of a group's tokens at random: binomial, at large E
-    near exp(-capacity) for none. Source: Soft MoE, appendix B."""
+    """The share of tokens with 0 .. E experts if each expert took C of a group's tokens at random.
+
+    The shares are binomial; at large E the share without an expert is near exp(-capacity). Source: Soft MoE,
+    appendix B.
+    """
     assert config.moe
     E, share = config.moe.num_experts, config.slots() / (config.tokens() * config.moe.images_per_group)
     return [comb(E, n) * share**n * (1 - share) ** (E - n) for n in range(E + 1)]

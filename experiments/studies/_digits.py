@@ -1,4 +1,4 @@
-"""The digits that come with scikit-learn, 8x8 pixels, and how the studies learn them."""
+"""The digits of scikit-learn, with 8x8 pixels, and small models that learn them."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from moe.overrides import AS_TRAINED
 from moe.routers import RouterConfig
 from moe.vit import Output
 
-# Of the 797 images that are not for training 790 are used, so that they fill groups of ten. Experts in blocks
-# 1 and 3 would matter little in so small a model: the dense block before them has done the work.
+# 790 of the 797 images that are not for training are used, so that they fill groups of ten. Experts in blocks
+# 1 and 3 would matter little in so small a model, because the dense block before them suffices.
 TRAIN, TEST, GROUP, BATCH = 1000, 790, 10, 20
 EXPERTS, MOE_BLOCKS = 8, (0, 2)
+CHECK_EVERY = 5  # steps between two checks whether to end
 TESTED = slice(TRAIN, TRAIN + TEST)
 
 
@@ -47,16 +48,15 @@ def descend(
     peak: float,
     seed: int,
     stop: Callable[[], bool] = lambda: False,
-    check_every: int = 5,
 ) -> int:
     """Trains with AdamW, whose rate rises to `peak` over a fifth of the steps and falls to 0 along a cosine.
 
     Args:
-        loss: of the training images with these indices, at this step.
-        stop: asked after every `check_every` steps whether to end.
+        loss: called with the indices of training images and the step.
+        stop: called after every `CHECK_EVERY` steps; ends the training if it returns true.
 
     Returns:
-        The steps taken.
+        The number of steps taken.
     """
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     shuffle, steps = torch.Generator().manual_seed(seed), epochs * TRAIN // BATCH
@@ -67,7 +67,7 @@ def descend(
         optimizer.zero_grad()
         loss(index_B, step).backward()
         optimizer.step()
-        if (step + 1) % check_every == 0 and stop():
+        if (step + 1) % CHECK_EVERY == 0 and stop():
             return step + 1
     return steps
 
@@ -101,12 +101,12 @@ def trained_vit(router: RouterConfig, *, epochs: int, seed: int, images_per_grou
 
 @torch.no_grad()
 def answer(model: ViT, overrides: RoutingOverrides = AS_TRAINED) -> Output:
-    """The model's output for the images that it has not seen."""
+    """The model's output for the images that it was not trained on."""
     return model(digits().rgb[TESTED], routing_overrides=overrides, return_routings=True)
 
 
 def accuracy(model: ViT, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """Accuracy on the images that the model has not seen."""
+    """The accuracy on the images that the model was not trained on."""
     return accuracy_of(answer(model, overrides).logits)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments._draw import COLOURS, INK, MUTED, new_figure, style_axes
+from orchestrator.frontier.drawing import COLOURS, INK, MUTED, new_figure, style_axes
 
 ProgressFn = Callable[[str], None]  # called with a line of progress
 Table = Mapping[str, Sequence[Any]]  # columns of equal length by heading
@@ -17,18 +17,14 @@ Table = Mapping[str, Sequence[Any]]  # columns of equal length by heading
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResult:
-    """Attributes:
-    metrics: the figures that the claim is about.
-    notes: sentences to read with the table.
-    details: further tables by name, too long to print.
-    """
+    """A table and a picture that show whether a claim of a paper holds."""
 
     title: str
     table: Table
     figure: Figure
-    metrics: Mapping[str, float]
-    notes: Sequence[str] = ()
-    details: Mapping[str, Table] = field(default_factory=dict)
+    metrics: Mapping[str, float]  # the figures that the claim is about
+    notes: Sequence[str] = ()  # sentences to read with the table
+    details: Mapping[str, Table] = field(default_factory=dict)  # further tables, too long to print
 
 
 def panels(title: str, count: int = 1) -> tuple[Figure, list[Axes]]:
@@ -54,7 +50,7 @@ def draw_seeds(axes: Axes, x: Sequence[float], values_by_seed: Any, *, label: st
 
 
 def draw_reference(axes: Axes, x: Sequence[float], y: Sequence[float], label: str) -> None:
-    """What the curves are compared to."""
+    """A dashed curve that the others are compared to."""
     axes.plot(x, y, "--", color=MUTED, linewidth=1.2, label=label)
 
 

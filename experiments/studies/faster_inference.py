@@ -1,4 +1,4 @@
-"""Time against the number of experts that run: for one image, and for a hundred that choose differently.
+"""Time against the number of experts that run: for one image, and for a hundred with different experts.
 
 Two blocks on digits, 384 wide, each a Soft MoE with 8 experts of 3840 hidden units, which hold nearly all
 weights, as in the paper's model. The model is not trained: time does not depend on weights, and images
@@ -27,15 +27,12 @@ REPEATS = {1: 40, 100: 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Attributes:
-    latency: milliseconds per image.
-    union: experts of a layer that at least one image of the batch runs; the mean over layers.
-    """
+    """The time of a batch whose images each run `k` experts."""
 
     k: int
     batch: int
     latency: Latency
-    union: float
+    union: float  # experts of a layer that at least one image of the batch runs, mean over layers
 
 
 def wide_model() -> ViT:
@@ -49,7 +46,7 @@ def wide_model() -> ViT:
 
 
 def measure(model: ViT, progress: ProgressFn, *, repeats: dict[int, int] = REPEATS) -> list[Timing]:
-    """Settings take turns in one run, on the same images."""
+    """Times all settings in turns, on the same images."""
     settings = [RoutingOverrides(experts=k) for k in RUN]
     rows = []
     for batch in BATCHES:
@@ -79,11 +76,12 @@ def time_experts(_: int, progress: ProgressFn, *, repeats: dict[int, int] = REPE
     title = f"Time against experts that run: {EXPERTS} experts, {WIDER} times as wide as the model"
     figure, both = panels(title, len(BATCHES))
     for axes, batch in zip(both, BATCHES, strict=True):
-        quartiles = [(r.latency.low, r.latency.median, r.latency.high) for r in rows if r.batch == batch]
+        quartiles = [row.latency.quartiles for row in rows if row.batch == batch]
         draw_curve(axes, RUN, *zip(*quartiles, strict=True), label="median, quartiles")
         draw_reference(axes, RUN, [all_ms[batch] * k / EXPERTS for k in RUN], "in proportion to k")
         finish(axes, "Experts of an image that run, k", "Milliseconds per image", RUN, f"batch of {batch}")
     flops = [forward_gflops_2mac(config, RoutingOverrides(experts=row.k)) for row in rows]
+    low, median, high = zip(*(row.latency.quartiles for row in rows), strict=True)
     parameters, share = num_params(config), num_expert_params(config) / num_params(config)
     device = device_name(digits().rgb.device)
     return StudyResult(
@@ -91,9 +89,9 @@ def time_experts(_: int, progress: ProgressFn, *, repeats: dict[int, int] = REPE
         table={
             "batch": [row.batch for row in rows],
             "k": [row.k for row in rows],
-            "ms per image": [row.latency.median for row in rows],
-            "lower quartile": [row.latency.low for row in rows],
-            "upper quartile": [row.latency.high for row in rows],
+            "ms per image": median,
+            "lower quartile": low,
+            "upper quartile": high,
             "times faster": times_faster,
             "union": [row.union for row in rows],
             "GFLOPs per image": flops,

@@ -1,4 +1,4 @@
-"""One expert of Soft MoE cannot learn the length of its input; several, as large together, can.
+"""A single expert of Soft MoE cannot learn the length of its input; several of the same total size can.
 
 Vectors of 10 numbers from N(0, 1), cut into tokens of 2 or 5; one Soft MoE layer whose outputs are summed;
 80 hidden units in all experts together, or the nearest number that divides; fresh batches, Adam.
@@ -23,7 +23,7 @@ from moe.routers.soft import SoftRouter
 TOKENISED = ((5, 2), (2, 5))  # tokens, numbers in each
 EXPERTS = tuple(range(1, 11))
 TOTAL_HIDDEN, BATCH, STEPS, RATE, TESTED = 80, 256, 3000, 4e-3, 10_000
-VARIANCE = 0.49  # of the length of 10 normal numbers: the error of always answering with the mean
+VARIANCE = 0.49  # of the length of 10 normal numbers: the error of a constant answer, the mean
 
 
 class NormNet(nn.Module):
@@ -45,10 +45,10 @@ def hidden_units(num_experts: int) -> int:
 
 
 def norm_errors(num_experts: int, tokens: int, width: int, *, seeds: int, steps: int) -> list[float]:
-    """Mean squared error, on inputs that it has not seen, of a net of each seed."""
+    """The mean squared error on fresh inputs of a net of each seed."""
     nets = [NormNet(num_experts, width, seed=seed) for seed in range(seeds)]
     generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
-    # All nets take a step together: alone, each is too small to keep a core busy.
+    # All nets take a step together, because each alone is too small to keep a core busy.
     weights, _ = stack_module_state(nets)
     optimizer = torch.optim.Adam(weights.values(), lr=RATE, fused=True)
 
@@ -57,7 +57,7 @@ def norm_errors(num_experts: int, tokens: int, width: int, *, seeds: int, steps:
         return (found_B - torch.linalg.vector_norm(x_BSD, dim=(1, 2))).square().mean()
 
     def inputs(count: int) -> Tensor:
-        return torch.stack([torch.randn(count, tokens, width, generator=one) for one in generators])
+        return torch.stack([torch.randn(count, tokens, width, generator=g) for g in generators])
 
     gradients = vmap(grad(squared_error))
     for _ in range(steps):
@@ -92,5 +92,5 @@ def learn_length(seeds: int, progress: ProgressFn) -> StudyResult:
         table=table,
         figure=figure,
         metrics={f"one_over_five_or_more/{inputs}": ratio for inputs, ratio in ratios.items()},
-        notes=[f"one expert's error over the worst of five or more: {listed}"],
+        notes=[f"error of one expert / largest error of five or more experts: {listed}"],
     )

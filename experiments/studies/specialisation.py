@@ -1,8 +1,8 @@
-"""Whether experts specialise: as many expert weights in more, smaller experts, at the same accuracy.
+"""Whether experts specialise: the same expert weights in more, smaller experts, at the same accuracy.
 
 `PatchNet` on digits: four patches of 4x4, one Soft MoE layer, 256 hidden units in all experts together.
-Training stops where the full model reaches the accuracy that all are compared at. Every subset of k experts
-is tried to find the best for each image; algorithm 1 guesses them from the router alone; random subsets are
+Training stops where the full model reaches the accuracy at which all are compared. Every subset of k experts
+is tried to find the best for each image; algorithm 1 chooses a subset by the router alone; random subsets are
 drawn for each image.
 
 Source: Chung et al. 2024, "Beyond Parameter Count: Implicit Bias in Soft Mixture of Experts", sections
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments._draw import COLOURS
 from experiments.studies._digits import TESTED, accuracy_of, descend, digits
 from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 from moe import RoutingOverrides, SoftConfig
@@ -27,6 +26,7 @@ from moe.init import init_weights
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from orchestrator.errors import UsageError
+from orchestrator.frontier.drawing import COLOURS
 
 EXPERTS = (2, 4, 8, 16)
 TOTAL_HIDDEN, EPOCHS, PEAK = 256, 40, 5e-3
@@ -37,24 +37,18 @@ CHUNK = 256  # subsets at a time: 256 x 790 images x 10 classes are 8 MB
 class PatchNet(nn.Module):
     """One Soft MoE layer over the patches of a grey image, and a linear head that reads all its outputs.
 
-    There is no residual connection, and each expert has one slot. All experts together have `total_hidden`
-    hidden units with ReLU, so any number of experts has as many expert weights. Section 4.2 of the paper:
+    There is no residual connection, and each expert has one slot. All experts together have `hidden` units
+    with ReLU, so the number of experts does not change the number of their weights. Section 4.2 of the paper:
     MNIST, patches of 14x14, 784 hidden units.
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        *,
-        size: int = 8,
-        patch: int = 4,
-        total_hidden: int = TOTAL_HIDDEN,
-        seed: int = 0,
+        self, num_experts: int, *, size: int = 8, patch: int = 4, hidden: int = TOTAL_HIDDEN, seed: int = 0
     ) -> None:
         super().__init__()
         self.num_experts, self.patch, width = num_experts, patch, patch**2
         self.router = SoftRouter(SoftConfig(normalize="none"), dim=width, num_experts=num_experts)
-        self.experts = Experts(num_experts, width, total_hidden // num_experts, activation="relu")
+        self.experts = Experts(num_experts, width, hidden // num_experts, activation="relu")
         self.head = nn.Linear(size**2, 10)
         init_weights(self, seed)
 
@@ -73,28 +67,28 @@ def train(num_experts: int, *, seed: int, stop_at: float) -> tuple[PatchNet, int
     """A net whose accuracy with all experts has just reached `stop_at`, and the steps that it took.
 
     Raises:
-        UsageError: if it is not reached in `EPOCHS`.
+        UsageError: if the accuracy is not reached in `EPOCHS`.
     """
     net, data = PatchNet(num_experts, seed=seed), digits()
-    steps = descend(
-        net,
-        lambda index_B, _: F.cross_entropy(net(data.grey[index_B]), data.labels[index_B]),
-        epochs=EPOCHS,
-        peak=PEAK,
-        seed=seed,
-        stop=lambda: accuracy_with(net) >= stop_at,
-    )
+
+    def loss(index_B: Tensor, _: int) -> Tensor:
+        return F.cross_entropy(net(data.grey[index_B]), data.labels[index_B])
+
+    def stop() -> bool:
+        return accuracy_with(net) >= stop_at
+
+    steps = descend(net, loss, epochs=EPOCHS, peak=PEAK, seed=seed, stop=stop)
     if (reached := accuracy_with(net)) < stop_at:
         raise UsageError(
             f"--stop-at {stop_at}: {num_experts} experts with seed {seed} end at {reached:.4f} after {EPOCHS}"
-            " epochs; the nets are to be compared at one accuracy, so use a lower one"
+            " epochs; all nets are compared at the same accuracy, so choose a lower one"
         )
     return net, steps
 
 
 @torch.no_grad()
 def accuracy_with(net: PatchNet, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """Accuracy on unseen digits. `experts=k`: the k experts of largest weight per image (algorithm 1)."""
+    """The accuracy on unseen digits. `experts=k`: the k experts of largest weight per image (algorithm 1)."""
     return accuracy_of(net(digits().grey[TESTED], overrides))
 
 
@@ -102,8 +96,8 @@ def accuracy_with(net: PatchNet, overrides: RoutingOverrides = AS_TRAINED) -> fl
 def expert_terms(net: PatchNet) -> Tensor:
     """(E, B, classes): what each expert adds to the logits of each unseen digit.
 
-    The head is linear and there is no residual connection: a subset's logits are the head's bias and the sum
-    of its experts' terms.
+    The head is linear and there is no residual connection, so the logits of a subset are the head's bias and
+    the sum of the terms of its experts.
     """
     images = digits().grey[TESTED]
     alone = [net(images, RoutingOverrides(experts=(e,))) for e in range(net.num_experts)]
@@ -111,7 +105,7 @@ def expert_terms(net: PatchNet) -> Tensor:
 
 
 def subset_logits(terms_EBL: Tensor, bias: Tensor, mask_MBE: Tensor) -> Tensor:
-    """(M, B, classes) of M choices of experts for each image; (M, 1, E) is the same for all images."""
+    """(M, B, classes): the logits of M choices of experts, for each image or (M, 1, E) for all images."""
     if mask_MBE.shape[1] == 1:
         return bias + torch.einsum("me,ebl->mbl", mask_MBE[:, 0], terms_EBL)
     return bias + torch.einsum("mbe,ebl->mbl", mask_MBE, terms_EBL)
@@ -121,8 +115,8 @@ def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, i
     """Tries every subset of k experts on every image.
 
     Returns:
-        The share of images that at least one subset gets right; the number of different subsets among those
-        of least loss, one for each image; and its upper bound, the number of images or subsets.
+        The share of images that at least one subset gets right; the number of different subsets that have the
+        least loss on an image; and its upper bound, the number of images or subsets.
     """
     E, B, _ = terms_EBL.shape
     labels_B = digits().labels[TESTED]
@@ -142,7 +136,7 @@ def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, i
 
 
 def random_accuracies(terms_EBL: Tensor, bias: Tensor, k: int, *, draws: int = 10) -> list[float]:
-    """Accuracies of k experts drawn for each image, once per draw."""
+    """The accuracy of k experts that are drawn for each image, for each draw."""
     E, B, _ = terms_EBL.shape
     found = []
     for seed in range(draws):
@@ -154,26 +148,19 @@ def random_accuracies(terms_EBL: Tensor, bias: Tensor, k: int, *, draws: int = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Accuracies of a net with subsets of its experts.
+    """The accuracies of a net with subsets of its experts. Arrays are for k = 1 .. E - 1."""
 
-    Attributes:
-        full: with all experts.
-        best, unique, cap: `best_subsets` of half the experts.
-        chosen, random, deviation: for k from 1 to one less than all: algorithm 1, and the mean and standard
-            deviation of `random_accuracies`.
-    """
-
-    full: float
-    best: float
+    full: float  # with all experts
+    best: float  # of `best_subsets` with half the experts, as the next two
     unique: int
     cap: int
-    chosen: np.ndarray
-    random: np.ndarray
-    deviation: np.ndarray
+    chosen: np.ndarray  # by algorithm 1
+    random: np.ndarray  # mean of `random_accuracies`
+    deviation: np.ndarray  # their standard deviation
 
     @property
     def z(self) -> np.ndarray:
-        """How many deviations algorithm 1 is above random experts."""
+        """The number of deviations by which algorithm 1 exceeds random experts."""
         return (self.chosen - self.random) / self.deviation
 
 
@@ -193,43 +180,41 @@ def judge(net: PatchNet) -> Judged:
 
 
 def specialise(seeds: int, progress: ProgressFn, *, stop_at: float = STOP_AT) -> StudyResult:
-    """Compares nets, one per number of experts and seed, that all reach the accuracy `stop_at`."""
+    """Compares nets of each number of experts and seed that all reach the accuracy `stop_at`."""
     judged: dict[int, list[Judged]] = {n: [] for n in EXPERTS}
     for n, nets in judged.items():
         for seed in range(seeds):
             net, steps = train(n, seed=seed, stop_at=stop_at)
-            nets.append(one := judge(net))
+            nets.append(found := judge(net))
             half = n // 2 - 1
             progress(
-                f"{n} experts, seed {seed}: {one.full:.4f} after {steps} steps; with half of them best"
-                f" {one.best:.4f}, algorithm 1 {one.chosen[half]:.4f}, random {one.random[half]:.4f}"
+                f"{n} experts, seed {seed}: {found.full:.4f} after {steps} steps; with half of them best"
+                f" {found.best:.4f}, algorithm 1 {found.chosen[half]:.4f}, random {found.random[half]:.4f}"
             )
     return summarise(judged, stop_at)
 
 
 def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
-    """Half of the experts as a table, any number as a picture and a further table: means over seeds."""
+    """A table for half of the experts; a picture and a further table for any number. Means over seeds."""
 
     def with_k(n: int, k: int) -> dict[str, float]:
-        values = [(one.chosen, one.random, one.deviation, one.z) for one in judged[n]]
+        values = [(net.chosen, net.random, net.deviation, net.z) for net in judged[n]]
         means = np.mean(values, axis=0)[:, k - 1].tolist()
         names = ("algorithm 1", "random-k", "deviation", "z")
         return {"experts": n, "k": k, **dict(zip(names, means, strict=True))}
 
-    half = [
-        with_k(n, n // 2)
-        | {"all": np.mean([one.full for one in nets]).item()}
-        | {"best-k": np.mean([one.best for one in nets]).item()}
-        | {"unique best": np.mean([one.unique for one in nets]).item(), "of at most": nets[0].cap}
-        for n, nets in judged.items()
-    ]
+    half = []
+    for n, nets in judged.items():
+        means = np.mean([(net.full, net.best, net.unique) for net in nets], axis=0).tolist()
+        row = with_k(n, n // 2) | dict(zip(("all", "best-k", "unique best"), means, strict=True))
+        half.append(row | {"of at most": nets[0].cap})
     every_k = [with_k(n, k) for n in judged for k in range(1, n)]
     seeds = len(judged[EXPERTS[0]])
     title = f"Subsets of experts at accuracy {stop_at}, {TOTAL_HIDDEN} hidden units in all ({seeds} seeds)"
     figure, axes_of = panels(title, len(judged))
     for axes, row, (n, nets) in zip(axes_of, half, judged.items(), strict=True):
         for what, label in (("chosen", "algorithm 1"), ("random", "random")):
-            draw_seeds(axes, range(1, n + 1), [[*vars(one)[what], one.full] for one in nets], label=label)
+            draw_seeds(axes, range(1, n + 1), [[*vars(net)[what], net.full] for net in nets], label=label)
         axes.plot([n // 2], [row["best-k"]], "o", color=COLOURS[2], label=f"best {n // 2}")
         draw_reference(axes, [1, n], [row["all"]] * 2, "all")
         axes.set_ylim(0.0, 1.02)
@@ -249,6 +234,6 @@ def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
             f"all: accuracy where training stopped, --stop-at {stop_at}; best-k: share of images that at"
             " least one subset gets right",
             "deviation: of random-k over 10 draws of a subset for each image; z: (algorithm 1 - random-k) /"
-            " deviation; unique best: different subsets of least loss",
+            " deviation; unique best: number of different subsets with the least loss on an image",
         ],
     )

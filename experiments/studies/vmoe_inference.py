@@ -1,4 +1,4 @@
-"""What one trained V-MoE does at other settings: capacity and priority, k, random routers.
+"""A trained V-MoE at other settings: capacity and priority, k, random routers.
 
 Four blocks on digits, experts in blocks 0 and 2, token choice with k=2, trained without priority at capacity
 1. Other settings need no training.
@@ -61,7 +61,7 @@ def capacity(models: Sequence[ViT]) -> StudyResult:
 
 
 def choices(models: Sequence[ViT]) -> StudyResult:
-    """V-MoE, appendix E.4: k at inference that is not the k of training."""
+    """V-MoE, appendix E.4: another k at inference than in training."""
     found = accuracies(models, [RoutingOverrides(k=k) for k in CHOICES])
     mean = found.mean(0)
     trained = mean[CHOICES.index(TRAINED_K)]
@@ -85,7 +85,7 @@ def choices(models: Sequence[ViT]) -> StudyResult:
 
 
 def random_router(models: Sequence[ViT]) -> StudyResult:
-    """V-MoE, appendix E.1: one layer's router at a time chooses at random."""
+    """V-MoE, appendix E.1: the router of one layer, or of all, chooses at random."""
     settings = {"as trained": AS_TRAINED}
     settings |= {f"block {block}": RoutingOverrides(random_blocks=(block,)) for block in MOE_BLOCKS}
     settings["all blocks"] = RoutingOverrides(random_blocks=MOE_BLOCKS)
@@ -113,5 +113,5 @@ def random_router(models: Sequence[ViT]) -> StudyResult:
         },
         figure=figure,
         metrics={f"lost/{name.replace(' ', '-')}": x for name, x in zip(settings, lost, strict=True)},
-        notes=["In so small a model the first layer matters most; V-MoE found that the last ones do."],
+        notes=["In so small a model the first MoE layer matters most; in V-MoE the last layers do."],
     )

@@ -1,9 +1,9 @@
-"""How good trained models are, at one or many operating points, and how fast.
+"""The quality and the speed of trained models, at one or many operating points.
 
-Ray evaluates many models in parallel, with a task for each. What a task finds is stored before it is
-returned, so the same task is answered from the store after a restart. Times are measured afterwards, one
-model at a time on one node, because parallel models would disturb each other. Models take turns in several
-rounds, so that a change of the node's speed affects all of them alike.
+Ray evaluates many models in parallel, with a task for each. A task stores its results before it returns them,
+so that an interrupted command continues. Times are measured afterwards, one model at a time on one node,
+because parallel models would disturb each other. Models take turns in several rounds, so that a change of the
+node's speed affects all of them alike.
 """
 
 import hashlib
@@ -45,14 +45,13 @@ Row = dict[str, Any]
 
 
 def default_device() -> torch.device:
-    """A GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def images_of(
     model: ModelRef, *, path: str, split: Split, batch_size: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Every image of a split once, as the model sees it in evaluation; empty slots fill the last batch."""
+    """Yields every image of a split once, as the model sees it in evaluation; the last batch is padded."""
     stream = in_order(model.run_on(path, batch_size=batch_size), split)
     return prefetched(in_process(stream, stream.steps()), device)
 
@@ -63,7 +62,7 @@ class Scores:
     Attributes:
         counts: (C, 5): images of a class, how many of them have it as best answer or among the best five,
             how many images of any class have it as best answer, and the sum of cross-entropies in nats.
-        unread: images that could not be decoded, which count nowhere else.
+        unread: images that could not be decoded. They count nowhere else.
     """
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
@@ -74,7 +73,8 @@ class Scores:
     def add(self, logits: Tensor, label: Tensor, valid: Tensor) -> None:
         """Counts logits (B, classes); images with `valid` 0 do not count."""
         top5 = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
-        best = logits.argmax(-1)  # the first of equal logits, as in training's validation
+        # The first of equal logits counts, as in the validation during training.
+        best = logits.argmax(-1)
         hit = best == label
         hit5 = hit | (top5 == label.unsqueeze(-1)).any(-1)
         loss = F.cross_entropy(logits.float(), label, reduction="none")
@@ -86,8 +86,9 @@ class Scores:
         return int(self.counts[:, 0].sum())
 
     def metrics(self) -> dict[str, float]:
-        """``acc1``, ``acc5``: fraction of images whose class is the best answer, or among the best five;
-        ``prec1``: V-MoE's precision@1, which equals acc1, as each image has one label; ``loss``: in nats.
+        """Fractions of images whose class is the best answer (``acc1``) or among the best five (``acc5``).
+
+        ``loss`` is in nats. ``prec1``, V-MoE's precision@1, equals acc1, because each image has one label.
         """
         images, hits, hits5, _, loss = self.counts.sum(0).tolist()
         return {"acc1": hits / images, "acc5": hits5 / images, "prec1": hits / images, "loss": loss / images}
@@ -95,17 +96,12 @@ class Scores:
     def by_class(self, names: Sequence[str]) -> dict[str, list[Any]]:
         """A table with a row for each named class: column -> values, None for a mean over no images."""
         images, hits, hits5, answers, loss = self.counts[: len(names)].cpu().T
-        means = {
-            "acc1": hits / images,
-            "acc5": hits5 / images,
-            "precision": hits / answers,
-            "loss": loss / images,
-        }
-        columns = {
-            name: [value if math.isfinite(value) else None for value in mean.tolist()]
-            for name, mean in means.items()
-        }
-        return {"class": list(names), "images": images.long().tolist(), **columns}
+        table: dict[str, list[Any]] = {"class": list(names), "images": images.long().tolist()}
+        means = zip(("acc1", "acc5", "precision", "loss"), (hits, hits5, hits, loss), strict=True)
+        for name, total in means:
+            mean = total / (answers if name == "precision" else images)
+            table[name] = [value if math.isfinite(value) else None for value in mean.tolist()]
+        return table
 
 
 def evaluate_at(
@@ -114,8 +110,8 @@ def evaluate_at(
     """The scores at each operating point, in one pass over the images that computes shared parts once.
 
     Raises:
-        UsageError: if an image has a class that the model has no output for, if the model has no such
-            routing, or if none of the images can be decoded.
+        UsageError: if the model has no output for the class of an image, or no such routing, or if none of
+            the images can be decoded.
     """
     scores: list[Scores] = []
     for batch in batches:
@@ -127,10 +123,10 @@ def evaluate_at(
             logits = forward_at(model, normalize(batch.image), batch.valid, points)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        for of_point, at_point in zip(scores, logits, strict=True):
-            of_point.add(at_point, batch.label, batch.valid)
-            of_point.unread += len(batch.bad)
-    if not all(of_point.images() for of_point in scores):
+        for point_scores, point_logits in zip(scores, logits, strict=True):
+            point_scores.add(point_logits, batch.label, batch.valid)
+            point_scores.unread += len(batch.bad)
+    if not all(point_scores.images() for point_scores in scores):
         raise UsageError("none of the images of the split can be decoded")
     return scores
 
@@ -144,22 +140,19 @@ class Latency:
     device: str
 
     @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """The lower quartile, the median and the upper quartile."""
+        low, median, high = np.quantile(self.ms, (0.25, 0.5, 0.75)).tolist()
+        return low, median, high
+
+    @property
     def median(self) -> float:
-        return float(np.median(self.ms))
+        return self.quartiles[1]
 
-    @property
-    def low(self) -> float:
-        """The lower quartile."""
-        return float(np.quantile(self.ms, 0.25))
-
-    @property
-    def high(self) -> float:
-        """The upper quartile."""
-        return float(np.quantile(self.ms, 0.75))
-
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Row:
         """Median, quartiles and how they were measured, as JSON has them."""
-        figures = {"median": self.median, "low": self.low, "high": self.high}
+        low, median, high = self.quartiles
+        figures = {"median": median, "low": low, "high": high}
         return figures | {"batch": self.batch, "repeats": len(self.ms), "device": self.device}
 
 
@@ -193,12 +186,8 @@ def device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTask:
-    """A model, and the operating points and images to evaluate it with.
-
-    Attributes:
-        path, split: the images.
-        batch_size: images per forward pass.
-        results: folder or URI that all nodes see, where results are kept.
+    """A model, and the operating points and images to evaluate it with. `results` is a folder or a URI that
+    all nodes see, where results are stored.
     """
 
     model: ModelRef
@@ -209,7 +198,7 @@ class EvalTask:
     results: str
 
     def key(self, weights: str) -> str:
-        """The same for equal tasks on equal weights and images."""
+        """A digest that equal tasks on equal weights and images have in common."""
         task = {
             "weights": weights,
             "model": to_dict(self.model.run.model),
@@ -222,13 +211,8 @@ class EvalTask:
         return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()[:32]
 
     def images(self) -> Iterator[Batch]:
-        return images_of(
-            self.model,
-            path=self.path,
-            split=self.split,
-            batch_size=self.batch_size,
-            device=default_device(),
-        )
+        where: Any = {"path": self.path, "split": self.split, "batch_size": self.batch_size}
+        return images_of(self.model, device=default_device(), **where)
 
 
 def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:
@@ -236,7 +220,7 @@ def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row
     ``val/acc5``, ``val/loss``, ``cost/forward_gflops_2mac``, and ``weights``, the SHA-256 of the weights.
 
     Raises:
-        UsageError: for data or weights that are damaged or incomplete.
+        UsageError: if data or weights are damaged or incomplete.
     """
     evaluate: Any = _evaluate
     running = {evaluate.options(num_gpus=_gpus()).remote(task): task for task in tasks}
@@ -260,22 +244,23 @@ def in_rounds(
     (``.._q25``, ``.._q75``), ``batch``, ``device``, ``rounds`` and ``repeats``, the passes in a round.
     """
     measured: list[list[list[Latency]]] = [[] for _ in tasks]
-    for rounds in range(1, ROUNDS + 1):
+    for _ in range(ROUNDS):
         for task, turns in zip(tasks, measured, strict=True):
             turns.append(measure(task))
-            yield task, [_time_row(of_point, rounds) for of_point in zip(*turns, strict=True)]
+            yield task, [_time_row(point_turns) for point_turns in zip(*turns, strict=True)]
 
 
-def _time_row(turns: Sequence[Latency], rounds: int) -> Row:
+def _time_row(turns: Sequence[Latency]) -> Row:
     merged = replace(turns[0], ms=tuple(ms for turn in turns for ms in turn.ms))
+    low, median, high = merged.quartiles
     return {
-        "perf/ms_per_image": merged.median,
-        "perf/ms_per_image_q25": merged.low,
-        "perf/ms_per_image_q75": merged.high,
+        "perf/ms_per_image": median,
+        "perf/ms_per_image_q25": low,
+        "perf/ms_per_image_q75": high,
         "batch": merged.batch,
         "device": merged.device,
-        "rounds": rounds,
-        "repeats": len(merged.ms) // rounds,
+        "rounds": len(turns),
+        "repeats": len(turns[0].ms),
     }
 
 

@@ -36,7 +36,7 @@ def finetune_run(model: ModelRef, *, image_size: int | None = None) -> RunConfig
     """The recipe for a trained model, by default at its own resolution.
 
     Raises:
-        UsageError: for an image size that its patches do not divide.
+        UsageError: if the patches of the model do not divide the image size.
     """
     was = model.run
     return RunConfig(
@@ -58,7 +58,7 @@ def finetune_run(model: ModelRef, *, image_size: int | None = None) -> RunConfig
 
 
 def _finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
-    """With larger images, dropout on the experts, and more capacity if the router has a capacity."""
+    """Sets the image size, dropout on the experts, and more capacity if the router has a capacity."""
     moe = config.moe
     if moe:
         router = moe.router
@@ -72,7 +72,7 @@ def _finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
 
 
 def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Sweep:
-    """Raises UsageError for a missing data set, or a batch that does not fit the model."""
+    """An arm for each data set. Raises UsageError if one is missing or the batch does not fit the model."""
     arms = {
         name: {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
         for name, path in short_names(paths).items()
@@ -82,7 +82,7 @@ def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Swee
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean, and the half width of its 95 % interval; nan for a single value."""
+    """A mean, and half the width of its 95 % interval, which is nan for a single value."""
 
     mean: float
     half: float
@@ -100,15 +100,15 @@ def interval(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuned:
-    """Accuracies of the runs that finished: data set -> seed -> accuracy."""
+    """The accuracies of the runs that finished."""
 
-    accuracy: Mapping[str, Mapping[int, float]]
+    accuracy: Mapping[str, Mapping[int, float]]  # by data set and seed
 
     def of(self, name: str) -> Interval:
         return interval(list(self.accuracy[name].values()))
 
     def overall(self) -> Interval | None:
-        """The mean over data sets, over the seeds that finished on all of them; None without such a seed."""
+        """The mean over data sets of the seeds that finished on all of them; None without such a seed."""
         done = set.intersection(*(set(seeds) for seeds in self.accuracy.values()))
         if not done:
             return None
@@ -126,25 +126,27 @@ def fine_tuned(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> FineTuned:
 
 
 def failures(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
-    """Trial -> the reason why it has no accuracy."""
-    reasons = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str)}
+    """Maps each trial without an accuracy to the reason."""
+    reasons = {}
     for name, outcome in outcomes.items():
-        if isinstance(outcome, Result) and outcome.status == "diverged":
+        if isinstance(outcome, str):
+            reasons[name] = outcome
+        elif outcome.status == "diverged":
             reasons[name] = f"diverged at step {outcome.step}: try a lower --set train.lr"
     return reasons
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A linear classifier on frozen features: the strength chosen for all data sets, accuracy by data set."""
+    """Linear classifiers on frozen features."""
 
-    strength: float
-    accuracy: Mapping[str, float]
+    strength: float  # of the regularisation, chosen for all data sets together
+    accuracy: Mapping[str, float]  # by data set
 
 
 def probe(vit: ViT, model: ModelRef, paths: Sequence[str], *, batch_size: int, device: torch.device) -> Probe:
-    """Ridge regression on the frozen features of all training images, at the model's own resolution, with the
-    strength that few-shot evaluation would choose.
+    """Fits ridge regression to frozen features of all training images, at the resolution of the model, with
+    the strength that few-shot evaluation would choose.
     """
     by_data = {}
     for name, path in short_names(paths).items():

@@ -1,4 +1,4 @@
-"""Trained models by every name that a user may have for them."""
+"""Finds trained models by every name that a user may have for them, and loads them."""
 
 import json
 import logging
@@ -38,26 +38,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRef:
-    """A trained model: where its weights lie, and what is known about it.
+    """A trained model: the place of its weights, and the facts about it."""
 
-    Attributes:
-        name: for tables and charts: the name of its run, with the step if a step was named or lies in a file.
-        location: the folder of its checkpoint, or an exported file.
-        run: the config that it was trained with.
-        step: the training step; -1 if the file does not say.
-        classes: the names of the classes that it learned, by label; None if they are unknown.
-        run_id: the MLflow run that trained it; None if MLflow does not know it.
-    """
-
-    name: str
-    location: str
-    run: RunConfig
-    step: int
-    classes: tuple[str, ...] | None = None
-    run_id: str | None = None
+    name: str  # the name of its run, with the step if a step was named or stands in a file
+    location: str  # the folder of its checkpoint, or an exported file
+    run: RunConfig  # as it was trained
+    step: int  # of training; -1 if unknown
+    classes: tuple[str, ...] | None = None  # that it learned, by label; None if unknown
+    run_id: str | None = None  # of MLflow; None if MLflow does not know the run
 
     def load(self, device: torch.device | None = None) -> ViT:
-        """The model in evaluation mode. Sets torch's number of threads for it.
+        """Returns the model in evaluation mode, and sets torch's number of threads for it.
 
         Raises:
             UsageError: if the weights are damaged or incomplete.
@@ -90,7 +81,7 @@ class ModelRef:
     def check_classes(self, path: str) -> None:
         """Checks that the labels of a data set mean the classes that this model learned.
 
-        Classes that are unknown are compared by their number alone, with a warning.
+        Unknown classes are compared by their number alone, with a warning.
 
         Raises:
             UsageError: if the data set has other classes, or has them in another order.
@@ -99,6 +90,10 @@ class ModelRef:
         if self.classes is None:
             outputs = self.run.model.num_classes
             fits, known = len(classes) <= outputs, f"unknown classes ({outputs} outputs)"
+            log.warning(
+                f"The classes of {self.name} are unknown, because {self.run.data.path} is missing or has"
+                f" changed: the labels of {path} are compared by number."
+            )
         else:
             fits, known = classes == self.classes[: len(classes)], f"the classes {_first(self.classes)}"
         if not fits:
@@ -107,23 +102,15 @@ class ModelRef:
                 " do not compare with these labels. Pack the images with the model's classes in its order,"
                 " or fine-tune the model on this data: jobs/finetune.py"
             )
-        if self.classes is None:
-            log.warning(
-                "The classes of %s are unknown, because %s is missing or has changed: the labels of %s are"
-                " compared by number.",
-                self.name,
-                self.run.data.path,
-                path,
-            )
 
 
 def load_model(reference: str, *, root: str = "~/moe-frontier", tracking_uri: str | None = None) -> ViT:
-    """The torch module that `reference` names, in evaluation mode: ``model(images in -1 .. 1).logits``.
+    """Returns the model that `reference` names, in evaluation mode: ``model(images in -1 .. 1).logits``.
 
     Args:
         reference: a run below `root`, a folder of checkpoints, an exported file, or
             ``models:/NAME@ALIAS``, ``models:/NAME/VERSION`` or ``runs:/ID`` of MLflow.
-        tracking_uri: the MLflow store; without it MLflow's own setting holds (MLFLOW_TRACKING_URI).
+        tracking_uri: the MLflow store; by default MLflow's own setting (MLFLOW_TRACKING_URI).
 
     Raises:
         UsageError: if there is no such model, or its weights are damaged.
@@ -133,13 +120,13 @@ def load_model(reference: str, *, root: str = "~/moe-frontier", tracking_uri: st
 
 
 def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelRef]:
-    """The models that `reference` means: one model, or the finished trials of a sweep.
+    """The models that `reference` means: a single model, or the finished trials of a sweep.
 
     Raises:
-        UsageError: if there is no such model, or none that is whole.
+        UsageError: if there is no such model, or its weights are damaged.
     """
-    if reference.startswith("sweep:"):
-        name = reference.removeprefix("sweep:")
+    name = reference.removeprefix("sweep:")
+    if name != reference:
         models = _models_below(storage.join(root, name), tracking)
         if models is None:
             runs = children(tracking, find_sweep(tracking, name).run_id)
@@ -156,13 +143,13 @@ def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelR
 
 
 def model_location(reference: str, *, root: str, tracking_uri: str | None) -> str:
-    """The directory of checkpoints, the folder of one checkpoint, or the file of the model.
+    """The directory of checkpoints, the folder of a single checkpoint, or the file of the model.
 
     Raises:
         UsageError: if there is no such model, or `reference` may name several.
     """
     if reference.startswith("sweep:"):
-        raise UsageError(f"{reference} names several models: name one of its trials")
+        raise UsageError(f"{reference} names several models: name a single trial of it")
     if reference.startswith("models:/"):
         location, _, digest = checkpoint_of(reference, tracking_uri)
         folder, manifest = located(location)
@@ -192,10 +179,10 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
 
 
 def read_model(location: str) -> ModelRef:
-    """The model in a checkpoint's folder, a directory of checkpoints or an exported file, without MLflow.
+    """Reads about the model in a checkpoint's folder, a directory of checkpoints or an exported file.
 
     Raises:
-        UsageError: if there is no whole model.
+        UsageError: if there is no such model, or its checkpoint is damaged.
     """
     classes = None
     if location.endswith(SUFFIX):
@@ -219,7 +206,7 @@ def read_model(location: str) -> ModelRef:
 
 
 def _has_one_run(location: str) -> bool:
-    """Whether one run trained these weights. A soup has several, and its name may be that of any run."""
+    """Whether a single run trained these weights. A soup comes from several, and may have the name of any."""
     return not location.endswith(SUFFIX) or "manifest_sha256" in read_metadata(location)
 
 
@@ -243,5 +230,5 @@ def _model_of(run: RunInfo) -> ModelRef:
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first names and their count, in parentheses."""
+    """The first names and the number of names, in parentheses."""
     return f"({', '.join(names[:3])}{f', .. {len(names)}' if len(names) > 3 else ''})"

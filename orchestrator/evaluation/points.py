@@ -1,4 +1,4 @@
-"""Operating points: what ``--set routing.*`` and ``--grid`` mean, their names, and the points worth trying.
+"""Operating points: what ``--set routing.*`` and ``--grid`` mean, and the points that are worth trying.
 
 Source: V-MoE section 4.2 and appendix C (k, capacity and priority at inference); Implicit Bias in Soft MoE,
 section 4.3 (expert subsets).
@@ -16,7 +16,7 @@ from moe.vit import ViTConfig, check_overrides
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
 
-FIELDS = {  # what users write -> field of RoutingOverrides
+FIELDS = {  # setting of --set -> field of RoutingOverrides
     "routing.k": "k",
     "routing.capacity": "capacity_factor",
     "routing.priority": "priority",
@@ -28,7 +28,7 @@ PRIORITIES = ("none", "max")
 
 
 def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
-    """The point of ``routing.k=1`` and the like. Raises UsageError for unknown settings and wrong values."""
+    """Returns the point of ``routing.k=1`` and the like. Raises UsageError for other settings or values."""
     (point, *more) = parse_grid(assignments)
     if more:
         raise UsageError(f"--set {' '.join(assignments)}: give one value each; a list is written [0,5]")
@@ -36,7 +36,7 @@ def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
 
 
 def parse_grid(assignments: Sequence[str]) -> list[RoutingOverrides]:
-    """The product of ``routing.k=1,2`` and the like; a list among the values has brackets: ``[0,5],[1]``."""
+    """Returns the product of ``routing.k=1,2`` and the like. A list has brackets: ``[0,5],[1]``."""
     choices: dict[str, list[Any]] = {}
     for text in assignments:
         name, equals, values = text.partition("=")
@@ -55,16 +55,15 @@ def parse_grid(assignments: Sequence[str]) -> list[RoutingOverrides]:
 def _values(text: str) -> list[Any]:
     try:
         return json.loads(f"[{text}]")
-    except ValueError:  # words, such as max
+    except ValueError:  # a word, such as max
         return text.split(",")
 
 
 def point_name(point: RoutingOverrides) -> str:
-    """``k=1 capacity=0.3``; ``as trained`` without changes."""
+    """The point as text: ``k=1 capacity=0.3``, or ``as trained`` without changes."""
     settings = settings_of(point).items()
-    return " ".join(f"{name.removeprefix('routing.')}={_text(value)}" for name, value in settings) or (
-        "as trained"
-    )
+    texts = [f"{name.removeprefix('routing.')}={_text(value)}" for name, value in settings]
+    return " ".join(texts) or "as trained"
 
 
 def point_key(point: RoutingOverrides) -> str:
@@ -74,11 +73,8 @@ def point_key(point: RoutingOverrides) -> str:
 
 def settings_of(point: RoutingOverrides) -> Mapping[str, Any]:
     """What differs from the model as trained: ``{"routing.k": 1}``."""
-    return {
-        name: getattr(point, field)
-        for name, field in FIELDS.items()
-        if getattr(point, field) != getattr(AS_TRAINED, field)
-    }
+    values = {name: (getattr(point, field), getattr(AS_TRAINED, field)) for name, field in FIELDS.items()}
+    return {name: value for name, (value, trained) in values.items() if value != trained}
 
 
 def _text(value: Any) -> str:
@@ -88,18 +84,15 @@ def _text(value: Any) -> str:
 
 
 def default_grid(config: ViTConfig) -> list[RoutingOverrides]:
-    """The model as trained, and the settings that its router can run with; a dense model has none."""
+    """The model as trained, and the settings that its router can run with. A dense model has none."""
     if not config.moe:
         return [AS_TRAINED]
     router, E = config.moe.router, config.moe.num_experts
     if isinstance(router, TokenChoiceConfig):
-        ks = sorted({1, 2, 4, router.k})
-        wanted = [
-            RoutingOverrides(k=k, capacity_factor=capacity, priority=priority)
-            for k, capacity, priority in product(ks, CAPACITIES, PRIORITIES)
-        ]
+        grid = product(sorted({1, 2, 4, router.k}), CAPACITIES, PRIORITIES)
+        wanted = [RoutingOverrides(k=k, capacity_factor=c, priority=order) for k, c, order in grid]
     elif isinstance(router, ExpertChoiceConfig):
-        wanted = [RoutingOverrides(capacity_factor=capacity) for capacity in (*CAPACITIES, 2.0)]
+        wanted = [RoutingOverrides(capacity_factor=c) for c in (*CAPACITIES, 2.0)]
         wanted += [RoutingOverrides(experts=E * quarters // 4) for quarters in (1, 2, 3)]
     else:
         subsets = sorted({*(2**power for power in range(E.bit_length())), 3 * E // 4})

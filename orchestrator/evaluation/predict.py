@@ -1,12 +1,12 @@
 """Batch inference: the five best classes of each of many images, as parquet files, by Ray Data.
 
-The images, in their order, are cut into parts of whole routing groups. Each part is a row of a Ray Data set;
-a pool of actors turns it into predictions, which the driver writes as the part's file: whole or not at all.
+The images, in their order, are cut into parts of whole routing groups. Each part is a row of a Ray Data set.
+A pool of actors turns it into predictions, which the driver writes as the part's file in a single operation.
 The same call later computes only the parts without a file.
 
 `write_parquet` with `ray.data.checkpoint` was tried instead (Ray 2.60): it needs keys that are unique over
-all shards, reads everything again to skip what is done, tears routing groups apart where images are done, and
-on a machine of two CPUs a resumed execution never ended.
+all shards, reads all images again to skip the finished ones, and splits routing groups where images are
+done. On a machine with two CPUs a resumed execution never ended.
 """
 
 import hashlib
@@ -44,11 +44,12 @@ from orchestrator.evaluation.models import ModelRef
 from orchestrator.training.loop import CORES
 from orchestrator.training.resources import most_resources
 
-PLAN = "_plan.json"  # says whose predictions a folder holds; readers of parquet skip names that begin with _
+# Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
+PLAN = "_plan.json"
 IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group")  # of a plan: may not change
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
-READERS = 16  # files that an actor reads at a time: S3 answers slowly
+READERS = 16  # files that an actor reads at a time, because S3 answers slowly
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),
@@ -64,24 +65,24 @@ log = logging.getLogger(__name__)
 
 
 def part_size(count: int, group: int) -> int:
-    """Images of a part: few enough that little is lost with one, and that many actors have work."""
+    """The number of images of a part: few, so that a lost part costs little and many actors have work."""
     wanted = min(MOST, max(FEWEST, count // PARTS))
     return max(group, wanted // group * group)
 
 
 def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, list[Part]]:
-    """A digest of the images below `location`, and their parts; of both splits of shards if `split` is None.
+    """Returns a digest of the images below `location`, and their parts.
+
+    Args:
+        split: of shards; both if None.
 
     Raises:
         UsageError: if there are no images, or a folder of files is asked for a split.
     """
     if has_manifest(location):
-        manifest = open_manifest(location)
-        digest, rows = (
-            manifest.digest(),
-            {s: manifest.rows(s) for s in ("train", "val") if split in (None, s)},
-        )
-        names: list[str] = []
+        manifest, names = open_manifest(location), []
+        digest = manifest.digest()
+        rows = {s: manifest.rows(s) for s in ("train", "val") if split in (None, s)}
     else:
         if split:
             raise UsageError(f"--split {split}: {location} has no manifest.json and so no splits")
@@ -94,7 +95,11 @@ def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, li
                 " a manifest.json, as jobs/pack_shards.py writes it"
             )
         if others:
-            log.info("%d files are not images by their names and left out: %s ..", len(others), others[0])
+            log.info(
+                "%d files are left out, because their names are not those of images: %s ..",
+                len(others),
+                others[0],
+            )
         digest = hashlib.sha256(json.dumps([(name, sizes[name]) for name in names]).encode()).hexdigest()
         rows = {"": len(names)}
     size = part_size(sum(rows.values()), group)
@@ -106,22 +111,22 @@ def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, li
 
 
 def digest_of(model: str) -> str:
-    """SHA-256 of an exported file, or of a checkpoint's manifest, which has the digests of its files."""
+    """The SHA-256 of an exported file, or of a checkpoint's manifest, which has the digests of its files."""
     location = model if model.endswith(SUFFIX) else storage.join(model, MANIFEST)
     with storage.open_to_read(location) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[str, Any], set[int]]:
-    """The plan of `out`, which is `plan` unless an earlier call began there, and the parts that are done.
+    """Returns the plan of `out`, which is `plan` unless an earlier call began there, and the parts done.
 
     Raises:
-        UsageError: if `out` has predictions of something else, and they are not to be deleted (`fresh`).
+        UsageError: if `out` has other predictions, and they are not to be deleted (`fresh`).
     """
     names = storage.names(out)
     done = {int(match[1]) for name in names if (match := PART.fullmatch(name))}
     for name in names:
-        if re.fullmatch(rf"{PART.pattern}\..*\.tmp", name):  # a killed process began to write it
+        if re.fullmatch(rf"{PART.pattern}\..*\.tmp", name):  # left by a killed process
             storage.delete(storage.join(out, name))
     if done and not fresh:
         if PLAN not in names:
@@ -156,7 +161,7 @@ class Predictor:
         batch_size: int,
         classes: Sequence[str] | None,
     ) -> None:
-        """Raises UsageError if the model is damaged."""
+        """Loads the model. Raises UsageError if it is damaged."""
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
         self.device = default_device()
         self.model = model.load(self.device)
@@ -165,7 +170,7 @@ class Predictor:
         self.decoding = Semaphore(CORES)
 
     def __call__(self, parts: pa.Table) -> pa.Table:
-        """A row for each image of the parts, in their order, with the number of its part.
+        """Returns a row for each image of the parts, in their order, with the number of its part.
 
         Raises:
             UsageError: if a shard is damaged, or the model has no such routing.
@@ -179,7 +184,10 @@ class Predictor:
         return pa.concat_tables(tables)
 
     def _batches(self, part: Part) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
-        """Images by key, (3, size, size) uint8; a batch is decoded while the one before is predicted."""
+        """Yields batches of images with their keys, (3, size, size) uint8.
+
+        A batch is decoded while the batch before it is predicted.
+        """
         places, waiting = self._places(part), deque()
         with ThreadPoolExecutor(READERS) as pool:
             while chunk := list(islice(places, self.batch_size)):
@@ -190,7 +198,7 @@ class Predictor:
                 yield [(key, image.result()) for key, image in waiting.popleft()]
 
     def _places(self, part: Part) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        """The key of each image, and how its bytes are read."""
+        """Yields the key of each image and a function that reads its bytes."""
         for name in part["names"]:
             yield name, partial(storage.read_bytes, storage.join(self.images, name))
         if part["split"]:
@@ -219,7 +227,7 @@ class Predictor:
     def _predict(self, batch: Sequence[tuple[str, Tensor | BadImage]]) -> Iterator[dict[str, Any]]:
         size = self.transform.size
         pixels = torch.zeros(len(batch), 3, size, size, dtype=torch.uint8)
-        valid = torch.zeros(len(batch))  # a bad image takes no capacity from the others of its group
+        valid = torch.zeros(len(batch))  # a bad image takes no capacity from its group
         for i, (_, image) in enumerate(batch):
             if isinstance(image, Tensor):
                 pixels[i], valid[i] = image, 1
@@ -238,18 +246,19 @@ class Predictor:
 
 
 def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
-    """The number of actors, by default as many as the cluster holds, and the resources of each: a GPU and its
-    share of CPUs, or a CPU where there are no GPUs.
+    """Returns the number of actors, by default as many as the cluster holds, and the resources of each.
+
+    An actor takes a GPU and its share of the CPUs, or a CPU where there are no GPUs.
 
     Raises:
-        UsageError: if the cluster can never hold them.
+        UsageError: if the cluster can never hold so many.
     """
     most = most_resources()
-    what = "GPU" if most.get("GPU", 0) >= 1 else "CPU"
-    room = int(most.get(what, 0))
+    kind = "GPU" if most.get("GPU", 0) >= 1 else "CPU"
+    room = int(most.get(kind, 0))
     if not room or (workers or 0) > room:
-        raise UsageError(f"--workers {workers or 1}: each takes one of the {room} {what}s of the cluster")
-    if what == "CPU":
+        raise UsageError(f"--workers {workers or 1}: each takes one of the {room} {kind}s of the cluster")
+    if kind == "CPU":
         return workers or room, {"num_cpus": 1.0}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     share = min((node.get("CPU", 0) // node["GPU"] for node in nodes), default=1.0)
@@ -259,7 +268,7 @@ def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
 def predict(
     parts: Sequence[Part], out: str, *, workers: int, each: Mapping[str, float], **settings: Any
 ) -> Iterator[pa.Table]:
-    """Predicts the parts in any order, writes the file of each, and yields its rows.
+    """Predicts the parts in any order, writes the file of each part, and yields its rows.
 
     Args:
         each: the resources of an actor.
@@ -268,7 +277,7 @@ def predict(
     Raises:
         UsageError, OSError: as `Predictor`; OSError also if writing fails.
     """
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it explains each execution at length
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs each execution at length
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.raise_original_map_exception = True

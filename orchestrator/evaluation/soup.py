@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from orchestrator.evaluation.models import ModelRef
 
 
 def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> None:
-    """Writes the average into the local file `out`, as `weights.export` writes one model, under the name of
-    the file. Memory holds the average, and one tensor of one model at a time.
+    """Writes the average as an exported model into the local file `out`, whose name becomes the model's.
+
+    Memory holds the average, and one tensor of one model at a time.
 
     Raises:
-        UsageError: for models of different configs or tensors, naming the difference, damaged ones, and an
-            `out` that is not such a file or is there already (`force`).
+        UsageError: if models are damaged or differ in config or tensors, or if `out` is not such a file or
+            exists and is not to be replaced (`force`).
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
@@ -45,9 +47,10 @@ def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> 
 
 
 def average(locations: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the mean of every tensor, summed in float64 and rounded once: the average of one model is that
-    model bit for bit, the average of two is their mean rounded to the nearest float32; of more it is within
-    half a unit in the last place and 2^-52 of the largest number.
+    """Returns the mean of every tensor, summed in float64 and rounded once.
+
+    The average of one model is that model bit for bit, and the average of two models is their mean rounded to
+    the nearest float32. The average of more is within half a unit in the last place and 2^-52 of the largest.
 
     Raises:
         UsageError: if the models hold different tensors, or are damaged.
@@ -56,20 +59,17 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
         sources = [stack.enter_context(open_weights(location)) for location in locations]
         first = sources[0].reader.tensors()
         for source in sources[1:]:
-            here, there = _shapes(first), _shapes(source.reader.tensors())
-            if different := sorted(name for name in {**here, **there} if here.get(name) != there.get(name)):
-                name = different[0]
+            if different := _difference(_shapes(first), _shapes(source.reader.tensors())):
+                name, here, there = different
                 raise UsageError(
-                    f"{source.location} holds {name} as {there.get(name)}, {locations[0]} as"
-                    f" {here.get(name)}: there is no soup of such models"
+                    f"{source.location} holds {name} as {there}, {locations[0]} as {here}: such models cannot"
+                    " be averaged"
                 )
 
         def mean(name: str) -> Tensor:
-            # -0.0 + x is x, also for the sign of a zero
-            total, tensor = (
-                torch.tensor(-0.0, dtype=torch.float64),
-                torch.empty_like(first[name], device="cpu"),
-            )
+            # -0.0 + x is x, also for the sign of a zero.
+            total = torch.tensor(-0.0, dtype=torch.float64)
+            tensor = torch.empty_like(first[name], device="cpu")
             for source in sources:
                 fill({name: tensor}, source.reader)
                 total = total + tensor.double()
@@ -81,16 +81,20 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
 def check_alike(models: Sequence[ModelRef]) -> None:
     """Raises UsageError, naming the first field, if their architectures differ."""
     first = models[0]
-    here = flat(first.run.model)
     for model in models[1:]:
-        there = flat(model.run.model)
-        for field in {**here, **there}:
-            if here.get(field) != there.get(field):
-                raise UsageError(
-                    f"there is no soup of different models: model.{field} is {here.get(field)} in"
-                    f" {first.location}, {there.get(field)} in {model.location}"
-                )
+        if different := _difference(flat(first.run.model), flat(model.run.model)):
+            field, here, there = different
+            raise UsageError(
+                f"cannot average different models: model.{field} is {here} in {first.location}, {there} in"
+                f" {model.location}"
+            )
+
+
+def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first name whose values differ, and the values."""
+    names = (name for name in {**here, **there} if here.get(name) != there.get(name))
+    return next(((name, here.get(name), there.get(name)) for name in names), None)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors.items()}
+    return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in sorted(tensors.items())}

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from scipy.special import stdtrit
 
@@ -25,32 +25,34 @@ from orchestrator.frontier.points import Point, is_complete
 FORM = "[best] NAME=VALUE[, NAME!=VALUE ...] beats [best] NAME=VALUE[, ...] [at equal NAME[, NAME ...]]"
 
 _SIGNIFICANCE = 0.05
+_CONDITION = r"[^=!,]+!?=[^=!,]+?"
+_SIDE = rf"(best\s+(?:of\s+)?)?({_CONDITION}(?:,{_CONDITION})*)"
+_CLAIM = re.compile(rf"\s*{_SIDE}\s+beats\s+{_SIDE}(?:\s+at\s+equal\s+([^=,]+(?:,[^=,]+)*?))?\s*", re.DOTALL)
 
 Outcome = Literal["better", "worse", "undecided"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    conditions: tuple[
-        tuple[str, str, bool], ...
-    ]  # setting, value, whether it must have the value or must not
+class Side(NamedTuple):
+    conditions: tuple[tuple[str, str, bool], ...]  # setting, value, whether they must be equal
     best: bool  # only the best point of a cell takes part
 
-    def holds(self, settings: Mapping[str, str]) -> bool:
-        return all((settings.get(name) == value) == wanted for name, value, wanted in self.conditions)
+    def members(self, points: Sequence[Point]) -> list[Point]:
+        """The points of a cell that take part."""
+        found = [point for point in points if self._holds(_settings(point))]
+        return [max(found, key=lambda point: point.quality)] if self.best and found else found
+
+    def _holds(self, settings: Mapping[str, str]) -> bool:
+        return all((settings.get(name) == value) == equal for name, value, equal in self.conditions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    text: str
+class Claim(NamedTuple):
     better: Side
     worse: Side
     equal: tuple[str, ...]
 
     def settings(self) -> set[str]:
-        """Names of all settings that the claim mentions."""
-        sides = (self.better, self.worse)
-        return {name for side in sides for name, _, _ in side.conditions} | {*self.equal}
+        """The names of all settings that the claim mentions."""
+        return {name for name, *_ in self.better.conditions + self.worse.conditions} | {*self.equal}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,6 @@ class Verdict:
     single_seeds: int  # cells in which a point has one seed, so that no error is known
 
     @property
-    def cells(self) -> int:
-        return self.held + len(self.failing) + len(self.undecided)
-
-    @property
     def holds(self) -> bool | None:
         """True if every cell holds, False if one fails, else None: undecided, or there is no cell."""
         if self.failing:
@@ -75,42 +73,44 @@ class Verdict:
         return True if self.held and not self.undecided else None
 
     def __str__(self) -> str:
+        cells = self.held + len(self.failing) + len(self.undecided)
         undecided = f", {len(self.undecided)} undecided" if self.undecided else ""
-        single = f" ({self.single_seeds} by single seeds, error unknown)" if self.single_seeds else ""
-        return f"{self.held}/{self.cells} cells{undecided}{single}"
+        single = f" ({self.single_seeds} with a single seed, error unknown)" if self.single_seeds else ""
+        return f"{self.held} of {cells} comparisons hold{undecided}{single}"
 
 
 def parse_claim(text: str) -> Claim:
-    """Raises: ValueError with the form expected."""
-    found = re.fullmatch(r"\s*(.+?)\s+beats\s+(.+?)(?:\s+at\s+equal\s+(.+?))?\s*", text, flags=re.DOTALL)
+    """Raises ValueError, with the form expected."""
+    found = _CLAIM.fullmatch(text)
     if not found:
         raise ValueError(f"claim {text!r} is not of the form: {FORM}")
-    better, worse, equal = found.groups()
+    best_better, better, best_worse, worse, equal = found.groups()
     names = tuple(name.strip() for name in equal.split(",")) if equal else ()
-    if not all(names) or any("=" in name for name in names):
-        raise ValueError(
-            f"claim {text!r} needs names of settings after 'at equal', got {equal!r}; form: {FORM}"
-        )
-    return Claim(text=text, better=_side(better, text), worse=_side(worse, text), equal=names)
+    return Claim(_parse_side(best_better, better), _parse_side(best_worse, worse), names)
+
+
+def _parse_side(best: str | None, text: str) -> Side:
+    parts = [map(str.strip, re.split("(!?=)", part)) for part in text.split(",")]
+    conditions = tuple((name, _canonical(value), sign == "=") for name, sign, value in parts)
+    return Side(conditions, best=best is not None)
 
 
 def check_claim(text: str, points: Sequence[Point]) -> Verdict:
-    """Raises: ValueError if the text is no claim."""
+    """Compares the points of all cells. Raises ValueError if the text is not a claim."""
     claim = parse_claim(text)
-    cells: dict[tuple[str, ...], tuple[list[Point], list[Point]]] = {}
+    cells: dict[tuple[str, ...], list[Point]] = {}
     for point in filter(is_complete, points):
         settings = _settings(point)
         if all(name in settings for name in claim.equal):
-            sides = cells.setdefault(tuple(settings[name] for name in claim.equal), ([], []))
-            for side, members in zip((claim.better, claim.worse), sides, strict=True):
-                if side.holds(settings):
-                    members.append(point)
+            cells.setdefault(tuple(settings[name] for name in claim.equal), []).append(point)
     found: dict[Outcome, list[str]] = {"better": [], "worse": [], "undecided": []}
     single_seeds = 0
-    for cell, (better, worse) in cells.items():
-        for a, b in product(_entrants(claim.better, better), _entrants(claim.worse, worse)):
+    for cell, members in cells.items():
+        where = ", ".join(f"{name}={value}" for name, value in zip(claim.equal, cell, strict=True))
+        for a, b in product(claim.better.members(members), claim.worse.members(members)):
             if a is not b:
-                found[compare(a, b)].append(_cell_text(claim, cell, a, b))
+                text_of = f"{where}: {a.arm} {a.quality_text}, {b.arm} {b.quality_text}"
+                found[compare(a, b)].append(text_of.removeprefix(": "))
                 single_seeds += min(len(a.qualities), len(b.qualities)) < 2
     return Verdict(
         claim=text,
@@ -123,32 +123,17 @@ def check_claim(text: str, points: Sequence[Point]) -> Verdict:
 
 def compare(a: Point, b: Point) -> Outcome:
     """Whether the quality of `a` is better or worse than that of `b`, beyond the error of their seeds."""
-    difference = a.quality - b.quality
+    margin = 0.0
     if min(len(a.qualities), len(b.qualities)) > 1:
         variances = [point.standard_error**2 for point in (a, b)]
         parts = [v**2 / (len(p.qualities) - 1) for v, p in zip(variances, (a, b), strict=True)]
         freedom = sum(variances) ** 2 / sum(parts) if sum(parts) else 1
         quantile = float(stdtrit(freedom, 1 - _SIGNIFICANCE / 2))  # of Student's t
         margin = quantile * sum(variances) ** 0.5
-    else:
-        margin = 0.0
+    difference = a.quality - b.quality
     if abs(difference) <= margin:
         return "undecided"
     return "better" if difference > 0 else "worse"
-
-
-def _side(text: str, claim: str) -> Side:
-    bare = re.sub(r"^best\s+(of\s+)?", "", text)
-    conditions = []
-    for part in bare.split(","):
-        found = re.fullmatch(r"\s*([^=!]+?)\s*(!?=)\s*([^=]+?)\s*", part)
-        if not found:
-            raise ValueError(
-                f"claim {claim!r}: {part.strip()!r} is not NAME=VALUE or NAME!=VALUE; form: {FORM}"
-            )
-        name, sign, value = found.groups()
-        conditions.append((name, _canonical(value), sign == "="))
-    return Side(conditions=tuple(conditions), best=bare != text)
 
 
 def _settings(point: Point) -> dict[str, str]:
@@ -162,13 +147,3 @@ def _canonical(value: str | float) -> str:
         return f"{float(value):g}"
     except ValueError:
         return str(value)
-
-
-def _entrants(side: Side, points: list[Point]) -> list[Point]:
-    return [max(points, key=lambda point: point.quality)] if side.best and points else points
-
-
-def _cell_text(claim: Claim, cell: tuple[str, ...], *points: Point) -> str:
-    where = ", ".join(f"{name}={value}" for name, value in zip(claim.equal, cell, strict=True))
-    arms = ", ".join(f"{point.arm} {point.quality_text}" for point in points)
-    return f"{where}: {arms}".removeprefix(": ")

@@ -1,158 +1,94 @@
-"""Draws `figure.FigureData` in two ways: as plotly's traces and layout, and with matplotlib."""
+"""Pictures by matplotlib, with no global state of pyplot: their style, and the plot of a frontier."""
 
-import math
+import io
 from collections.abc import Sequence
-from html import escape
+from html import unescape
 from itertools import product
-from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.transforms import Bbox
 
-from orchestrator.frontier.figure import (
-    GREY,
-    INK,
-    MUTED,
-    ROLES,
-    SIZE_TITLE,
-    FigureData,
-    Series,
-    marker_px,
-    number,
-)
+from orchestrator.frontier.figure import ROLES, SIZE_TITLE, Json, marker_px, number
 
-Json = dict[str, Any]
+INK, MUTED, GRID, EDGE = "#1d2430", "#5b6675", "#e9ecf0", "#b8c0ca"
+# Okabe and Ito's colours and lighter ones, distinct in the common colour vision deficiencies.
+COLOURS = (
+    "#2B87C8", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#7A78D8",
+    "#A0643C", "#9AD0A5", "#F4B6C2", "#7F7F7F",
+)  # fmt: skip
+DPI = 160  # of a frontier's picture
+MOST_NAMES = 40  # of points in a picture: more have no room
 
-DPI = 160
-MOST_NAMES = 40  # in a picture: more have no room
-
-_FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
-_AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _PX = 72 / 96  # a pixel in points, which matplotlib measures in
 _DASHES = {"solid": "-", "dash": "--", "dot": ":"}
+_MARKERS = {  # plotly's name -> matplotlib's
+    "circle": "o",
+    "cross-thin": "+",
+    "diamond": "D",
+    "diamond-tall": "d",
+    "hexagon": "h",
+    "pentagon": "p",
+    "square": "s",
+    "star": "*",
+    "triangle-down": "v",
+    "triangle-left": "<",
+    "triangle-right": ">",
+    "triangle-up": "^",
+    "x-thin": "x",
+}
 _RISES = range(2, 180, 20)  # pixels between a mark and its name: the first with room
 
 
-def plotly_data(data: FigureData) -> Json:
-    """`data` and `layout` of a plotly figure. A trace's `meta` has its role and family, `customdata` the
-    addresses of runs.
+def new_figure(width: float, height: float, *, dpi: float = 130) -> Figure:
+    """A figure of this size in inches."""
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+
+
+def style_axes(axes: Axes, title: str = "", x: str = "", y: str = "", *, size: float = 9.5) -> None:
+    """Sets titles, a light frame and a grid behind the data. A `$` in a name is no formula.
+
+    Args:
+        size: of the axes' titles, in points.
     """
-    named: set[str] = set()
-    traces = []
-    for series in data.series:
-        trace = {
-            "type": "scatter",
-            "x": series.x,
-            "y": series.y,
-            "name": plain(series.label),
-            "legendgroup": plain(series.label),
-            "showlegend": bool(series.label) and series.label not in named,
-            "visible": "legendonly" if series.optional else True,
-            "meta": {"role": series.role, "family": series.family},
-        }
-        named.add(series.label)
-        traces.append(trace | (_plotly_marks(series) if series.shape else _plotly_line(series, data)))
-    return {"data": traces, "layout": _plotly_layout(data)}
+    text: Json = {"color": INK, "fontweight": "bold", "fontsize": size + 1, "parse_math": False}
+    axes.set_title(title, loc="left", pad=size, **text)
+    axes.set_xlabel(x, fontsize=size, color=MUTED, parse_math=False)
+    axes.set_ylabel(y, fontsize=size, color=MUTED, parse_math=False)
+    axes.grid(color=GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(EDGE)
+    axes.tick_params(which="both", color=EDGE, labelcolor=INK, labelsize=9)
 
 
-def _plotly_line(series: Series, data: FigureData) -> Json:
-    line = {"color": series.colour, "dash": series.dash, "width": 1.8}
-    hover: Json = {"hoverinfo": "skip"}
-    if data.is_budget:
-        line["shape"] = "hv"
-        hover = {"hovertemplate": f"%{{y:.4f}} after %{{x:.4g}}: {data.x_title}<extra></extra>"}
-    return {"mode": "lines", "line": line} | hover
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
-def _plotly_marks(series: Series) -> Json:
-    assert series.shape
-    marker = {
-        "symbol": series.shape.plotly + ("-open" if series.hollow else ""),
-        "color": series.colour,
-        "size": series.sizes,
-        "opacity": series.opacity,
-        "line": {"width": 1.4 if series.hollow else 0},
-    }
-    return {
-        "mode": "markers",
-        "marker": marker,
-        "yaxis": "y2" if series.on_axis else "y",
-        "cliponaxis": not series.on_axis,
-        "hoverinfo": "text",
-        "hovertext": [
-            "<br>".join([f"<b>{plain(name)}</b>", *map(plain, more)]) for name, *more in series.texts
-        ],
-        "customdata": series.links,
-        "error_x": _plotly_bars(series.x, series.x_bars),
-        "error_y": _plotly_bars(series.y, series.y_bars),
-    }
-
-
-def _plotly_bars(places: Sequence[float], bars: Sequence[tuple[float, float]]) -> Json:
-    if not bars:
-        return {"visible": False}
-    above = [high - at for at, (_, high) in zip(places, bars, strict=True)]
-    below = [at - low for at, (low, _) in zip(places, bars, strict=True)]
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": above,
-        "arrayminus": below,
-        "thickness": 1,
-        "width": 0,
-    }
-
-
-def _plotly_layout(data: FigureData) -> Json:
-    x_axis, y_axis = (
-        {**_AXIS, "title": {"text": plain(title), "standoff": 10}} for title in (data.x_title, data.y_title)
-    )
-    if data.is_budget:
-        x_axis["rangemode"] = y_axis["rangemode"] = "tozero"
-    else:
-        x_axis |= {"type": "log", "nticks": 6, "exponentformat": "power"}
-    # On a log axis an annotation's place is a logarithm. Above and to the left of a front there is room.
-    knees = [
-        {"x": math.log10(knee.cost), "y": knee.quality, "ax": -24, "ay": -34, "text": "<b>Knee</b>"}
-        | {"arrowwidth": 1.2, "arrowhead": 0, "standoff": marker_px(knee.size) / 2 + 3, "arrowcolor": GREY}
-        for knee in data.named[:1]
-    ]
-    message = {"text": data.message, "showarrow": False, "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
-    return {
-        "title": {"text": plain(data.title)},
-        "xaxis": x_axis,
-        "yaxis": y_axis,
-        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-        "annotations": [message] if data.message else knees,
-        "font": _FONT,
-        "hovermode": "closest",
-        "hoverlabel": {"align": "left", "font": _FONT},
-    }
-
-
-def plain(text: str) -> str:
-    """Text for plotly, which reads a few HTML tags and these three entities in any label."""
-    return escape(text, quote=False)
-
-
-def matplotlib_figure(data: FigureData) -> Figure:
-    """1600 x 1000 pixels, with the names of points on the front. Uses neither pyplot nor global state."""
-    figure = Figure(figsize=(10, 6.25), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
+def frontier_picture(plot: Json) -> Figure:
+    """Draws a plot of `figure.frontier_plot` in 1600 x 1000 pixels, with the names of points on the front."""
+    layout = plot["layout"]
+    figure = new_figure(10, 6.25, dpi=DPI)
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.15)
     canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
-    _frame(axes, data)
-    # The last series of a label is the foremost one and explains it. Families stand before other marks.
-    shown = [series for series in data.series if not series.optional]
-    drawn = {series.label: _draw(axes, series, order) for order, series in enumerate(shown, start=2)}
+    axes.set_xscale("log")
+    titles = (unescape(part["title"]["text"]) for part in (layout, layout["xaxis"], layout["yaxis"]))
+    style_axes(axes, *titles, size=11)
+    # The last trace of a label is in front and explains it. Families stand before other marks.
+    traces = [trace for trace in plot["data"] if trace.get("visible") != "legendonly"]
+    drawn = {trace["name"]: _draw(axes, trace, order) for order, trace in enumerate(traces, start=2)}
     roles = {label for label, _ in ROLES.values()}
     keys = [drawn[label] for label in sorted(drawn, key=lambda label: label in roles)]
-    if data.sizes:
+    sizes = layout["meta"]["sizes"]
+    if sizes:
         keys += axes.plot([], [], " ", label="\n" + SIZE_TITLE.replace(" per", "\nper"))
-    for size in data.sizes:
+    for size in sizes:
         keys.append(axes.scatter([], [], (marker_px(size) * _PX) ** 2, MUTED, label=number(size)))
     legend = figure.legend(
         handles=keys, loc="outside right upper", frameon=False, labelspacing=1, labelcolor=INK
@@ -160,71 +96,67 @@ def matplotlib_figure(data: FigureData) -> Figure:
     for text in legend.get_texts():
         text.set_parse_math(False)
     axes.margins(x=0.09, y=0.1)
-    axes.text(0.5, 0.5, data.message, transform=axes.transAxes, ha="center", color=MUTED)
+    if not layout["meta"]["front"]:
+        message = layout["annotations"][0]["text"]
+        axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", color=MUTED)
     canvas.draw()
-    _name_points(axes, data)
+    _name_points(axes, layout["meta"]["front"][:MOST_NAMES], traces)
     return figure
 
 
-def _frame(axes: Axes, data: FigureData) -> None:
-    axes.set_xscale("log")
-    text: Json = {"color": INK, "parse_math": False}
-    axes.set_title(data.title, loc="left", fontsize=14, fontweight="bold", pad=14, **text)
-    axes.set_xlabel(data.x_title, labelpad=8, **text)
-    axes.set_ylabel(data.y_title, labelpad=8, **text)
-    axes.grid(color="#e9ecf0")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#b8c0ca")
-    axes.tick_params(which="both", color="#b8c0ca", labelcolor=INK, labelsize=9.5)
-
-
-def _draw(axes: Axes, series: Series, z_order: float) -> Artist:
-    """Draws a series and returns what explains it in a legend."""
-    look: Json = {"color": series.colour, "zorder": z_order}
-    label = series.label.replace(", ", ",\n").replace(" with ", " with\n")
-    if series.shape is None:
-        (line,) = axes.plot(series.x, series.y, _DASHES[series.dash], linewidth=1.2, label=label, **look)
+def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
+    """Draws a trace and returns the artist that explains it in a legend."""
+    label = unescape(trace["name"]).replace(", ", ",\n").replace(" with ", " with\n")
+    x, y = trace["x"], trace["y"]
+    if trace["mode"] == "lines":
+        look = {"color": trace["line"]["color"], "linestyle": _DASHES[trace["line"]["dash"]]}
+        (line,) = axes.plot(x, y, linewidth=1.2, label=label, zorder=z_order, **look)
         return line
-    for bars, draw, at in ((series.x_bars, axes.hlines, series.y), (series.y_bars, axes.vlines, series.x)):
-        if bars:
-            draw(at, *zip(*bars, strict=True), linewidth=0.8, alpha=0.6, **look)
-    empty = series.hollow and series.shape.matplotlib not in ("+", "x")
-    colours: Json = {"facecolors": "none", "edgecolors": series.colour} if empty else {"color": series.colour}
+    marker = trace["marker"]
+    symbol, hollow = _MARKERS[marker["symbol"].removesuffix("-open")], marker["line"]["width"] > 0
+    on_axis, colour = trace["yaxis"] == "y2", marker["color"]
+    empty = hollow and symbol not in "+x"
+    look: Json = {"facecolors": "none", "edgecolors": colour} if empty else {"color": colour}
+    x_error, y_error = (
+        [bars["arrayminus"], bars["array"]] if "array" in bars else None
+        for bars in (trace["error_x"], trace["error_y"])
+    )
+    axes.errorbar(x, y, y_error, x_error, "none", ecolor=colour, elinewidth=0.8, alpha=0.6, zorder=z_order)
     return axes.scatter(
-        series.x,
-        series.y,
-        [(size * _PX) ** 2 for size in series.sizes],
-        marker=series.shape.matplotlib,
-        linewidths=1 if series.hollow else 0,
-        alpha=series.opacity,
+        x,
+        y,
+        [(size * _PX) ** 2 for size in marker["size"]],
+        marker=symbol,
+        linewidths=1 if hollow else 0,
+        alpha=marker["opacity"],
         zorder=z_order,
         label=label,
-        transform=axes.get_xaxis_transform() if series.on_axis else axes.transData,
-        clip_on=not series.on_axis,
-        **colours,
+        transform=axes.get_xaxis_transform() if on_axis else axes.transData,
+        clip_on=not on_axis,
+        **look,
     )
 
 
-def _name_points(axes: Axes, data: FigureData) -> None:
-    """Names points of the front where the name touches no mark, line or other name; the knee comes first."""
+def _name_points(axes: Axes, points: Sequence[Json], traces: Sequence[Json]) -> None:
+    """Names points where the name touches no mark, line or other name. The first point is the knee."""
     axes.autoscale(False)
     taken, along = [], [np.zeros((0, 2))]
-    for series in data.series:
-        pixels = axes.transData.transform(np.array([series.x, series.y]).T)
-        if series.shape and not series.on_axis:
-            radii = np.array(series.sizes) * DPI / 96 / 2
-            taken += [Bbox([at - radius, at + radius]) for at, radius in zip(pixels, radii, strict=True)]
-        elif not series.shape and not series.optional:
+    for trace in traces:
+        pixels = axes.transData.transform(np.stack([trace["x"], trace["y"]], 1))
+        if trace["mode"] == "lines":
             steps = np.linspace(0, len(pixels) - 1, 100 * len(pixels))
             along.append(np.stack([np.interp(steps, np.arange(len(pixels)), axis) for axis in pixels.T], 1))
+        elif trace["yaxis"] == "y":
+            radii = np.array(trace["marker"]["size"]) * DPI / 96 / 2
+            taken += [Bbox([at - radius, at + radius]) for at, radius in zip(pixels, radii, strict=True)]
     lines = np.concatenate(along)
-    for point in data.named[:MOST_NAMES]:
-        is_knee, radius = point is data.named[0], marker_px(point.size) * DPI / 96 / 2
-        name, weight = (f"Knee: {point.arm}", "bold") if is_knee else (point.arm, "normal")
+    for rank, point in enumerate(points):
+        name, weight = unescape(point["name"]), "normal" if rank else "bold"
+        name = name if rank else f"Knee: {name}"
         text = axes.text(0, 0, name, size=9.5, weight=weight, color=INK, va="bottom", parse_math=False)
         text.set_in_layout(False)
-        extent, (x, y) = text.get_window_extent(), axes.transData.transform((point.cost, point.quality))
+        extent, radius = text.get_window_extent(), point["px"] * DPI / 96 / 2
+        x, y = axes.transData.transform((point["x"], point["y"]))
         for rise, side in product(_RISES, (1, -1)):
             # Above and to the left of its mark, where a front leaves room, or below and to the right.
             left = max(x - radius - extent.width, axes.bbox.x0 + 2) if side > 0 else x + radius

@@ -1,4 +1,4 @@
-"""What a plot of a frontier shows, as plain data: `drawing.py` turns it into a plotly or a matplotlib figure.
+"""The plots of a frontier as plotly figures in plain data: the page shows them, `drawing.py` makes a picture.
 
 Source: colours after Okabe and Ito, "Color Universal Design" (2008), distinct in the common colour vision
 deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more to white and to #14171c.
@@ -7,9 +7,9 @@ deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more 
 import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from html import escape
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from orchestrator.frontier.points import UNKNOWN, Point, front_points, quartiles
 
+Json = dict[str, Any]
+
 TIMES = "\N{MULTIPLICATION SIGN}"
-INK, MUTED = "#1d2430", "#5b6675"  # of text on white
 GREY = "#7d8896"  # of lines, on white and on #14171c
 NOTHING_YET = "No finished trial with a known cost and quality"
 SIZE_TITLE = "Expert slots per token"
@@ -36,6 +37,15 @@ ROLES = {
     "retrained": ("Retrained, not counted", "☆"),
 }
 
+# Marks that are hollow or thin, by role: symbol (None: the family's), diameter in pixels (0: by size).
+_MARKS = {
+    "published": (None, 9),
+    "diverged": ("x-thin", 8),
+    "operating": ("cross-thin", 7),
+    "retrained": ("star", 15),
+}
+_FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
+_AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _AXIS_TITLES = {
     "cost/train_flops_6mac": f"Training FLOPs (6 {TIMES} MAC)",
@@ -56,92 +66,46 @@ _AXIS_TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A marker by its names in plotly and matplotlib, and as a character."""
+class FamilyStyle(NamedTuple):
+    """How a family looks: its colour, its marker as plotly names it, and the marker as a character."""
 
-    plotly: str
-    matplotlib: str
-    glyph: str = ""
-
-
-@dataclass(frozen=True)
-class FamilyStyle:
     colour: str
-    shape: Shape
+    symbol: str
+    glyph: str
 
 
-# Marks that are hollow or thin, by role: shape (None: the family's), diameter in pixels.
-_MARKS = {
-    "published": (None, 9),
-    "diverged": (Shape("x-thin", "x"), 8),
-    "operating": (Shape("cross-thin", "+"), 7),
-    "retrained": (Shape("star", "*"), 15),
-}
 _FAMILIES = {
-    "dense": FamilyStyle("#CC79A7", Shape("square", "s", "■")),
-    "soft": FamilyStyle("#D55E00", Shape("circle", "o", "●")),
-    "token_choice": FamilyStyle("#2B87C8", Shape("triangle-up", "^", "▲")),
-    "sinkhorn_token_choice": FamilyStyle("#7A78D8", Shape("triangle-down", "v", "▼")),
-    "expert_choice": FamilyStyle("#009E73", Shape("diamond", "D", "◆")),
-    "sinkhorn_expert_choice": FamilyStyle("#7A8F00", Shape("diamond-tall", "d", "♦")),
-    "sparse_transport_expert_choice": FamilyStyle("#A0643C", Shape("pentagon", "p", "⬟")),
+    "dense": FamilyStyle("#CC79A7", "square", "■"),
+    "soft": FamilyStyle("#D55E00", "circle", "●"),
+    "token_choice": FamilyStyle("#2B87C8", "triangle-up", "▲"),
+    "sinkhorn_token_choice": FamilyStyle("#7A78D8", "triangle-down", "▼"),
+    "expert_choice": FamilyStyle("#009E73", "diamond", "◆"),
+    "sinkhorn_expert_choice": FamilyStyle("#7A8F00", "diamond-tall", "♦"),
+    "sparse_transport_expert_choice": FamilyStyle("#A0643C", "pentagon", "⬟"),
 }
 _SPARE_STYLES = (
-    FamilyStyle("#9A7D0A", Shape("triangle-left", "<", "◀")),
-    FamilyStyle("#A5619B", Shape("triangle-right", ">", "▶")),
-    FamilyStyle("#7F7F7F", Shape("hexagon", "h", "⬢")),
+    FamilyStyle("#9A7D0A", "triangle-left", "◀"),
+    FamilyStyle("#A5619B", "triangle-right", "▶"),
+    FamilyStyle("#7F7F7F", "hexagon", "⬢"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """A line, or marks that look alike. The tuples have an entry for each point."""
-
-    role: str  # of ROLES; empty in a plot that has no roles
-    family: str = ""
-    label: str = ""  # in a legend, where each label is explained once
-    x: tuple[float, ...] = ()
-    y: tuple[float, ...] = ()
-    colour: str = GREY
-    dash: Literal["solid", "dash", "dot"] = "solid"
-    shape: Shape | None = None  # None: a line
-    hollow: bool = False
-    opacity: float = 1
-    sizes: tuple[float, ...] = ()  # diameters of marks in pixels at 96 per inch
-    x_bars: tuple[tuple[float, float], ...] = ()  # lower and upper end
-    y_bars: tuple[tuple[float, float], ...] = ()
-    texts: tuple[tuple[str, ...], ...] = ()  # lines of text about each mark, the first one its name
-    links: tuple[str | None, ...] = ()
-    on_axis: bool = False  # marks without a quality, on the cost axis
-    optional: bool = False  # hidden until a reader asks for it
-
-
-@dataclass(frozen=True, kw_only=True)
-class FigureData:
-    """A plot. `series` go from the back to the front."""
-
-    title: str
-    x_title: str
-    y_title: str
-    series: tuple[Series, ...]
-    sizes: tuple[float, ...] = ()  # slots per token that explain the sizes of marks
-    named: tuple[Point, ...] = ()  # points of the front, the knee first
-    message: str = ""
-    is_budget: bool = False  # linear axes that begin at 0, and a line that rises in steps
-
-
-def frontier_data(
+def frontier_plot(
     name: str,
     cost_name: str,
     quality_name: str,
     entries: Sequence[tuple[Point, str]],
     operating_front: Sequence[Point] = (),
-) -> FigureData:
-    """The plot of quality against one cost. `entries`: all points with their status (`Frontier.statuses`).
+) -> Json:
+    """The plot of quality against one cost: `data` and `layout` of a plotly figure.
 
+    A trace's `meta` has its role and family, its `customdata` the addresses of runs. The layout's `meta` has
+    the sizes that a key explains, and the points on the front, the knee first.
     Points of papers are drawn where both metrics are theirs too. Trials that stopped, failed or run have no
     final quality and are not drawn.
+
+    Args:
+        entries: all points with their status (`Frontier.statuses`).
     """
     papers = [(paper, "published") for paper in published(quality_name, cost_name)]
     drawn: dict[tuple[str, str], list[Point]] = {}
@@ -151,97 +115,152 @@ def frontier_data(
     styles = family_styles(family for role, family in drawn if role in ROLES)
     counted = [point for point, status in entries if status.startswith(("frontier", "dominated"))]
     front = front_points(counted)
-    series = [_line("operating_front", operating_front, dash="dot"), _line("frontier", front)]
+    traces = [_line("operating_front", operating_front, dash="dot"), _line("frontier", front)]
     families = dict.fromkeys(point.family for point in counted)
     for family in families if len(families) > 1 else ():
         own = front_points([point for point in counted if point.family == family])
-        look: dict[str, Any] = {"family": family, "colour": styles[family].colour}
-        if family == "dense":
-            series.append(_line("dense", own, dash="dash", **look))
-        else:
-            series.append(_line("family", own, dash="dot", optional=True, **look))
-    series += [
+        role, dash = ("dense", "dash") if family == "dense" else ("family", "dot")
+        traces.append(_line(role, own, family=family, colour=styles[family].colour, dash=dash))
+    traces += [
         _marks(drawn[role, family], role, style, cost_name, quality_name)
         for role in ROLES
         for family, style in styles.items()
         if (role, family) in drawn
     ]
+    traces = [trace for trace in traces if trace["x"]]
+    explained: set[str] = set()
+    for trace in traces:
+        trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in explained}
+        explained.add(trace["name"])
     knees = [point for point, status in entries if status == "frontier, knee"]
-    return FigureData(
-        title=name,
-        x_title=axis_title(cost_name),
-        y_title=axis_title(quality_name),
-        series=tuple(one for one in series if one.x),
-        sizes=key_sizes([*counted, *(point for point, status in entries if status == "retrained")]),
-        named=(*knees, *(point for point in front if point not in knees)),
-        message="" if front else NOTHING_YET,
-    )
+    sizes = key_sizes([*counted, *(point for point, status in entries if status == "retrained")])
+    named = [
+        {"name": plain(point.arm), "x": point.cost, "y": point.quality, "px": marker_px(point.size)}
+        for point in (*knees, *(point for point in front if point not in knees))
+    ]
+    layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
+    layout["meta"] = {"sizes": sizes, "front": named}
+    layout["xaxis"] |= {"type": "log", "nticks": 6, "exponentformat": "power"}
+    if front:
+        layout["annotations"] = [_knee_label(named[0])]
+    else:
+        middle = {"x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper"}
+        layout["annotations"] = [{"text": NOTHING_YET, "showarrow": False, **middle}]
+    return {"data": traces, "layout": layout}
 
 
-def budget_data(curve: NDArray[np.float64]) -> FigureData:
-    """The plot of hypervolume against what was spent: (entries, 2) of `points.hypervolume_by_budget`."""
+def budget_plot(curve: NDArray[np.float64]) -> Json:
+    """The plot of hypervolume against device time: (entries, 2) of `points.hypervolume_by_budget`."""
     scale, unit = (3600, "hours") if curve[-1, 0] >= 7200 else (1, "seconds")
-    x, y = (0.0, *(curve[:, 0] / scale).tolist()), (0.0, *curve[:, 1].tolist())
-    return FigureData(
-        title="Hypervolume by budget",
-        x_title=f"Device {unit} spent",
-        y_title="Hypervolume",
-        series=(Series(role="", x=x, y=y),),
-        is_budget=True,
-    )
+    title = f"Device {unit} spent"
+    trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [0.0, *(curve[:, 0] / scale).tolist()],
+        "y": [0.0, *curve[:, 1].tolist()],
+        "meta": {"role": "", "family": ""},
+        "line": {"color": GREY, "width": 1.8, "shape": "hv"},
+        "hovertemplate": f"%{{y:.4f}} after %{{x:.4g}}: {title}<extra></extra>",
+    }
+    layout = _layout("Hypervolume by budget", title, "Hypervolume")
+    layout["xaxis"]["rangemode"] = layout["yaxis"]["rangemode"] = "tozero"
+    return {"data": [trace], "layout": layout}
 
 
-def _line(role: str, points: Sequence[Point], **look: Any) -> Series:
-    x, y = tuple(point.cost for point in points), tuple(point.quality for point in points)
-    return Series(role=role, label=ROLES[role][0], x=x, y=y, **look)
+def _layout(title: str, x_title: str, y_title: str) -> Json:
+    return {
+        "title": {"text": plain(title)},
+        "xaxis": {**_AXIS, "title": {"text": plain(x_title), "standoff": 10}},
+        "yaxis": {**_AXIS, "title": {"text": plain(y_title), "standoff": 10}},
+        "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
+        "font": _FONT,
+        "hovermode": "closest",
+        "hoverlabel": {"align": "left", "font": _FONT},
+    }
 
 
-def _marks(
-    points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str
-) -> Series:
+def _knee_label(knee: Json) -> Json:
+    # On a log axis an annotation's place is a logarithm. Above and to the left of a front there is room.
+    place = {"x": math.log10(knee["x"]), "y": knee["y"], "ax": -24, "ay": -34, "standoff": knee["px"] / 2 + 3}
+    return {"text": "<b>Knee</b>", "arrowwidth": 1.2, "arrowhead": 0, "arrowcolor": GREY, **place}
+
+
+def _line(
+    role: str, points: Sequence[Point], *, family: str = "", colour: str = GREY, dash: str = "solid"
+) -> Json:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": ROLES[role][0],
+        "x": [point.cost for point in points],
+        "y": [point.quality for point in points],
+        "meta": {"role": role, "family": family},
+        "line": {"color": colour, "dash": dash, "width": 1.8},
+        "visible": "legendonly" if role == "family" else True,
+        "hoverinfo": "skip",
+    }
+
+
+def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str) -> Json:
     """The points of one family that have one role, with bars over quartiles of costs and over seeds."""
-    shape, size = _MARKS.get(role, (None, 0))
-    on_axis = role == "diverged"
-    x_bars = tuple(quartiles(point, cost_name) for point in points)
-    seeds = [point.qualities or (point.quality,) for point in points]
-    y_bars = tuple((min(qualities), max(qualities)) for qualities in seeds)
-    return Series(
-        role=role,
-        family=points[0].family,
-        label=ROLES[role][0] if role in _MARKS else family_label(points[0].family),
-        x=tuple(point.cost for point in points),
-        y=tuple(0.0 if on_axis else point.quality for point in points),
-        colour=style.colour,
-        shape=shape or style.shape,
-        hollow=role in _MARKS,
-        opacity=0.4 if role == "dominated" else 1,
-        sizes=tuple(size or marker_px(point.size) for point in points),
-        x_bars=x_bars if any(low < high for low, high in x_bars) else (),
-        y_bars=y_bars if not on_axis and any(low < high for low, high in y_bars) else (),
-        texts=tuple(_texts(point, role, cost_name, quality_name) for point in points),
-        links=tuple(web_link(point.run_url) for point in points),
-        on_axis=on_axis,
-    )
+    symbol, size = _MARKS.get(role, (None, 0))
+    on_axis, hollow = role == "diverged", role in _MARKS
+    seeds = [(point.qualities or (point.quality,), point.quality) for point in points]
+    marker = {
+        "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
+        "color": style.colour,
+        "size": [size or marker_px(point.size) for point in points],
+        "opacity": 0.4 if role == "dominated" else 1,
+        "line": {"width": 1.4 if hollow else 0},
+    }
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": ROLES[role][0] if hollow else plain(family_label(points[0].family)),
+        "x": [point.cost for point in points],
+        "y": [0.0 if on_axis else point.quality for point in points],
+        "meta": {"role": role, "family": points[0].family},
+        "marker": marker,
+        "yaxis": "y2" if on_axis else "y",
+        "cliponaxis": not on_axis,
+        "hoverinfo": "text",
+        "hovertext": [_hover_text(point, role, cost_name, quality_name) for point in points],
+        "customdata": [web_link(point.run_url) for point in points],
+        "error_x": _bars([(*quartiles(point, cost_name), point.cost) for point in points]),
+        "error_y": _bars([] if on_axis else [(min(found), max(found), mean) for found, mean in seeds]),
+    }
 
 
-def _texts(point: Point, role: str, cost_name: str, quality_name: str) -> tuple[str, ...]:
-    """What is shown of a point under the pointer, in at most 18 lines: more would not fit beside a plot."""
+def _bars(bars: Sequence[tuple[float, float, float]]) -> Json:
+    """Bars of (lower end, upper end, place); none if all are points."""
+    if not any(low < high for low, high, _ in bars):
+        return {"visible": False}
+    above, below = [high - at for _, high, at in bars], [at - low for low, _, at in bars]
+    return {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 0}
+
+
+def _hover_text(point: Point, role: str, cost_name: str, quality_name: str) -> str:
+    """The text of a point under the pointer, in at most 18 lines, because more do not fit beside a plot."""
     lines = [
-        point.arm,
         f"{family_label(point.family)}, {role}",
         f"{axis_title(cost_name)}: {cost_text(point, cost_name)}",
         f"{axis_title(quality_name)}: {point.quality_text}",
         *(f"{name}: {text}" for name, text in facts(point).items()),
     ]
-    return tuple(lines[:18])
+    return "<br>".join([f"<b>{plain(point.arm)}</b>", *map(plain, lines[:17])])
+
+
+def plain(text: str) -> str:
+    """Text for plotly, which reads a few HTML tags and these three entities in any label."""
+    return escape(text, quote=False)
 
 
 def published(quality_name: str, cost_name: str) -> tuple[Point, ...]:
-    """The points that papers printed in both metrics; none where a metric is not among the papers'.
+    """The published points of the papers that have both metrics.
 
     ``published.csv`` has fractions and FLOPs, where the papers have percent and exaFLOPs. Soft MoE counts 3
-    FLOPs of training for a multiply-add of the forward pass, V-MoE 6: each is given in both. V-MoE has
-    core-days, two to a chip of TPUv3. JFT-300M and JFT-4B have different classes, so they are two metrics.
+    FLOPs of training for a multiply-add of the forward pass, V-MoE 6: the table has both. V-MoE counts
+    core-days, two for a chip-day of TPUv3. JFT-300M and JFT-4B are two metrics, because their classes differ.
     `imagenet/acc1` is after fine-tuning.
     """
     table = files("orchestrator.frontier").joinpath("published.csv").read_text(encoding="utf-8")
@@ -262,7 +281,7 @@ def published(quality_name: str, cost_name: str) -> tuple[Point, ...]:
 
 
 def family_styles(families: Iterable[str]) -> dict[str, FamilyStyle]:
-    """The style of each family present: the known ones as in the table, the others in alphabetical order."""
+    """The style of each family present: known families as in the table, others in alphabetical order."""
     present = {*families}
     styles = {family: style for family, style in _FAMILIES.items() if family in present}
     for index, family in enumerate(sorted(present - styles.keys())):
@@ -309,16 +328,13 @@ def cost_text(point: Point, cost_name: str) -> str:
 
 
 def facts(point: Point) -> dict[str, str]:
-    """What else is known of a point: its measurements, settings and seeds."""
-    shown = {name: detail(value) for name, value in {**point.details, **point.settings}.items()}
+    """The measurements, settings and seeds of a point."""
+    known = {**point.details, **point.settings}
+    shown = {name: number(x) if isinstance(x, float) else str(x) for name, x in known.items()}
     if len(point.qualities) > 1:
         worst, best = min(point.qualities), max(point.qualities)
         shown["seeds"] = f"{len(point.qualities)}, from {worst:.4f} to {best:.4f}"
     return shown
-
-
-def detail(value: str | float) -> str:
-    return number(value) if isinstance(value, float) else str(value)
 
 
 def web_link(url: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What a sweep found: its points, their front and knee, as numbers, as a table and as figures."""
+"""The result of a sweep: its points, their front and knee, as numbers, as a table and as figures."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,16 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from orchestrator.frontier import points as of
-from orchestrator.frontier.drawing import DPI, matplotlib_figure, plotly_data
-from orchestrator.frontier.figure import FigureData, frontier_data
-from orchestrator.frontier.points import Point, is_complete
+from orchestrator.frontier.drawing import frontier_picture
+from orchestrator.frontier.figure import Json, frontier_plot
+from orchestrator.frontier.points import (
+    Point,
+    front_points,
+    hypervolume,
+    is_complete,
+    knee_point,
+    on_front,
+)
 
 _ROUNDING = 1e-9  # relative difference of two equal hypervolumes
 
@@ -22,9 +28,8 @@ class Frontier:
     """A sweep's points under one cost and one quality metric.
 
     `reference` maps the quality metric, the cost metric and further costs to the worst values that
-    hypervolumes count. It belongs to the sweep, so that hypervolumes of the same sweep compare, whichever
-    trials have ended.
-    `spending` is what the sweep spent, in order: see `points.hypervolume_by_budget`.
+    hypervolumes count. It belongs to the sweep, so hypervolumes of the same sweep compare, whichever trials
+    have ended.
     """
 
     name: str
@@ -35,7 +40,7 @@ class Frontier:
     retrained: tuple[Point, ...] = ()  # trained again for longer: shown, never counted
     operating: tuple[Point, ...] = ()  # trained models at other settings of their routers: see `gains`
     claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
-    spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds)
+    spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds): see `hypervolume_by_budget`
     note: str = ""  # a sentence for the reader, such as how shared training is charged
 
     def __post_init__(self) -> None:
@@ -66,24 +71,24 @@ class Frontier:
     @property
     def front(self) -> tuple[Point, ...]:
         """The points on the front, cheapest first."""
-        return of.front_points(self.points)
+        return front_points(self.points)
 
     @property
     def knee(self) -> Point:
         """The front point with the best trade. Raises: ValueError if no point is complete."""
-        return of.knee_point(self.points)
+        return knee_point(self.points)
 
     @property
     def hypervolume(self) -> float:
         """Area between the front and the reference: decades of cost times fractions of quality."""
-        return of.hypervolume(self.points, self.bound)
+        return hypervolume(self.points, self.bound)
 
     def statuses(self) -> tuple[str, ...]:
         """The place of each of `all_points` if it is complete, else its status.
 
         Places are "frontier", "frontier, knee", "dominated", "retrained" and "operating".
         """
-        front = of.on_front(self.points)
+        front = on_front(self.points)
         knee = self.knee if any(front) else None
         places = [
             ("frontier, knee" if point is knee else "frontier" if on else "dominated")
@@ -100,13 +105,8 @@ class Frontier:
         def moved(points: Sequence[Point]) -> tuple[Point, ...]:
             return tuple(replace(point, cost=point.costs.get(cost_name, math.nan)) for point in points)
 
-        return replace(
-            self,
-            cost_name=cost_name,
-            points=moved(self.points),
-            retrained=moved(self.retrained),
-            operating=moved(self.operating),
-        )
+        groups = {name: moved(getattr(self, name)) for name in ("points", "retrained", "operating")}
+        return replace(self, cost_name=cost_name, **groups)
 
     def to_dataframe(self) -> pd.DataFrame:
         """A row for every point: its place, cost, quality with standard error, further costs and runs."""
@@ -126,30 +126,30 @@ class Frontier:
         ]
         return pd.DataFrame(rows)
 
-    def figure_data(self) -> FigureData:
-        """The plot of quality against the cost."""
+    def plot(self) -> Json:
+        """The plot of quality against the cost: see `figure.frontier_plot`."""
         entries = list(zip(self.all_points, self.statuses(), strict=True))
-        return frontier_data(self.name, self.cost_name, self.quality_name, entries, operating_front(self))
+        return frontier_plot(self.name, self.cost_name, self.quality_name, entries, operating_front(self))
 
     def figure(self) -> go.Figure:
         """The plot as a plotly figure, which a notebook shows."""
-        return go.Figure(plotly_data(self.figure_data()))
+        return go.Figure(self.plot())
 
     def save_picture(self, path: Path) -> None:
         """Writes the plot as PNG or SVG, by the suffix."""
-        matplotlib_figure(self.figure_data()).savefig(path, dpi=DPI)
+        frontier_picture(self.plot()).savefig(path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Hypervolume of trained models without and with their operating points, to the same reference."""
+    """The hypervolume of trained models without and with their operating points."""
 
     cost_name: str
     models: str  # "all models", or "MoE models alone" where there are others
     without: float
-    with_points: float  # equal to `without` if the gain is none
+    with_points: float  # equal to `without` if no gain counts
     at_least: float | None = None  # relative gain by the quartiles of the costs; None if costs are exact
-    none_because: str = ""  # why a gain by the medians counts as none
+    none_because: str = ""  # why a gain by the medians does not count
 
     def __str__(self) -> str:
         if self.none_because:
@@ -162,7 +162,7 @@ class Gain:
 
 
 def operating_costs(frontier: Frontier) -> tuple[str, ...]:
-    """The costs that operating points have: costs of inference, since they were not trained anew."""
+    """The costs that operating points have: those of inference, because they were not trained anew."""
     names = (frontier.cost_name, *frontier.panels)
     return tuple(name for name in names if any(name in point.costs for point in frontier.operating))
 
@@ -170,21 +170,21 @@ def operating_costs(frontier: Frontier) -> tuple[str, ...]:
 def operating_front(frontier: Frontier) -> tuple[Point, ...]:
     """The front of MoE models and their operating points, cheapest first; empty without operating points.
 
-    If what the points add lies within the spread of measured costs, it is the front of the models alone.
+    It is the front of the models alone if the gain lies within the spread of measured costs.
     """
     if not any(map(is_complete, frontier.operating)):
         return ()
     alone = _moe(frontier)
     counts = not _gain(alone, "").none_because
-    return of.front_points(alone.points + (alone.operating if counts else ()))
+    return front_points(alone.points + (alone.operating if counts else ()))
 
 
 def gains(frontier: Frontier) -> tuple[Gain, ...]:
     """The gain over each cost that operating points have.
 
-    Settings are picked by the images that they are judged by, so a gain is that of a choice among them.
-    Measured costs have a spread (`Point.spreads`): a gain counts only if some of it is left with all trained
-    models at the lower quartiles of their costs and the operating points at the upper ones.
+    Settings are chosen by the images on which they are judged, so a gain includes that choice. Measured costs
+    have a spread (`Point.spreads`): a gain counts only if some of it is left with all trained models at the
+    lower quartiles of their costs and the operating points at the upper ones.
     """
     alone = _moe(frontier)
     groups = [("all models", frontier)]
@@ -197,16 +197,14 @@ def gains(frontier: Frontier) -> tuple[Gain, ...]:
 def _gain(frontier: Frontier, models: str) -> Gain:
     """The gain over the cost of a single panel."""
     cost_name, trained, together = frontier.cost_name, frontier.points, frontier.points + frontier.operating
-    volume = partial(of.hypervolume, reference=frontier.bound)
+    volume = partial(hypervolume, reference=frontier.bound)
     without, with_points = volume(trained), volume(together)
     gain = Gain(cost_name=cost_name, models=models, without=without, with_points=with_points)
     spreads = [point.spreads[cost_name] for point in frontier.operating if cost_name in point.spreads]
     if not spreads or _equal(without, with_points):
         return gain
-    without, with_points = (
-        volume(_at_quartile(trained, cost_name, 0)),
-        volume(_at_quartile(together, cost_name, 1)),
-    )
+    without = volume(_at_quartile(trained, cost_name, 0))
+    with_points = volume(_at_quartile(together, cost_name, 1))
     if _equal(without, with_points):
         known = any(math.isfinite(high) for _, high in spreads)
         why = "within the spread of the times" if known else "the spread of the times is unknown"

@@ -1,4 +1,4 @@
-// Draws the plots in the colours of the theme, hides what the check boxes deselect, and sorts the table.
+// Draws the plots in the colours of the theme, hides deselected families and marks, and sorts the table.
 "use strict";
 
 const plots = JSON.parse(document.getElementById("data").textContent);
@@ -11,7 +11,7 @@ const config = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 
-// What a check box hides: families and roles.
+// The families or roles that check boxes hide.
 function hiddenValues(kind) {
   const boxes = filters.querySelectorAll(`input[data-kind=${kind}]`);
   return new Set([...boxes].filter(box => !box.checked).map(box => box.value));

@@ -1,7 +1,7 @@
-"""A frontier as one HTML file that needs nothing else: plots, claims and a table of all points.
+"""A frontier as a single HTML file: plots, claims and a table of all points.
 
 The template `page.html` escapes every text. `page.js` colours the plots, hides what a reader deselects and
-sorts the table. The file asks the network for nothing, and its content security policy keeps it so.
+sorts the table. The content security policy of the file forbids network access.
 """
 
 import math
@@ -14,7 +14,6 @@ from plotly.offline import get_plotlyjs
 
 from orchestrator.frontier import figure
 from orchestrator.frontier.claims import check_claim
-from orchestrator.frontier.drawing import Json, plotly_data
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import SPACE, Point, hypervolume_by_budget
 
@@ -29,18 +28,18 @@ _FILTERS = (
 
 
 def frontier_page(frontier: Frontier) -> str:
-    """The whole HTML document, readable in light and dark and in a sandboxed frame.
+    """The HTML document, for light and dark themes and for a sandboxed frame.
 
-    Raises: ValueError if one of the claims cannot be read.
+    Raises: ValueError if a claim cannot be read.
     """
     panels = [frontier, *map(frontier.at_cost, frontier.panels)]
-    plots = [panel.figure_data() for panel in panels]
-    drawn = [series for plot in plots for series in plot.series]
-    families = [series.family for series in drawn if series.family]
+    plots = [panel.plot() for panel in panels]
+    drawn = [trace["meta"] for plot in plots for trace in plot["data"]]
+    families = [meta["family"] for meta in drawn if meta["family"]]
     if frontier.spending:
         curve = hypervolume_by_budget(frontier.points, frontier.bound, frontier.spending)
-        plots.append(figure.budget_data(curve))
-    present = [series.role for series in drawn] + [status.split(",")[0] for status in frontier.statuses()]
+        plots.append(figure.budget_plot(curve))
+    present = [meta["role"] for meta in drawn] + [status.split(",")[0] for status in frontier.statuses()]
     known = [role for role in figure.ROLES if role in present]
     titles = [figure.axis_title(name) for name in (*(p.cost_name for p in panels), frontier.quality_name)]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -54,8 +53,8 @@ def frontier_page(frontier: Frontier) -> str:
         roles={
             role: figure.ROLES.get(role, (role.capitalize(), "")) for role in dict.fromkeys(known + present)
         },
-        plots=[plotly_data(plot) for plot in plots],
-        sizes=plots[0].sizes,
+        plots=plots,
+        sizes=plots[0]["layout"]["meta"]["sizes"],
         size_title=figure.SIZE_TITLE,
         gains=gains(frontier),
         verdicts=[check_claim(claim, frontier.points) for claim in frontier.claims],
@@ -78,17 +77,17 @@ def _file(name: str) -> str:
     return files("orchestrator.frontier").joinpath(name).read_text(encoding="utf-8")
 
 
-def _counts(frontier: Frontier) -> Json:
+def _counts(frontier: Frontier) -> dict[str, int]:
     counts = {"trials": len(frontier.points)}
     for status in ("finished", "stopped", "failed", "diverged", "running"):
         counts[status] = sum(point.status == status for point in frontier.points)
     counts |= {"on the frontier": len(frontier.front), "retrained": len(frontier.retrained)}
     always = {"trials", "finished", "failed", "diverged", "on the frontier"}
-    return {what: count for what, count in counts.items() if count or what in always}
+    return {name: count for name, count in counts.items() if count or name in always}
 
 
 def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:
-    """Point, role, status, and for each number what it is sorted by, empty if it is unknown, and its text."""
+    """Yields point, role, status, and the numbers: a key to sort by, empty if unknown, and a text."""
     columns = [
         [(point.cost, figure.cost_text(point, panel.cost_name)) for point in panel.all_points]
         for panel in panels

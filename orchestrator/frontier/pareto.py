@@ -23,7 +23,7 @@ def pareto_front(costs: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def hypervolume_2d(costs: NDArray[np.float64], reference: NDArray[np.float64]) -> float:
-    """Exact area that (points, 2) dominate and `reference` (2,) bounds; a point not below it adds nothing."""
+    """The exact area that (points, 2) dominate within `reference` (2,). A point not below it adds nothing."""
     inside = costs[(costs < reference).all(axis=1)]
     # Sorted by the first objective, the second one falls along a front.
     front = np.unique(inside[pareto_front(inside)], axis=0)
@@ -32,10 +32,10 @@ def hypervolume_2d(costs: NDArray[np.float64], reference: NDArray[np.float64]) -
 
 
 def knee(costs: NDArray[np.float64]) -> int:
-    """Index of the front point furthest below the chord of the front's extremes, both ranges scaled to 0..1.
+    """The index of the front point furthest below the chord of the front's extremes, ranges scaled to 0..1.
 
-    Where no point lies below the chord (one or two front points, a straight or an inward front), and among
-    equally distant points, it is the one with the lowest second objective.
+    Among equally distant points, and where no point lies below the chord (one or two front points, a straight
+    or an inward front), it is the point with the lowest second objective.
 
     Raises: ValueError if no row is finite.
     """

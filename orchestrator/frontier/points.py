@@ -1,6 +1,6 @@
-"""The arms of a sweep as points of cost and quality, and what is computed from them.
+"""The arms of a sweep as points of cost and quality: their front, knee and hypervolume.
 
-Everything is judged in one space, (log10 cost, 1 - quality), both minimised: another scale of an axis, or
+All points are judged in the space (log10 cost, 1 - quality), both minimised: another scale of an axis, or
 another reference, changes hypervolumes and their order.
 """
 
@@ -27,8 +27,8 @@ class Point:
     """One arm of a sweep, or one operating point of a trained model. Unknown numbers are NaN."""
 
     arm: str
-    family: str  # dense, soft, token_choice, expert_choice, or any later one
-    cost: float  # minimised; in the unit that Frontier.cost_name says
+    family: str  # dense, soft, token_choice, expert_choice, ..
+    cost: float  # minimised; in the unit of Frontier.cost_name
     quality: float  # maximised; a fraction; the mean of `qualities` where there are several seeds
     size: float  # expert slots per token: k * C, c, or slots / tokens; dense 1
     run_id: str
@@ -37,9 +37,9 @@ class Point:
     details: Mapping[str, str | float] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)  # further costs by metric
     spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # quartiles of measured costs
-    qualities: tuple[float, ...] = ()  # one for each seed, if there are several
+    qualities: tuple[float, ...] = ()  # of each seed, if there are several
     runs: tuple[tuple[str, str | None], ...] = ()  # (id, address) of the seeds beyond `run_id`
-    settings: Mapping[str, str | float] = field(default_factory=dict)  # what claims go by
+    settings: Mapping[str, str | float] = field(default_factory=dict)  # for claims
 
     @property
     def run_ids(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def is_complete(point: Point) -> bool:
 
 
 def quartiles(point: Point, cost_name: str) -> tuple[float, float]:
-    """The quartiles of `point.cost`, which is that of `cost_name`; twice the cost itself if it has none."""
+    """The quartiles of `point.cost`, whose metric is `cost_name`; the cost itself if it has none."""
     low, high = point.spreads.get(cost_name, (point.cost, point.cost))
     return (low, high) if low <= point.cost <= high else (point.cost, point.cost)
 
@@ -95,7 +95,7 @@ def knee_point(points: Sequence[Point]) -> Point:
 
 
 def knee_points(points: Sequence[Point], count: int) -> list[Point]:
-    """The knee of the MoE points, then the knee of the others, and so on; of all points if none is MoE."""
+    """The knee of the MoE points, then the knee of the rest, and so on. Without MoE points all count."""
     complete = [point for point in points if is_complete(point)]
     left = [point for point in complete if point.family != "dense"] or complete
     knees: list[Point] = []
@@ -115,9 +115,9 @@ def hypervolume_by_budget(
 ) -> NDArray[np.float64]:
     """(entries, 2): device seconds spent so far, and the hypervolume of the points known by then.
 
-    `spending` has (run id, device seconds) for each piece of work that ended, in the order in which they
-    ended, whatever came of them: the rungs of a trial that is stopped later count when they were trained. A
-    point is known with the last entry of its last run; a point with a run that has no entry never is.
+    `spending` has (run id, device seconds) for each piece of work, in the order in which they ended, so the
+    rungs of a trial that is stopped later count when they were trained. A point is known from the last entry
+    of its last run, and never if a run of it has no entry.
     """
     last_entry = {run_id: number for number, (run_id, _) in enumerate(spending)}
     known_from: dict[int, list[Point]] = {}

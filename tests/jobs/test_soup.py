@@ -37,7 +37,7 @@ def test_what_is_refused(empty_home, call, tmp_path):
     for args, message in [
         (
             (one, wide, "--out", out),
-            f"error: there is no soup of different models: model.width is 16 in {one}, 32 in",
+            f"error: cannot average different models: model.width is 16 in {one}, 32 in",
         ),
         ((one, "--out", f"{tmp_path}/soup.pt"), "error: --out "),
         ((one, f"{tmp_path}/3.safetensors", "--out", out), "error: no file "),

@@ -53,6 +53,8 @@ def test_the_recipe(trained: ModelRef) -> None:
     assert (moe.expert_dropout, moe.router.capacity_factor) == (0.1, 1.5)  # pyright: ignore
     assert run.model.grid() == 2 * trained.run.model.grid()
     assert run.model.slots() > trained.run.model.slots()
+    with pytest.raises(UsageError, match=r"--image-size 15: patch_size=2 does not divide image_size=15"):
+        finetune_run(trained, image_size=15)
 
 
 def test_a_soft_router_has_slots_and_no_capacity(trained: ModelRef) -> None:
@@ -80,11 +82,6 @@ def test_the_head_is_new_though_it_would_fit(trained: ModelRef) -> None:
     assert report.transfer.unused == ()
     planned = start_report(run.model, run.train.init_from, without=run.train.init_without)
     assert str(planned) == str(report)
-
-
-def test_a_size_that_patches_do_not_fill(trained: ModelRef) -> None:
-    with pytest.raises(UsageError, match=r"--image-size 15: patch_size=2 does not divide image_size=15"):
-        finetune_run(trained, image_size=15)
 
 
 def test_figures_of_seeds_and_data_sets(trained: ModelRef, digits: str, tmp_path: Path) -> None:

@@ -128,9 +128,11 @@ def test_labels_must_mean_what_the_model_learned(
         ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow of ours"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),
         ("sweep:none", "no sweep 'none'"),
+        ("runs:/SWEEP", "has no config of ours"),
     ],
 )
 def test_what_is_not_there(reference: str, message: str, trained_home: Path, store: Tracking):
+    reference = reference.replace("SWEEP", find_sweep(store, "tiny").run_id)
     with pytest.raises(UsageError, match=message):
         find_models(reference, root=str(trained_home), tracking=store)
 
@@ -143,9 +145,3 @@ def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
     weights.write_bytes(content)
     with pytest.raises(UsageError, match=f"checkpoint {tmp_path}/copy is damaged: {weights.name}"):
         read_model(str(tmp_path / "copy"))
-
-
-def test_the_sweep_is_no_model_itself(trained_home: Path, store: Tracking):
-    sweep = find_sweep(store, "tiny")
-    with pytest.raises(UsageError, match="has no config of ours"):
-        find_models(f"runs:/{sweep.run_id}", root=str(trained_home), tracking=store)

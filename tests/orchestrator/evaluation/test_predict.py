@@ -41,7 +41,7 @@ GROUPS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """Ten images; the third and the sixth are not images, the last is cut short. And other files."""
+    """Ten images and other files. The third and the sixth are not images, the last is cut short."""
     (tmp_path / "images/.git").mkdir(parents=True)
     for n in range(10):
         pixels = np.random.default_rng(n).integers(0, 256, (8, 8, 3))
@@ -82,7 +82,7 @@ def test_files_below_a_folder(folder: str, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="orchestrator"):
         digest, (part,) = list_parts(folder, None, group=1)
     assert part["names"] == [f"{n}.png" for n in range(10)]
-    assert "1 files are not images by their names and left out: notes.txt" in caplog.text
+    assert "1 files are left out, because their names are not those of images: notes.txt" in caplog.text
     Path(folder, "notes.txt").write_bytes(b"other text")
     assert list_parts(folder, None, group=1)[0] == digest, "covers names and sizes of images alone"
     Path(folder, "1.png").write_bytes(b"another size")
@@ -121,8 +121,7 @@ def test_where_there_are_no_images(tmp_path: Path):
             list_parts(str(tmp_path / place), split, group=1)
 
 
-@pytest.mark.parametrize("changes", [None, GROUPS], ids=["soft", "groups of 4"])
-@pytest.mark.parametrize("batch_size", [4, 100])
+@pytest.mark.parametrize(("changes", "batch_size"), [(None, 100), (GROUPS, 4), (GROUPS, 100)])
 def test_what_the_model_says(changes: dict[str, Any] | None, batch_size: int, folder: str, tmp_path: Path):
     """Against one forward pass of all images, in which the bad images are padding: in groups that compete for
     capacity a bad image takes none, and the size of a batch does not matter.
@@ -150,17 +149,15 @@ def test_what_the_model_says(changes: dict[str, Any] | None, batch_size: int, fo
     assert rows[2]["error"].startswith("not an image of a known format")
 
 
-def test_a_file_that_is_gone_is_bad_and_not_the_end(folder: str, tmp_path: Path):
+def test_class_names_operating_points_and_crop(folder: str, tmp_path: Path):
+    """A file that is missing by now is a bad image."""
+    few = exported(tmp_path / "few.safetensors", {"model.num_classes": 3, "model.width": 16})
     _, parts = list_parts(folder, None, group=1)
     Path(folder, "1.png").unlink()
-    rows = predictor(exported(tmp_path / "model.safetensors"), folder)(pa.Table.from_pylist(parts))
-    assert rows["error"][1].as_py() == "no such file"
-    assert rows["error"].null_count == 6
-
-
-def test_class_names_operating_points_and_crop(folder: str, tmp_path: Path):
-    few = exported(tmp_path / "few.safetensors", {"model.num_classes": 3, "model.width": 16})
-    row = rows_of(predictor(few, folder, classes=("ant", "bee", "cat")))[0]
+    rows = predictor(few, folder, classes=("ant", "bee", "cat"))(pa.Table.from_pylist(parts)).to_pylist()
+    assert [row["error"] is None for row in rows].count(True) == 6
+    assert rows[1]["error"] == "no such file"
+    row = rows[0]
     assert row["top5_class"] == [("ant", "bee", "cat")[i] for i in row["top5_index"]]
     assert sum(row["top5_prob"]) == pytest.approx(1)
 

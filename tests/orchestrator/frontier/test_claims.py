@@ -40,7 +40,10 @@ def test_published_claims() -> None:
     ):
         for quality, held in (("jft_prec_at_1_percent", on_jft), ("imagenet_10shot_percent", on_10shot)):
             verdict = check_claim(claim, paper_points(quality))
-            assert str(verdict) == f"{held}/{cells} cells ({cells} by single seeds, error unknown)"
+            assert (
+                str(verdict)
+                == f"{held} of {cells} comparisons hold ({cells} with a single seed, error unknown)"
+            )
 
 
 def point(arm: str, quality: float, status: Status = "finished", **settings: str | float) -> Point:
@@ -74,7 +77,7 @@ POINTS = [
 def test_cells_by_hand(claim: str, held: int, failing: int, undecided: int) -> None:
     verdict = check_claim(claim, POINTS)
     assert (verdict.held, len(verdict.failing), len(verdict.undecided)) == (held, failing, undecided)
-    assert verdict.cells == verdict.single_seeds == held + failing + undecided
+    assert verdict.single_seeds == held + failing + undecided
 
 
 def test_a_failing_cell_names_its_settings_and_arms() -> None:
@@ -89,8 +92,6 @@ def seeds(arm: str, *qualities: float) -> Point:
 @pytest.mark.parametrize(
     ("soft", "dense", "outcome"),
     [
-        ((0.8, 0.9, 0.852), (0.8, 0.9, 0.85), "undecided"),
-        ((0.9, 0.91, 0.92), (0.8, 0.81, 0.82), "better"),
         ((0.8, 0.81, 0.82), (0.9, 0.91, 0.92), "worse"),
         ((0.9, 0.9), (0.8, 0.8), "better"),
         ((0.9, 0.9), (0.9, 0.9), "undecided"),
@@ -115,7 +116,7 @@ def test_comparison_is_welchs_test() -> None:
 def test_a_verdict_says_what_is_undecided_and_what_has_single_seeds() -> None:
     points = [seeds("soft-a", 0.8, 0.9, 0.852), seeds("dense-a", 0.8, 0.9, 0.85), seeds("hash-a", 0.7)]
     verdict = check_claim("family=soft beats family!=soft", points)
-    assert str(verdict) == "1/2 cells, 1 undecided (1 by single seeds, error unknown)"
+    assert str(verdict) == "1 of 2 comparisons hold, 1 undecided (1 with a single seed, error unknown)"
     assert verdict.undecided == ("soft-a 0.8507 ± 0.0289, dense-a 0.8500 ± 0.0289",)
     assert verdict.holds is None
     assert check_claim("family=soft beats family=hash", points).holds is True
@@ -124,19 +125,22 @@ def test_a_verdict_says_what_is_undecided_and_what_has_single_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claim", "message"),
+    "claim",
     [
-        ("family=soft", "is not of the form: .*beats"),
-        ("soft beats family=hash", "'soft' is not NAME=VALUE or NAME!=VALUE"),
-        ("family=soft, beats family=hash", "'' is not NAME=VALUE"),
-        ("family=a=b beats family=hash", "'family=a=b' is not NAME=VALUE"),
-        ("family=soft beats family=hash at equal experts=8", "after 'at equal', got 'experts=8'"),
+        "family=soft",
+        "soft beats family=hash",
+        "family=soft, beats family=hash",
+        "family=a=b beats family=hash",
+        "family=soft beats family=hash at equal experts=8",
+        "family=soft beats family=hash at equal size,",
     ],
 )
-def test_other_statements_are_refused(claim: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_other_statements_are_refused(claim: str) -> None:
+    with pytest.raises(ValueError, match=r"is not of the form: \[best\] NAME=VALUE"):
         parse_claim(claim)
 
 
 def test_settings_of_a_claim() -> None:
-    assert parse_claim("width=3 beats family=hash at equal depth").settings() == {"width", "family", "depth"}
+    claim = parse_claim("width=3, k!=1 beats best of family=hash at equal depth , size")
+    assert claim.settings() == {"width", "k", "family", "depth", "size"}
+    assert (claim.better.best, claim.worse.best) == (False, True)

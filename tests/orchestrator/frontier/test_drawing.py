@@ -1,25 +1,19 @@
-"""The same data as plotly reads it, and as a picture."""
+"""A frontier as a picture."""
 
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import plotly.graph_objects as go
 import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from orchestrator.frontier.drawing import matplotlib_figure, plotly_data
+from orchestrator.frontier.drawing import frontier_picture
 from orchestrator.frontier.figure import family_styles
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
 from tests.orchestrator.frontier.samples import EVIL, FRONTIER, NAN, many, point
 from tests.orchestrator.frontier.test_figure import DAYS
-
-SEEDS = replace(
-    FRONTIER,
-    points=tuple(replace(p, qualities=(p.quality - 0.02, p.quality + 0.02)) for p in FRONTIER.points),
-)
 
 
 def small(*points: Point) -> Frontier:
@@ -27,21 +21,6 @@ def small(*points: Point) -> Frontier:
     return replace(
         FRONTIER, name=EVIL, cost_name=EVIL, points=points, retrained=points[:1], reference=reference
     )
-
-
-@pytest.mark.parametrize(
-    "frontier", [FRONTIER, SEEDS, DAYS, many(50), many(50).at_cost("cost/device_s"), small()]
-)
-def test_plotly_knows_every_property(frontier: Frontier) -> None:
-    """Every series is a trace with as many places; bars are lengths, which data has as ends."""
-    data = frontier.figure_data()
-    figure = go.Figure(plotly_data(data))
-    assert [len(trace.x) for trace in figure.data] == [len(series.x) for series in data.series]
-    for trace, series in zip(figure.data, data.series, strict=True):
-        assert (trace.meta["role"], trace.meta["family"]) == (series.role, series.family)
-        if series.y_bars:
-            ends = [y + length for y, length in zip(series.y, trace.error_y.array, strict=True)]
-            assert ends == pytest.approx([high for _, high in series.y_bars])
 
 
 def colours(path: Path) -> set[tuple[int, ...]]:
@@ -59,8 +38,7 @@ def test_picture_shows_each_family_in_its_colour(tmp_path: Path) -> None:
     small(*points).save_picture(tmp_path / "frontier.png")
     assert imread(tmp_path / "frontier.png").shape == (1000, 1600, 4)
     styles = family_styles([p.family for p in points]).values()
-    wanted = {tuple(bytes.fromhex(style.colour[1:])) for style in styles}
-    assert wanted <= colours(tmp_path / "frontier.png")
+    assert {tuple(bytes.fromhex(style.colour[1:])) for style in styles} <= colours(tmp_path / "frontier.png")
 
 
 @pytest.mark.parametrize("points", [(), (point("a", "soft", 1e10, NAN),), (point("a", "soft", 1e10, 0.9),)])
@@ -77,16 +55,14 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
     replace(DAYS, points=(*dense, seeds, burnt)).save_picture(tmp_path / "frontier.svg")
     drawn = ElementTree.parse(tmp_path / "frontier.svg").getroot()
     assert (drawn.get("width"), drawn.get("height")) == ("720pt", "450pt")
-    comments = "".join(
-        line for line in (tmp_path / "frontier.svg").read_text().splitlines() if "<!--" in line
-    )
+    lines = (tmp_path / "frontier.svg").read_text().splitlines()
+    comments = "".join(line for line in lines if "<!--" in line)
     for entry in ("Frontier", "Dense alone", "Published", "Diverged", "Knee: soft of two seeds"):
         assert entry in comments
 
 
 def test_names_in_the_picture_do_not_overlap() -> None:
-    figure = matplotlib_figure(many(300).figure_data())
-    axes = figure.axes[0]
+    axes = frontier_picture(many(300).plot()).axes[0]
     texts = [text for text in axes.texts if isinstance(text, Text) and text.get_text()]
     boxes = [text.get_window_extent() for text in texts]
     assert len(boxes) > 3

@@ -1,16 +1,16 @@
-"""What a plot shows, as data: series, styles, numbers and the papers' points."""
+"""What a plot shows: traces, styles, numbers and the papers' points."""
 
 from dataclasses import replace
 
+import plotly.graph_objects as go
 import pytest
 
 from orchestrator.frontier.figure import (
     TIMES,
     UNKNOWN,
-    FigureData,
-    Series,
+    Json,
     axis_title,
-    budget_data,
+    budget_plot,
     cost_text,
     facts,
     family_styles,
@@ -22,7 +22,7 @@ from orchestrator.frontier.figure import (
 )
 from orchestrator.frontier.points import hypervolume_by_budget
 from orchestrator.sweeps.catalog import make_sweep
-from tests.orchestrator.frontier.samples import FLOPS, FRONTIER, LINK, NAN, many, point
+from tests.orchestrator.frontier.samples import EVIL, FLOPS, FRONTIER, LINK, NAN, many, point
 
 DAYS = replace(
     FRONTIER,
@@ -32,46 +32,52 @@ DAYS = replace(
 )
 
 
-def of_role(data: FigureData, role: str, *, lines: bool = False) -> dict[str, Series]:
-    return {s.family: s for s in data.series if s.role == role and (s.shape is None) == lines}
+def of_role(plot: Json, role: str, mode: str = "markers") -> dict[str, Json]:
+    traces = [trace for trace in plot["data"] if (trace["meta"]["role"], trace["mode"]) == (role, mode)]
+    return {trace["meta"]["family"]: trace for trace in traces}
 
 
-def names(data: FigureData, role: str) -> dict[str, list[str]]:
-    return {family: [text[0] for text in series.texts] for family, series in of_role(data, role).items()}
+def names(plot: Json, role: str) -> dict[str, list[str]]:
+    return {
+        family: [text.split("</b>")[0].removeprefix("<b>") for text in trace["hovertext"]]
+        for family, trace in of_role(plot, role).items()
+    }
 
 
 def test_each_complete_point_is_drawn_once() -> None:
     """Stopped, running and failed trials are not drawn: their quality is not final."""
-    data = FRONTIER.figure_data()
-    assert names(data, "frontier") == {
+    plot = FRONTIER.plot()
+    assert names(plot, "frontier") == {
         "dense": ["dense-s"],
         "soft": ["soft-1", "soft-2"],
         "expert_choice": ["ec-2"],
     }
-    assert names(data, "dominated") == {"dense": ["dense-l"], "token_choice": ["tc-1"], "hash": ["hash-1"]}
-    assert names(data, "diverged") == {"token_choice": ["tc-burnt"]}
-    assert names(data, "retrained") == {"soft": ["soft-2-long"]}
-    assert of_role(data, "diverged")["token_choice"].on_axis
-    assert [p.arm for p in data.named] == ["soft-1", "dense-s", "soft-2", "ec-2"]
-    assert data.sizes == (1, 2)
+    assert names(plot, "dominated") == {"dense": ["dense-l"], "token_choice": ["tc-1"], "hash": ["hash-1"]}
+    assert names(plot, "diverged") == {"token_choice": ["tc-burnt"]}
+    assert names(plot, "retrained") == {"soft": ["soft-2-long"]}
+    assert of_role(plot, "diverged")["token_choice"]["yaxis"] == "y2"
+    meta = plot["layout"]["meta"]
+    assert [front["name"] for front in meta["front"]] == ["soft-1", "dense-s", "soft-2", "ec-2"]
+    assert meta["sizes"] == (1, 2)
 
 
 def test_lines_of_the_front_and_of_the_families() -> None:
-    data = FRONTIER.figure_data()
-    assert of_role(data, "frontier", lines=True)[""].x == (2e10, 3e10, 9e10, 8e11)
-    assert of_role(data, "dense", lines=True)["dense"].x == (2e10, 3e11)
-    soft = of_role(data, "family", lines=True)["soft"]
-    assert (soft.x, soft.optional) == ((3e10, 9e10), True)
-    alone = replace(FRONTIER, points=FRONTIER.points[:2], retrained=()).figure_data()
-    assert of_role(alone, "dense", lines=True) == of_role(alone, "family", lines=True) == {}
+    plot = FRONTIER.plot()
+    assert of_role(plot, "frontier", "lines")[""]["x"] == [2e10, 3e10, 9e10, 8e11]
+    assert of_role(plot, "dense", "lines")["dense"]["x"] == [2e10, 3e11]
+    soft = of_role(plot, "family", "lines")["soft"]
+    assert (soft["x"], soft["visible"]) == ([3e10, 9e10], "legendonly")
+    alone = replace(FRONTIER, points=FRONTIER.points[:2], retrained=()).plot()
+    assert of_role(alone, "dense", "lines") == of_role(alone, "family", "lines") == {}
 
 
 def test_bars_over_seeds_and_over_quartiles_of_measured_costs() -> None:
     seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), spreads={FLOPS: (1e10, 3e10)})
-    data = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).figure_data()
-    dense = of_role(data, "frontier")["dense"]
-    assert (dense.y_bars, dense.x_bars) == (((0.7, 0.9),), ((1e10, 3e10),))
-    assert of_role(data, "frontier")["soft"].y_bars == of_role(data, "frontier")["soft"].x_bars == ()
+    plot = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).plot()
+    dense, soft = (of_role(plot, "frontier")[family] for family in ("dense", "soft"))
+    for bars, length in ((dense["error_x"], 1e10), (dense["error_y"], 0.1)):
+        assert (bars["array"], bars["arrayminus"]) == ([pytest.approx(length)], [pytest.approx(length)])
+    assert soft["error_x"] == soft["error_y"] == {"visible": False}
     assert cost_text(seeds, FLOPS) == f"2.00{TIMES}10¹⁰ (1.00{TIMES}10¹⁰ - 3.00{TIMES}10¹⁰)"
     assert cost_text(FRONTIER.points[0], FLOPS) == f"2.00{TIMES}10¹⁰"
     assert facts(seeds) == {
@@ -81,25 +87,34 @@ def test_bars_over_seeds_and_over_quartiles_of_measured_costs() -> None:
         "capacity": "2",
         "seeds": "2, from 0.7000 to 0.9000",
     }
-    assert "Validation accuracy @1: 0.8000 ± 0.1000" in dense.texts[0]
+    assert "Validation accuracy @1: 0.8000 ± 0.1000" in dense["hovertext"][0]
 
 
 def test_budget_is_drawn_from_nothing_to_the_whole() -> None:
     found = many(30)
     curve = hypervolume_by_budget(found.points, found.bound, found.spending)
-    data = budget_data(curve)
-    assert data.x_title == "Device hours spent"
-    assert (data.series[0].x[0], data.series[0].y[0]) == (0, 0)
-    assert data.series[0].y[-1] == pytest.approx(found.hypervolume)
-    assert budget_data(curve / 1e6).x_title == "Device seconds spent"
+    (trace,) = go.Figure(budget_plot(curve)).data
+    assert (trace.x[0], trace.y[0]) == (0, 0)
+    assert trace.y[-1] == pytest.approx(found.hypervolume)
+    for scale, title in ((1, "Device hours spent"), (1e-6, "Device seconds spent")):
+        assert budget_plot(curve * scale)["layout"]["xaxis"]["title"]["text"] == title
+
+
+def test_a_notebook_shows_the_figure() -> None:
+    """Plotly knows every property. A label stands in the legend once, and text of users is not markup."""
+    figure = replace(DAYS, name=EVIL, points=(*DAYS.points, *many(30).points)).figure()
+    assert figure.layout.title.text.startswith("&lt;img")
+    explained = [trace.name for trace in figure.data if trace.showlegend]
+    assert len(explained) == len(set(explained))
+    assert {"Frontier", "Dense alone", "Soft", "Token choice", "Retrained, not counted"} <= {*explained}
 
 
 def test_papers_are_drawn_where_the_metrics_agree() -> None:
-    assert of_role(FRONTIER.figure_data(), "published") == {}
-    papers = of_role(DAYS.figure_data(), "published")
+    assert of_role(FRONTIER.plot(), "published") == {}
+    papers = of_role(DAYS.plot(), "published")
     assert set(papers) >= {"dense", "soft", "sinkhorn_token_choice"}
-    assert sum(len(series.x) for series in papers.values()) == 8 + 34 + 5
-    assert "source: Soft MoE (2024), table 1" in papers["dense"].texts[0]
+    assert sum(len(trace["x"]) for trace in papers.values()) == 8 + 34 + 5
+    assert "source: Soft MoE (2024), table 1" in papers["dense"]["hovertext"][0]
 
 
 def test_published_points_in_our_metrics() -> None:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import plotly.graph_objects as go
 import pytest
 
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs, operating_front
@@ -41,17 +40,10 @@ def test_numbers_and_table() -> None:
 def test_a_frontier_of_nothing() -> None:
     empty = replace(FRONTIER, points=(point("a", "soft", NAN, NAN, "failed"),), retrained=())
     assert (empty.front, empty.hypervolume, empty.statuses()) == ((), 0, ("failed",))
-    assert empty.figure_data().message == "No finished trial with a known cost and quality"
+    (message,) = empty.figure().layout.annotations
+    assert message.text == "No finished trial with a known cost and quality"
     with pytest.raises(ValueError, match="no finite point"):
         _ = empty.knee
-
-
-def test_a_notebook_shows_the_figure() -> None:
-    figure = FRONTIER.figure()
-    assert isinstance(figure, go.Figure)
-    assert figure.layout.title.text == "routers"
-    named = {trace.name for trace in figure.data if trace.showlegend}
-    assert {"Frontier", "Dense alone", "Soft", "Token choice", "Retrained, not counted"} <= named
 
 
 def test_hypervolume_does_not_depend_on_which_trials_have_ended() -> None:

@@ -83,11 +83,11 @@ def test_claims_are_checked_and_other_cells_are_named() -> None:
     page = frontier_page(replace(FRONTIER, claims=claims))
     items = re.findall(r'<li class="(\w+)"><span class="mark">(.)</span><div>([^<]+): <b>([^<(]+)', page)
     assert items == [
-        ("holds", "✓", claims[0], "4/4 cells "),
-        ("fails", "✗", claims[1], "0/2 cells "),
-        ("open", "\N{EN DASH}", claims[2], "0/0 cells"),
+        ("holds", "✓", claims[0], "4 of 4 comparisons hold "),
+        ("fails", "✗", claims[1], "0 of 2 comparisons hold "),
+        ("open", "\N{EN DASH}", claims[2], "0 of 0 comparisons hold"),
     ]
-    assert "<li>fails: capacity=2: soft-1 0.9000, ec-2 0.9500</li>" in page
+    assert "<li>does not hold: capacity=2: soft-1 0.9000, ec-2 0.9500</li>" in page
     with pytest.raises(ValueError, match="is not of the form"):
         frontier_page(replace(FRONTIER, claims=("soft is better",)))
 

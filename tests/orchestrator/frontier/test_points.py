@@ -94,16 +94,6 @@ def test_hypervolume_by_budget_by_hand() -> None:
     assert curve[-1, 1] == pytest.approx(hypervolume(points, REFERENCE))
 
 
-def test_rungs_of_stopped_trials_are_paid_for_when_they_are_trained() -> None:
-    """Nine trials were tried for 10 s each before one was trained to its end: it is known after 100 s."""
-    stopped = [soft(f"stopped{i}", 10, NAN, "stopped") for i in range(9)]
-    tried = [(p.run_id, 10.0) for p in stopped]
-    points = [soft("won", 10, 0.9), *stopped]
-    curve = hypervolume_by_budget(points, REFERENCE, [*tried, ("won", 10.0)])
-    assert curve[0].tolist() == [10, 0]
-    assert curve[-1].tolist() == pytest.approx([100, 2.7])
-
-
 def test_a_point_is_known_with_the_last_entry_of_its_last_seed() -> None:
     two_seeds = replace(soft("a", 10, 0.5), run_id="a0", runs=(("a1", None),))
     spending = [("a0", 1.0), ("a1", 1.0), ("a0", 3.0)]
