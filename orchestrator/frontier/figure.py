@@ -235,7 +235,8 @@ def _bars(bars: Sequence[tuple[float, float, float]]) -> Json:
     """Bars of (lower end, upper end, place); none if all are points."""
     if not any(low < high for low, high, _ in bars):
         return {"visible": False}
-    above, below = [high - at for _, high, at in bars], [at - low for low, _, at in bars]
+    # A mean of equal numbers may differ from them in its last bit.
+    above, below = [max(high - at, 0.0) for _, high, at in bars], [max(at - low, 0.0) for low, _, at in bars]
     return {"type": "data", "array": above, "arrayminus": below, "thickness": 1, "width": 0}
 
 
