@@ -136,7 +136,11 @@ def fit_on_workers(
         ray.train.TrainingFailedError: when workers died `ATTEMPTS` times without saving a checkpoint between.
     """
     died, saved = 0, -1
-    while not (failed or result_of(run) or (until and pause_of(run, until))):
+    while True:
+        # A report that fails sets `failed` and then makes this file, so none is missed in this order.
+        storage.delete(storage.join(run_directory(run), STOP))
+        if failed or result_of(run) or (until and pause_of(run, until)):
+            return
         now = run if can_schedule(run, within_s=run.scale.wait_s) else largest_schedulable(run)
         if now is None:
             log.warning("%s waits for %d workers and a CPU for data", run.name, run.scale.workers)
@@ -284,8 +288,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     os.environ.update(RAY_TRAIN_ENV)
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), REFUSED)
-    for file in (refused, storage.join(run_directory(run), STOP)):
-        storage.delete(file)
+    storage.delete(refused)
     server: Any = BatchServer.options(scheduling_strategy=here()).remote()
     try:
         _Trainer(
