@@ -106,6 +106,8 @@ def register(
     """
     client, name = tracking.client, model_name(sweep)
     if not client.search_registered_models(f"name = '{name}'"):
+        if not models:
+            return {}
         client.create_registered_model(name, description=f"Models of the sweep {sweep} worth their cost.")
     versions = list(client.search_model_versions(f"name = '{name}'"))
     found = {}

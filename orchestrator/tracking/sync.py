@@ -118,7 +118,7 @@ class Sync:
             mirror = self._send(child)
             if mirror and child.result is not None:
                 mirror.complete = member
-        if not live:
+        if summary and not live:
             self._register(sweep, summary)
 
     def _find_all(self, key: str) -> None:
@@ -279,8 +279,7 @@ class Sync:
             if mirror := self._mirrors.get(directory):
                 uri = storage.join(directory, model["checkpoint"])
                 models[alias] = (mirror.run_id, {**model, "uri": uri})
-        if models:
-            register(self._tracking, sweep.name, models)
+        register(self._tracking, sweep.name, models)
 
 
 def _cut(tags: Mapping[str, str]) -> dict[str, str]:

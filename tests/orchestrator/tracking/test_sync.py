@@ -222,6 +222,9 @@ def test_aliases_follow_the_frontier(sqlite: Sqlite, tmp_path: Path) -> None:
         Sync(tracking, directory).update()
     model = tracking.client.get_registered_model(f"aliases-{tmp_path.name}")
     assert {name: str(version) for name, version in model.aliases.items()} == {"pareto-best": "1"}
+    write_json(f"{directory}/{SUMMARY}", summary() | {"aliases": {}})  # no trial is complete any more
+    Sync(tracking, directory).update()
+    assert not tracking.client.get_registered_model(f"aliases-{tmp_path.name}").aliases
     version = tracking.client.get_model_version(model.name, "1")
     assert version.description == "Sweep mini, arm a: val/acc1 0.75"
 
