@@ -38,7 +38,8 @@ WARM_UP = 4  # steps until a heap that keeps its pages has them all
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Attributes:
+    """One measurement, in a process of its own.
+
     router: soft, token_choice, expert_choice, or model for Soft MoE S/16 as a whole.
     keep_memory: as our training workers do, whoever is timed.
     """

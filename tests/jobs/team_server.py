@@ -23,10 +23,11 @@ TEAM, READER = ("team", "of the team, long"), ("reader", "of a reader, long")
 
 
 class TeamServer:
-    """Attributes:
-    aws: what finds the S3 endpoint.
+    """`cluster/mlflow/serve.sh` on Postgres and S3.
+
+    aws: environment variables of the S3 endpoint.
     database: its URI.
-    secrets: what must be said nowhere.
+    secrets: texts that no output may contain.
     """
 
     def __init__(self, folder: Path, postgres: Postgres, s3: ThreadedMotoServer) -> None:

@@ -18,9 +18,10 @@ Kind = Literal[
 
 
 class FaultyProxy:
-    """Attributes:
-    url: where clients are to go.
-    requests: "PUT /bucket/key", as they came.
+    """An HTTP proxy in front of an S3 endpoint, which fails requests as a test asks.
+
+    url: the proxy's own.
+    requests: "PUT /bucket/key", in the order of their arrival.
     """
 
     def __init__(self, host: str, port: int) -> None:
