@@ -91,8 +91,10 @@ def connect() -> None:
 
 
 def source_labels() -> dict[str, str]:
-    """The command and the commit of its code, under MLflow's names."""
-    labels = {"mlflow.source.name": shlex.join(sys.argv), "mlflow.source.type": "LOCAL"}
+    """The command, without passwords, and the commit of its code, under MLflow's names."""
+    from orchestrator.tracking.store import redact_uri
+
+    labels = {"mlflow.source.name": shlex.join(map(redact_uri, sys.argv)), "mlflow.source.type": "LOCAL"}
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(git, capture_output=True, text=True)
     return labels | ({"mlflow.source.git.commit": done.stdout.strip()} if done.returncode == 0 else {})

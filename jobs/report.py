@@ -33,24 +33,27 @@ def report(flags: ReportFlags) -> None:
     from orchestrator.sweeps.publish import FILES, publish, write_files
     from orchestrator.tracking.store import open_reader, redact_uri
     from orchestrator.tracking.sync import Sync
-    from orchestrator.training.run_directory import locked, read_sweep
+    from orchestrator.training.run_directory import InUse, locked, read_sweep
 
     directory = flags.places.below(flags.name)
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
-    if (record := read_sweep(directory)) is None:
+    if read_sweep(directory) is None:
         frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
         write_files(frontier, out)
-    elif record.status == "running" or flags.out:
+    else:
         frontier, _, _ = sweep_frontier(directory)
         write_files(frontier, out)
-    else:
-        with locked(directory):
-            frontier = publish(directory)
-            store = flags.places.open_store()
-            Sync(store, directory).update()
-        print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
+        if not flags.out:
+            try:
+                with locked(directory):
+                    frontier = publish(directory)
+                    store = flags.places.open_store()
+                    Sync(store, directory).update()
+                print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
+            except InUse:
+                print(f"a command trains in {directory}: it keeps MLflow up to date")
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")

@@ -245,7 +245,8 @@ def _put(location: str, content: bytes, **condition: str) -> None:
             if read_bytes(location) != content:
                 raise FileExistsError(f"{location} exists already") from None
     if (found := size(location)) != len(content):
-        delete(location)
+        if content.startswith(read_bytes(location)):  # cut off, and not of another writer
+            delete(location)
         raise OSError(f"{location} has {found} bytes after {len(content)} were written")
 
 

@@ -22,7 +22,6 @@ from orchestrator.tracking.registry import checkpoint_of
 from orchestrator.tracking.store import Tracking, open_reader
 from orchestrator.training.loop import set_threads
 from orchestrator.training.run_directory import (
-    checkpoint_directory,
     read_result,
     read_sweep,
     run_directory,
@@ -162,7 +161,7 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
         if tracking_uri is None:
             raise UsageError(f"{reference}: say which MLflow store has this run")
         run = find_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
-        return checkpoint_directory(run.config())
+        return _checkpoints_of(run)
     path = storage.absolute(reference)
     exported = storage.join(path, WEIGHTS)
     if storage.size(exported) is not None:
@@ -225,8 +224,13 @@ def _models_below(directory: str, tracking: Tracking) -> list[ModelRef] | None:
 
 
 def _model_of(run: RunInfo) -> ModelRef:
-    model = read_model(checkpoint_directory(run.config()))
+    model = read_model(_checkpoints_of(run))
     return replace(model, name=run.tags.get("trial", run.name), run_id=run.run_id)
+
+
+def _checkpoints_of(run: RunInfo) -> str:
+    """The run's checkpoints: `--fresh` moves them, and its tag follows."""
+    return storage.join(run.tags.get("directory", run_directory(run.config())), "checkpoints")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -160,9 +160,8 @@ class SweepRun:
         self.watch.status()
 
     def snapshot(self) -> Snapshot:
-        """Where the sweep stands; its hypervolume is bounded by the sweep's own reference."""
-        states, record = list(self.queue.states.values()), read_sweep(self._directory)
-        reference = record.reference if record else {}
+        """Where the sweep stands; its hypervolume is bounded by 1.1 times the highest cost of its trials."""
+        states = list(self.queue.states.values())
         ends = [(state, state.outcome) for state in states if state.trial.role == "trial"]
         rows = [
             (math.log10(state.cost), 1 - end.metrics[self.sweep.quality])
@@ -171,8 +170,7 @@ class SweepRun:
         ]
         points = np.array(rows, dtype=np.float64).reshape(-1, 2)
         chance = 1 / self.sweep.base.model.num_classes
-        # Costs that are only measured are judged by FLOPs until trials end.
-        highest = reference.get(self.sweep.cost, reference.get("cost/train_flops_6mac", 1.0))
+        highest = 1.1 * max((state.cost for state in states), default=1.0)
         running = [state for state in states if state.running]
         devices = sum(state.trial.run.scale.workers for state in running)
         known = devices and self.budget.can_estimate()

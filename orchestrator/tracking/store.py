@@ -91,7 +91,10 @@ def redact_uri(uri: str) -> str:
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme in ("sqlite", "file"):
         return uri
-    user, at, place = rest.partition("?")[0].rpartition("@")
+    shown, _, query = rest.partition("?")
+    if "@" in query:  # the "?" may stand in a password, or the "@" in one of the query
+        return f"{scheme}://***"
+    user, at, place = shown.rpartition("@")
     name, colon, _ = user.partition(":")
     hidden = f"{name}:***" if colon else name
     return f"{scheme}://{hidden}{at}{place}"

@@ -14,6 +14,7 @@ of a step counts; a line ``{"resumed": n}`` takes back the lines before it of st
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import threading
@@ -32,13 +33,19 @@ from orchestrator.errors import UsageError, last_line
 Mode = Literal["auto", "resume"]
 
 CONFIG, SWEEP, RESULT, ERROR = "config.json", "sweep.json", "result.json", "error.txt"
+IN_USE = "another process works in {}: wait for it, or end it"
 LOCK = "lock"
 STOP = "stop"  # where this file appears, the workers of the run save and stop
 REFUSED = "refused.txt"  # the error of a worker that the user can correct
 UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
 DATA = "data.digest"
 LEASE_S = 90.0
-IN_USE = "another process works in {}: wait for it, or end it"
+
+log = logging.getLogger(__name__)
+
+
+class InUse(UsageError):
+    """Another process works in the directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +310,7 @@ def _file_lock(directory: str, path: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UsageError(IN_USE.format(directory)) from None
+            raise InUse(IN_USE.format(directory)) from None
         yield
 
 
@@ -315,9 +322,15 @@ def _lease(directory: str, path: str) -> Iterator[None]:
     def content() -> bytes:
         return json.dumps({"holder": holder, "host": socket.gethostname(), "time_s": time.time()}).encode()
 
+    def is_ours() -> bool:
+        return json.loads(storage.read_bytes(path))["holder"] == holder
+
     def renew() -> None:
         while not ended.wait(LEASE_S / 3):
             with suppress(OSError):  # the next attempt may succeed
+                if not is_ours():  # this process was away for longer than the lease
+                    log.warning("another process has taken over %s", directory)
+                    return
                 storage.write_bytes(path, content())
 
     try:
@@ -326,14 +339,14 @@ def _lease(directory: str, path: str) -> Iterator[None]:
         other = json.loads(storage.read_bytes(path))
         age_s = time.time() - other["time_s"]
         if age_s < LEASE_S:
-            raise UsageError(
+            raise InUse(
                 f"a process on {other['host']} works in {directory}, or was killed {age_s:.0f} s ago: its"
                 f" lock, {path}, expires {LEASE_S:.0f} s after its last sign of life"
             ) from None
         storage.write_bytes(path, content())
         time.sleep(1)  # of two processes that find the lease expired, the last to write gets it
-        if json.loads(storage.read_bytes(path))["holder"] != holder:
-            raise UsageError(IN_USE.format(directory)) from None
+        if not is_ours():
+            raise InUse(IN_USE.format(directory)) from None
     thread = threading.Thread(target=renew, daemon=True, name="lease")
     thread.start()
     try:
@@ -341,7 +354,9 @@ def _lease(directory: str, path: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        storage.delete(path)
+        with suppress(OSError):
+            if is_ours():
+                storage.delete(path)
 
 
 def new_key() -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import pytest
 
 from jobs import fewshot, inspect_routing, pareto_sweep, predict, study, train
-from jobs._cli import Evaluation
+from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
 from orchestrator.errors import UsageError
@@ -144,3 +144,11 @@ def test_a_sweep_is_named_after_its_scale(monkeypatch: pytest.MonkeyPatch) -> No
     for words, name in (([], "routers"), (["--scale", "cifar"], "routers-cifar")):
         monkeypatch.setattr(sys, "argv", ["job", "--sweep", "routers", *words])
         assert parse(SweepFlags, "").named_sweep().base.name == name
+
+
+def test_the_recorded_command_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--tracking-uri", "postgresql://me:secret@db/mlflow", "--set", "train.lr=1e-3"]
+    monkeypatch.setattr(sys, "argv", ["jobs/train.py", *flags])
+    recorded = source_labels()["mlflow.source.name"]
+    assert "secret" not in recorded
+    assert "train.lr=1e-3" in recorded

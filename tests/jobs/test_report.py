@@ -2,10 +2,12 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from jobs import report
 from orchestrator.sweeps.publish import FILES
+from orchestrator.training.run_directory import locked, read_sweep, write_sweep
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]
@@ -22,6 +24,22 @@ def test_the_page_is_drawn_again_and_mlflow_gets_what_it_lacks(
     assert f"{home}/tiny/{{{','.join(FILES)}}}: 3 points of tiny" in printed
     assert all((home / "tiny" / name).exists() for name in FILES)
     assert f"MLflow at {empty} has all of {home}/tiny" in printed
+
+
+def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
+    home: Path, call: Call, tmp_path: Path
+) -> None:
+    """Both say that they run; the lock tells them apart."""
+    directory = f"{home}/tiny"
+    record = read_sweep(directory)
+    assert record
+    write_sweep(directory, replace(record, status="running"))
+    store = f"sqlite:///{tmp_path}/other.db"
+    with locked(directory):
+        _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
+    assert f"a command trains in {directory}" in printed
+    _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
+    assert f"MLflow at {store} has all of {directory}" in printed
 
 
 def test_the_page_of_a_sweep_whose_directory_is_away(

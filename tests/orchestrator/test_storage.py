@@ -216,6 +216,21 @@ def test_an_upload_that_fails(fault, bucket):
         assert storage.read_bytes(bucket.uri("file")) == b"old"
 
 
+def test_what_another_process_wrote_meanwhile_stays(bucket, monkeypatch):
+    """Its size differs from ours, but ours was not cut off."""
+    size = storage.size
+
+    def meanwhile(location: str) -> int | None:
+        monkeypatch.setattr(storage, "size", size)
+        storage.write_bytes(location, b"theirs")
+        return size(location)
+
+    monkeypatch.setattr(storage, "size", meanwhile)
+    with pytest.raises(OSError, match="6 bytes after 4 were written"):
+        storage.write_bytes(bucket.uri("file"), b"ours")
+    assert storage.read_bytes(bucket.uri("file")) == b"theirs"
+
+
 @pytest.mark.parametrize("name", ["a%20b", "100% ", "x#y", "x?y=1&z=2", "a+b", "ü", "~", "a:b"])
 def test_names_are_taken_as_they_are(name, root):
     storage.write_bytes(f"{root}/{name}/file", b"content")

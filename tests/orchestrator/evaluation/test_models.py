@@ -53,6 +53,19 @@ def test_one_model_by_five_names(trained_home: Path, store: Tracking):
     ]
 
 
+def test_a_run_that_was_moved_aside_keeps_its_weights(trained_home: Path, store: Tracking, tmp_path: Path):
+    """Its tag says where it lies, whatever is at the place of its config now."""
+    dense = found("tiny/trials/dense", trained_home, store)
+    assert dense.run_id
+    moved = shutil.copytree(f"{trained_home}/tiny/trials/dense", tmp_path / "dense.old-1")
+    was = store.client.get_run(dense.run_id).data.tags["directory"]
+    store.client.set_tag(dense.run_id, "directory", str(moved))
+    try:
+        assert found(f"runs:/{dense.run_id}", trained_home, store).location.startswith(str(moved))
+    finally:
+        store.client.set_tag(dense.run_id, "directory", was)
+
+
 def test_a_sweep_means_its_finished_trials(trained_home: Path, store: Tracking):
     models = find_models("sweep:tiny", root=str(trained_home), tracking=store)
     assert [model.name for model in models] == ["dense", "token", "soft"]

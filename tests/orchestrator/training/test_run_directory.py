@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,21 @@ def test_a_lock_on_s3_expires(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -
     storage.write_bytes(f"{directory}/lock", dead)
     with locked(directory):
         assert json.loads(storage.read_bytes(f"{directory}/lock"))["holder"] != "dead"
+
+
+def test_a_lock_on_s3_that_another_process_took_over_stays_its_own(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that was away for longer than its lease neither renews nor removes the other's lock."""
+    lock = f"{bucket.uri('sweep')}/lock"
+    monkeypatch.setattr(runs, "LEASE_S", 0.3)
+    theirs = json.dumps({"holder": "other", "host": "other", "time_s": time.time()}).encode()
+    with locked(bucket.uri("sweep")):
+        storage.write_bytes(lock, theirs)
+        while "has taken over" not in caplog.text:
+            storage.write_bytes(lock, theirs)  # a renewal that was under way may have come after the first
+            time.sleep(0.1)
+    assert storage.read_bytes(lock) == theirs
 
 
 def test_nothing_is_moved_aside_on_s3(bucket: Bucket) -> None:
