@@ -20,7 +20,7 @@ from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
 from orchestrator.sweeps.preflight import check_sweep, unfit
 from orchestrator.sweeps.queue import Job, Outcome
-from orchestrator.sweeps.run import Watch
+from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import SCALES
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trunk
@@ -49,7 +49,11 @@ class Outcomes(Watch):
 
     def __init__(self, ended: Callable[[str], None] = lambda name: None) -> None:
         self.outcomes: dict[str, Outcome] = {}
+        self.run: SweepRun | None = None
         self._ended = ended
+
+    def start(self, run: SweepRun) -> None:
+        self.run = run
 
     def ended(self, name: str, outcome: Outcome) -> None:
         self.outcomes[name] = outcome
@@ -104,8 +108,13 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     assert {p.arm: p.status for p in frontier.points} == {"soft": "finished", "broken": "failed"}
 
     in_the_way.unlink()
-    frontier, outcomes = swept(sweep, tracking)
+    watch = Outcomes()
+    frontier, outcomes = swept(sweep, tracking, watch=watch)
     assert list(outcomes) == ["broken"]
+    assert watch.run
+    stands = watch.run.snapshot()
+    assert (stands.complete, stands.front) == (2, len(frontier.front))
+    assert stands.hypervolume == pytest.approx(frontier.hypervolume)
     again = {run.info.run_name: run for run in client.search_runs([tracking.experiment_id])}
     assert {n: r.info.run_id for n, r in again.items()} == {n: r.info.run_id for n, r in runs.items()}
     assert {run.info.status for run in again.values()} == {"FINISHED"}
