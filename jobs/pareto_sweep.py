@@ -176,6 +176,7 @@ class SweepFlags:
 
     def drawing(self, sweep: Sweep) -> OptunaSearch | None:
         """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
+        from orchestrator.data.manifest import open_manifest
         from orchestrator.sweeps.build import read_trials
         from orchestrator.sweeps.search import OptunaSearch
         from orchestrator.training.run_directory import read_sweep
@@ -193,6 +194,8 @@ class SweepFlags:
             directory = self.run.places.below(name)
             if (record := read_sweep(directory)) is None:
                 raise UsageError(f"--warm-start {name}: no sweep in {directory}")
+            if record.data_digest != open_manifest(sweep.base.data.path).digest():
+                raise UsageError(f"--warm-start {name} was trained on other data than {sweep.base.data.path}")
             found = [
                 (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])
                 for trial in read_trials(directory, record)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,18 @@ def test_a_sweep_may_judge_frozen_features(empty_home: Path, monkeypatch: pytest
         assert all(run.train.fewshot for run in sweep.runs().values())
         with nullcontext() if known else pytest.raises(UsageError, match="acc_7shot' of a sweep is none of"):
             check_metrics(sweep)
+
+
+def test_a_search_learns_from_its_own_data_alone(
+    trained_home: Path, digits: str, pack_greys: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greys, _ = pack_greys(train=64)
+    for data, refused in ((digits, False), (greys, True)):
+        flags = ["--sweep", "pareto", "--search", "random", "--warm-start", "tiny"]
+        monkeypatch.setattr(sys, "argv", ["job", *flags, "--storage", str(trained_home), "--data", data])
+        asked = parse(pareto_sweep.SweepFlags, "")
+        with pytest.raises(UsageError, match="tiny was trained on other data") if refused else nullcontext():
+            asked.drawing(asked.make())
 
 
 @pytest.mark.smoke  # 15 trials, and a confirmation on two workers
