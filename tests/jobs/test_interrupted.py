@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tests.jobs.bare import run_bare
+
 ROOT = Path(__file__).parents[2]
 
 # a background job of a shell ignores SIGINT, and so does what it starts
@@ -18,6 +20,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+INTERRUPT = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jobs._cli import command
+with command("waiting"):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_says_how_to_go_on(sent):
+    done = run_bare("-c", INTERRUPT, str(int(sent)))
+    assert done.returncode == 128 + sent
+    assert "Interrupted. Run the same command again to continue." in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -16,6 +18,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
+from orchestrator.sweeps import driver
 from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
 from orchestrator.sweeps.preflight import check_sweep, unfit
@@ -33,6 +36,7 @@ from orchestrator.training.run_directory import (
     result_of,
     run_directory,
 )
+from tests.made_directories import end_sweep, run_at
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -218,6 +222,19 @@ def test_one_run_by_itself(sweep, tracking):
     assert train(run, store=tracking) == result == result_of(run)
     with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
+
+
+@pytest.mark.parametrize(("left", "retrained"), [(0, ["b"]), (1, [])])
+def test_arms_are_retrained_once_no_trial_is_left(left, retrained, tmp_path, monkeypatch):
+    sweep = Sweep(base=run_at(tmp_path, "s"), arms={"a": {}, "b": {}})
+    end_sweep(sweep, {"a": 0.8, "b": 0.9})
+    states = {t.name: SimpleNamespace(trial=t, outcome="ended", reached={}) for t in sweep.trials().values()}
+    run = SimpleNamespace(trials_left=lambda: left, queue=SimpleNamespace(states=states))
+    found = []
+    monkeypatch.setattr(driver, "trained_trials", lambda *_, **options: nullcontext(run))
+    monkeypatch.setattr(driver, "_retrain", lambda run, arm: found.append(arm))
+    run_sweep(sweep, SweepOptions(retrain=1))
+    assert found == retrained
 
 
 class PauseAll:

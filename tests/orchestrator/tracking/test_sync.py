@@ -22,6 +22,7 @@ from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.run_directory import (
     Result,
     move_aside,
+    run_directory,
     write_error,
     write_json,
     write_result,
@@ -143,6 +144,7 @@ def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
     write_error(directory, "Traceback\nOSError: disk full\n")
     info = shown(tracking, run, directory)
     assert (info.status, info.tags["error"]) == ("FAILED", "OSError: disk full")
+    assert "OSError: disk full" in info.read_text("error.txt")
     storage.delete(f"{directory}/error.txt")
     write_result(directory, Result(status="paused", step=10, metrics={"val/acc1": 0.5}))
     Sync(tracking, directory).update(live=True)
@@ -282,13 +284,14 @@ def test_a_deleted_run_is_not_made_again_by_the_same_process(sqlite: Sqlite, tmp
     assert newest_of(tracking, directory) is None
 
 
-def test_an_empty_twin_is_deleted(sqlite: Sqlite, tmp_path: Path) -> None:
-    """A request to create a run that seemed lost arrived after all."""
+@pytest.mark.parametrize("began_ms", [1, None])
+def test_an_empty_twin_is_deleted(began_ms: int | None, sqlite: Sqlite, tmp_path: Path) -> None:
+    """A request to create a run that seemed lost arrived after all, before or after the next one."""
     tracking, run = open_store(sqlite), run_at(tmp_path, "twins")
     directory = begin(run)
     Sync(tracking, directory).update(live=True)
     first = found(tracking, directory)
-    twin = tracking.client.create_run(tracking.experiment_id, tags={sync.KEY: first.tags[sync.KEY]})
+    twin = tracking.client.create_run(tracking.experiment_id, began_ms, tags={sync.KEY: first.tags[sync.KEY]})
     Sync(tracking, directory).update(live=True)
     assert tracking.client.get_run(twin.info.run_id).info.lifecycle_stage == "deleted"
     assert found(tracking, directory).run_id == first.run_id
@@ -321,6 +324,41 @@ def test_a_disk_that_does_not_answer_delays_no_end(tmp_path: Path, monkeypatch: 
         assert asked.wait(30)
     assert time.monotonic() - began < 30
     never.set()
+
+
+def test_what_a_lost_request_held_is_sent_by_the_next(
+    sqlite: Sqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise ConnectionError("away")
+
+    tracking, run = open_store(sqlite), run_at(tmp_path, "lost")
+    directory, mirror = begin(run), Sync(tracking, run_directory(run))
+    mirror.update(live=True)
+    report(run, {1: {"train/loss": 3.0}})
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking.client, "log_batch", lost)
+        with pytest.raises(ConnectionError):
+            mirror.update(live=True)
+    report(run, {2: {"train/loss": 2.0}})
+    mirror.update(live=True)
+    assert found(tracking, directory).history("train/loss") == [(8, 3.0), (16, 2.0)]
+
+
+def test_the_end_waits_while_runs_arrive(
+    sqlite: Sqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(self: Sync, *, live: bool = False) -> None:
+        for _ in range(0 if live else 4):
+            time.sleep(0.3)
+            self.sent += 1
+
+    lines = list[str]()
+    monkeypatch.setattr(Sync, "update", update)
+    monkeypatch.setattr(sync, "PATIENCE_S", 0.8)
+    with BackgroundSync(open_store(sqlite), str(tmp_path), lines.append):
+        pass
+    assert lines == []
 
 
 def test_a_lost_server_delays_nothing(

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from ray.exceptions import RayError
 
-from orchestrator.codec import override
+from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
@@ -27,6 +28,7 @@ from orchestrator.training.fit import (
     fit_on_workers,
     largest_schedulable,
     resize,
+    start,
 )
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import run_directory
@@ -199,6 +201,19 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     with nullcontext() if saves else pytest.raises(RayError):
         fit_on_workers(run, MissingWorkers(), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
+
+
+def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
+    """One that went on alone would wait for the others. Here it is the second worker, which reads no file."""
+    stops = []
+    second = SimpleNamespace(get_world_rank=lambda: 1)
+    monkeypatch.setattr(fit_file.ray.train, "get_context", lambda: second)
+    monkeypatch.setattr(fit_file.ray.train, "get_preemption_info", lambda: None)
+    monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
+    monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
+    start(run)
+    fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "batch_server": None})
+    assert stops == [True]
 
 
 def eight_workers(**changes: object) -> RunConfig:

@@ -153,6 +153,12 @@ def test_resumes_and_pauses_at_any_step() -> None:
     assert run_loop(small_run(**changes), until=2)[0] == [("validate", -1), ("report", 2), ("save", 2)]
 
 
+def test_it_saves_where_it_ends_early() -> None:
+    changes = {"train.steps": 10, "train.eval_every": 4, "train.report_every": 100, "checkpoint.every": 100}
+    calls, _ = run_loop(small_run(**changes, **{"train.stop_at": 0.5}))
+    assert calls == [("validate", -1), ("report", 4), ("save", 4)]
+
+
 def test_what_it_reports() -> None:
     run = small_run("token_choice", **{"train.steps": 2})
     _, (metrics,) = run_loop(run)
