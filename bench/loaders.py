@@ -39,7 +39,7 @@ Times = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a loader reads, and how.
+    """The data of a loader, and its settings.
 
     transform: of peers: ``usual``, or ``uint8`` as our loaders do.
     path: the folder that `images.prepare` made; for our loaders, the shards.

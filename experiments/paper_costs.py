@@ -1,4 +1,4 @@
-"""What models cost from their configs alone, beside what the tables of their papers print."""
+"""Parameters and FLOPs of the papers' models, computed from configs, beside the papers' own figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

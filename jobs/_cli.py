@@ -1,4 +1,4 @@
-"""What all commands share: the first line, errors and signals, tables, and where files lie.
+"""Code that all commands share: the first line, errors, signals, tables, and locations of files.
 
 `--help` and wrong flags are answered at once, so large libraries are imported inside functions.
 """

@@ -1,4 +1,4 @@
-"""What is printed about training: model and data before it, progress during it, and how trials end."""
+"""Prints training: the model and the data, the progress of a run or a sweep, and the end of each trial."""
 
 import sys
 import time

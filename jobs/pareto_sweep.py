@@ -120,7 +120,7 @@ class SweepFlags:
             raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
 
     def retrain(self) -> int:
-        """How many knees are trained again."""
+        """Returns the number of knees to train again."""
         if self.confirm is None:
             return 0 if self.branch_at else 1
         return self.confirm

@@ -5,11 +5,17 @@ python jobs/report.py --name quickstart
 python jobs/report.py --name quickstart --out /tmp/report --tracking-uri http://host:5000
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jobs._cli import Places, check_out, command
 from jobs._flags import flag, parse, run_name
 from jobs.pareto_sweep import print_frontier
+
+if TYPE_CHECKING:
+    from orchestrator.frontier.frontier import Frontier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +36,45 @@ def report(flags: ReportFlags) -> None:
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
     from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
-    from orchestrator.sweeps.publish import FILES, publish, write_files
-    from orchestrator.tracking.store import open_reader, redact_uri
-    from orchestrator.tracking.sync import Sync
-    from orchestrator.training.run_directory import InUse, locked, read_sweep
+    from orchestrator.sweeps.publish import FILES, write_files
+    from orchestrator.tracking.store import open_reader
+    from orchestrator.training.run_directory import read_sweep
 
     directory = flags.places.below(flags.name)
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
-    if read_sweep(directory) is None:
-        frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
+    record = read_sweep(directory)
+    frontier = publish_and_send(directory, flags.places) if record and not flags.out else None
+    if frontier is None:
+        if record:
+            frontier, _, _ = sweep_frontier(directory)
+        else:
+            frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
         write_files(frontier, out)
-    else:
-        frontier, _, _ = sweep_frontier(directory)
-        write_files(frontier, out)
-        if not flags.out:
-            try:
-                with locked(directory):
-                    frontier = publish(directory)
-                    store = flags.places.open_store()
-                    Sync(store, directory).update()
-                print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
-            except InUse:
-                print(f"a command trains in {directory}: it keeps MLflow up to date")
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
         print(f"{left_out} finished arms are not judged: quality or cost unknown, or a cost not above 0")
     print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
+
+
+def publish_and_send(directory: str, places: Places) -> Frontier | None:
+    """Publishes the sweep and sends MLflow what it lacks; None while the sweep trains, which does both."""
+    from orchestrator.sweeps.publish import publish
+    from orchestrator.tracking.store import redact_uri
+    from orchestrator.tracking.sync import Sync
+    from orchestrator.training.run_directory import InUse, locked
+
+    try:
+        with locked(directory):
+            frontier = publish(directory)
+            store = places.open_store()
+            Sync(store, directory).update()
+    except InUse:
+        print(f"a command trains in {directory}: it keeps MLflow up to date")
+        return None
+    print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
+    return frontier
 
 
 if __name__ == "__main__":

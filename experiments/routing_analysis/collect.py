@@ -39,7 +39,7 @@ class RoutingView:
     weight_BPE: Tensor  # of the expert's output in the patch's sum; 0 without a seat
 
     def experts_BP(self) -> Tensor:
-        """How many experts see the patch."""
+        """Returns the number of experts that see each patch."""
         return self.seat_BPE.sum(-1)
 
     def discarded_BP(self) -> Tensor:

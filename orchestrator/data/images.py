@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", "Palette images with Transparency expressed in
 
 
 class BadImage(ValueError):
-    """Bytes that are not a whole image; the message is one line with the reason."""
+    """Raised for bytes that are not a whole image. The message gives the reason in one line."""
 
 
 def decode(encoded: bytes) -> Tensor:

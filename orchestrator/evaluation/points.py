@@ -72,7 +72,7 @@ def point_key(point: RoutingOverrides) -> str:
 
 
 def settings_of(point: RoutingOverrides) -> Mapping[str, Any]:
-    """What differs from the model as trained: ``{"routing.k": 1}``."""
+    """The settings that differ from the model as trained: ``{"routing.k": 1}``."""
     values = {name: (getattr(point, field), getattr(AS_TRAINED, field)) for name, field in FIELDS.items()}
     return {name: value for name, (value, trained) in values.items() if value != trained}
 

@@ -33,7 +33,7 @@ def forward_at(
     logits: dict[int, Tensor] = {}
 
     def routing_at(point: RoutingOverrides, block: int) -> object:
-        """What a point changes in a block; points that change the same have the same output."""
+        """Returns the settings of a point in a block. Points with equal settings have equal outputs there."""
         if moe is None or block not in model.config.moe_blocks():
             return None
         return point.apply(moe.router), point.experts, block in point.random_blocks

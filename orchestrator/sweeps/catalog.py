@@ -70,7 +70,7 @@ def last_half(depth: int) -> str:
 
 
 def families_space(scale: Scale) -> Space:
-    """What a search may draw at a scale: a size, a family, and the family's fields.
+    """Returns the search space at a scale: size, family, and the fields of each family.
 
     Names of suggestions are the fields that they are for, so that earlier runs of any sweep can be read.
     """

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """How a sweep is worked through.
+    """Options of `run_sweep`.
 
     Attributes:
         mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.

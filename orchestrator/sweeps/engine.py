@@ -40,7 +40,7 @@ TUNE_ENV = {  # settings that have no argument in Tune
 
 
 class Hooks(Protocol):
-    """What a sweep's driver does about its jobs."""
+    """Callbacks of a sweep's driver for its jobs."""
 
     def began(self, job: Job) -> None: ...
     def report(self, trial: Trial, step: int, metrics: Metrics) -> None: ...
@@ -114,7 +114,7 @@ def _report(step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _reserved(config: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
-    """What Tune reserves for the trial's own process; next to nothing while it waits for its workers."""
+    """Returns the resources of the trial's own process: almost none if it starts workers of its own."""
     need = config["need"]
     bundle: dict[str, float] = {"memory": 1 << 20} if need is None else need  # all zero is refused
     return ray.tune.PlacementGroupFactory([bundle])
@@ -203,7 +203,7 @@ class NewTrials(Searcher):
         """Does nothing: the scheduler informs the queue."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Saves nothing: a sweep goes on from its storage."""
+        """Saves nothing, because a sweep resumes from its own directory."""
 
 
 class Follow(ray.tune.Callback):

@@ -1,4 +1,4 @@
-"""What a run needs, computed from its config alone: memory and communication per layout, time and disk.
+"""Estimates of a run, computed from its config alone: memory and communication per layout, time and disk.
 
 As `moe.parallel` splits a model over a (dp, ep) mesh: dense parameters are sharded over all ranks of a copy
 of the model, experts over ep (dim 0) and dp (dim 1). FSDP gathers, frees and reduces together the parameters
@@ -33,7 +33,7 @@ MEMORY_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a device can send to devices of its node and of other nodes, in 1e9 bytes per second.
+    """Bandwidth from a device to devices of its node and of other nodes, in 1e9 bytes per second.
 
     The defaults are nominal rates: NVLink of an H100, and 400 Gbit/s for each device.
     """
@@ -133,7 +133,7 @@ def with_ep(run: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one trial needs.
+    """Memory, time and disk of one trial.
 
     Attributes:
         memory_gib: of a device at the peak of a step.
@@ -152,7 +152,7 @@ class Estimate:
 
 
 def estimate(run: RunConfig, *, flops_per_s: float) -> Estimate:
-    """What `run` needs on devices that reach `flops_per_s` of training FLOPs (6mac).
+    """Estimates `run` on devices that reach `flops_per_s` of training FLOPs (6mac).
 
     A cooldown run trains only the steps after those of its base run.
     """

@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """What a process on a node finds there.
+    """Software and devices of a node.
 
     Attributes:
         versions: of Python, of libraries, and of this project's sources.

@@ -1,4 +1,4 @@
-"""What a sweep leaves beside its runs: page, pictures, table, and a summary from which MLflow is filled."""
+"""Files that a sweep writes beside its runs: page, pictures, table, and a summary for MLflow."""
 
 import tempfile
 import time

@@ -59,7 +59,7 @@ QUIET = Watch()
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Where a sweep stands, in the few numbers that a user who waits wants to see.
+    """The state of a sweep, in the few numbers of the status line.
 
     Attributes:
         complete: trials that have finished, diverged or failed.
@@ -160,7 +160,7 @@ class SweepRun:
         self.watch.status()
 
     def snapshot(self) -> Snapshot:
-        """Where the sweep stands; its hypervolume is bounded by 1.1 times the highest cost of its trials."""
+        """Returns the state of the sweep. Its hypervolume ends at 1.1 times the highest cost of a trial."""
         states = list(self.queue.states.values())
         ends = [(state, state.outcome) for state in states if state.trial.role == "trial"]
         rows = [

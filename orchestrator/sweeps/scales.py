@@ -11,7 +11,7 @@ from orchestrator.recipe import RsqrtConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What the arms of a sweep are built on.
+    """The base run and the sizes of a sweep's arms.
 
     Attributes:
         base: the run that arms change; its model is dense, and has the size of sweeps that do not vary it.

@@ -4,6 +4,7 @@ docs/scheduler.md shows its use, and what Tune lacks for it.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from orchestrator.training.run_directory import Result
 Config = Mapping[str, Any]
 
 
-class QueueScheduler(TrialScheduler):
+class QueueScheduler(TrialScheduler, ABC):
     """Lets Tune run the jobs of a `TrialQueue`: it starts, pauses and resumes trials, and ends the sweep.
 
     Tune starts pending trials without asking its scheduler. A trial is therefore held as paused until the
@@ -41,9 +42,9 @@ class QueueScheduler(TrialScheduler):
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
         return True  # there are two metrics
 
+    @abstractmethod
     def state_of(self, trial: Trial) -> TrialState:
         """Returns the state of a trial that Tune adds."""
-        raise NotImplementedError
 
     def ended(self, state: TrialState, outcome: Outcome) -> None:
         """Is called when the running job of `state` has ended, perhaps with a pause."""

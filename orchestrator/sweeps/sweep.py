@@ -40,8 +40,8 @@ class Trunk:
             raise UsageError(f"the cooldown of a branch takes at least 1 step, got {self.cooldown}")
 
     def changes(self, run: RunConfig) -> dict[str, Any]:
-        """How the trunk differs from the run of its arm: it never cools down nor ends early, and keeps the
-        checkpoints that branches leave from.
+        """Returns the changes from the run of its arm to the trunk, which never cools down or ends early, and
+        keeps the checkpoints that branches start from.
 
         Raises:
             UsageError: if the rate of `run` depends on where the run ends, or still rises at a branch.
@@ -71,7 +71,7 @@ class Trunk:
         }
 
     def branch_changes(self, trunk: RunConfig, step: int) -> dict[str, Any]:
-        """How the branch that leaves the run `trunk` at `step` differs from the run of its arm."""
+        """Returns the changes from the run of its arm to the branch from the run `trunk` at `step`."""
         return {
             "train.steps": step + self.cooldown,
             "train.schedule.warmup_steps": trunk.train.schedule.warmup_steps,
@@ -99,7 +99,7 @@ class Trial:
     after: str | None = None
 
     def labels(self, seeded: bool) -> dict[str, str]:
-        """What `sweep.json` says of the trial: its directory, and tags of its MLflow run."""
+        """The trial in `sweep.json`: its directory, and tags of its MLflow run."""
         labels = {"directory": f"trials/{self.name}", "role": self.role, "arm": self.arm}
         if seeded:
             labels["seed"] = str(self.run.train.seed)

@@ -26,7 +26,7 @@ Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """What MLflow shows of one directory, apart from its reports.
+    """The contents of a directory's MLflow run, apart from the reports.
 
     Attributes:
         metrics: results, at the time `ended_s`.

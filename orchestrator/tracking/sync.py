@@ -56,7 +56,7 @@ PATIENCE_S = 30.0  # without progress of the last update, at the end of a comman
 
 
 class _Mirror:
-    """What MLflow is known to have of one run."""
+    """The known contents of one MLflow run."""
 
     def __init__(self, run: Run, directory: str) -> None:
         self.run_id = run.info.run_id

@@ -1,4 +1,4 @@
-"""What a run measures about itself: its speed, the load of its workers, and which images it has read."""
+"""Measurements of a run: its speed, the load of its workers, and the images that it has read."""
 
 import csv
 import io

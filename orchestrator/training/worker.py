@@ -55,7 +55,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a checkpoint records beside the step and the weights.
+    """Counts and metrics in a checkpoint, beside the step and the weights.
 
     Attributes:
         device_s: device-seconds of training.

@@ -28,15 +28,8 @@ class FaultyProxy:
         self.requests: list[str] = []
         self.upstream = host, port
         self._fault: Callable[[str], Kind | None] = lambda request: None
-        proxy = self
-
-        class Handler(_Handler):
-            def handle_one(self) -> None:
-                request = f"{self.command} {self.path}"
-                proxy.requests.append(request)
-                self.answer(proxy.upstream, proxy._fault(request))
-
-        self.server = _Server(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler,), {"proxy": self})
+        self.server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
@@ -88,9 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or many a reply takes 40 ms
     wbufsize = 1 << 16
-
-    def handle_one(self) -> None:
-        raise NotImplementedError
+    proxy: "FaultyProxy"
 
     def answer(self, upstream: tuple[str, int], fault: Kind | None) -> None:
         length = int(self.headers.get("Content-Length", 0))
@@ -150,7 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.handle_one()
+        request = f"{self.command} {self.path}"
+        self.proxy.requests.append(request)
+        self.answer(self.proxy.upstream, self.proxy._fault(request))
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
 
