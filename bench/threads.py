@@ -115,7 +115,7 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
     elif setting == "ours":
         set_threads(run.model, run.images_per_pass())
     keep_freed_memory()
-    network = build_model(run, torch.device("cpu"))
+    network = build_model(run, torch.device("cpu"), seed=run.train.seed)
     optimizer = build_optimizer(run.train.optimizer, network)
     images, side = run.data.batch_size, run.model.image_size
     batch = Batch(

@@ -93,7 +93,7 @@ def build_sharded(
     config: ViTConfig,
     mesh: DeviceMesh,
     *,
-    seed: int,
+    seed: int | None,
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
 ) -> ViT:
@@ -104,8 +104,14 @@ def build_sharded(
         model = ViT(config)
     parallelize(model, mesh, options, compute_dtype)
     model.to_empty(device=mesh.device_type)
-    init_weights(model, seed, local=_local)
+    if seed is not None:
+        set_weights(model, seed)
     return model
+
+
+def set_weights(model: ViT, seed: int) -> None:
+    """Sets every weight and buffer of a model, sharded or not, to that of `ViT(config, seed=seed)`."""
+    init_weights(model, seed, local=_local)
 
 
 def parallelize(
@@ -206,7 +212,8 @@ def _fsdp_meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def _local(param: Tensor) -> tuple[Tensor, Region]:
-    assert isinstance(param, DTensor)
+    if not isinstance(param, DTensor):
+        return param, tuple(slice(0, n) for n in param.shape)
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return param.to_local(), tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 

@@ -157,9 +157,11 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """The model, with weights drawn from `seed`; on the meta device the caller runs `init_weights` later."""
+    """The model, with weights drawn from `seed`. Without a seed they are not set, for a checkpoint to fill or
+    `moe.parallel.set_weights` to draw; nor are they on the meta device.
+    """
 
-    def __init__(self, config: ViTConfig, *, seed: int = 0) -> None:
+    def __init__(self, config: ViTConfig, *, seed: int | None = 0) -> None:
         super().__init__()
         self.config = config
         device, moe_blocks = torch.get_default_device(), config.moe_blocks()
@@ -194,7 +196,8 @@ class ViT(nn.Module):
             self.head = Head(config.representation_size or config.width, config.num_classes, config.head_bias)
         if device.type != "meta":
             self.to_empty(device=device)
-            init_weights(self, seed)
+            if seed is not None:
+                init_weights(self, seed)
 
     def draws(self) -> dict[str, Draw]:
         return {"position_SD": normal(0.02), "class_token_D": zeros()}

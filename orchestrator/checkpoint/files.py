@@ -11,7 +11,9 @@ import tempfile
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,7 +39,18 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from orchestrator import storage
-from orchestrator.checkpoint.manifest import File, Manifest, agreed, gathered, hashed, rank_in
+from orchestrator.checkpoint.manifest import (
+    DamagedError,
+    File,
+    Manifest,
+    agreed,
+    check_files,
+    gathered,
+    hashed,
+    is_whole,
+    rank_in,
+    verified,
+)
 from orchestrator.errors import UsageError
 
 SUFFIX = ".safetensors"
@@ -45,6 +58,7 @@ OPTIMIZER = "optimizer."  # begins the names of the optimiser's tensors; weights
 # A file is built in memory, so a worker's share is spread over about MOST_FILES files of FILE_BYTES or more.
 FILE_BYTES = 16 << 20
 MOST_FILES = 16
+THREADS = 4  # that read files: a hash takes longer than reading and copying
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 # A single process without a process group is intended.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -59,10 +73,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     is_new = not optimizer.state
     moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
     if is_new:
-        # torch made the state by an update without gradients, which counted as a step.
+        # torch made the state by an update without gradients, which counted as a step and decayed weights.
         for state in optimizer.state.values():
-            if "step" in state:
-                state["step"].zero_()
+            for value in state.values():
+                value.zero_()
     return weights | {f"{OPTIMIZER}{n}": value for n, value in moments.items() if isinstance(value, Tensor)}
 
 
@@ -135,10 +149,12 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fills the model, and the optimiser if given, in place, whatever layout wrote the checkpoint.
+    """Fills the model, and the optimiser if given, in place, whatever layout wrote the checkpoint. Each file
+    is hashed as it is read.
 
     Raises:
         ValueError: if tensors are missing, unknown, or of another shape or dtype; then nothing was filled.
+        DamagedError: naming the files that differ from what was written; a part may have been filled.
         OSError: if reading fails.
     """
     weights: dict[str, Any] = get_model_state_dict(model)
@@ -146,9 +162,17 @@ def load(
     if len(wanted) > len(weights) and not manifest.has_optimizer():
         raise ValueError(f"{folder} holds weights only: training cannot continue from it")
     names = manifest.weights() if optimizer is None else list(manifest.files)
-    with open_reader(folder, names, group) as reader:
-        _check_same(folder, reader.tensors(), wanted)
-        fill(wanted, reader, group)
+    try:
+        with open_reader(folder, names, group, manifest) as reader:
+            _check_same(folder, reader.tensors(), wanted)
+            fill(wanted, reader, group)
+            unread = set(names).difference(*gathered(lambda: reader.found_whole, group))
+            check_files(folder, unread, manifest, group)
+    except Exception as error:
+        # A damaged header may look like another model, or be unreadable.
+        if not isinstance(error, DamagedError):
+            verified(folder, group, weights_only=optimizer is None)
+        raise
     set_model_state_dict(model, {name: wanted[name] for name in weights})
     if optimizer is not None:
         moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
@@ -157,13 +181,21 @@ def load(
 
 
 def fill(tensors: Mapping[str, Tensor], reader: "Reader", group: dist.ProcessGroup | None = None) -> None:
-    """Fills tensors, sharded or not, in place. Raises OSError."""
+    """Fills tensors, sharded or not, in place.
+
+    Raises:
+        DamagedError: if the reader has a manifest, and files differ from what was written.
+        OSError: if reading fails.
+    """
     try:
         state_dict_loader.load(
             dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None
         )
     except CheckpointException as error:  # not an Exception, which callers expect
         worker, cause = first_failure(error)
+        causes = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, DamagedError) for cause in causes):
+            raise DamagedError(", ".join(sorted(map(str, causes)))) from None
         location = reader.remote or reader.path
         raise OSError(f"reading {location} failed: worker {worker}: {cause!r}") from error
 
@@ -179,6 +211,9 @@ class Reader(HuggingFaceStorageReader):
 
     With `remote`, the folder is empty at first and gets copies of the files at `remote`: on the first worker
     the headers of all files, on each worker the whole files that it has to read.
+
+    With `manifest`, each file is hashed before a worker takes tensors from it, so that its bytes come from
+    storage once: the tensors are read from the page cache. `found_whole` has the names of these files.
     """
 
     def __init__(
@@ -187,10 +222,13 @@ class Reader(HuggingFaceStorageReader):
         names: Sequence[str],
         group: dist.ProcessGroup | None = None,
         remote: str | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         super().__init__(folder)
         self.fs = _Listed(names)
         self.remote = remote
+        self.manifest = manifest
+        self.found_whole: set[str] = set()
         self.metadata = agreed(self._read_headers, group)
         for found in (self.metadata.storage_data or {}).values():
             found.relative_path = str(Path(folder, Path(found.relative_path).name))
@@ -212,14 +250,29 @@ class Reader(HuggingFaceStorageReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if self.remote:
-            needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
-            for path in needed - self._copied:
-                source = storage.join(self.remote, Path(path).name)
+        items: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+
+        def read(path: str) -> str | None:
+            """Returns the name of the file if it is damaged."""
+            name = Path(path).name
+            if self.remote and path not in self._copied:
                 with open(path, "wb") as target:
-                    target.writelines(storage.pieces(source))
+                    target.writelines(storage.pieces(storage.join(self.remote, name)))
                 self._copied.add(path)
-        return super().read_data(plan, planner)
+            if self.manifest:
+                if not is_whole(path, self.manifest.files[name]):
+                    return name
+                self.found_whole.add(name)
+            super(Reader, self).read_data(replace(plan, items=items[path]), planner)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            if damaged := sorted(filter(None, pool.map(read, items))):
+                raise DamagedError(", ".join(damaged))
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
     def tensors(self, device: str = "meta") -> dict[str, Tensor]:
         """Returns an unfilled tensor for each tensor in the files; on the meta device without memory."""
@@ -232,15 +285,19 @@ class Reader(HuggingFaceStorageReader):
 
 @contextmanager
 def open_reader(
-    folder: str, names: Sequence[str], group: dist.ProcessGroup | None = None
+    folder: str,
+    names: Sequence[str],
+    group: dist.ProcessGroup | None = None,
+    manifest: Manifest | None = None,
 ) -> Iterator[Reader]:
-    """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed.
+    """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed. With
+    `manifest`, each file is hashed as it is read.
 
     Raises:
         UsageError: if a file is not a whole safetensors file.
     """
     with _on_this_node(folder) as local:
-        yield Reader(local, names, group, remote=None if storage.is_local(folder) else folder)
+        yield Reader(local, names, group, None if storage.is_local(folder) else folder, manifest)
 
 
 class _Listed(FileSystem):

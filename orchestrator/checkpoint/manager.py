@@ -2,9 +2,11 @@
 
 import logging
 import math
+import mmap
 import operator
 import re
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import first_failure, load, local_part, state_of, write
-from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, newest, verified
+from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, gathered, newest
 from orchestrator.config import CheckpointConfig
 from orchestrator.errors import UsageError
 
@@ -29,6 +31,11 @@ FILE = re.compile(
     r"(weights|optimizer)-\d{5,}-\d{3,}\.[0-9a-f]{8}\.safetensors|manifest\.json\.[0-9a-f]{32}\.tmp"
 )
 ATTEMPT = re.compile(r"(step-\d+)\.[0-9a-f]{8}\.tmp")
+ALIGNMENT = 64  # bytes, of a tensor in a snapshot
+
+
+class NotFiniteError(Exception):
+    """The message names tensors that hold a NaN or an infinity."""
 
 
 class Snapshot:
@@ -36,17 +43,30 @@ class Snapshot:
 
     Tensors are looked up once, because that takes as long as a copy: FSDP, optimisers and our modules write
     into their tensors and never replace them. The memory is allocated before training starts, because its
-    first use takes longer than the copy.
+    first use takes longer than the copy. It is one block, in whole pages, which is page-locked if the tensors
+    are on a GPU: torch's own page-locked allocations are rounded up to powers of two, one block no less than
+    many, and would take up to twice the state.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.state = state_of(model, optimizer)
         self._tensors = _tensors_of(model, optimizer)
-        self._live = {name: local_part(tensor) for name, tensor in self.state.items()}
+        self.live = {name: local_part(tensor) for name, tensor in self.state.items()}
+        starts, size = dict[str, int](), 0
+        for name, live in self.live.items():
+            starts[name], size = size, size + -(-live.nbytes // ALIGNMENT) * ALIGNMENT
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
         self.copies = {
-            name: torch.zeros(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
-            for name, live in self._live.items()
+            name: self.memory[starts[name] :][: live.nbytes].view(live.dtype).view(live.shape)
+            for name, live in self.live.items()
         }
+        self._on_gpu = any(live.is_cuda for live in self.live.values())
+        if self._on_gpu:
+            cuda: Any = torch.cuda.cudart()
+            address = self.memory.data_ptr()
+            torch.cuda.check_error(cuda.cudaHostRegister(address, size, 0))
+            weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
 
     def is_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether these tensors still belong to the model and the optimiser."""
@@ -55,9 +75,9 @@ class Snapshot:
 
     def take(self) -> None:
         """Copies the current state."""
-        for name, live in self._live.items():
+        for name, live in self.live.items():
             self.copies[name].copy_(live, non_blocking=True)
-        if torch.cuda.is_available():
+        if self._on_gpu:
             torch.cuda.synchronize()
 
 
@@ -86,7 +106,8 @@ class Checkpoints:
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
         """Fills both from the newest whole checkpoint, whatever layout wrote it, and returns its manifest.
-        Damaged checkpoints are named in a warning. Returns None if there is no checkpoint.
+        Damaged checkpoints are named in a warning. Returns None if no checkpoint is whole; then the optimiser
+        is new, and the weights are to be set: a damaged checkpoint may have filled a part of them.
 
         Raises:
             ValueError: if its tensors differ from the model's, or it has no state of the optimiser.
@@ -97,11 +118,11 @@ class Checkpoints:
         manifest = None
         if there:
             try:
-                folder, manifest = newest(self.directory, self.group)
+                load_from = partial(self._load, model=model, optimizer=optimizer)
+                _, manifest = newest(self.directory, self.group, load_from)
             except FileNotFoundError:
                 log.warning("no checkpoint in %s is whole: the run starts anew", self.directory)
-            else:
-                load(folder, manifest, model, optimizer, group=self.group)
+                optimizer.state.clear()
         self._skipped = {step for step in there if manifest is None or step > manifest.step}
         self._allocate(model, optimizer)
         return manifest
@@ -113,17 +134,26 @@ class Checkpoints:
             UsageError: if the checkpoint is missing or damaged, or holds weights only.
         """
         try:
-            manifest = verified(folder, self.group)
+            manifest = agreed(lambda: manifests.read(folder), self.group)
+            if not manifest.has_optimizer():
+                raise UsageError(
+                    f"{folder} holds weights only: a branch needs the state of the optimiser too"
+                )
+            load(folder, manifest, model, optimizer, group=self.group)
         except (DamagedError, FileNotFoundError) as error:
             raise UsageError(f"no checkpoint to branch from at {folder}: {error}") from None
-        if not manifest.has_optimizer():
-            raise UsageError(f"{folder} holds weights only: a branch needs the state of the optimiser too")
-        load(folder, manifest, model, optimizer, group=self.group)
         self._allocate(model, optimizer)
         return manifest
 
+    def _load(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
+        manifest = agreed(lambda: manifests.read(folder), self.group)
+        load(folder, manifest, model, optimizer, group=self.group)
+        return manifest
+
     def _allocate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._snapshot = Snapshot(model, optimizer) if self.config.asynchronous else None
+        self._snapshot = None  # its memory is freed before the next is allocated
+        if self.config.asynchronous:
+            self._snapshot = Snapshot(model, optimizer)
 
     def save(
         self,
@@ -135,18 +165,25 @@ class Checkpoints:
         progress: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
-        """Copies the current state, and returns before it is written (unless `asynchronous` is off)."""
+        """Copies the current state, and returns before it is written (unless `asynchronous` is off).
+
+        Raises:
+            NotFiniteError: on every worker, if a number in the state is not finite; then nothing is saved.
+        """
         self.settle()
         described = partial(Manifest, step=step, images=images, progress=dict(progress), config=config)
         if self.config.asynchronous:
             if not (self._snapshot and self._snapshot.is_of(model, optimizer)):
-                self._snapshot = Snapshot(model, optimizer)
+                self._allocate(model, optimizer)
+            assert self._snapshot
+            check_finite(self._snapshot.live, self.group)
             self._snapshot.take()
             state, copies = self._snapshot.state, self._snapshot.copies
             self._pending = step, self._beside.submit(self._write, step, state, copies, described)
         else:
             state = state_of(model, optimizer)
             parts = {name: local_part(tensor) for name, tensor in state.items()}
+            check_finite(parts, self.group)
             self._finish_save(step, lambda: self._write(step, state, parts, described))
 
     def settle(self) -> None:
@@ -207,6 +244,21 @@ class Checkpoints:
             self._last_failure = f"saving step {step} to {self.directory} failed: {why}"
             if self.first:
                 log.error("%s; training continues, older checkpoints are untouched", self._last_failure)
+
+
+def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Raises NotFiniteError, on all workers of `group`, if a number in any worker's tensors is not finite."""
+    floats = {n: part for n, part in parts.items() if part.is_floating_point() and part.numel()}
+
+    def not_finite() -> list[str]:
+        # A norm reads each number once, and is finite only if all numbers are; large numbers may overflow it.
+        if nn.utils.get_total_norm(floats.values()).isfinite():
+            return []
+        return [name for name, part in floats.items() if not part.isfinite().all()]
+
+    if names := sorted({name for found in gathered(not_finite, group) for name in found}):
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        raise NotFiniteError(f"{names[0]}{more} hold numbers that are not finite")
 
 
 def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:
@@ -301,11 +353,7 @@ def drop_optimizer(directory: str) -> int:
 
 
 def _readable(directory: str, step: int) -> Manifest | None:
-    """Returns a step's manifest; None if it is missing or damaged."""
-    try:
-        return manifests.read(manifests.folder_of(directory, step))
-    except (DamagedError, FileNotFoundError):
-        return None
+    return manifests.read_or_none(manifests.folder_of(directory, step))
 
 
 def _quality(manifest: Manifest) -> float | None:

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -140,6 +141,20 @@ def read(folder: str) -> Manifest:
     return manifest
 
 
+def read_or_none(folder: str) -> Manifest | None:
+    """Returns a checkpoint's manifest; None if it is missing or damaged."""
+    try:
+        return read(folder)
+    except (DamagedError, FileNotFoundError):
+        return None
+
+
+def newest_readable(directory: str) -> Manifest | None:
+    """Returns the manifest of the newest checkpoint that has one, whether or not its files are whole."""
+    folders = (folder_of(directory, step) for step in reversed(steps(directory)))
+    return next(filter(None, map(read_or_none, folders)), None)
+
+
 def hashed(location: str) -> File:
     """Returns a file's digest and size. Raises FileNotFoundError."""
     digest, size = hashlib.sha256(), 0
@@ -149,16 +164,17 @@ def hashed(location: str) -> File:
     return File(sha256=digest.hexdigest(), bytes=size)
 
 
+def is_whole(location: str, file: File) -> bool:
+    """Returns whether a file is there and is as it was written. Raises OSError if reading fails."""
+    try:
+        return hashed(location) == file
+    except FileNotFoundError:
+        return False
+
+
 def damaged(folder: str, files: Iterable[tuple[str, File]]) -> list[str]:
     """Returns the names of the files that are missing or differ. Raises OSError if reading fails."""
-
-    def is_whole(name: str, file: File) -> bool:
-        try:
-            return hashed(storage.join(folder, name)) == file
-        except FileNotFoundError:
-            return False
-
-    return [name for name, file in files if not is_whole(name, file)]
+    return [name for name, file in files if not is_whole(storage.join(folder, name), file)]
 
 
 def remove(folder: str) -> None:
@@ -176,7 +192,7 @@ def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str,
         FileNotFoundError: if the directory holds no whole checkpoint.
     """
     if not agreed(lambda: is_there(location), group):
-        return newest(location, group, weights_only=True)
+        return newest(location, group, partial(verified, group=group, weights_only=True))
     try:
         return location, verified(location, group, weights_only=True)
     except DamagedError as error:
@@ -184,10 +200,14 @@ def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str,
 
 
 def newest(
-    directory: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False
+    directory: str,
+    group: dist.ProcessGroup | None = None,
+    check: Callable[[str], Manifest] | None = None,
 ) -> tuple[str, Manifest]:
-    """Returns the folder of the newest checkpoint that passes `verified`, and its manifest. Damaged
-    checkpoints are named in a warning.
+    """Returns the folder of the newest whole checkpoint, and its manifest. Damaged checkpoints are named in a
+    warning.
+
+    check: takes a folder, and returns its manifest or raises DamagedError; by default `verified`.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -196,7 +216,7 @@ def newest(
     for step in reversed(agreed(lambda: steps(directory), group)):
         folder = folder_of(directory, step)
         try:
-            return folder, verified(folder, group, weights_only=weights_only)
+            return folder, (check or partial(verified, group=group))(folder)
         # FileNotFoundError: the run that is being trained has removed the checkpoint meanwhile
         except (DamagedError, FileNotFoundError) as error:
             if rank_in(group) == 0:
@@ -213,13 +233,19 @@ def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_onl
         FileNotFoundError: if there is no manifest.
     """
     manifest = agreed(lambda: read(folder), group)
-    names = manifest.weights() if weights_only else manifest.files
+    check_files(folder, manifest.weights() if weights_only else manifest.files, manifest, group)
+    return manifest
+
+
+def check_files(
+    folder: str, names: Iterable[str], manifest: Manifest, group: dist.ProcessGroup | None = None
+) -> None:
+    """Hashes these files; each worker hashes its share. Raises DamagedError, naming the files that differ."""
     files = [(name, manifest.files[name]) for name in sorted(names)]
     workers = dist.get_world_size(group) if group else 1
     per_worker = gathered(lambda: damaged(folder, files[rank_in(group) :: workers]), group)
     if bad := sorted(name for names in per_worker for name in names):
         raise DamagedError(", ".join(bad))
-    return manifest
 
 
 def agreed(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
-from moe.parallel import build_sharded, make_mesh
+from moe.parallel import build_sharded, make_mesh, set_weights
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
@@ -103,7 +102,7 @@ def train_worker(
     keep_freed_memory()
     set_threads(run.model, run.images_per_pass())
     device = torch.device("cuda" if run.scale.use_gpu else "cpu")
-    model = build_model(run, device)
+    model = build_model(run, device, seed=None)
     optimizer = build_optimizer(run.train.optimizer, model)
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     training, validation = (open_stream(run, split, rank, workers) for split in ("train", "val"))
@@ -158,6 +157,7 @@ def train_worker(
         steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
 
     status: Literal["finished", "diverged", "paused"] = "finished" if until == run.train.steps else "paused"
+    reason = ""
     try:
         reached = train(
             model,
@@ -172,8 +172,8 @@ def train_worker(
             save=on_save,
             should_stop=should_stop,
         )
-    except Diverged:
-        status, reached = "diverged", until
+    except Diverged as error:
+        status, reached, reason = "diverged", until, str(error)
     else:
         if good_enough(run.train, progress.metrics):
             status, until = "finished", reached
@@ -186,10 +186,13 @@ def train_worker(
         if reached == until:
             directory, kept = run_directory(run), manifests.steps(checkpoints.directory)
             folder = manifests.folder_of(checkpoints.directory, kept[-1]) if kept else ""
+            if status == "diverged":
+                log.warning("%s diverged: %s; %s", run.name, reason, _what_is_kept(run, kept))
             result = Result(
                 status=status,
                 step=progress.reported,
                 metrics=progress.metrics,
+                reason=reason,
                 time_s=time.time(),
                 checkpoint=folder.removeprefix(f"{directory}/"),
                 weights=manifests.read(folder).weights_digest() if kept else "",
@@ -198,10 +201,11 @@ def train_worker(
 
 
 def _begin(
-    run: RunConfig, checkpoints: Checkpoints, model: nn.Module, optimizer: torch.optim.Optimizer
+    run: RunConfig, checkpoints: Checkpoints, model: ViT, optimizer: torch.optim.Optimizer
 ) -> tuple[int, Progress, Metrics]:
-    """Fills the model from the run's newest checkpoint, else from the run that it branches from, else from
-    other weights. Returns the step, the progress, and what the next report says about a resumption.
+    """Sets the model's weights: from the run's newest checkpoint, else from the run that it branches from,
+    else from the seed, and from other weights if there are any. Weights that a checkpoint overwrites are not
+    drawn. Returns the step, the progress, and what the next report says about a resumption.
     """
     if (restored := checkpoints.restore(model, optimizer)) is not None:
         done, progress = restored.step, Progress(**restored.progress)
@@ -214,18 +218,30 @@ def _begin(
         log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
         progress = Progress(**trunk.progress)
         return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
+    set_weights(model, run.train.seed)
     if run.train.init_from:
         without, group = run.train.init_without, checkpoints.group
         log.info("%s %s", run.name, start_from(model, run.train.init_from, without=without, group=group))
     return 0, Progress(), {}
 
 
-def build_model(run: RunConfig, device: torch.device) -> nn.Module:
-    """Returns the model, sharded over all workers of the run; a single float32 worker does not shard."""
+def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
+    if not steps:
+        return "no checkpoint was saved: start again with a smaller train.lr"
+    saved = f"step {steps[0]} is" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} are"
+    location = checkpoint_directory(run)
+    return f"{saved} kept: continue in another run, with --init-from {location} and a smaller train.lr"
+
+
+def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> ViT:
+    """Returns the model, sharded over all workers of the run; a single float32 worker does not shard. Without
+    a seed its weights are not set.
+    """
     scale, compute_dtype = run.scale, getattr(torch, run.train.compute_dtype)
     whole = compute_dtype == torch.float32
     if scale.workers == 1 and whole and not scale.activation_checkpointing and not scale.compile:
-        return ViT(run.model, seed=run.train.seed).to(device)
+        with device:
+            return ViT(run.model, seed=seed)
     if not dist.is_initialized():  # an inline worker
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -233,7 +249,7 @@ def build_model(run: RunConfig, device: torch.device) -> nn.Module:
     return build_sharded(
         run.model,
         mesh,
-        seed=run.train.seed,
+        seed=seed,
         options=scale,
         compute_dtype=None if whole else compute_dtype,
     )

@@ -35,8 +35,10 @@ RUNS = {
 DTYPES = {name: torch.float32 if "soft" in name else torch.float64 for name in RUNS}
 
 
-def built(name: str, *, seed: int, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
-    """Builds a plain model, or one that is sharded over `mesh` (ep, dp_replicate)."""
+def built(name: str, *, seed: int | None, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
+    """Builds a plain model, or one that is sharded over `mesh` (ep, dp_replicate). Without a seed its weights
+    are not set.
+    """
     run, before = RUNS[name], torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[name])
     try:

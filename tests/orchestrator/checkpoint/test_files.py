@@ -11,16 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from moe.vit import ViT
+from orchestrator import storage
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.files import load, state_of
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.codec import to_dict
+from orchestrator.codec import override, to_dict
+from orchestrator.training.optim import build_optimizer
 from tests.orchestrator.checkpoint.counted import (
     IN_STEP,
     Odd,
     expected,
     fill,
+    flip,
     folder,
     odd,
     save,
@@ -73,6 +76,51 @@ def test_large_states_are_spread_over_files(tmp_path, monkeypatch):
     save_file(stray, folder(tmp_path, 2) / "weights-00001-001.0123abcd.safetensors")
     (folder(tmp_path, 2) / "mine.safetensors").write_bytes(b"noise")
     assert step_restored(tmp_path) == 2
+
+
+def test_a_file_is_hashed_when_it_is_read(tmp_path, monkeypatch):
+    """Not all files before the first tensor: they would come from the disk twice if memory is short."""
+    monkeypatch.setattr(files, "FILE_BYTES", 1)
+    saved(tmp_path, 1)
+    pieces, reader, events = storage.pieces, files.HuggingFaceStorageReader, []
+    read_data = reader.read_data
+
+    def read(*args):
+        events.append("read")
+        return read_data(*args)
+
+    monkeypatch.setattr(storage, "pieces", lambda path: events.append("hash") or pieces(path))
+    monkeypatch.setattr(reader, "read_data", read)
+    assert step_restored(tmp_path) == 1
+    count = len(list(folder(tmp_path, 1).glob("*.safetensors")))
+    assert events.count("hash") == count > files.THREADS
+    assert events.index("read") <= files.THREADS
+
+
+def test_every_file_is_verified(tmp_path, monkeypatch, caplog):
+    """One without any number too, and headers: a damaged header may describe another model."""
+    monkeypatch.setattr(files, "FILE_BYTES", 1)
+    saved(tmp_path, 1, 2)
+    for file in folder(tmp_path, 2).glob("*.safetensors"):
+        whole = file.read_bytes()
+        names = [whole.index(b'"shape"') + 1, whole.index(b'"of_') + 2] if b'"of_' in whole else []
+        for place in (7, 8, *names, len(whole) - 1):
+            flip(file, place)
+            caplog.clear()
+            assert step_restored(tmp_path) == 1, (file.name, place)
+            assert f"step-00000002 is damaged ({file.name})" in caplog.text
+            file.write_bytes(whole)
+    assert step_restored(tmp_path) == 2
+
+
+def test_a_new_optimizer_has_no_momentum():
+    """torch makes its state by an update, which decays weights."""
+    run = override(RUNS["mixture, SGD"], {"train.optimizer.weight_decay": 0.1})
+    model = ViT(run.model)
+    state = state_of(model, build_optimizer(run.train.optimizer, model))
+    momentum = [value for name, value in state.items() if name.startswith("optimizer.state")]
+    assert len(momentum) == len(list(model.parameters()))
+    assert not any(value.any() for value in momentum)
 
 
 def changed(change: str) -> tuple[Odd, torch.optim.Optimizer]:

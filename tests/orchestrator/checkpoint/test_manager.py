@@ -1,6 +1,7 @@
 """Saving beside training: the state at the call, without waiting; and what happens when a save fails."""
 
 import logging
+import math
 import os
 import resource
 import threading
@@ -14,7 +15,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manager
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import local_part, state_of
-from orchestrator.checkpoint.manager import Checkpoints, Snapshot
+from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError, Snapshot
 from orchestrator.config import CheckpointConfig
 from tests.orchestrator.checkpoint.counted import IN_STEP, fill, folder, odd, said, save, saved, step_restored
 from tests.orchestrator.checkpoint.operations import before_opening
@@ -95,6 +96,51 @@ def test_training_replaces_no_tensor(name, sharded):
         before = {key: copy.clone() for key, copy in snapshot.copies.items()}
         train(model, optimizer, range(3, 4))
         assert_same(snapshot.copies, before)
+
+
+def test_a_snapshot_is_one_block_of_memory(tmp_path, monkeypatch):
+    """Its size is that of the state, and its numbers are aligned. Without GPU tensors CUDA is not asked."""
+    model, optimizer = built("soft, AdamW", seed=0)
+    snapshot = Snapshot(model, optimizer)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(torch.cuda, "is_available", lambda: True)
+        snapshot.take()
+    assert_same(snapshot.copies, {name: local_part(t) for name, t in snapshot.state.items()})
+    assert all(copy.data_ptr() % 64 == 0 for copy in snapshot.copies.values())
+    assert len({copy.untyped_storage().data_ptr() for copy in snapshot.copies.values()}) == 1
+
+    linear = torch.nn.ModuleList(torch.nn.Linear(1030, 130) for _ in range(3))
+    snapshot = Snapshot(linear, torch.optim.AdamW(linear.parameters()))
+    size = sum(tensor.nbytes for tensor in snapshot.state.values())
+    assert size <= snapshot.copies["0.weight"].untyped_storage().nbytes() <= 1.02 * size
+
+
+@both_ways
+@pytest.mark.parametrize("where", ["matrix", "optimizer.state.cube.exp_avg", "of_half"])
+def test_a_state_that_is_not_finite_is_not_saved(where, asynchronous, tmp_path):
+    """Neither weights, nor the optimiser's state, nor buffers; the checkpoints before stay."""
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(asynchronous=asynchronous, keep_last=1))
+    model, optimizer = odd()
+    checkpoints.restore(model, optimizer)
+    fill(model, optimizer, 1)
+    checkpoints.save(1, model, optimizer, images=8, progress={}, config={})
+    for number in (math.nan, math.inf, -math.inf):
+        state_of(model, optimizer)[where].data.flatten()[-1] = number
+        with pytest.raises(NotFiniteError, match=f"{where} hold numbers that are not finite"):
+            checkpoints.save(2, model, optimizer, images=16, progress={}, config={})
+    checkpoints.finish()
+    assert checkpoints.failures == 0
+    assert step_restored(tmp_path) == 1
+
+
+def test_the_largest_numbers_are_saved(tmp_path):
+    """A sum of their squares would not be finite."""
+    model, optimizer = odd()
+    checkpoints = Checkpoints(str(tmp_path), IN_STEP)
+    with torch.no_grad():
+        model.matrix.fill_(torch.finfo(torch.float32).max)
+    checkpoints.save(1, model, optimizer, **REPORT)
+    assert manifests.steps(str(tmp_path)) == [1]
 
 
 def test_tensors_that_were_replaced(tmp_path):

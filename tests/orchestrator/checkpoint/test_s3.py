@@ -61,6 +61,24 @@ def test_two_workers(bucket, tmp_path):
         torch.testing.assert_close(whole_state(again, its_optimizer)[name], tensor)
 
 
+def test_each_byte_is_fetched_once(bucket, monkeypatch):
+    """A worker hashes the copies that it reads tensors from."""
+    directory, pieces, fetched = bucket.uri("checkpoints"), storage.pieces, []
+    saved(directory, 1)
+
+    def counted(location: str):
+        for piece in pieces(location):
+            fetched.append((location, len(piece)))
+            yield piece
+
+    monkeypatch.setattr(storage, "pieces", counted)
+    assert step_restored(directory) == 1
+    whole = {name: file.bytes for name, file in manifests.read(f"{directory}/step-00000001").files.items()}
+    from_s3 = [(location, count) for location, count in fetched if location.startswith("s3://")]
+    assert {location.split("/")[-1]: count for location, count in from_s3} == whole
+    assert len(from_s3) == len(whole) == 2
+
+
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, fast=["weights-", "manifest.json"]))
 @pytest.mark.parametrize("fault", mostly_slow(["busy", "cut upload", "short"], fast=["cut upload"]))
 def test_a_file_that_cannot_be_written(fault, kind, bucket, caplog):

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe.parallel import set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load
-from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.checkpoint.files import load, local_part
+from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError
 from orchestrator.config import CheckpointConfig
 from tests.moe.parity import spawn
 from tests.orchestrator.checkpoint.counted import file_of, flip
@@ -83,7 +84,7 @@ def save_at_3(name: str, folder: Path, saved: str) -> None:
 
 
 def load_and_go_on(name: str, folder: Path, saved: str, loaded: str) -> None:
-    model, optimizer = built(name, seed=9, **layout(loaded))
+    model, optimizer = built(name, seed=None, **layout(loaded))
     manifest = Checkpoints(str(folder / saved / name), CheckpointConfig()).restore(model, optimizer)
     assert manifest
     assert (manifest.step, manifest.images, manifest.progress) == (3, 24, {"device_s": 1.5})
@@ -200,6 +201,35 @@ def a_worker_that_cannot_write(folder: Path, *, asynchronous: bool) -> None:
     assert manifests.steps(str(directory)) == [1, 3]
 
 
+def not_finite_on_one_worker(folder: Path) -> None:
+    """No worker saves, and all say which tensor it is."""
+    directory, (model, optimizer) = folder / "infinite", built(SOFT, seed=0, ep=2)
+    checkpoints = Checkpoints(str(directory), CheckpointConfig())
+    checkpoints.restore(model, optimizer)
+    if dist.get_rank() == 1:
+        local_part(model.blocks[-1].mlp.experts.w_in_EDF).flatten()[-1] = float("inf")
+    with pytest.raises(NotFiniteError, match=r"experts.w_in_EDF hold numbers that are not finite"):
+        checkpoints.save(1, model, optimizer, **REPORT)
+    checkpoints.finish()
+    assert not directory.exists()
+
+
+def no_checkpoint_is_whole(folder: Path) -> None:
+    """Weights that are drawn after the search are those of a new run, and its losses too."""
+    directory, (model, optimizer) = folder / "none whole", built(SOFT, seed=0, ep=2)
+    train(model, optimizer, range(1))
+    Checkpoints(str(directory), IN_STEP).save(1, model, optimizer, **REPORT)
+    if dist.get_rank() == 0:
+        flip(file_of(directory / "step-00000001", "optimizer-00001-"), -1)
+    dist.barrier()
+    model, optimizer = built(SOFT, seed=None, ep=2)
+    assert Checkpoints(str(directory), CheckpointConfig()).restore(model, optimizer) is None
+    set_weights(model, 0)
+    fresh, its_optimizer = built(SOFT, seed=0, ep=2)
+    assert train(model, optimizer, range(2)) == train(fresh, its_optimizer, range(2))
+    assert_same(whole_state(model, optimizer), whole_state(fresh, its_optimizer))
+
+
 def a_worker_that_cannot_read(folder: Path) -> None:
     """All workers stop with the error: no older checkpoint is tried, and nothing is deleted."""
     directory, read = str(folder / "fallback"), storage.open_to_read
@@ -226,6 +256,8 @@ SCENES: list[Callable[[Path], None]] = [
     falling_back,
     partial(a_worker_that_cannot_write, asynchronous=True),
     a_worker_that_cannot_read,
+    not_finite_on_one_worker,
+    no_checkpoint_is_whole,
 ]
 SCENES_OF_FOUR: list[Callable[[Path], None]] = [
     *SCENES,
