@@ -65,7 +65,7 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
         return f"failed: {outcome}"
     metrics = outcome.metrics
     if outcome.status == "diverged":
-        return f"diverged: train/loss {metrics['train/loss']}"
+        return f"diverged: {outcome.reason or f'at step {outcome.step}'}"
     quality = f"{sweep.quality} {metrics[sweep.quality]:.4f}"
     if sweep.cost not in metrics:  # a run that only cooldown runs begin from
         return f"{quality}  {metrics['cost/device_s']:.1f} s"

@@ -5,7 +5,7 @@
   python jobs/train.py --data s3://bucket/shards --set model.image_size=224 ..
 
 The same command again continues from the last checkpoint, or says that the run is complete. Exit code 1 if
-the run failed, or diverged: its loss was not finite any more.
+the run failed, or diverged: its loss or its weights were not finite any more.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ def train(flags: RunFlags) -> None:
     for name, value in sorted(result.metrics.items()):
         print(f"  {name:28} {value:.6g}")
     if result.status == "diverged":
-        loss = result.metrics["train/loss"]
-        sys.exit(f"error: {run.name} diverged: train/loss is {loss} at step {result.step}")
+        sys.exit(f"error: {run.name} diverged: {result.reason or f'at step {result.step}'}")
 
 
 if __name__ == "__main__":

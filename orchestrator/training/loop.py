@@ -18,6 +18,7 @@ from moe.init import mix
 from moe.parallel import accumulate, clip_grad_norm, sum_over_ranks
 from moe.routers.mixture import MixtureRouter
 from moe.vit import ViTConfig
+from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data import augment
 from orchestrator.data.batch import Batch
@@ -34,7 +35,7 @@ TIMED = 5  # forward passes of an evaluation
 
 
 class Diverged(Exception):
-    """The loss is not finite."""
+    """The loss, a weight or the optimiser's state is not finite; the message says what, and at which step."""
 
 
 def train(
@@ -48,7 +49,7 @@ def train(
     until: int,
     report: Callable[[int, Metrics], None],
     validate: Callable[[], Metrics],
-    save: Callable[[int], None],
+    save: Callable[[int], None],  # raises NotFiniteError
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Takes the steps `start` + 1 .. `until`, one per batch, and returns the last step that was taken.
@@ -57,7 +58,8 @@ def train(
     `should_stop` or `good_enough` says so.
 
     Raises:
-        Diverged: when a reported loss is not finite, after reporting it.
+        Diverged: if the loss is not finite at a report or a save, or the state at a save, after reporting the
+            step; nothing is saved.
     """
     config = run.train
     eval_every = config.eval_every or config.steps
@@ -69,20 +71,26 @@ def train(
         reports = evaluates or step % config.report_every == 0
         if not (reports or saves):
             continue
-        stopping = False
         with meter.paused():
-            if reports:
-                values = _sum_over_workers(metrics) | meter.read()
+            values = _sum_over_workers(metrics)
+            loss = values["train/loss"]
+            if reports or not math.isfinite(loss):
+                values |= meter.read()
                 with phase("evaluate"):
                     values |= validate() if evaluates else {}
                 with phase("report"):
                     report(step, values)
-                if not math.isfinite(values["train/loss"]):
-                    raise Diverged(f"train/loss is {values['train/loss']} at step {step}")
-                stopping = should_stop() or good_enough(config, values)
+            if not math.isfinite(loss):
+                raise Diverged(f"train/loss is {loss} at step {step}")
+            stopping = reports and (should_stop() or good_enough(config, values))
             if saves or stopping:
-                with phase("checkpoint"):
-                    save(step)
+                try:
+                    with phase("checkpoint"):
+                        save(step)
+                except NotFiniteError as error:
+                    if not reports:
+                        report(step, values | meter.read())
+                    raise Diverged(f"{error} at step {step}") from None
             if stopping:
                 return step
     return until

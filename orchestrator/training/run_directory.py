@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
 from orchestrator import storage
-from orchestrator.codec import changed_fields, flat, to_dict
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.codec import changed_fields, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, last_line
 
@@ -54,6 +55,7 @@ class Result:
 
     Attributes:
         metrics: the last report.
+        reason: why a run diverged; else empty.
         time_s: seconds since the epoch.
         checkpoint: folder of the last checkpoint, relative to the run's directory; empty if there is none.
         weights: digest of that checkpoint's weights.
@@ -62,6 +64,7 @@ class Result:
     status: Literal["finished", "diverged", "paused"]
     step: int
     metrics: dict[str, float]
+    reason: str = ""
     time_s: float = 0.0
     checkpoint: str = ""
     weights: str = ""
@@ -207,28 +210,37 @@ def acquire_run_dir(
 
     ``auto`` continues a run that is there if its config and data are the same, and starts one otherwise;
     ``resume`` requires a run. The name of a run that failed before it trained anything can be used again.
+    The config of the newest checkpoint must be the same too, and its checkpoints alone are a run.
 
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
     directory = run_directory(run)
     check_kind(directory, "run")
-    now, previous = to_dict(run), read_run(directory)
-    if previous is None:
+    previous, saved = read_run(directory), manifests.newest_readable(checkpoint_directory(run))
+    if not (previous or saved):
         check_resumable(directory, mode)
-    else:
-        before = flat(previous.config) | {DATA: previous.data_digest}
-        changes = changed_fields(before, json.loads(json.dumps(flat(now) | {DATA: data_digest})))
-        if not changes:
-            storage.delete(storage.join(directory, ERROR))
-            return previous
+    changes: dict[str, tuple[Any, Any]] = {}
+    for there in filter(None, (previous, saved)):
+        # A field that an old config lacks had its default.
+        changes |= changed_fields(flat(from_dict(RunConfig, there.config)), flat(run))
+    if previous and previous.data_digest != data_digest:
+        changes[DATA] = previous.data_digest, data_digest
+    if changes:
         if mode != "auto" or _trained(directory):
             raise_changed(directory, changes, run.data.path)
         for name in storage.names(directory):
             if name != LOCK:
                 storage.delete(storage.join(directory, name))
+    elif previous:
+        storage.delete(storage.join(directory, ERROR))
+        return previous
     record = RunRecord(
-        key=new_key(), began_s=time.time(), config=now, data_digest=data_digest, labels=dict(labels or {})
+        key=new_key(),
+        began_s=time.time(),
+        config=to_dict(run),
+        data_digest=data_digest,
+        labels=dict(labels or {}),
     )
     write_json(storage.join(directory, CONFIG), asdict(record))
     return record
@@ -255,8 +267,8 @@ def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: 
         )
     listed = "; ".join(f"{name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
     raise UsageError(
-        f"{directory} was started with another config ({listed}); use another --name, or --fresh to start"
-        " over"
+        f"{directory} was started with another config ({listed}); give the old values, use another --name, or"
+        " --fresh to start over"
     )
 
 

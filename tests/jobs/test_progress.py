@@ -73,13 +73,13 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
         for step in range(10, 60, 10):
             clock[0] += 9
             shown.report("a", step, {"perf/images_per_s": 100.0})
-        work.ends["a"] = Result(status="diverged", step=50, metrics={"train/loss": float("nan")})
+        work.ends["a"] = Result(status="diverged", step=50, metrics={}, reason="train/loss is nan at step 50")
         shown.ended("a", work.ends["a"])
         work.ends["b"] = "no place"  # it fails before it begins
         shown.ended("b", "no place")
     assert capsys.readouterr().out.splitlines() == [
         "        a                  step 30/100, 100 images/s, about 63 s left",
-        "[ 1/2] a                  diverged: train/loss nan",
+        "[ 1/2] a                  diverged: train/loss is nan at step 50",
         "[ 2/2] b                  failed: no place",
     ]
 

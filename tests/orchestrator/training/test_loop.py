@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe.init import mix
 from moe.vit import ViT, ViTConfig
+from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import augment
@@ -222,6 +223,47 @@ def test_divergence_is_reported_and_ends_it() -> None:
     with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
         run_loop(run, model=model, calls=calls)
     assert calls == [("report", 3)]
+
+
+@pytest.mark.parametrize("report_every", [2, 100])
+def test_a_loss_that_is_not_finite_is_never_saved(report_every: int) -> None:
+    """Its step is reported, whatever the intervals are."""
+    changes = {"train.steps": 10, "train.report_every": report_every, "checkpoint.every": 2}
+    run, model, calls = small_run(**changes), ViT(small_run().model), list[tuple[str, int]]()
+    torch.nn.init.constant_(model.head.bias, float("inf"))
+    with pytest.raises(Diverged, match=r"train/loss is nan at step 2"):
+        run_loop(run, model=model, calls=calls)
+    assert calls == [("report", 2)]
+
+
+@pytest.mark.parametrize("report_every", [2, 100])
+def test_a_state_that_is_not_finite_ends_the_run(report_every: int) -> None:
+    """The step's own loss, from the weights before the update, is finite."""
+    run = small_run(**{"train.steps": 10, "train.report_every": report_every, "checkpoint.every": 2})
+    model, steps, reports = ViT(run.model), list[int](), list[Metrics]()
+
+    def report(step: int, metrics: Metrics) -> None:
+        steps.append(step)
+        reports.append(metrics)
+
+    def save(step: int) -> None:
+        raise NotFiniteError("head.bias hold numbers that are not finite")
+
+    with pytest.raises(Diverged, match=r"head.bias hold numbers that are not finite at step 2"):
+        train(
+            model,
+            build_optimizer(run.train.optimizer, model),
+            (random_batch(8, seed) for seed in range(10)),
+            run,
+            Meter(),
+            start=0,
+            until=10,
+            report=report,
+            validate=dict,
+            save=save,
+        )
+    assert steps == [2]
+    assert 0 < reports[0]["train/loss"] < 10
 
 
 def plain_evaluation(model: ViT, batches: list[Batch]) -> tuple[float, float]:

@@ -5,13 +5,17 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchestrator import storage
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.codec import override, to_dict
+from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Mode, Result, acquire_run_dir, locked, move_aside
@@ -93,6 +97,54 @@ def test_a_run_that_never_trained_leaves_its_name_free(tmp_path: Path) -> None:
     assert second.key != first.key
     assert second.config["train"]["lr"] == 0.5
     assert sorted(os.listdir(directory)) == ["config.json", "lock"]
+
+
+def saved_by(run: RunConfig, step: int, forget: str = "") -> Path:
+    """Makes a checkpoint of `run`, whose config lacks a field of `train`; there is no config.json."""
+    config = to_dict(run)
+    if forget:
+        del config["train"][forget]
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    directory = runs.checkpoint_directory(run)
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
+    checkpoints.save(step, model, optimizer, images=8, progress={}, config=config)
+    return Path(manifests.folder_of(directory, step))
+
+
+def test_checkpoints_alone_have_a_config(tmp_path: Path) -> None:
+    """It is compared like the directory's record; a field that it lacks, as it is older, had its default."""
+    run, directory = run_at(tmp_path, train__lr=0.25), tmp_path / "run"
+    saved_by(run, 1, forget="seed")
+    newest = saved_by(run, 2, forget="seed")
+    before = content(directory)
+    for mode in ("auto", "resume"):
+        with pytest.raises(UsageError) as caught:
+            acquire_run_dir(run_at(tmp_path, train__lr=0.5, train__seed=7), DIGEST, mode)
+        for part in (str(directory), "(train.lr: 0.25 -> 0.5; train.seed: 0 -> 7)", "old values", "--fresh"):
+            assert part in str(caught.value)
+        assert content(directory) == before
+    record = acquire_run_dir(override(run, {"scale.workers": 2, "data.cache_gb": 3}), DIGEST, "resume")
+    assert record.config["train"]["lr"] == 0.25
+
+    (directory / "config.json").unlink()
+    (newest / "manifest.json").write_text("{")  # the one before is the newest that can be read
+    with pytest.raises(UsageError, match=r"train.lr: 0.25 -> 0.5"):
+        acquire_run_dir(run_at(tmp_path, train__lr=0.5), DIGEST)
+
+
+def test_checkpoints_of_another_config_beside_the_record(tmp_path: Path) -> None:
+    acquire_run_dir(run_at(tmp_path), DIGEST)
+    saved_by(run_at(tmp_path, train__lr=0.25), 1)
+    with pytest.raises(UsageError, match=r"train.lr: 0.25 -> 0.001"):
+        acquire_run_dir(run_at(tmp_path), DIGEST)
+
+
+def test_a_record_that_is_older_than_a_field(tmp_path: Path) -> None:
+    record = acquire_run_dir(run_at(tmp_path), DIGEST)
+    del record.config["train"]["seed"]
+    runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
+    assert acquire_run_dir(run_at(tmp_path), DIGEST).key == record.key
 
 
 def test_moving_aside_takes_the_next_free_name(tmp_path: Path) -> None:

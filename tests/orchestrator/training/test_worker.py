@@ -5,13 +5,16 @@ and images that cannot be decoded.
 import csv
 import errno
 import logging
+import math
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from moe import init
 from moe.cost import train_flops_6mac
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
@@ -28,10 +32,13 @@ from orchestrator.config import RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
+from orchestrator.recipe import ScheduleConfig
+from orchestrator.training import loop
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import checkpoint_directory, result_of, run_directory
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
+from tests.orchestrator.checkpoint.counted import flip
 from tests.parts import png
 
 SMALL = {
@@ -102,6 +109,79 @@ def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunCon
         seen |= numbers(trained(run, stop_at=stop))
     seen |= numbers(trained(run))
     assert seen == whole
+
+
+@contextmanager
+def drawing() -> Iterator[list[str]]:
+    """Fills memory that is not set with NaN, and lists the weights that are drawn."""
+    drawn, numbers = list[str](), init._numbers
+    torch.use_deterministic_algorithms(True)
+    with patch.object(
+        init, "_numbers", lambda draw, key, shape: drawn.append(key) or numbers(draw, key, shape)
+    ):
+        yield drawn
+    torch.use_deterministic_algorithms(False)
+
+
+SHARDED = {"scale.activation_checkpointing": True}
+
+
+@pytest.mark.parametrize("changes", [{}, SHARDED], ids=["plain", "sharded"])
+def test_weights_that_a_checkpoint_overwrites_are_not_drawn(changes: dict[str, Any], run: RunConfig) -> None:
+    """All others are, and buffers: those of a router that anneals, before its first step."""
+    small = {"train.steps": 4, "checkpoint.every": 2, "model.moe.router.kind": "mixture"}
+    run = override(run, small | changes)
+    with drawing() as drawn:
+        whole = numbers(trained(override(run, {"name": "whole"})))
+        first = len(drawn)
+        assert len({*drawn}) == first > 10
+        seen = numbers(trained(run, stop_at=4))
+        assert len(drawn) == 2 * first
+        seen |= numbers(trained(run))
+        assert len(drawn) == 2 * first
+        trunk = manifests.folder_of(checkpoint_directory(run), 2)
+        branch = override(run, {"name": "branch", "train.trunk": trunk})
+        assert numbers(trained(branch)) == {step: whole[step] for step in (3, 4)}
+        assert len(drawn) == 2 * first
+    assert seen == whole
+
+
+def test_a_run_without_a_whole_checkpoint_starts_anew(run: RunConfig) -> None:
+    """What was read of a damaged checkpoint does not count."""
+    whole = numbers(trained(override(run, {"name": "whole", "train.steps": 8})))
+    run = override(run, {"train.steps": 8})
+    trained(run, stop_at=6)
+    (file,) = Path(checkpoint_directory(run)).glob("step-00000005/optimizer-*")
+    flip(file, -1)
+    assert numbers(trained(run)) == whole
+
+
+@pytest.mark.parametrize("hot", [20, 29], ids="from update {}".format)
+def test_a_run_that_diverges_keeps_its_last_good_checkpoints(
+    hot: int, run: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends at the save between two reports, by an update whose own loss is finite too."""
+    changes = {"train.steps": 60, "train.report_every": 50, "train.eval_every": 60, "checkpoint.every": 10}
+    run, rate = override(run, changes), loop.learning_rate
+
+    def too_hot(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:
+        return 1e39 if step >= hot else rate(config, step, peak=peak, total=total)
+
+    monkeypatch.setattr(loop, "learning_rate", too_hot)
+    ((step, metrics),) = trained(run)
+    assert (step, math.isfinite(metrics["train/loss"])) == (30, hot == 29)
+    directory, result = checkpoint_directory(run), result_of(run)
+    assert manifests.steps(directory) == [10, 20]
+    for path in Path(directory).rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+    assert result
+    assert (result.status, result.step, result.checkpoint) == ("diverged", 30, "checkpoints/step-00000020")
+    what = "hold numbers that are not finite" if hot == 29 else "train/loss is nan"
+    assert result.reason.endswith(f"{what} at step 30")
+    assert (
+        f"{run.name} diverged: {result.reason}; steps 10, 20 are kept: continue in another run, with"
+        f" --init-from {directory} and a smaller train.lr"
+    ) in caplog.text
 
 
 def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
