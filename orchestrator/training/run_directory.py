@@ -222,8 +222,14 @@ def acquire_run_dir(
         check_resumable(directory, mode)
     changes: dict[str, tuple[Any, Any]] = {}
     for there in filter(None, (previous, saved)):
-        # A field that an old config lacks had its default.
-        changes |= changed_fields(flat(from_dict(RunConfig, there.config)), flat(run))
+        try:
+            before = from_dict(RunConfig, there.config)  # a field that an old config lacks had its default
+        except UsageError as error:
+            raise UsageError(
+                f"{directory} was started with a config that cannot be read ({error}); use another --name,"
+                " or --fresh to start over"
+            ) from None
+        changes |= changed_fields(flat(before), flat(run))
     if previous and previous.data_digest != data_digest:
         changes[DATA] = previous.data_digest, data_digest
     if changes:

@@ -145,6 +145,12 @@ def test_a_record_that_is_older_than_a_field(tmp_path: Path) -> None:
     del record.config["train"]["seed"]
     runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
     assert acquire_run_dir(run_at(tmp_path), DIGEST).key == record.key
+    record.config["train"]["magic"] = 1
+    runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
+    with pytest.raises(
+        UsageError, match=r"run was started with a config .* \(unknown field train.magic; .*--fresh"
+    ):
+        acquire_run_dir(run_at(tmp_path), DIGEST)
 
 
 def test_moving_aside_takes_the_next_free_name(tmp_path: Path) -> None:

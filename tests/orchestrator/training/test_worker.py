@@ -119,8 +119,10 @@ def drawing() -> Iterator[list[str]]:
     with patch.object(
         init, "_numbers", lambda draw, key, shape: drawn.append(key) or numbers(draw, key, shape)
     ):
-        yield drawn
-    torch.use_deterministic_algorithms(False)
+        try:
+            yield drawn
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 SHARDED = {"scale.activation_checkpointing": True}
