@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from orchestrator import storage
-from orchestrator.data.manifest import Format, Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.samples import Sample, classes_of, digest, shards_at, splits_of
 from orchestrator.errors import UsageError
 
@@ -37,6 +37,7 @@ TAR_LABELS = ("cls", "cls.txt", "json")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target")
 MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)")  # WebDataset's rule: key, extension; no hidden files
 
+Format = Literal["parquet", "webdataset"]
 FORMATS: dict[str, Format] = {".parquet": "parquet", ".tar": "webdataset"}
 INDEXED_AT_ONCE = 4  # files, each whole in memory
 VAL_FRAC = 0.1  # of the files, if none is for validation
@@ -203,6 +204,14 @@ def read_parquet(
         keys = pc.fill_null(read_column(table, key).cast(pa.string()).combine_chunks(), keys)
     found = {"label": labels.cast(pa.string() if _is_text(labels.type) else pa.int64()), "key": keys}
     return pa.table(({"image": read_column(table, image)} if images else {}) | found)
+
+
+def unpacked_images(file: pq.ParquetFile, name: str) -> Iterator[bytes]:
+    """Yields the image of every row, empty where there is none."""
+    image, _, _ = find_columns(file.schema_arrow, name)
+    for group in range(file.num_row_groups):
+        for value in read_column(file.read_row_group(group, [image]), image):
+            yield value.as_py() or b""
 
 
 def find_columns(schema: pa.Schema, name: str, columns: Columns = BY_NAME) -> tuple[str, str, str | None]:

@@ -19,7 +19,9 @@ import pyarrow.parquet as pq
 
 from orchestrator import storage
 from orchestrator.data.images import BadImage, decode, encode_png
+from orchestrator.data.index import IndexedShard, records_of, write_index
 from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source
 from orchestrator.errors import UsageError
 
@@ -47,7 +49,7 @@ class Packed(NamedTuple):
     """A packed shard (None if no image was valid), the samples skipped, and the images of each class."""
 
     path: str
-    shard: Shard | None
+    shard: tuple[Shard, IndexedShard] | None
     skipped: tuple[str, ...]
     labels: Counter[int]
 
@@ -90,16 +92,18 @@ def pack(
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())
-    splits, labels = {}, {}
+    splits, index, labels = {}, {}, {}
     for split in source.splits:
         mine = [packed for packed in done if packed.path.startswith(f"{split}/")]
-        splits[split] = tuple(packed.shard for packed in mine if packed.shard)
+        shards = [packed.shard for packed in mine if packed.shard]
+        splits[split] = tuple(shard for shard, _ in shards)
         labels[split] = sum((packed.labels for packed in mine), Counter[int]())
         if not splits[split]:
             reason = f", see {out}/skipped.txt; the first: {skipped[0]}" if skipped else ""
             raise UsageError(f"no valid {split} images{reason}")
-    most = max(labels.get("val", Counter[int]()).values(), default=None)
-    manifest = Manifest(classes=source.classes, splits=splits, val_majority=most)
+        index[split] = write_index(out, split, (indexed for _, indexed in shards))
+    most = max(labels["val"].values())
+    manifest = Manifest(classes=source.classes, splits=splits, index=index, val_majority=most)
     save_manifest(out, manifest)
     return Report(manifest=manifest, skipped=skipped, labels=labels)
 
@@ -130,7 +134,7 @@ def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable
     return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=bytes).manifest
 
 
-def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
+def write_shard(out: str, path: str, samples: Sequence[Sample]) -> tuple[Shard, IndexedShard]:
     columns = [[getattr(sample, name) for sample in samples] for name in SCHEMA.names]
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -142,9 +146,16 @@ def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
         write_statistics=["label"],  # pyright: ignore[reportArgumentType] # or columns
         write_page_checksum=True,
     )
-    content = sink.getvalue().to_pybytes()
+    buffer = sink.getvalue()
+    content = buffer.to_pybytes()
     storage.write_bytes(storage.join(out, path), content)
-    return Shard(path=path, rows=len(samples), bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    places = image_places(buffer, "image")
+    assert places, "an uncompressed column without nulls holds its values verbatim"
+    _, labels, keys = columns
+    shard = Shard(
+        path=path, rows=len(samples), bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
+    return shard, IndexedShard(records_of(*places, labels, keys), keys)
 
 
 def check_free(out: str) -> None:
@@ -160,7 +171,7 @@ def _make_room(out: str, overwrite: bool) -> None:
     if has_manifest(out):
         storage.delete(storage.join(out, "manifest.json"))
         for name in storage.files(out):
-            if re.fullmatch(r"(train|val)/\d{6}\.parquet|skipped\.txt", name):
+            if re.fullmatch(r"(train|val)(/\d{6}\.parquet|\.index|\.keys)|skipped\.txt", name):
                 storage.delete(storage.join(out, name))
 
 

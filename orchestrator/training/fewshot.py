@@ -233,8 +233,7 @@ def accuracies(train: Frozen, test: Frozen, chosen: Ints | None = None) -> Float
 
 
 def all_labels(stream: Stream) -> Ints:
-    shards = range(len(stream.data.manifest.splits[stream.split]))
-    return np.concatenate([stream.data.open(stream.split, shard).labels for shard in shards])
+    return stream.data.labels(stream.split)
 
 
 def rare_classes(run: RunConfig, shots: int) -> str:

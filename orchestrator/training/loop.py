@@ -143,7 +143,7 @@ def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig) -> dict[st
 
 
 def _microbatches(batch: Batch, images: int) -> list[Batch]:
-    fields = zip(*(field.split(images) for field in batch[:-1]), strict=True)
+    fields = zip(*(field.split(images) for field in batch.tensors()), strict=True)
     return [Batch(*part) for part in fields]
 
 

@@ -59,9 +59,9 @@ def test_the_definition(plan: Plan) -> None:
 @given(plan=plans(), epochs=st.integers(1, 4))
 def test_every_sample_once_per_epoch(plan: Plan, epochs: int) -> None:
     """Batches that run into the epoch after the last are cut there."""
-    steps = -(-epochs * plan.epoch_size() // plan.batch_size) + 1
+    steps = -(-epochs * plan.epoch_size // plan.batch_size) + 1
     found = [sample for step in read(plan, range(steps)) for sample in step if sample[0] < epochs]
-    assert len(found) == len(set(found)) == epochs * plan.epoch_size()
+    assert len(found) == len(set(found)) == epochs * plan.epoch_size
     if plan.tail == "wrap":
         assert set(found) == {
             (e, s, r) for e in range(epochs) for s, n in enumerate(plan.rows) for r in range(n)
