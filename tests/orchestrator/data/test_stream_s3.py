@@ -12,8 +12,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import packing
 from orchestrator.data.batch import Batch
+from orchestrator.data.cache import CACHE_FOLDER
 from orchestrator.data.packing import write_shards
-from orchestrator.data.shards import CACHE_FOLDER
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
 from tests.orchestrator.buckets import Bucket, connect_anew
