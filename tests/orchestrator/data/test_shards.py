@@ -1,6 +1,7 @@
 """Reading any image of a shard by its range, from disk and from S3; refusing a shard that changed."""
 
 import hashlib
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,18 @@ def test_an_index_of_other_images(tmp_path: Path) -> None:
     (tmp_path / "train.index").write_bytes(bytes(19 * RECORD.itemsize))
     with pytest.raises(UsageError, match="describes 19 images, the manifest 20"):
         data.records("train", np.array([0]), np.array([0]))
+
+
+def test_an_index_costs_a_process_no_memory(tmp_path: Path) -> None:
+    """Four billion images in 100,000 shards, in a sparse file."""
+    with (tmp_path / "train.index").open("wb") as file:
+        file.truncate(4_000_000_000 * RECORD.itemsize)
+    index = indexes.Index(str(tmp_path), "train", np.full(100_000, 40_000))
+    tracemalloc.start()
+    shard, row = RNG.integers(0, 100_000, 1000), RNG.integers(0, 40_000, 1000)
+    assert not index.records(shard, row)["size"].any()
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
 
 
 def compressed(folder: str, tmp_path: Path) -> DataSet:
