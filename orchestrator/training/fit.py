@@ -1,4 +1,4 @@
-"""Trains a run: on workers that Ray Train starts, or in this process if it needs no more than one CPU.
+"""Trains a run: on workers that Ray Train starts, or in this process if its only worker needs no GPU.
 
 Workers write reports and log lines to the run's directory, and this process reads them there. When nodes are
 lost a run continues with fewer workers, and with all of them once nodes are back.
@@ -32,7 +32,7 @@ from orchestrator.data.ray_data import BatchServer, by_ray_data
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
-from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
+from orchestrator.training.resources import CPU_FOR_DATA, here, is_inline, placement, worker_resources
 from orchestrator.training.run_directory import (
     REFUSED,
     STOP,
@@ -90,16 +90,11 @@ def check_start(run: RunConfig) -> None:
         start_report(run.model, run.train.init_from, without=run.train.init_without)
 
 
-def is_inline(run: RunConfig) -> bool:
-    """Returns whether the calling process can be the run's only worker."""
-    return run.scale.workers == 1 and not run.scale.use_gpu
-
-
-def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = None) -> Result:
+def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
     """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
-    `inline`: the only worker is this process, which reads its own data. Otherwise Ray Train starts the
-    workers. Either way `report` is called in this process, to show progress: the record is in the directory.
+    If the run is inline, this process is its only worker; otherwise Ray Train starts the workers. Either way
+    `report` is called in this process, to show progress: the record is in the directory.
 
     Raises:
         UsageError: for missing data, or another config in the run's directory.
@@ -107,7 +102,7 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
     """
     if (result := start(run)) is not None:
         return result
-    if inline:
+    if is_inline(run):
         train_worker(run, report=report, read=in_process, until=until)
     else:
         missing = MissingWorkers()

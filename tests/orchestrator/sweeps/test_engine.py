@@ -11,10 +11,11 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
-from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler
+from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler, _reserved
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, state_of
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import Result
 from tests.parts import start_ray
 
@@ -38,17 +39,23 @@ class Heard:
     def status(self) -> None: ...
 
 
-@pytest.fixture
-def tuned() -> tuple[Heard, Follow, Any]:
-    """A trial that was handed to Tune, which will never start a process for it."""
-    run = override(RunConfig(), {"model.moe": None})
-    state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need={"CPU": 1})
-    queue = TrialQueue([state], RunToCompletion(), cluster_resources={"CPU": 1}, quality="val/acc1")
+def suggested(**changes: Any) -> tuple[Heard, SweepScheduler, dict[str, Any]]:
+    """The config of a trial that the queue hands to Tune."""
+    run = override(RunConfig(), {"model.moe": None} | changes)
+    need = run_resources(run)
+    state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
+    queue = TrialQueue([state], RunToCompletion(), cluster_resources=need, quality="val/acc1")
     heard = Heard(queue)
     scheduler = SweepScheduler(queue, heard)
     first = scheduler.new_job()
     assert first
-    config = NewTrials(scheduler, first).suggest("tune-1")
+    return heard, scheduler, NewTrials(scheduler, first).suggest("tune-1")
+
+
+@pytest.fixture
+def tuned() -> tuple[Heard, Follow, Any]:
+    """A trial that was handed to Tune, which will never start a process for it."""
+    heard, scheduler, config = suggested()
     error = RuntimeError("no environment")
     trial = SimpleNamespace(trial_id="tune-1", config=config, get_error=lambda: error, status="ERROR")
     return heard, Follow(scheduler), trial
@@ -70,6 +77,21 @@ def test_a_trial_that_tune_gave_up_without_a_word_ends(tuned):
     follow.on_step_end(1, [trial])
     assert heard.events[1] == ("done", "a", "its process could not be reused: no environment")
     assert not follow.scheduler.active()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reserved"),
+    [
+        ({}, {"CPU": 1}),
+        ({"scale.workers": 2}, {"memory": 1 << 20}),
+        ({"scale.use_gpu": True}, {"memory": 1 << 20}),
+        ({"scale.use_gpu": True, "scale.workers": 2}, {"memory": 1 << 20}),
+    ],
+)
+def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
+    """Its workers would wait for ever for a GPU that the process which started them holds."""
+    _, _, config = suggested(**changes)
+    assert _reserved(config).bundles == [reserved]
 
 
 @pytest.mark.smoke

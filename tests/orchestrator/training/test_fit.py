@@ -56,10 +56,10 @@ def to_file(path: Path) -> Report:
     return report
 
 
-def trained(run: RunConfig, path: Path, *, inline: bool, **changes: object) -> dict[int, tuple[float, ...]]:
+def trained(run: RunConfig, path: Path, **changes: object) -> dict[int, tuple[float, ...]]:
     """Loss, gradient norm and fingerprint of what was read, as reported and as in the run's directory."""
     run = override(run, changes)
-    fit(run, to_file(path), inline=inline)
+    fit(run, to_file(path))
     reported = dict(map(json.loads, path.read_text().splitlines()))
     written = {row.step: row.metrics for row in read_metrics(run_directory(run))}
     assert reported == written
@@ -90,10 +90,8 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
 def test_two_workers_equal_one(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
     run = override(run, {"train.steps": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
-    two = trained(
-        run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2}
-    )
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
+    two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2, "scale.ep": 2})
     assert_same(alone, two)
 
 
@@ -101,11 +99,11 @@ def test_two_workers_equal_one(run, tmp_path):
 def test_a_worker_is_killed(run, tmp_path):
     """Half-way: the losses of one undisturbed process."""
     run = override(run, {"train.steps": 120, "checkpoint.every": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     log = tmp_path / "two.jsonl"
     killer = kill_a_worker(lambda: log.exists() and len(log.read_text().splitlines()) > 45)
-    two = trained(run, log, inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2})
+    two = trained(run, log, name="two", **{"scale.workers": 2, "scale.ep": 2})
     killer.join(timeout=1)
     assert not killer.is_alive()
     reported = [json.loads(line)[0] for line in log.read_text().splitlines()]
@@ -116,9 +114,9 @@ def test_a_worker_is_killed(run, tmp_path):
 @pytest.mark.slow  # workers of its own
 def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     run = override(run, {"train.steps": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
-    quarter = trained(run, tmp_path / "q.jsonl", inline=True, name="quarter", **{"train.microbatch": 16})
-    two = trained(run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2})
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
+    quarter = trained(run, tmp_path / "q.jsonl", name="quarter", **{"train.microbatch": 16})
+    two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2})
     assert_same(alone, quarter)
     assert_same(alone, two)
 
@@ -126,7 +124,7 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
     """Checkpoints fall between reports, and the crash between both."""
     run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     def crash_at_15(step: int, metrics: dict[str, float]) -> None:
         if step == 15:
@@ -135,19 +133,19 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
 
     resumed = override(run, {"name": "resumed"})
     with pytest.raises(RuntimeError, match="unplugged"):
-        fit(resumed, crash_at_15, inline=True)
-    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl", inline=True))
+        fit(resumed, crash_at_15)
+    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl"))
 
 
 def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
     run = override(run, {"data.path": str(copy), "train.steps": 2})
-    fit(run, lambda step, metrics: None, inline=True)
+    fit(run, lambda step, metrics: None)
     manifest = copy / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"0"', '"zero"'))
     with pytest.raises(UsageError, match="changed since"):
-        fit(run, lambda step, metrics: None, inline=True)
+        fit(run, lambda step, metrics: None)
 
 
 @pytest.mark.slow
@@ -161,7 +159,7 @@ def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
         shard.write_bytes(content)
     run = override(run, {"data.path": str(copy), "train.steps": 5, "scale.workers": 2})
     with pytest.raises(UsageError, match=r"^shard .*parquet changed since it was packed"):
-        fit(run, lambda step, metrics: None, inline=False)
+        fit(run, lambda step, metrics: None)
 
 
 @pytest.mark.slow  # workers of its own
@@ -174,7 +172,7 @@ def test_a_report_that_cannot_be_recorded_ends_the_run(run):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full, inline=False)
+        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full)
     assert tried == [1]
 
 
