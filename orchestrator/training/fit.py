@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import ray
@@ -162,8 +162,13 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
 
     Expert-parallel groups, and the copies of the model, shrink to the largest divisors that fit.
     """
-    share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
-    images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
+    share = run.data.batch_size // workers
+    # A pass holds whole routing groups, and whole pairs of mixed images.
+    together = lcm(
+        run.model.moe.images_per_group if run.model.moe else 1,
+        2 if run.data.mixup or run.data.cutmix else 1,
+    )
+    images = [n for n in range(together, run.images_per_pass() + 1, together) if share % n == 0]
     ep = gcd(run.ep(), workers)
     copies = gcd(run.scale.dp_replicate, workers // ep)
     changes = {

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from ray.exceptions import RayError
@@ -18,6 +19,7 @@ from ray.exceptions import RayError
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
 from orchestrator.training.fit import (
@@ -33,6 +35,7 @@ from orchestrator.training.fit import (
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import run_directory
 from orchestrator.training.worker import Report
+from tests.parts import png
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -148,6 +151,18 @@ def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
         fit(run, lambda step, metrics: None)
 
 
+def test_a_validation_set_that_cannot_be_decoded_is_listed(run, tmp_path):
+    """The evaluation has no image to average over, and the limit on bad images ends the run."""
+    samples = [Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in range(44)]
+    bad = [sample._replace(image=sample.image[:30]) for sample in samples[40:]]
+    path = str(tmp_path / "data")
+    write_shards(path, map(str, range(10)), {"train": samples[:40], "val": bad})
+    run = override(run, {"data.path": path, "data.batch_size": 8, "train.steps": 2})
+    with pytest.raises(UsageError, match=r"4 of 40 images cannot be decoded") as e:
+        fit(run, lambda step, metrics: None)
+    assert all(f"grey-{n}: " in str(e.value) for n in range(40, 44))
+
+
 @pytest.mark.slow
 def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
     """The user must correct it: workers are not started again."""
@@ -236,6 +251,16 @@ def test_a_pass_is_never_larger_and_holds_whole_groups():
     wide = {"model.width": 48, "model.mlp_dim": 192}  # what six workers can share
     run = eight_workers(**{"data.batch_size": 96, "data.lanes": 48, "model.moe.images_per_group": 4}, **wide)
     assert [resize(run, workers).images_per_pass() for workers in (6, 4)] == [8, 12]
+
+
+@pytest.mark.parametrize(("mixing", "images"), [("mixup", 6), ("cutmix", 6), ("randaugment", 9)])
+def test_a_pass_holds_whole_pairs_of_mixed_images(mixing, images):
+    """90 images over 9 workers are 10 each; over 5 they are 18 each, and 9 is their largest odd divisor."""
+    changes = {"data.batch_size": 90, "data.lanes": 90, "scale.workers": 9, "train.microbatch": 10}
+    run = override(RunConfig(), changes | {"model.moe": None, f"data.{mixing}": 1})
+    small = resize(run, 5)
+    assert small
+    assert small.images_per_pass() == images
 
 
 def test_groups_of_experts_and_copies_of_the_model_shrink_when_they_must():
