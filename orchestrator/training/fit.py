@@ -19,6 +19,7 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from moe.parallel import sum_over_ranks
@@ -294,7 +295,9 @@ def _train_on(run: RunConfig, until: int | None) -> None:
         _Trainer(
             _train_worker_on_ray,
             train_loop_config={"run": to_dict(run), "until": until, "batch_server": server},
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S),
+            torch_config=_TorchConfig(
+                backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
+            ),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=run.scale.workers,
                 use_gpu=gpu,
@@ -320,6 +323,25 @@ class _Trainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
+
+
+class _TorchConfig(TorchConfig):
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _Backend
+
+
+class _Backend(_TorchBackend):
+    """Frees the devices of workers that could not be connected. Ray 2.60 reserves them until its job ends, so
+    the next attempt would wait for ever.
+    """
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        try:
+            super().on_start(worker_group, backend_config)
+        except Exception:
+            worker_group.shutdown()
+            raise
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:

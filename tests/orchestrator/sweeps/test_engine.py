@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -122,3 +123,18 @@ def test_trials_of_several_sizes_all_end(digits: str, tmp_path: Path) -> None:
     arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
     frontier = run_sweep(Sweep(base=base, arms=arms))
     assert {p.arm: p.status for p in frontier.points} == dict.fromkeys(arms, "finished")
+
+
+@pytest.mark.slow  # four attempts
+@pytest.mark.usefixtures("no_cluster")
+def test_a_trial_with_a_gpu_gets_it_for_its_worker(digits: str, tmp_path: Path) -> None:
+    """Ray counts one GPU. Where there is none, each attempt fails in its worker and frees what it held."""
+    ray.init("local", num_cpus=2, num_gpus=1, logging_level="error", log_to_driver=False)
+    changes = {"name": "gpu", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
+    base = override(RunConfig(), changes | {"model.moe": None, "scale.use_gpu": True})
+    tracker = BudgetTracker(Budget(), str(tmp_path))
+    run = SweepRun(Sweep(base=base, arms={"a": {}}), tracker, RunToCompletion())
+    run.work()
+    outcome = run.outcomes()["a"]
+    assert isinstance(outcome, Result) if torch.cuda.is_available() else "no GPUs found" in str(outcome)
+    assert ray.available_resources()["GPU"] == 1
