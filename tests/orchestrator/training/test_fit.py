@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -227,6 +228,16 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     start(run)
     fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "batch_server": None})
     assert stops == [True]
+
+
+def test_workers_that_cannot_be_connected_free_their_devices():
+    """Else the next attempt waits for ever for what Ray still reserves."""
+    freed = []
+    unconnected: Any = SimpleNamespace(shutdown=lambda: freed.append("all"))
+    config = fit_file._TorchConfig(backend="gloo")
+    with pytest.raises(AttributeError):
+        config.backend_cls().on_start(unconnected, config)
+    assert freed == ["all"]
 
 
 def eight_workers(**changes: object) -> RunConfig:
