@@ -117,7 +117,8 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)
     pack(out, open_source("digits"), overwrite=True)
     shards = ("train/000000.parquet", "train/000001.parquet", "val/000000.parquet")
-    assert {*files(out)} == {*shards, "manifest.json", *mine}
+    index = ("train.index", "train.keys", "val.index", "val.keys")
+    assert {*files(out)} == {*shards, *index, "manifest.json", *mine}
 
 
 def test_an_interrupted_packing(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
