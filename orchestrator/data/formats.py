@@ -59,8 +59,12 @@ class _Forward:
         return self._at
 
     def seek(self, position: int) -> None:
-        assert position >= self._at, "pieces that were read are gone"
+        assert position >= self._at, "what was passed is gone"
         self._at = position
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        self.seek(offset)
+        return self.read(size)
 
     def read(self, size: int) -> bytes:
         parts = []
@@ -158,7 +162,7 @@ def index_parquet(columns: Columns, location: str) -> Part:
         image, label, key = find_columns(file.schema_arrow, location, columns)
         table = file.read(columns=[leaf for leaf in (label, key) if leaf])
         forward = _Forward(location)
-        places, unpacked = image_places(forward, file.metadata, image), None
+        places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
             lengths = [pc.call_function("binary_length", [column]) for column in _image_columns(file, image)]
             sizes = np.concatenate([[0], *(pc.fill_null(each, 0).to_numpy() for each in lengths)])

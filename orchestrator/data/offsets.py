@@ -5,6 +5,7 @@ PLAIN encoding is a sequence of pages: a header in Thrift's compact protocol, de
 value its length in 4 bytes and its bytes. Source: the Apache Parquet format, "Data Pages" and "Encodings".
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,25 +17,26 @@ DATA_PAGE, DATA_PAGE_V2 = 0, 3  # page types; dictionary and index pages are not
 
 
 def image_places(
-    file: Any, metadata: pq.FileMetaData, column: str
+    read_at: Callable[[int, int], bytes | memoryview], metadata: pq.FileMetaData, column: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Returns the offset and the size of each row's value in a parquet file, (rows,) each.
 
-    `file` is read from front to back, a column chunk at a time. `column` is the path of a leaf (``image`` or
-    ``image.bytes``). Returns None if the file does not hold every value verbatim: for compression, a
-    dictionary, lists, other encodings, nulls and damage.
+    ``read_at(offset, size)`` reads a column chunk of the file at a time. `column` is the path of a leaf
+    (``image`` or ``image.bytes``). Returns None if the file does not hold every value verbatim: for
+    compression, a dictionary, lists, other encodings, nulls, chunks in another order and damage.
     """
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     schema = metadata.schema.column(leaf)
     places: list[tuple[int, int]] = []
+    last = 0
     for number in range(metadata.num_row_groups):
         chunk = metadata.row_group(number).column(leaf)
         begin = chunk.data_page_offset
         verbatim = chunk.compression == "UNCOMPRESSED" and not chunk.has_dictionary_page
-        if not verbatim or schema.max_repetition_level or begin < file.tell():
+        if not verbatim or schema.max_repetition_level or begin < last:
             return None
-        file.seek(begin)
-        view = memoryview(file.read(chunk.total_compressed_size))
+        last = begin + chunk.total_compressed_size
+        view = memoryview(read_at(begin, chunk.total_compressed_size))
         at, end = 0, len(places) + chunk.num_values
         while len(places) < end:
             try:

@@ -152,7 +152,8 @@ def write_shard(out: str, path: str, samples: Sequence[Sample]) -> tuple[Shard, 
     buffer = sink.getvalue()
     content = buffer.to_pybytes()
     storage.write_bytes(storage.join(out, path), content)
-    places = image_places(pa.BufferReader(buffer), pq.read_metadata(pa.BufferReader(buffer)), "image")
+    view, metadata = memoryview(content), pq.read_metadata(pa.BufferReader(buffer))
+    places = image_places(lambda at, size: view[at : at + size], metadata, "image")
     assert places, "an uncompressed column without nulls holds its values verbatim"
     _, labels, keys = columns
     shard = Shard(

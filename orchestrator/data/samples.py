@@ -222,17 +222,19 @@ def choose_validation(ids: Ints, labels: Ints, val_frac: float) -> NDArray[np.bo
 
 
 def warn_if_sorted(blocks: Sequence[Ints], where: str, hint: str) -> None:
-    """Logs a warning if the samples are sorted by class: if `blocks`, the labels of neighbouring training
-    samples, hold far fewer classes than they would in random order.
+    """Logs a warning if the samples are sorted by class: if `blocks`, the class numbers of neighbouring
+    training samples, hold far fewer classes than they would in random order.
     """
+    if not blocks:
+        return
     frequency = np.bincount(np.concatenate(blocks)) / sum(map(len, blocks))
     found = np.mean([len(np.unique(block)) for block in blocks])
     sizes, counts = np.unique([len(block) for block in blocks], return_counts=True)
     random = np.average([np.sum(1 - (1 - frequency) ** size) for size in sizes], weights=counts)
     if found < SORTED * random:
         log.warning(
-            "%s is sorted by class: %d neighbouring samples hold %.1f classes, in random order it were %.1f;"
-            " batches of few classes train badly: %s",
+            "%s is sorted by class: %d neighbouring samples hold %.1f classes on average, in random order"
+            " they would hold %.1f, and batches of few classes train badly: %s",
             *(where, max(sizes), found, random, hint),
         )
 

@@ -205,8 +205,14 @@ def test_places_that_cannot_be_indexed(theirs: Path, tmp_path: Path) -> None:
 def test_shards_in_place_on_s3(bucket, theirs: Path) -> None:
     for path in theirs.iterdir():
         storage.write_bytes(bucket.uri("theirs", path.name), path.read_bytes())
+    bucket.proxy.requests.clear()
     path = index_external_shards(bucket.uri("theirs"), bucket.uri("root"))
     assert path.startswith(bucket.uri("root", "data", "indexed", "theirs-"))
+    fetched = [
+        request for request in bucket.proxy.requests if request.startswith("GET") and ".tar" in request
+    ]
+    assert len(fetched) == 3, "each file is read by one request"
+    assert contents(path, "train") == expected(range(10), classes=3)
     manifest = open_manifest(path)
     assert [shard.path for shard in manifest.splits["val"]] == [bucket.uri("theirs", "val-0.tar")]
     bucket.proxy.requests.clear()

@@ -29,12 +29,13 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Returns the samples of a file, each image read at its place, and the lines about other samples."""
     part = index_file(str(path))
     content = path.read_bytes()
+    assert part.shard
     assert part.shard == Shard(
         path=str(path),
         rows=len(part.keys),
         bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        unpacked=part.shard and part.shard.unpacked,
+        unpacked=part.shard.unpacked,
     )
     if part.shard.unpacked is not None:
         content = b"".join(unpacked_images(pq.ParquetFile(path), "NAME"))

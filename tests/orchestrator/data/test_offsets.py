@@ -25,8 +25,8 @@ VERBATIM: dict[str, Any] = {"compression": "none", "use_dictionary": False}
 
 
 def places(path: Path, column: str = "image", content: bytes | None = None) -> list[tuple[int, int]] | None:
-    file = pa.BufferReader(content or path.read_bytes())
-    found = image_places(file, pq.read_metadata(path), column)
+    view = memoryview(content or path.read_bytes())
+    found = image_places(lambda at, size: view[at : at + size], pq.read_metadata(path), column)
     return None if found is None else list(zip(*(array.tolist() for array in found), strict=True))
 
 
