@@ -52,8 +52,8 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
     if not has_manifest(data_set):
         log.info("reading %d shards of %s once", len(sizes), folder)
         splits = {storage.join(folder, name): split for name, split in splits_of(sizes, folder).items()}
-        files = with_progress(execute(index_file, list(splits)), len(splits), "indexed", _sample_count)
-        table = Table(files, splits, VAL_FRAC)
+        parts = with_progress(execute(index_file, list(splits)), len(splits), "indexed")
+        table = Table(parts, splits, VAL_FRAC)
         _check_classes(table, folder)
         save_manifest(data_set, _write(data_set, table))
         log.info("the %d samples of %s are indexed in %s", len(table.labels), path, data_set)
@@ -75,10 +75,6 @@ def _check_classes(table: Table, folder: str) -> None:
             f"{folder} has validation images of {len(alone)} classes without training images ({named}):"
             " they could not be learned"
         )
-
-
-def _sample_count(part: Part) -> int:
-    return len(part.keys)
 
 
 def _write(data_set: str, table: Table) -> Manifest:

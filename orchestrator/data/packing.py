@@ -90,8 +90,7 @@ def pack(
     labels_of = [np.array([s.label for s in samples]) for path, samples in tasks if path.startswith("train")]
     warn_if_sorted(labels_of, "the source", SORTED_HINT)
     results = execute(partial(pack_shard, out, source.fetch, encode), tasks)
-    progress = with_progress(results, len(tasks), "packed", lambda packed: packed.labels.total())
-    done = sorted(progress, key=lambda packed: packed.path)
+    done = sorted(with_progress(results, len(tasks), "packed"), key=lambda packed: packed.path)
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())

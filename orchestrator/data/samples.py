@@ -133,6 +133,8 @@ class Table:
             if theirs != label_names[0]:
                 raise UsageError(f"{names[0]} and {name} name their labels differently")
         self.classes = classes_of(first, label_names[0])
+        if len(self.classes) < 2:
+            raise UsageError(f"only one class ({', '.join(self.classes)}): there is nothing to learn")
         by_name = {name: number for number, name in enumerate(self.classes)}
         final = np.array([label if isinstance(label, int) else by_name[label] for label in numbers])
         self.labels: Ints = final[np.concatenate(labels)]
@@ -245,15 +247,8 @@ def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = No
     `labels` maps each label to the key of a sample that has it.
 
     Raises:
-        UsageError: for numbers below 0 or without a name, names beside numbers, and fewer than two classes.
+        UsageError: for numbers below 0 or without a name, and names beside numbers.
     """
-    classes = _classes(labels, names)
-    if len(classes) < 2:
-        raise UsageError(f"only one class ({', '.join(classes) or 'no images'}): there is nothing to learn")
-    return classes
-
-
-def _classes(labels: Mapping[int | str, str], names: Sequence[str] | None) -> tuple[str, ...]:
     texts = [label for label in labels if isinstance(label, str)]
     numbers = [label for label in labels if isinstance(label, int)]
     if not numbers:
@@ -302,19 +297,14 @@ def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str
     return {name: names[split] for name, split in hints.items() if split in names}
 
 
-def with_progress(
-    results: Iterable[Any], tasks: int, done: str, images_of: Callable[[Any], int]
-) -> Iterator[Any]:
-    """Yields results, each of one task on as many images as `images_of` says, and logs the rate."""
+def with_progress(results: Iterable[Any], tasks: int, done: str) -> Iterator[Any]:
+    """Yields the results of `tasks` tasks, a shard each, and logs the rate."""
     began = reported = time.monotonic()
-    images = 0
     for number, result in enumerate(results, start=1):
-        images += images_of(result)
         now = time.monotonic()
         if now - reported >= PROGRESS_EVERY_S:
             reported = now
-            rate = images / (now - began)
-            log.info("%s %d images, %.0f/s, %d of %d shards", done, images, rate, number, tasks)
+            log.info("%s %d of %d shards, %.1f/s", done, number, tasks, number / (now - began))
         yield result
 
 
