@@ -95,7 +95,7 @@ class Part(NamedTuple):
 class Table:
     """The samples of a source: image, label, key and split of each, part after part in the order of names.
 
-    It takes some 30 bytes of memory per sample; images and keys wait in a temporary file.
+    It takes about 100 bytes of memory per sample while it is made; images and keys wait in a temporary file.
 
     classes: names by label.
     shards: the files of the parts.
