@@ -61,6 +61,10 @@ class Stream:
         """Returns the number of images of the split."""
         return self.data.manifest.rows(self.split)
 
+    def in_split(self, images: Ints) -> Ints:
+        """Returns the places in the split of images that are counted in reading order without a plan."""
+        return images
+
     def steps(self) -> range:
         """Returns the steps that read the split once; empty slots fill the last global batch."""
         return range(-(-self.epoch() // self.run.data.batch_size))
@@ -80,7 +84,7 @@ class Stream:
             places = self.plan.locate(lane, within)
         else:
             lane = within = np.array([], np.int64)
-            images = key[key < self.epoch()]
+            images = self.in_split(key[key < self.epoch()])
             places = Places(np.zeros_like(images), *self.data.places(self.split, images))
         records = self.data.records(self.split, places.shard, places.row)
         images, traffic = self.data.images(self.split, places.shard, records)
@@ -166,9 +170,7 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
     return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
 
 
-def in_order(
-    run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False
-) -> Stream:
+def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
     """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set."""
     return Stream(
         run=run,
