@@ -6,6 +6,7 @@ from contextlib import suppress
 from statistics import median
 from typing import Self
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from moe.vit import ViTConfig
@@ -50,11 +51,14 @@ def describe_data(run: RunConfig) -> str:
 def own_size(run: RunConfig) -> tuple[int, int] | None:
     """Median width and height in pixels of some validation images as stored; None if all are damaged."""
     path, cache = run.data.path, int(run.data.cache_gb * 1e9)
-    shard = DataSet(path=path, manifest=open_manifest(path), cache_bytes=cache).open("val", 0)
+    data = DataSet(path=path, manifest=open_manifest(path), cache_bytes=cache)
+    rows = data.manifest.splits["val"][0].rows
+    row = np.arange(0, rows, -(-rows // HEADERS_READ))
+    shard = np.zeros_like(row)
     pictures = []
-    for row in range(0, len(shard.keys), -(-len(shard.keys) // HEADERS_READ)):
+    for image in data.images("val", shard, data.records("val", shard, row))[0]:
         with suppress(BadImage):
-            pictures.append(Picture(shard.image(row)))
+            pictures.append(Picture(image()))
     if not pictures:
         return None
     return int(median(p.width for p in pictures)), int(median(p.height for p in pictures))

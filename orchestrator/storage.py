@@ -9,20 +9,33 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import boto3
+import obstore
 import pyarrow as pa
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import S3Store
 from pyarrow import fs
 
 # Attempts for each request to S3, with pauses that double: an outage of about half a minute is survived.
 ATTEMPTS = 8
 TIMEOUT_S = 60  # without a byte
 PIECE_BYTES = 16 << 20  # read at once
+
+
+class Range(NamedTuple):
+    """A part of a file, the size of the whole file, and on S3 its ETag."""
+
+    content: bytes
+    whole_bytes: int
+    etag: str | None
 
 
 def absolute(location: str) -> str:
@@ -40,15 +53,40 @@ def join(location: str, *names: str) -> str:
 
 def read_bytes(location: str) -> bytes:
     """Reads a whole file. Raises FileNotFoundError if there is none."""
-    with open_to_read(location) as file:
-        return file.read()
+    return b"".join(pieces(location))
+
+
+def read_range(location: str, offset: int, size: int) -> Range:
+    """Reads `size` bytes of a file from `offset` on, by one request on S3.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        EOFError: if the file ends before.
+    """
+    if is_local(location):
+        with open(_path(location), "rb") as file:
+            content = os.pread(file.fileno(), size, offset)
+            found = Range(content, os.fstat(file.fileno()).st_size, None)
+    else:
+        bucket, key = _bucket_and_key(location)
+        with _s3_errors(location):
+            answer = obstore.get(_store(bucket), key, options={"range": (offset, offset + size)})
+            found = Range(bytes(answer.bytes()), answer.meta["size"], answer.meta["e_tag"])
+    if len(found.content) != size:
+        raise EOFError(f"{location} has {found.whole_bytes} bytes, not {offset + size}")
+    return found
 
 
 def pieces(location: str) -> Iterator[bytes]:
     """Yields a file's content in pieces of `PIECE_BYTES`. Raises FileNotFoundError if there is none."""
-    with open_to_read(location) as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece
+    if is_local(location):
+        with open_to_read(location) as file:
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+        return
+    bucket, key = _bucket_and_key(location)
+    with _s3_errors(location):
+        yield from map(bytes, obstore.get(_store(bucket), key).stream(min_chunk_size=PIECE_BYTES))
 
 
 def write_bytes(location: str, content: bytes) -> None:
@@ -228,6 +266,26 @@ def _file_system(bucket: str) -> fs.FileSystem:
 
 
 @cache
+def _store(bucket: str) -> S3Store:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
+    where: dict[str, Any] = {} if endpoint is None else {"endpoint": endpoint}
+    pauses: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
+    return S3Store(
+        bucket,
+        **where,
+        region=_file_system(bucket).region,
+        credential_provider=Boto3CredentialProvider(),
+        virtual_hosted_style_request=endpoint is None,
+        client_options={"allow_http": True, "timeout": timedelta(seconds=TIMEOUT_S)},
+        retry_config={
+            "max_retries": ATTEMPTS,
+            "retry_timeout": timedelta(seconds=2 * TIMEOUT_S),
+            "backoff": pauses,
+        },
+    )
+
+
+@cache
 def _s3() -> Any:
     retries: Any = {"mode": "standard", "total_max_attempts": ATTEMPTS}
     return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries))
@@ -262,5 +320,7 @@ def _bucket_and_key(location: str) -> tuple[str, str]:
 def _s3_errors(location: str) -> Iterator[None]:
     try:
         yield
-    except (BotoCoreError, ClientError) as error:
+    except NotFoundError as error:
+        raise FileNotFoundError(f"no such file: {location}") from error
+    except (BaseError, BotoCoreError, ClientError) as error:
         raise OSError(f"{location}: {error}") from error

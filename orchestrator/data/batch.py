@@ -1,6 +1,5 @@
 """The batches that a model trains on, and the parts that they are joined from."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,6 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+class Traffic(NamedTuple):
+    """Requests to S3 for images, and the bytes that they fetch."""
+
+    requests: int = 0
+    bytes: int = 0
 
 
 class SampleLocation(NamedTuple):
@@ -35,9 +41,10 @@ class Batch(NamedTuple):
     valid: (B,) float32, 0 for slots that evaluation ignores: padding, and images that cannot be decoded.
     key: (B,) int64, the slot's number in the run (or in the validation set), the same for any number of
         workers; router noise depends on it.
-    sample: (B,) int64, the `sample_id` of each image.
+    sample: (B,) int64, the `index.sample_ids` of each image's key.
     mix: (B, 5) float32, how the image is mixed with its neighbour, as `augment.draw` returns it.
     bad: images that could not be decoded while this batch was read.
+    traffic: what was fetched from S3 for it.
     """
 
     image: Tensor
@@ -47,10 +54,14 @@ class Batch(NamedTuple):
     sample: Tensor
     mix: Tensor
     bad: tuple[DecodeError, ...] = ()
+    traffic: Traffic = Traffic()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:-2]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Returns the batch with `function` applied to every tensor."""
-        return Batch(*map(function, self[:-1]), bad=self.bad)
+        return Batch(*map(function, self.tensors()), bad=self.bad, traffic=self.traffic)
 
 
 class PartialBatch(NamedTuple):
@@ -63,15 +74,16 @@ class PartialBatch(NamedTuple):
     sample: NDArray[np.int64]
     mix: NDArray[np.float32]
     bad: list[DecodeError]
+    traffic: Traffic
 
 
 def join(parts: Sequence[PartialBatch]) -> Batch:
     """Concatenates the parts of a batch in their order."""
-    *arrays, bad = zip(*parts, strict=True)
+    *arrays, bad, traffic = zip(*parts, strict=True)
     image, *others = (torch.from_numpy(np.concatenate(array)) for array in arrays)
-    return Batch(image.permute(0, 3, 1, 2), *others, bad=tuple(error for errors in bad for error in errors))
-
-
-def sample_id(key: str) -> int:
-    """Returns the first 63 bits of the key's SHA-256, which name a sample in fingerprints."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+    return Batch(
+        image.permute(0, 3, 1, 2),
+        *others,
+        bad=tuple(error for errors in bad for error in errors),
+        traffic=Traffic(*map(sum, zip(*traffic, strict=True))),
+    )

@@ -4,23 +4,31 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
 
 from orchestrator import storage
+from orchestrator.data.index import RECORD
 from orchestrator.errors import UsageError
 
-Format = Literal["parquet", "webdataset"]
 CHECKED_AT_ONCE = 32  # shards; most of a check is waiting for storage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    path: str  # below the data set; absolute or a URI for shards of other projects
+    """A file that holds images of a split; the index says where.
+
+    path: below the data set; absolute or a URI for files of other projects.
+    rows: images of the split.
+    bytes: size of the file.
+    unpacked: bytes of all images of a compressed parquet file, whose index counts from the first of them;
+        None for files that hold the encoded images verbatim.
+    """
+
+    path: str
     rows: int
     bytes: int
     sha256: str
-    format: Format = "parquet"
+    unpacked: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +37,25 @@ class Manifest:
 
     classes: names by label.
     splits: ``train`` and ``val`` -> shards in order.
-    val_majority: validation images of the most frequent class; None in manifests of older versions.
+    index: split -> SHA-256 of the records of its index.
+    val_majority: validation images of the most frequent class.
     """
 
     classes: tuple[str, ...]
     splits: Mapping[str, tuple[Shard, ...]]
-    val_majority: int | None = None
+    index: Mapping[str, str]
+    val_majority: int
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
 
     def digest(self) -> str:
-        """Returns a SHA-256 over the classes and the digests of all shards, equal for equal data sets."""
-        shards = {"classes": self.classes, "splits": asdict(self)["splits"]}
-        return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+        """Returns a SHA-256 over the classes, shards and indexes, equal for equal data sets."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Returns the content of `manifest.json`. An indent would take five times as long."""
+        return json.dumps(vars(self), default=vars, sort_keys=True, separators=(",\n", ": ")).encode()
 
 
 def locate(data_set: str, shard: Shard) -> str:
@@ -56,7 +69,7 @@ def has_manifest(path: str) -> bool:
 
 
 def save_manifest(path: str, manifest: Manifest) -> None:
-    storage.write_bytes(storage.join(path, "manifest.json"), json.dumps(asdict(manifest), indent=1).encode())
+    storage.write_bytes(storage.join(path, "manifest.json"), manifest.to_json())
 
 
 def open_manifest(path: str) -> Manifest:
@@ -71,11 +84,16 @@ def open_manifest(path: str) -> Manifest:
         raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
     try:
         tree = json.loads(content)
+        if "splits" in tree and "index" not in tree:
+            raise UsageError(f"{path} has no index of its images, an older version packed it: pack it again")
         manifest = Manifest(
             classes=tuple(tree["classes"]),
             splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
-            val_majority=tree.get("val_majority"),
+            index=tree["index"],
+            val_majority=tree["val_majority"],
         )
+    except UsageError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}/manifest.json is damaged ({error!r}): copy it again") from None
     for split in ("train", "val"):
@@ -91,23 +109,26 @@ def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None
         UsageError: naming the first shard that differs from the manifest.
     """
     sizes = storage.files(path)  # one listing instead of a request for each shard
+    indexes = [
+        Shard(path=f"{split}.index", rows=0, bytes=RECORD.itemsize * manifest.rows(split), sha256=sha256)
+        for split, sha256 in manifest.index.items()
+    ]
 
     def check(shard: Shard) -> None:
         location = locate(path, shard)
         size = sizes[shard.path] if shard.path in sizes else storage.size(location)
         if size != shard.bytes:
             state = "is missing" if size is None else f"has {size} bytes"
-            raise UsageError(
-                f"shard {location} {state}, the manifest says {shard.bytes} bytes: copy it again"
-            )
+            raise UsageError(f"{location} {state}, the manifest says {shard.bytes} bytes: copy it again")
         if verify:
             digest = hashlib.sha256()
             for piece in storage.pieces(location):
                 digest.update(piece)
             check_digest(location, shard, digest.hexdigest())
 
+    shards = {shard.path: shard for shards in manifest.splits.values() for shard in shards}
     with ThreadPoolExecutor(CHECKED_AT_ONCE) as pool:
-        for _ in pool.map(check, [shard for shards in manifest.splits.values() for shard in shards]):
+        for _ in pool.map(check, [*indexes, *shards.values()]):
             pass
 
 
@@ -115,5 +136,5 @@ def check_digest(location: str, shard: Shard, digest: str) -> None:
     """Raises UsageError unless `digest` is the shard's SHA-256."""
     if digest != shard.sha256:
         raise UsageError(
-            f"shard {location} changed since it was packed (SHA-256 differs): copy it again, or pack anew"
+            f"{location} changed since it was packed (SHA-256 differs): copy it again, or pack anew"
         )

@@ -7,27 +7,29 @@ A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.par
 import hashlib
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator import storage
 from orchestrator.data.images import BadImage, decode, encode_png
+from orchestrator.data.index import IndexedShard, records_of, write_index
 from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.samples import Execute, Sample, Source
+from orchestrator.data.offsets import image_places
+from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
 SHARD_BYTES = 64 << 20  # a shard of larger images holds fewer rows
 ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
-PROGRESS_EVERY_S = 5.0
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
+SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Packed(NamedTuple):
     """A packed shard (None if no image was valid), the samples skipped, and the images of each class."""
 
     path: str
-    shard: Shard | None
+    shard: tuple[Shard, IndexedShard] | None
     skipped: tuple[str, ...]
     labels: Counter[int]
 
@@ -85,21 +87,25 @@ def pack(
         for split in source.splits
         for number, samples in enumerate(_chunked(source.splits[split]))
     ]
-    work = partial(pack_shard, out, source.fetch, encode)
-    done = sorted(_with_progress(execute(work, tasks), len(tasks)), key=lambda packed: packed.path)
+    labels_of = [np.array([s.label for s in samples]) for path, samples in tasks if path.startswith("train")]
+    warn_if_sorted(labels_of, "the source", SORTED_HINT)
+    results = execute(partial(pack_shard, out, source.fetch, encode), tasks)
+    done = sorted(with_progress(results, len(tasks), "packed"), key=lambda packed: packed.path)
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())
-    splits, labels = {}, {}
+    splits, index, labels = {}, {}, {}
     for split in source.splits:
         mine = [packed for packed in done if packed.path.startswith(f"{split}/")]
-        splits[split] = tuple(packed.shard for packed in mine if packed.shard)
+        shards = [packed.shard for packed in mine if packed.shard]
+        splits[split] = tuple(shard for shard, _ in shards)
         labels[split] = sum((packed.labels for packed in mine), Counter[int]())
         if not splits[split]:
             reason = f", see {out}/skipped.txt; the first: {skipped[0]}" if skipped else ""
             raise UsageError(f"no valid {split} images{reason}")
-    most = max(labels.get("val", Counter[int]()).values(), default=None)
-    manifest = Manifest(classes=source.classes, splits=splits, val_majority=most)
+        index[split] = write_index(out, split, (indexed for _, indexed in shards))
+    most = max(labels["val"].values())
+    manifest = Manifest(classes=source.classes, splits=splits, index=index, val_majority=most)
     save_manifest(out, manifest)
     return Report(manifest=manifest, skipped=skipped, labels=labels)
 
@@ -130,7 +136,7 @@ def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable
     return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=bytes).manifest
 
 
-def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
+def write_shard(out: str, path: str, samples: Sequence[Sample]) -> tuple[Shard, IndexedShard]:
     columns = [[getattr(sample, name) for sample in samples] for name in SCHEMA.names]
     sink = pa.BufferOutputStream()
     pq.write_table(
@@ -142,9 +148,17 @@ def write_shard(out: str, path: str, samples: Sequence[Sample]) -> Shard:
         write_statistics=["label"],  # pyright: ignore[reportArgumentType] # or columns
         write_page_checksum=True,
     )
-    content = sink.getvalue().to_pybytes()
+    buffer = sink.getvalue()
+    content = buffer.to_pybytes()
     storage.write_bytes(storage.join(out, path), content)
-    return Shard(path=path, rows=len(samples), bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    view, metadata = memoryview(content), pq.read_metadata(pa.BufferReader(buffer))
+    places = image_places(lambda at, size: view[at : at + size], metadata, "image")
+    assert places, "an uncompressed column without nulls holds its values verbatim"
+    _, labels, keys = columns
+    shard = Shard(
+        path=path, rows=len(samples), bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
+    return shard, IndexedShard(records_of(*places, labels, keys), keys)
 
 
 def check_free(out: str) -> None:
@@ -160,7 +174,7 @@ def _make_room(out: str, overwrite: bool) -> None:
     if has_manifest(out):
         storage.delete(storage.join(out, "manifest.json"))
         for name in storage.files(out):
-            if re.fullmatch(r"(train|val)/\d{6}\.parquet|skipped\.txt", name):
+            if re.fullmatch(r"(train|val)(/\d{6}\.parquet|\.index|\.keys)|skipped\.txt", name):
                 storage.delete(storage.join(out, name))
 
 
@@ -176,16 +190,3 @@ def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         size += sample.size
     if chunk:
         yield chunk
-
-
-def _with_progress(results: Iterable[Packed], shards: int) -> Iterator[Packed]:
-    began = reported = time.monotonic()
-    images = 0
-    for number, packed in enumerate(results, start=1):
-        images += packed.labels.total()
-        now = time.monotonic()
-        if now - reported >= PROGRESS_EVERY_S:
-            reported = now
-            rate = images / (now - began)
-            log.info("packed %d images, %.0f/s, %d of %d shards", images, rate, number, shards)
-        yield packed

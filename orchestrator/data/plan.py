@@ -4,15 +4,16 @@ Step s takes `batch_size / lanes` samples from each lane, lane 0 first. A lane i
 is read independently: with L lanes and M samples in an epoch, the samples of training, counted from its
 start, are dealt to the lanes in turn (the v-th sample to lane v mod L), so that every lane knows how many
 samples it has in each epoch. In an epoch the shards are permuted and laid end to end; that line is cut into
-one segment per lane, and the samples of a segment are permuted within windows. Every sample comes once per
-epoch.
+one segment per lane, and the samples of a segment are permuted within windows, in runs of neighbours. Every
+sample comes once per epoch.
 
 Memory does not grow with the number of samples: the order of an epoch's shards is an array, everything else
 is arithmetic.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,33 +34,36 @@ class Places(NamedTuple):
 class Plan:
     """The order of training for a data set.
 
-    rows: rows of each shard.
+    rows: (shards,) rows of each shard.
     seed: the seed of all permutations.
     lanes: divides `batch_size`.
     shuffle_window: number of neighbouring samples of a lane that are permuted with each other.
+    shuffle_run: number of neighbouring samples that stay together, so that one request can fetch them.
     tail: ``wrap``: batches cross the ends of epochs. ``drop``: an epoch is whole batches; the samples of an
         incomplete batch are left out, other samples in each epoch.
     """
 
-    rows: tuple[int, ...]
+    rows: Sequence[int] | Ints
     seed: int
     lanes: int
     batch_size: int
     shuffle_window: int
+    shuffle_run: int = 1
     tail: Literal["wrap", "drop"] = "wrap"
 
     def __post_init__(self) -> None:
         if self.batch_size % self.lanes:
             raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
-        if not self.epoch_size():
+        if not self.epoch_size:
             raise ValueError(
-                f"{sum(self.rows)} samples do not fill a batch of {self.batch_size}, and tail='drop' drops"
+                f"{np.sum(self.rows)} samples do not fill a batch of {self.batch_size}, and tail='drop' drops"
                 " them: use a smaller batch or tail='wrap'"
             )
 
+    @cached_property
     def epoch_size(self) -> int:
         """The number of samples that an epoch trains on."""
-        samples = sum(self.rows)
+        samples = int(np.sum(self.rows, dtype=np.int64))
         return samples - samples % self.batch_size if self.tail == "drop" else samples
 
     def slots(self, step: int, lanes: range) -> tuple[Ints, Ints]:
@@ -70,7 +74,7 @@ class Plan:
 
     def locate(self, lane: Ints, index: Ints) -> Places:
         """Locates sample `index` of `lane`, counted from the start of training; arrays of one shape."""
-        size = self.epoch_size()
+        size = self.epoch_size
         epoch = (index * self.lanes + lane) // size
         within = index - _before(self, lane, epoch)
         window = within // self.shuffle_window
@@ -86,7 +90,7 @@ class Plan:
 
 def _before(plan: Plan, lane: Ints, epoch: Ints) -> Ints:
     """The number of samples of `lane` before `epoch`: all v < epoch * size with v mod lanes = lane."""
-    return (epoch * plan.epoch_size() + plan.lanes - 1 - lane) // plan.lanes
+    return (epoch * plan.epoch_size + plan.lanes - 1 - lane) // plan.lanes
 
 
 def _segment(plan: Plan, epoch: int, lane: int) -> tuple[int, int]:
@@ -96,7 +100,7 @@ def _segment(plan: Plan, epoch: int, lane: int) -> tuple[int, int]:
         return samples // plan.lanes * lane + min(samples % plan.lanes, lane)
 
     def first(lane: int) -> int:
-        size = plan.epoch_size()
+        size = plan.epoch_size
         return of_lanes_below(lane, (epoch + 1) * size) - of_lanes_below(lane, epoch * size)
 
     return first(lane), first(lane + 1)
@@ -117,7 +121,9 @@ def _window(plan: Plan, epoch: int, lane: int, window: int) -> tuple[Ints, Ints]
     size = min(plan.shuffle_window, last - start)
     # + 1, because numpy takes (seed, epoch, 0) for (seed, epoch), the generator of the shards' order.
     rng = np.random.default_rng((plan.seed, epoch, lane + 1, window + 1))
-    places = start + rng.permutation(size)
+    runs = rng.permutation(-(-size // plan.shuffle_run))
+    within = (runs[:, None] * plan.shuffle_run + np.arange(plan.shuffle_run)).ravel()
+    places = start + within[within < size]
     order, begins = _line(plan, epoch)
     at = np.searchsorted(begins, places, side="right") - 1
     return order[at], places - begins[at]

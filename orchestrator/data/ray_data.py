@@ -24,7 +24,7 @@ from ray.data.block import BlockAccessor
 from ray.exceptions import RayTaskError
 
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, join
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, Traffic, join
 from orchestrator.data.stream import Reader, Split, Stream, open_stream
 
 CHUNK_BYTES = 32 << 20  # decoded images per task: small enough to stream, large enough to pay for the task
@@ -33,6 +33,7 @@ BLOCKS_AHEAD = 2  # blocks that a worker asks for before it needs them
 READY_BLOCKS = 3  # blocks per worker that are decoded and not yet fetched
 TASKS_PER_CPU = 8  # tasks of one execution, which bound what is decoded before it is asked for
 
+ARRAYS = PartialBatch._fields[:-2]
 Part = tuple[int, range]  # a step, and slots of a worker's share of it
 
 
@@ -208,7 +209,8 @@ def _execute(plan: ReadPlan, tasks: range) -> Iterator[Any]:
     def decode(ids: Any) -> Any:
         chunk, rank = divmod(tasks[int(ids["id"][0])], plan.workers)
         stream = open_stream(plan.run, plan.split, rank, plan.workers)
-        return _packed([stream.read(step, slots) for step, slots in plan.chunk(chunk)])
+        fetched = [stream.fetch(step, slots) for step, slots in plan.chunk(chunk)]
+        return _packed([stream.decode(part) for part in fetched])
 
     dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(decode, batch_size=None)
     dataset.context.raise_original_map_exception = True
@@ -241,23 +243,24 @@ def _cpus() -> int:
 
 
 def _packed(parts: list[PartialBatch]) -> dict[str, Any]:
-    """Returns a block with a row per slot; the first row of each part holds its decode errors."""
-    columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in PartialBatch._fields[:-1]}
-    bad = [[json.dumps(part.bad)] + [""] * (len(part.label) - 1) for part in parts]
-    return columns | {"bad": [line for lines in bad for line in lines]}
+    """Returns a block with a row per slot; the first row of each part holds its decode errors and traffic."""
+    columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ARRAYS}
+    notes = [[json.dumps(part[len(ARRAYS) :])] + [""] * (len(part.label) - 1) for part in parts]
+    return columns | {"notes": [line for lines in notes for line in lines]}
 
 
 def _unpacked(chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
     """Yields the parts of a block: the inverse of `_packed`."""
-    columns = BlockAccessor.for_block(block).to_numpy([*PartialBatch._fields])
+    columns = BlockAccessor.for_block(block).to_numpy([*ARRAYS, "notes"])
     assert isinstance(columns, dict)
     first = 0
     for _, slots in chunk:
         rows = slice(first, first + len(slots))
         first = rows.stop
-        *arrays, bad = (columns[name][rows] for name in PartialBatch._fields)
-        errors = [DecodeError(*error) for error in json.loads(str(bad[0]))]
-        yield slots, PartialBatch._make([*arrays, errors])
+        bad, traffic = json.loads(str(columns["notes"][rows][0]))
+        arrays = [columns[name][rows] for name in ARRAYS]
+        errors = [DecodeError(*error) for error in bad]
+        yield slots, PartialBatch._make([*arrays, errors, Traffic(*traffic)])
 
 
 def _get(reference: Any) -> Any:

@@ -1,222 +1,238 @@
-"""Reading shards: the bytes of any image of a shard, without the other images in memory.
+"""Reading shards: the bytes of any image of a shard, by the range of the file that holds them.
 
-When a node first opens a shard, its SHA-256 is checked and an index of its rows is written to the node's
-cache: the offset of each image in the file (uncompressed parquet and tar hold images verbatim), its label and
-key. A shard on S3 is copied to the cache first; the images of compressed parquet are unpacked into it.
-
-The cache is a folder on the node's disk that holds files by name, up to a total size; the least recently used
-files are removed. Any number of processes share it: one process makes a file while others wait for it. A file
-appears whole or not at all, and processes that have it open can read it after it is removed.
+Local files are read in place. From S3 an image is fetched by a request of its own, with many requests in
+flight; neighbours in a file share a request. Where it is cheaper (`fetch_whole`), whole shards are fetched
+into the node's cache beside that. A compressed parquet file holds no image verbatim: its images are unpacked
+into the cache.
 """
 
-import fcntl
 import hashlib
-import mmap
+import logging
 import os
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
+from queue import Queue
+from threading import Thread
 from typing import BinaryIO
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
+import pyarrow.parquet as pq
+import torch
 
 from orchestrator import storage
-from orchestrator.data.formats import read_samples
+from orchestrator.data.batch import Traffic
+from orchestrator.data.cache import cached, open_cached
+from orchestrator.data.formats import unpacked_images
+from orchestrator.data.index import Index, Ints, Records
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 
-CACHE_FOLDER = "MOE_FRONTIER_CACHE"  # environment variable; default: a folder of this user below /tmp
-NEEDLE_BYTES = 256  # an image is found by its beginning, because a search for the whole takes much longer
+# Requests in flight. A core decodes some 600 images/s, and S3 answers after 0.02 to 0.2 s.
+REQUESTS_PER_CORE = 64
+MAX_REQUESTS = 256
+MERGED_GAP = 32 << 10  # bytes between two images that one request still fetches together
+MERGED_BYTES = 8 << 20  # the most bytes of such a request
+SHARDS_AT_ONCE = 2  # fetched whole by one process
 
-
-class Rows:
-    """An open shard: its location, and the key and label of each row."""
-
-    def __init__(self, location: str, content: BinaryIO, index: pa.Table, labels: NDArray[np.int64]) -> None:
-        self.location = location
-        self.keys: list[str] = index["key"].to_pylist()
-        self.labels = labels
-        self._content = content
-        self._offsets, self._sizes = index["offset"].to_numpy(), index["size"].to_numpy()
-
-    def image(self, row: int) -> bytes:
-        return os.pread(self._content.fileno(), int(self._sizes[row]), int(self._offsets[row]))
+log = logging.getLogger(__name__)
+Image = Callable[[], bytes]  # waits for the encoded bytes of an image
+Place = tuple[int, int, int]  # shard number, offset, size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataSet:
-    """A data set, opened by one process; its shards take up to `cache_bytes` of this node's disk."""
+    """A data set, opened by one process.
+
+    cache_bytes: the most that the node's cache takes of its disk.
+    whole: whether shards on S3 are also fetched whole into the cache.
+    """
 
     path: str
     manifest: Manifest
     cache_bytes: int
+    whole: bool = False
 
-    def open(self, split: str, shard: int) -> Rows:
-        """Opens a shard by its number.
+    def records(self, split: str, shard: Ints, row: Ints) -> Records:
+        """Returns the records of images by shard number and row, both (images,)."""
+        return _index(self, split).records(shard, row)
 
-        Raises:
-            UsageError: if the shard differs from the manifest.
-            OSError: if it cannot be read.
+    def places(self, split: str, images: Ints) -> tuple[Ints, Ints]:
+        """Returns shard number and row, (images,) each, of images that are counted through the split."""
+        starts = _index(self, split).starts
+        shard = np.searchsorted(starts, images, side="right") - 1
+        return shard, images - starts[shard]
+
+    def labels(self, split: str) -> Ints:
+        """Returns the label of every image of a split, (images,)."""
+        places = self.places(split, np.arange(self.manifest.rows(split)))
+        return self.records(split, *places)["label"].astype(np.int64)
+
+    def keys(self, split: str, shard: int) -> list[str]:
+        return _index(self, split).keys(shard)
+
+    def location(self, split: str, shard: int) -> str:
+        return locate(self.path, self.manifest.splits[split][shard])
+
+    def images(self, split: str, shard: Ints, records: Records) -> tuple[list[Image], Traffic]:
+        """Begins to read images, given the shard number and the record of each.
+
+        An image raises UsageError if its shard changed, and OSError if it cannot be read.
         """
-        return _open(self, split, shard)
+        fields = shard, records["offset"], records["size"]
+        places: list[Place] = list(zip(*(field.tolist() for field in fields), strict=True))
+        images: list[Image] = []
+        requests = fetched = 0
+        for run in _runs(places):
+            of = self.manifest.splits[split][run[0][0]]
+            location = locate(self.path, of)
+            if of.unpacked is not None:
+                images += [partial(self._unpacked, location, of, *place[1:]) for place in run]
+            elif storage.is_local(location):
+                images += [partial(_from_disk, location, of, *place[1:]) for place in run]
+            else:
+                begin, size = run[0][1], run[-1][1] + run[-1][2] - run[0][1]
+                file = open_cached(of.sha256) if self.whole else None
+                if file:
+                    read = _requests().submit(_from_cache, file, location, begin, size)
+                else:
+                    if self.whole:
+                        _fetch_beside(location, of, self.cache_bytes)
+                    read = _requests().submit(_from_s3, location, of, begin, size)
+                    requests, fetched = requests + 1, fetched + size
+                images += [partial(_part, read.result, place[1] - begin, place[2]) for place in run]
+        return images, Traffic(requests, fetched)
+
+    def _unpacked(self, location: str, shard: Shard, offset: int, size: int) -> bytes:
+        assert shard.unpacked is not None
+        make = partial(_unpack, location)
+        file = cached(f"{shard.sha256}.images", shard.unpacked, make, limit=self.cache_bytes)
+        return _from_cache(file, location, offset, size)
 
 
-@lru_cache(maxsize=256)  # files that stay open
-def _open(data: DataSet, split: str, number: int) -> Rows:
-    shard = data.manifest.splits[split][number]
-    location, limit = locate(data.path, shard), data.cache_bytes
-    if storage.is_local(location):
-        whole = open(location, "rb")  # noqa: SIM115 - stays open
-        state = os.fstat(whole.fileno())
-        # A shard that changed after it was checked must not find the old index.
-        name = f"{shard.sha256}-{state.st_ino}-{state.st_mtime_ns}"
-    else:
-        whole = cached(shard.sha256, lambda to: _download(location, shard, to), limit=limit)
-        name = shard.sha256
-    with cached(f"{name}.index", lambda to: _write_index(location, shard, whole, to), limit=limit) as file:
-        index = pa.ipc.open_file(file).read_all()
-    content = whole
-    if index.schema.metadata[b"verbatim"] == b"no":
-        content = cached(
-            f"{shard.sha256}.images", lambda to: _unpack(location, shard, whole, to), limit=limit
-        )
-    return Rows(location, content, index, _labels(location, index, data.manifest.classes))
+def fetch_whole(manifest: Manifest, *, cache_bytes: float, reads: float, nodes: int) -> tuple[bool, str]:
+    """Returns whether whole shards on S3 are fetched into the nodes' caches, and why.
+
+    `reads` is how often the training images are read. By ranges, the nodes fetch the data set `reads` times
+    together. Whole, each of the `nodes` fetches it once, because any node may read any shard; its cache must
+    hold the data set.
+    """
+    gb = (
+        sum({shard.path: shard.bytes for split in manifest.splits.values() for shard in split}.values()) / 1e9
+    )
+    if gb > cache_bytes / 1e9:
+        return False, f"{gb:.1f} GB of shards exceed the cache of {cache_bytes / 1e9:g} GB per node"
+    by_range, whole = reads * gb, nodes * gb
+    return by_range > whole, f"ranges would fetch {by_range:.1f} GB, whole shards {whole:.1f} GB"
 
 
-def _download(location: str, shard: Shard, to: Path) -> None:
+@lru_cache(maxsize=8)
+def _index(data: DataSet, split: str) -> Index:
+    return Index(data.path, split, [shard.rows for shard in data.manifest.splits[split]])
+
+
+def _runs(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Yields runs of images that follow each other in a file, which one request fetches."""
+    run: list[Place] = []
+    for place in places:
+        if run:
+            begin, end = run[0][1], run[-1][1] + run[-1][2]
+            gap, size = place[1] - end, place[1] + place[2] - begin
+            if place[0] != run[0][0] or not 0 <= gap <= MERGED_GAP or size > MERGED_BYTES:
+                yield run
+                run = []
+        run.append(place)
+    if run:
+        yield run
+
+
+def _part(read: Image, offset: int, size: int) -> bytes:
+    return read()[offset : offset + size]
+
+
+@lru_cache(maxsize=256)
+def _open(location: str, shard: Shard) -> BinaryIO:
+    return open(location, "rb")
+
+
+def _from_disk(location: str, shard: Shard, offset: int, size: int) -> bytes:
+    # The name keeps the file open, which another thread may drop from the cache of `_open`.
+    file = _open(location, shard)
+    content = os.pread(file.fileno(), size, offset)
+    if len(content) != size:
+        raise UsageError(f"{location} is shorter than the {shard.bytes} bytes of its manifest: copy it again")
+    return content
+
+
+def _from_cache(file: BinaryIO, location: str, offset: int, size: int) -> bytes:
+    with file:
+        content = os.pread(file.fileno(), size, offset)
+    if len(content) != size:
+        raise UsageError(f"{location} has fewer bytes of images than its index says: index it again")
+    return content
+
+
+def _from_s3(location: str, shard: Shard, offset: int, size: int) -> bytes:
+    found = storage.read_range(location, offset, size)
+    if found.whole_bytes != shard.bytes or _etag(location, found.etag) != found.etag:
+        raise UsageError(f"{location} was replaced since it was packed, or while it is read: pack it again")
+    return found.content
+
+
+_etags: dict[str, str | None] = {}
+
+
+def _etag(location: str, etag: str | None) -> str | None:
+    """Returns the ETag that the file had when this process first read it."""
+    return _etags.setdefault(location, etag)
+
+
+@lru_cache(maxsize=1)
+def _requests() -> ThreadPoolExecutor:
+    threads = min(MAX_REQUESTS, REQUESTS_PER_CORE * torch.get_num_threads())
+    return ThreadPoolExecutor(threads, thread_name_prefix="s3")
+
+
+_fetching: set[str] = set()  # whole shards that this process has begun to fetch
+
+
+def _fetch_beside(location: str, shard: Shard, limit: int) -> None:
+    """Asks for a whole shard in the cache, unless this process has asked before."""
+    if location not in _fetching:
+        _fetching.add(location)
+        _wanted().put((location, shard, limit))
+
+
+@lru_cache(maxsize=1)
+def _wanted() -> Queue[tuple[str, Shard, int]]:
+    """Returns the queue of shards to fetch. Its threads are daemons, because no process waits for shards when
+    it ends.
+    """
+    queue: Queue[tuple[str, Shard, int]] = Queue()
+    for _ in range(SHARDS_AT_ONCE):
+        Thread(target=_fetch_shards, args=[queue], name="shards", daemon=True).start()
+    return queue
+
+
+def _fetch_shards(queue: Queue[tuple[str, Shard, int]]) -> None:
+    while True:
+        location, shard, limit = queue.get()
+        try:
+            cached(shard.sha256, shard.bytes, partial(_download, location, shard), limit=limit).close()
+        except (OSError, UsageError) as error:
+            log.warning("%s is read by ranges alone: %s", location, reason_of(error))
+        queue.task_done()
+
+
+def _download(location: str, shard: Shard, to: BinaryIO) -> None:
     digest = hashlib.sha256()
-    with to.open("wb") as copy:
-        for piece in storage.pieces(location):
-            digest.update(piece)
-            copy.write(piece)
+    for piece in storage.pieces(location):
+        digest.update(piece)
+        to.write(piece)
     check_digest(location, shard, digest.hexdigest())
 
 
-def _write_index(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None:
-    content = _mapped(whole)
-    check_digest(location, shard, hashlib.sha256(content).hexdigest())
-    table, _ = read_samples(pa.py_buffer(content), shard.format, location)
-    sizes = np.array([len(image) for image in _images(table)], dtype=np.int64)
-    offsets = _offsets(content, table)
-    verbatim = offsets is not None
-    index = pa.table(
-        {
-            "offset": offsets if verbatim else np.concatenate([[0], np.cumsum(sizes)[:-1]]),
-            "size": sizes,
-            "label": table["label"],
-            "key": table["key"],
-        },
-        metadata={"verbatim": "yes" if verbatim else "no"},
-    )
-    with pa.OSFile(str(to), "wb") as file, pa.ipc.new_file(file, index.schema) as writer:
-        writer.write_table(index)
-
-
-def _unpack(location: str, shard: Shard, whole: BinaryIO, to: Path) -> None:
-    table, _ = read_samples(pa.py_buffer(_mapped(whole)), shard.format, location)
-    with to.open("wb") as file:
-        file.writelines(_images(table))
-
-
-def _offsets(content: mmap.mmap, table: pa.Table) -> NDArray[np.int64] | None:
-    """Returns the offsets of the images in the file, if it holds them verbatim and in order; else None."""
-    offsets, end = [], 0
-    for image in _images(table):
-        offset = content.find(image[:NEEDLE_BYTES], end)
-        if offset < 0 or content[offset : offset + len(image)] != image:
-            return None
-        offsets.append(offset)
-        end = offset + len(image)
-    return np.array(offsets, dtype=np.int64)
-
-
-def _images(table: pa.Table) -> Iterator[bytes]:
-    return (image or b"" for chunk in table["image"].chunks for image in (row.as_py() for row in chunk))
-
-
-def _labels(location: str, index: pa.Table, classes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Returns the class number of each row. Raises UsageError for a label that is not among the classes."""
-    found = index["label"].to_pylist()
-    known = {name: label for label, name in enumerate(classes)} if isinstance(found[0], str) else None
-    labels = [label if known is None else known.get(label, -1) for label in found]
-    for label, name, key in zip(labels, found, index["key"].to_pylist(), strict=True):
-        if not 0 <= label < len(classes):
-            raise UsageError(f"{location}: {key} has label {name!r}, the data set has {len(classes)} classes")
-    return np.array(labels)
-
-
-def _mapped(file: BinaryIO) -> mmap.mmap:
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def cached(name: str, make: Callable[[Path], None], *, limit: int) -> BinaryIO:
-    """Opens a file of the cache for reading; if it is missing, `make(path)` writes it.
-
-    All files together take at most `limit` bytes; a larger file is kept alone.
-
-    Raises:
-        OSError: if the disk is full or the folder belongs to another user.
-    """
-    path = _folder() / name
-    if file := _open_if_there(path):
-        return file
-    with _locked(f"{name}.lock"):
-        if file := _open_if_there(path):
-            return file
-        temporary = path.with_name(f"{name}.{uuid.uuid4().hex}.tmp")
-        try:
-            make(temporary)
-            file = temporary.open("rb")
-            with _locked("lock"):
-                _make_room(limit - temporary.stat().st_size)
-                temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return file
-
-
-def _folder() -> Path:
-    folder = Path(os.environ.get(CACHE_FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        hint = f"set ${CACHE_FOLDER} to a folder of your own"
-        raise PermissionError(f"{folder} belongs to another user: {hint}")
-    return folder
-
-
-def _open_if_there(path: Path) -> BinaryIO | None:
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return None
-    os.utime(file.fileno())
-    return file
-
-
-def _make_room(limit: int) -> None:
-    files = []
-    for path in _folder().iterdir():
-        with suppress(FileNotFoundError):
-            if path.suffix not in (".lock", ".tmp") and path.name != "lock":
-                stat = path.stat()
-                files.append((stat.st_mtime_ns, stat.st_size, path))
-    total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total <= limit:
-            return
-        path.unlink(missing_ok=True)
-        total -= size
-
-
-@contextmanager
-def _locked(name: str) -> Iterator[None]:
-    """Holds a lock that one process of this node has at a time; the process's death releases it."""
-    with open(_folder() / name, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _unpack(location: str, to: BinaryIO) -> None:
+    with storage.open_to_read(location) as file:
+        to.writelines(unpacked_images(pq.ParquetFile(file), location))

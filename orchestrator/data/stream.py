@@ -3,27 +3,31 @@
 `in_process` decodes in threads of the process that trains; `ray_data.py` decodes on any CPU of a cluster.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator import storage
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, join, sample_id
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join
 from orchestrator.data.images import BadImage, Transform
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.plan import Ints, Plan
-from orchestrator.data.shards import DataSet
+from orchestrator.data.index import Ints, Records
+from orchestrator.data.manifest import Manifest, open_manifest
+from orchestrator.data.plan import Places, Plan
+from orchestrator.data.shards import DataSet, Image, fetch_whole
 from orchestrator.errors import UsageError
 
+log = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
@@ -57,74 +61,104 @@ class Stream:
         """Returns the number of images of the split."""
         return self.data.manifest.rows(self.split)
 
+    def in_split(self, images: Ints) -> Ints:
+        """Returns the places in the split of images that are counted in reading order without a plan."""
+        return images
+
     def steps(self) -> range:
         """Returns the steps that read the split once; empty slots fill the last global batch."""
         return range(-(-self.epoch() // self.run.data.batch_size))
 
     def read(self, step: int, slots: range) -> PartialBatch:
-        """Reads some slots of this worker's share of `step`.
+        """Reads some slots of this worker's share of `step`: fetches their images, then decodes them."""
+        return self.decode(self.fetch(step, slots))
+
+    def fetch(self, step: int, slots: range) -> "Fetch":
+        """Locates the images of some slots of this worker's share of `step`, and begins to read them."""
+        first = step * self.run.data.batch_size + self.rank * self.share() + slots.start
+        key = np.arange(first, first + len(slots))
+        if self.plan:
+            lanes = self.plan.lanes // self.workers
+            all_slots = self.plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
+            lane, within = (array[slots.start : slots.stop] for array in all_slots)
+            places = self.plan.locate(lane, within)
+        else:
+            lane = within = np.array([], np.int64)
+            images = self.in_split(key[key < self.epoch()])
+            places = Places(np.zeros_like(images), *self.data.places(self.split, images))
+        records = self.data.records(self.split, places.shard, places.row)
+        images, traffic = self.data.images(self.split, places.shard, records)
+        return Fetch(key, lane, within, places, records, images, traffic)
+
+    def decode(self, fetch: "Fetch") -> PartialBatch:
+        """Waits for the images of some slots and decodes them.
 
         Raises:
             UsageError: for a shard that differs from the manifest, and for too many bad images in a row.
         """
-        n, size, config = len(slots), self.transform.size, self.run.data
-        first = step * config.batch_size + self.rank * self.share() + slots.start
-        key = np.arange(first, first + n)
+        n, size, config = len(fetch.key), self.transform.size, self.run.data
         image, label = np.zeros((n, size, size, 3), np.uint8), np.zeros(n, np.int64)
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
         bad: list[DecodeError] = []
         names = [""] * n
-        for i, locations in enumerate(self._training(step, slots) if self.plan else self._in_order(key)):
-            for attempt, (epoch, shard, row) in enumerate(locations, start=1):
-                rows = self.data.open(self.split, shard)
-                names[i] = f"{self.run.train.seed}/{epoch}/{rows.keys[row]}"
+        for i in range(len(fetch.images)):
+            for attempt, (place, record, read) in enumerate(self._candidates(fetch, i), start=1):
+                names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample']}"
                 try:
-                    pixels = self.transform(rows.image(row), names[i])
+                    pixels = self.transform(read(), names[i])
                 except BadImage as error:
-                    bad.append(DecodeError(rows.location, row, rows.keys[row], str(error)))
+                    key = self.data.keys(self.split, place.shard)[place.row]
+                    location = self.data.location(self.split, place.shard)
+                    bad.append(DecodeError(location, place.row, key, str(error)))
                     if attempt > MAX_CONSECUTIVE_BAD:
                         raise UsageError(f"{attempt} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
                 image[i] = pixels.permute(1, 2, 0).numpy()
-                label[i], valid[i], sample[i] = rows.labels[row], 1, sample_id(rows.keys[row])
+                label[i], valid[i], sample[i] = record["label"], 1, record["sample"]
                 break
         mixup, cutmix = (config.mixup, config.cutmix) if self.plan else (0, 0)
         mix = augment.draw(names, mixup=mixup, cutmix=cutmix, size=size)
-        return PartialBatch(image, label, valid, key, sample, mix, bad)
+        return PartialBatch(image, label, valid, fetch.key, sample, mix, bad, fetch.traffic)
 
-    def _training(self, step: int, slots: range) -> Iterator[Iterator[SampleLocation]]:
-        """Yields for each slot its sample, and then the samples that may replace it."""
-        plan = self.plan
-        assert plan
-        lanes = plan.lanes // self.workers
-        all_slots = plan.slots(step, range(self.rank * lanes, (self.rank + 1) * lanes))
-        lane, index = (array[slots.start : slots.stop] for array in all_slots)
+    def _candidates(self, fetch: "Fetch", slot: int) -> Iterator[tuple[SampleLocation, Any, Image]]:
+        """Yields the slot's sample, its record and its image; with a plan also what may replace it."""
+        place = SampleLocation(*(int(array[slot]) for array in fetch.places))
+        yield place, fetch.records[slot], fetch.images[slot]
+        if self.plan:
+            for following in count(fetch.within[slot] + 1):
+                places = self.plan.locate(fetch.lane[slot, None], following[None])
+                records = self.data.records(self.split, places.shard, places.row)
+                images, _ = self.data.images(self.split, places.shard, records)
+                yield SampleLocation(*(int(array[0]) for array in places)), records[0], images[0]
 
-        def candidates(first: SampleLocation, lane: int, index: int) -> Iterator[SampleLocation]:
-            yield first
-            for following in count(index + 1):
-                yield SampleLocation(*map(int, plan.locate(np.array(lane), np.array(following))))
 
-        for *first, lane_of, index_of in zip(*plan.locate(lane, index), lane, index, strict=True):
-            yield candidates(SampleLocation(*map(int, first)), lane_of, index_of)
+class Fetch(NamedTuple):
+    """n slots whose images are being read; without a plan, fewer images where the split ends.
 
-    def _in_order(self, positions: Ints) -> Iterator[Iterator[SampleLocation]]:
-        starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits[self.split])])
-        for position in positions[positions < starts[-1]]:
-            shard = int(np.searchsorted(starts, position, side="right")) - 1
-            yield iter([SampleLocation(0, shard, int(position - starts[shard]))])
+    key: (n,), as in `Batch`.
+    lane, within: (n,), the slots' lanes, and their samples' numbers within the lane; empty without a plan.
+    places, records, images: the sample of each slot.
+    """
+
+    key: Ints
+    lane: Ints
+    within: Ints
+    places: Places
+    records: Records
+    images: list[Image]
+    traffic: Traffic
 
 
 Reader = Callable[[Stream, range], Iterator[Batch]]  # yields the stream's batches of some steps, in order
 
 
 @lru_cache(maxsize=64)  # one process decodes for many workers
-def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream:
+def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole: bool = False) -> Stream:
     """Opens the training images in the order of the plan, or the validation images once.
 
-    Raises as `in_order` does.
+    `whole`: see `fetches_whole_shards`. Raises as `in_order` does.
     """
-    stream, config = in_order(run, split, rank, workers), run.data
+    stream, config = in_order(run, split, rank, workers, whole=whole), run.data
     if split == "val":
         return stream
     transform = replace(
@@ -136,40 +170,64 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream
     return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
 
 
-def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1) -> Stream:
+def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
     """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set."""
     return Stream(
         run=run,
         split=split,
         rank=rank,
         workers=workers,
-        data=_data_set(run.data),
+        data=_data_set(run.data, whole),
         plan=None,
         transform=Transform(size=run.model.image_size, eval_crop=run.data.eval_crop),
     )
 
 
+def fetches_whole_shards(run: RunConfig, *, nodes: int) -> bool:
+    """Returns whether a run whose images are decoded on `nodes` nodes also fetches whole shards into their
+    caches, and logs why.
+    """
+    if storage.is_local(run.data.path):
+        return False
+    manifest, cache_bytes = _manifest(run.data.path), run.data.cache_gb * 1e9
+    reads = run.train.steps * run.data.batch_size / manifest.rows("train")
+    whole, why = fetch_whole(manifest, cache_bytes=cache_bytes, reads=reads, nodes=nodes)
+    log.info("%s: images are read by ranges%s: %s", run.name, " and whole shards" if whole else "", why)
+    return whole
+
+
 @lru_cache(maxsize=4)
-def _data_set(config: DataConfig) -> DataSet:
+def _manifest(path: str) -> Manifest:
+    return open_manifest(path)
+
+
+@lru_cache(maxsize=4)
+def _data_set(config: DataConfig, whole: bool) -> DataSet:
     return DataSet(
-        path=config.path, manifest=open_manifest(config.path), cache_bytes=int(config.cache_gb * 1e9)
+        path=config.path,
+        manifest=_manifest(config.path),
+        cache_bytes=int(config.cache_gb * 1e9),
+        whole=whole,
     )
 
 
 @lru_cache(maxsize=4)
 def _plan(config: DataConfig, seed: int) -> Plan:
     return Plan(
-        rows=tuple(shard.rows for shard in _data_set(config).manifest.splits["train"]),
+        rows=np.array([shard.rows for shard in _manifest(config.path).splits["train"]]),
         seed=seed,
         lanes=config.lane_count(),
         batch_size=config.batch_size,
         shuffle_window=config.shuffle_window,
+        shuffle_run=config.shuffle_run,
         tail=config.tail,
     )
 
 
 def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
     """Yields this worker's batches of `steps`, decoded by one thread per core."""
+    whole = fetches_whole_shards(stream.run, nodes=1)
+    stream = replace(stream, data=_data_set(stream.run.data, whole))
     share = stream.share()
     parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
     ahead = max(2, min(32, DECODED_BYTES // (share * 3 * stream.transform.size**2)))
@@ -177,7 +235,7 @@ def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
     pool = ThreadPoolExecutor(CORES, thread_name_prefix="decode")
     try:
         for step in steps:
-            waiting.append([pool.submit(stream.read, step, part) for part in parts])
+            waiting.append([pool.submit(stream.decode, stream.fetch(step, part)) for part in parts])
             if len(waiting) > ahead:
                 yield join([part.result() for part in waiting.popleft()])
         while waiting:
@@ -216,7 +274,7 @@ def _on_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         if before is not None:
             yield before
         torch.cuda.current_stream(device).wait_stream(copying)
-        for field in following[:-1]:
+        for field in following.tensors():
             field.record_stream(torch.cuda.current_stream(device))
         before = following
     if before is not None:

@@ -13,7 +13,8 @@ import torch
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import stream as streams
-from orchestrator.data.batch import Batch, sample_id
+from orchestrator.data.batch import Batch
+from orchestrator.data.index import sample_ids
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.ray_data import ReadPlan
@@ -38,12 +39,12 @@ def numbers(batch: Batch) -> list[int]:
 
 
 def joined(parts: list[Batch]) -> Batch:
-    tensors = (torch.cat(fields) for fields in zip(*(part[:-1] for part in parts), strict=True))
+    tensors = (torch.cat(fields) for fields in zip(*(part.tensors() for part in parts), strict=True))
     return Batch(*tensors, bad=tuple(bad for part in parts for bad in part.bad))
 
 
 def equal(one: Batch, other: Batch) -> bool:
-    pairs = zip(one[:-1], other[:-1], strict=True)
+    pairs = zip(one.tensors(), other.tensors(), strict=True)
     return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs) and one.bad == other.bad
 
 
@@ -69,7 +70,7 @@ def test_images_come_in_the_order_of_the_plan_with_their_labels(pack_greys: Pack
         shown = numbers(batch)
         assert shown == (4 * places.shard + places.row).tolist()
         assert batch.label.tolist() == [n % 10 for n in shown]
-        assert batch.sample.tolist() == [sample_id(f"grey-{n}") for n in shown]
+        assert batch.sample.tolist() == sample_ids(f"grey-{n}" for n in shown).tolist()
         assert batch.key.tolist() == list(range(6 * step, 6 * step + 6))
         assert batch.valid.tolist() == [1] * 6
         assert batch.mix.tolist() == [[1, 0, 0, 0, 0]] * 6
@@ -103,7 +104,7 @@ def test_steps_can_be_read_from_anywhere(pack_greys: Pack, monkeypatch: pytest.M
     (dropping,) = workers_of(greys_run(path, **{"data.tail": "drop"}), 1)
     assert stream.plan
     assert dropping.plan
-    assert (stream.plan.epoch_size(), dropping.plan.epoch_size()) == (25, 24)
+    assert (stream.plan.epoch_size, dropping.plan.epoch_size) == (25, 24)
 
 
 def test_augmentation_differs_between_epochs_and_seeds(tmp_path: Path) -> None:
