@@ -13,8 +13,6 @@ recorded after every 10 steps, with the cost of its training.
 import argparse
 import json
 import os
-import platform
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from sklearn.datasets import load_digits
 
+from bench.provenance import provenance
 from moe.cost import train_flops_6mac
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -154,22 +153,6 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
     about = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
     return provenance() | about | {"arms": curves}
-
-
-def provenance() -> dict[str, Any]:
-    """Returns the hardware and the commit of figures."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(
-        [*git, "status", "--short", "orchestrator", "bench"], capture_output=True, text=True
-    )
-    return {
-        "hardware": f"{(models or [platform.processor()])[0]}, {os.cpu_count()} cores",
-        "commit": commit.stdout.strip(),
-        "changed": changed.stdout,
-    }
 
 
 def main() -> None:

@@ -16,17 +16,14 @@ import importlib
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - the path comes first
 from bench.loaders import PEERS, Job  # noqa: E402
 from bench.processes import CORES, Limit, Record, cache_folder, peak_bytes, run_loader, start  # noqa: E402
+from bench.provenance import provenance  # noqa: E402
 from orchestrator import storage  # noqa: E402
 
 TARGETS = {"in process": 0.9, "Ray Data": 0.7}  # of the limit, steady, warm
@@ -72,7 +70,8 @@ def main() -> None:
     parser.add_argument("--out", help="default: bench/results/data-CPU.json")
     args = parser.parse_args()
     folder = Path(args.folder or tempfile.mkdtemp())
-    result = provenance()
+    packages = ("litdata", "pillow", "pyarrow", "ray", "torch", "torchvision", "webdataset")
+    result = provenance(*packages)
     try:
         images = 300 if args.quick else 3000
         data = folder / str(images)
@@ -85,7 +84,7 @@ def main() -> None:
         if not args.folder:
             shutil.rmtree(folder)
     result["load_average_after"] = os.getloadavg()
-    machine = re.sub(r"\W+", "-", cpu().lower())
+    machine = re.sub(r"\W+", "-", result["hardware"].rpartition(",")[0].lower())
     if out := args.out or (not args.quick and ROOT / f"bench/results/data-{machine}.json"):
         Path(out).write_text(json.dumps(result, indent=1))
 
@@ -187,26 +186,6 @@ def on_s3(shards: Path) -> Iterator[None]:
         storage.write_bytes(f"s3://{BUCKET}/{name}", (shards / name).read_bytes())
     yield
     server.stop()
-
-
-def cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def provenance() -> Record:
-    git = ["git", "-C", str(ROOT)]
-    changed = [*git, "status", "--short", "orchestrator"]
-    packages = ("litdata", "pillow", "pyarrow", "ray", "torch", "torchvision", "webdataset")
-    return {
-        "hardware": f"{cpu()}, {CORES} cores",
-        "load_average": os.getloadavg(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "changed": subprocess.run(changed, capture_output=True, text=True).stdout,
-    }
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -40,8 +39,8 @@ import ray.data
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.data import cpu, provenance  # noqa: E402 - the path comes first
-from bench.images import draw, pack  # noqa: E402
+from bench.images import draw, pack  # noqa: E402 - the path comes first
+from bench.provenance import provenance  # noqa: E402
 from orchestrator.codec import override  # noqa: E402
 from orchestrator.config import RunConfig  # noqa: E402
 from orchestrator.data import ray_data  # noqa: E402
@@ -82,8 +81,12 @@ def _ready(images: int, size: int) -> Any:
     return np.random.default_rng(0).integers(0, 256, (images, size, size, 3), np.uint8)
 
 
-def stream_of(run: RunConfig, split: Any, rank: int, workers: int) -> Any:
-    return open_stream(run, split, rank, workers) if run.data.path else ReadyStream(run.model.image_size)
+def stream_of(run: RunConfig, split: Any, rank: int, workers: int, whole: bool = False) -> Any:
+    return (
+        open_stream(run, split, rank, workers, whole=whole)
+        if run.data.path
+        else ReadyStream(run.model.image_size)
+    )
 
 
 def use_ready_bytes() -> None:
@@ -239,7 +242,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--out", help="default: bench/results/feed-CPU.json")
+    parser.add_argument("--out", default=str(ROOT / "bench/results/feed.json"))
     args = parser.parse_args()
     result, records = provenance("numpy", "pyarrow", "ray", "torch", "torchvision"), list[Record]()
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": HOOK}
@@ -259,8 +262,7 @@ def main() -> None:
                     print(json.dumps(records[-1]), flush=True)
         ray.shutdown()
     result |= {"records": records, "feeds": report(records), "load_average_after": os.getloadavg()}
-    machine = re.sub(r"\W+", "-", cpu().lower())
-    Path(args.out or ROOT / f"bench/results/feed-{machine}.json").write_text(json.dumps(result, indent=1))
+    Path(args.out).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,18 @@ Needs `pip install -e .[bench]`. Ours runs as in our training workers, which kee
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.provenance import provenance  # noqa: E402 - the path comes first
+
 DIM, HIDDEN, TOKENS, IMAGES, SLOTS = 384, 1536, 196, 16, 256  # as in peers.py
 MODEL_IMAGES, MANY_IMAGES = 8, 64
 STEPS = ("forward", "train")
@@ -66,7 +68,8 @@ def main() -> None:
         if record["last"]:
             print_group([r for r in records if all(r[k] == record[k] for k in ("case", "group"))])
         if args.out:
-            Path(args.out).write_text(json.dumps(provenance() | {"records": records}, indent=1))
+            packages = {"torch", "timm", *(peer for peers in PEERS.values() for peer in peers)}
+            Path(args.out).write_text(json.dumps(provenance(*packages) | {"records": records}, indent=1))
     for line in verdicts(records):
         print(line)
 
@@ -212,22 +215,6 @@ def verdicts(records: list[Record]) -> Iterator[str]:
     if flat:
         shares = [f"{what} {per_second(flat[256], what) / per_second(flat[8], what):.2f}" for what in STEPS]
         yield f"flatness, soft, tokens/s at E=256 over E=8, {MANY_IMAGES} images: {', '.join(shares)}"
-
-
-def provenance() -> Record:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next(
-        (ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), platform.processor()
-    )
-    packages = ("torch", "timm", *{peer for peers in PEERS.values() for peer in peers})
-    git = ["git", "-C", str(ROOT)]
-    return {
-        "hardware": f"{model}, 1 thread",
-        "versions": {name: metadata.version(name) for name in sorted(packages)},
-        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "changed": subprocess.run([*git, "status", "--short", "moe"], capture_output=True, text=True).stdout,
-    }
 
 
 if __name__ == "__main__":

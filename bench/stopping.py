@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.curves import provenance
+from bench.provenance import provenance
 from bench.rivals import CheapestFirst, Oracle, Promotion, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.asha import MultiObjectiveASHA

@@ -10,16 +10,16 @@ what this machine can do where others use it, too.
 import argparse
 import json
 import os
-import platform
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from experiments.studies.faster_inference import EXPERTS, measure, wide_model
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.provenance import provenance  # noqa: E402 - the path comes first
+from experiments.studies.faster_inference import EXPERTS, measure, wide_model  # noqa: E402
+
 TARGET = (1, 2, 2.0)  # batch, experts that run, times faster than all
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     for statistic in ("median", "low"):
         print(verdict(records, statistic))
     if args.out:
-        text = json.dumps(provenance() | {"load_average": load, "records": records}, indent=1)
+        text = json.dumps(provenance("torch") | {"load_average": load, "records": records}, indent=1)
         Path(args.out).write_text(text + "\n")
 
 
@@ -46,18 +46,6 @@ def verdict(records: list[dict[str, Any]], statistic: str) -> str:
     times = ms[EXPERTS] / ms[k]
     met = "met   " if times >= target else "MISSED"
     return f"{met} {k} of {EXPERTS} experts, batch {batch}, {statistic}: {times:.2f}x, target {target}x"
-
-
-def provenance() -> dict[str, Any]:
-    git = ["git", "-C", str(ROOT)]
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "hardware": f"{(names or [platform.processor()])[0]}, 1 thread",
-        "versions": {"torch": torch.__version__.split("+")[0]},
-        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "changed": subprocess.run([*git, "status", "--short", "moe"], capture_output=True, text=True).stdout,
-    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ take turns; medians over rounds, and each setting against the best of its row.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -22,6 +21,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.provenance import provenance  # noqa: E402 - the path comes first
+
 BUSY = 2  # loops
 SPIN_OF_LIBGOMP = "300000"  # its default, where nothing is set
 SETTINGS = ("one thread", "torch's default", "ours")
@@ -138,16 +141,6 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "images_per_s": steps * images / wall,
         "cores_busy": (time.process_time() - cpu) / wall,
-    }
-
-
-def provenance() -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
-    return {
-        "hardware": f"{(names or [platform.processor()])[0]}, {os.cpu_count()} cores",
-        "commit": commit.stdout.strip(),
     }
 
 

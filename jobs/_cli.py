@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestrator.tracking.store import Tracking
 
 STOP_S = 2.5  # from a signal to the forced end, which loses nothing
+WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; `ray job stop`, Kubernetes and batch systems
 
 _arrived = 0  # the signal that has arrived, if any
@@ -88,6 +89,18 @@ def connect() -> None:
         driver.connect()
         # Ray has replaced the handlers by its own.
         _stop_soon_on_signals()
+
+
+def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+    """Yields the result of `work` for each task, on any free CPU of the cluster; a few run here."""
+    if len(tasks) < WORTH_A_CLUSTER:
+        yield from map(work, tasks)
+        return
+
+    from orchestrator.data.ray_data import map_tasks
+
+    connect()
+    yield from map_tasks(work, tasks)
 
 
 def source_labels() -> dict[str, str]:
@@ -163,11 +176,11 @@ class Storage:
     def shards(self, data: str) -> str:
         """The location of shards; tars and parquet files of other projects are indexed first."""
         from orchestrator import storage
-        from orchestrator.data.formats import index_external_shards
+        from orchestrator.data.external import index_external_shards
         from orchestrator.data.manifest import has_manifest
 
         path = storage.absolute(data)
-        return path if has_manifest(path) else index_external_shards(path, self.root())
+        return path if has_manifest(path) else index_external_shards(path, self.root(), execute=on_cluster)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jobs._cli import check_writable, command, connect
+from jobs._cli import check_writable, command, on_cluster
 from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from orchestrator.data.packing import Report
 
 SHOWN = 20  # lines about skipped files
-WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing a few shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +79,6 @@ def pack_source(flags: PackFlags) -> None:
         execute=on_cluster,
     )
     print_report(out, pack(out, source, overwrite=flags.overwrite, execute=on_cluster))
-
-
-def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-    """Yields the result of `work` for each task, on any free CPU of the cluster; a few run here."""
-    if len(tasks) < WORTH_A_CLUSTER:
-        yield from map(work, tasks)
-        return
-
-    from orchestrator.data.ray_data import map_tasks
-
-    connect()
-    yield from map_tasks(work, tasks)
 
 
 def print_report(out: str, report: Report) -> None:

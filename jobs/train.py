@@ -146,7 +146,8 @@ def train(flags: RunFlags) -> None:
     from jobs._progress import StepLines, describe_data, describe_model
     from orchestrator.config import RunConfig
     from orchestrator.sweeps import driver
-    from orchestrator.training.fit import check_data, is_inline
+    from orchestrator.training.fit import check_data
+    from orchestrator.training.resources import is_inline
     from orchestrator.training.run_directory import run_directory
 
     if flags.asks_for_fields():

@@ -46,10 +46,17 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.data.batch": set(),
     "orchestrator.data.augment": set(),
     "orchestrator.data.images": {"orchestrator.data.augment"},
-    "orchestrator.data.samples": {"orchestrator.storage", "orchestrator.data.images"},
+    "orchestrator.data.offsets": set(),
+    "orchestrator.data.samples": {
+        "orchestrator.storage",
+        "orchestrator.data.images",
+        "orchestrator.data.index",
+        "orchestrator.data.manifest",
+    },
     "orchestrator.data.formats": {
         "orchestrator.storage",
         "orchestrator.data.manifest",
+        "orchestrator.data.offsets",
         "orchestrator.data.samples",
     },
     "orchestrator.checkpoint": {

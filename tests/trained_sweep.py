@@ -29,7 +29,7 @@ def train_sweep(home: Path, data: str) -> None:
     sweep = Sweep(base=base, arms=ARMS)
     directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
     for arm, run in sweep.runs().items():
-        fit(run, lambda step, metrics: None, inline=True)
+        fit(run, lambda step, metrics: None)
         export(checkpoint_directory(run), f"{home}/{arm}.safetensors")
     write_sweep(directory, replace(sweep_record(directory), status="finished"))
     publish(directory)

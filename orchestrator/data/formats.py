@@ -1,29 +1,26 @@
-"""Samples of parquet files and of WebDataset's tars: encoded image, label (number or name) and key.
+"""The samples of a tar (WebDataset's layout) or parquet file: the place of each image, its label and its key.
 
-Training reads such files of other projects in place: they are indexed once, in a manifest kept elsewhere.
+A file is read once, from front to back, and not kept in memory.
 """
 
 import hashlib
-import io
 import json
-import logging
-import os
 import re
 import tarfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
 from orchestrator import storage
-from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.samples import Sample, classes_of, digest, shards_at, splits_of
+from orchestrator.data.manifest import Shard
+from orchestrator.data.offsets import image_places
+from orchestrator.data.samples import Part
 from orchestrator.errors import UsageError
 
 # Names of columns of parquet files; the first name that a file has is taken.
@@ -37,14 +34,6 @@ TAR_LABELS = ("cls", "cls.txt", "json")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target")
 MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)")  # WebDataset's rule: key, extension; no hidden files
 
-Format = Literal["parquet", "webdataset"]
-FORMATS: dict[str, Format] = {".parquet": "parquet", ".tar": "webdataset"}
-INDEXED_AT_ONCE = 4  # files, each whole in memory
-VAL_FRAC = 0.1  # of the files, if none is for validation
-SHOWN = 5  # samples left out, per file
-
-log = logging.getLogger(__name__)
-
 
 class Columns(NamedTuple):
     """The columns of a parquet file that hold images and labels. None: the first known name is taken."""
@@ -56,162 +45,167 @@ class Columns(NamedTuple):
 BY_NAME = Columns()
 
 
-class ShardIndex(NamedTuple):
-    """A shard, a key for each of its labels, the number of samples per label, and the labels' names."""
+class _Forward:
+    """A file that is read from front to back. `last` is what `read` returned last."""
 
-    shard: Shard
-    labels: dict[int | str, str]
-    counts: Counter[int | str]
-    names: list[str] | None
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self._pieces = storage.pieces(location)
+        self._piece, self._begin, self._at = b"", 0, 0
+        self._digest = hashlib.sha256()
+        self.last = b""
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, position: int) -> None:
+        assert position >= self._at, "what was passed is gone"
+        self._at = position
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        self.seek(offset)
+        return self.read(size)
+
+    def read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            first = self._at - self._begin
+            part = self._piece[first : first + size]
+            if not part and not self._next_piece():
+                break
+            parts.append(part)
+            size -= len(part)
+            self._at += len(part)
+        self.last = b"".join(parts)
+        return self.last
+
+    def shard(self, rows: int, unpacked: int | None = None) -> Shard:
+        """Reads what remains, and describes the file."""
+        while self._next_piece():
+            pass
+        return Shard(
+            path=self._location,
+            rows=rows,
+            bytes=self._begin + len(self._piece),
+            sha256=self._digest.hexdigest(),
+            unpacked=unpacked,
+        )
+
+    def _next_piece(self) -> bool:
+        piece = next(self._pieces, b"")
+        if piece:
+            self._digest.update(piece)
+            self._begin += len(self._piece)
+            self._piece = piece
+        return bool(piece)
 
 
-def index_external_shards(path: str, root: str) -> str:
-    """Returns the data set, below `root`, of the tars or parquet files in the folder `path`, local or on S3.
+def index_file(location: str) -> Part:
+    """Indexes a file by its extension. Raises as `index_tar` and `index_parquet` do."""
+    return index_tar(location) if location.endswith(".tar") else index_parquet(BY_NAME, location)
 
-    ``train`` and ``val`` are folders in it, or words in the files' names. A listing that changed gives
-    another data set.
+
+def index_tar(location: str) -> Part:
+    """Indexes the samples of a tar, in file order. Members whose names differ only in the extension are one
+    sample.
 
     Raises:
-        UsageError: if there are no such files, a file is damaged, or their labels do not fit together.
+        UsageError: if the tar is cut short, damaged, compressed or not a tar.
     """
-    path = storage.absolute(path).rstrip("/")
-    if storage.size(path) is not None:
-        raise UsageError(f"no data set at {path}: it is a file; name the folder of the shards")
+    samples: dict[str, dict[str, Any]] = {}
+    problems = []
+    file: Any = _Forward(location)
     try:
-        folder, sizes = shards_at(path, *FORMATS)
-    except UsageError as error:
-        raise UsageError(
-            f"no data set at {path}: no manifest.json, and {error}; pack one with jobs/pack_shards.py"
-        ) from None
-    listing = json.dumps([folder, sizes], sort_keys=True)
-    name = f"{folder.rpartition('/')[2]}-{hashlib.sha256(listing.encode()).hexdigest()[:12]}"
-    data_set = storage.join(root, "data", "adopted", name)
-    if not has_manifest(data_set):
-        save_manifest(data_set, _index_all(folder, sorted(sizes)))
-        log.info("the shards of %s are indexed in %s", path, data_set)
-    return data_set
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while info := tar.next():
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue] # else it grows with the file
+                match = MEMBER.fullmatch(info.name)
+                if not match or not info.isreg():
+                    continue
+                key, extension = match[1], match[2].lower()
+                parts = samples.setdefault(key, {})
+                if extension in parts:
+                    problems.append(f"{location}: {key}: two members .{extension}, the first is taken")
+                elif extension in TAR_IMAGES:
+                    parts[extension] = (info.offset_data, info.size)
+                elif extension in TAR_LABELS:
+                    content: Any = tar.extractfile(info)
+                    parts[extension] = content.read()
+            # What was read last is a header: zeros at the end of a tar, else one that is cut off or damaged.
+            if file.last != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
+    except (tarfile.TarError, EOFError) as error:
+        raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
+    keys, labels, places = [], [], []
+    for key, parts in samples.items():
+        try:
+            image = next((parts[extension] for extension in TAR_IMAGES if extension in parts), None)
+            if image is None:
+                raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)})")
+            labels.append(_tar_label(parts))
+            keys.append(key)
+            places.append(image)
+        except ValueError as error:
+            problems.append(f"{location}: {key}: {error}")
+    return Part(location, labels, keys, places, skipped=problems, shard=file.shard(len(keys)))
 
 
-def _index_all(folder: str, names: Sequence[str]) -> Manifest:
-    """Assigns whole files to the splits; if no file is for validation, a tenth of them becomes it."""
-    splits = splits_of(names, folder)
-    if None in splits.values():
-        if len(names) < 2:
-            raise UsageError(
-                f"{folder} has one shard, none for validation: pack it with jobs/pack_shards.py, which"
-                " splits it"
-            )
-        val = sorted(names, key=digest)[: max(1, round(VAL_FRAC * len(names)))]
-        splits = {name: "val" if name in val else "train" for name in names}
-    used = sorted(splits)
-    if len({os.path.splitext(name)[1] for name in used}) > 1:
-        raise UsageError(f"{folder} holds tars and parquet files: only one kind can be indexed")
-    log.info("reading %d shards of %s once", len(used), folder)
-    with ThreadPoolExecutor(min(INDEXED_AT_ONCE, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(_index, (storage.join(folder, name) for name in used)))
-    check_names({index.shard.path: index.names for index in found})
-    labels = {label: key for index in found for label, key in index.labels.items()}
-    by_split: dict[str, list[ShardIndex]] = {"train": [], "val": []}
-    for name, index in zip(used, found, strict=True):
-        by_split[splits[name] or "train"].append(index)
-    shards = {s: tuple(i.shard for i in indexes if i.shard.rows) for s, indexes in by_split.items()}
-    for split in shards:
-        if not shards[split]:
-            raise UsageError(f"{folder} has no {split} sample with an image and a label")
-    counts = sum((index.counts for index in by_split["val"]), Counter[int | str]())
-    return Manifest(
-        classes=classes_of(labels, found[0].names), splits=shards, val_majority=max(counts.values())
-    )
-
-
-def _index(location: str) -> ShardIndex:
-    content = pa.py_buffer(storage.read_bytes(location))
-    format = FORMATS[os.path.splitext(location)[1]]
-    samples, problems = read_samples(content, format, location)
-    if problems:
-        shown = "; ".join(problems[:SHOWN])
-        log.warning("%s: %d samples left out: %s", location, len(problems), shown)
-    log.info("%s: %d samples", location, samples.num_rows)
-    labels = samples["label"].to_pylist()
-    return ShardIndex(
-        shard=Shard(
-            path=location,
-            rows=samples.num_rows,
-            bytes=content.size,
-            sha256=hashlib.sha256(content).hexdigest(),
-            format=format,
-        ),
-        labels=dict(zip(labels, samples["key"].to_pylist(), strict=True)),
-        counts=Counter(labels),
-        names=class_names(pq.read_schema(pa.BufferReader(content))) if format == "parquet" else None,
-    )
-
-
-def check_names(names: Mapping[str, list[str] | None]) -> None:
-    """Raises UsageError if files, by location, name their labels differently."""
-    first = next(iter(names))
-    for location, theirs in names.items():
-        if theirs != names[first]:
-            raise UsageError(f"{first} and {location} name their labels differently")
-
-
-def read_samples(content: pa.Buffer, format: Format, name: str) -> tuple[pa.Table, list[str]]:
-    """Reads columns image (encoded), label (int64 or string) and key (string) from a file's content.
-
-    Samples without an image or a label are left out; a line for each says why.
+def index_parquet(columns: Columns, location: str) -> Part:
+    """Indexes the rows of a parquet file. If it does not hold the images verbatim, they are read to be
+    measured, a row group at a time.
 
     Raises:
         UsageError: naming the file, if it is cut short or no column fits.
     """
-    if format == "parquet":
-        with named_if_broken(name):
-            samples = read_parquet(pq.ParquetFile(pa.BufferReader(content)), name)
-        problems = [
-            f"{name}: {key}: no {column}"
-            for column in ("image", "label")
-            for key in samples.filter(samples[column].is_null())["key"].to_pylist()
-        ]
-        return samples.drop_null(), problems
-    found, problems = read_members(pa.BufferReader(content), name)
-    view, labels = memoryview(content), [sample.label for sample in found]
-    if len({type(label) for label in labels}) > 1:
-        raise UsageError(f"{name}: some labels are numbers, some are names")
-    images = [view[offset : offset + size] for _, offset, size in (sample.image for sample in found)]
-    kind = pa.string() if labels and isinstance(labels[0], str) else pa.int64()
-    columns = {
-        "image": pa.array(images, pa.large_binary()),
-        "label": pa.array(labels, kind),
-        "key": pa.array([sample.key for sample in found], pa.string()),
-    }
-    return pa.table(columns), problems
-
-
-def read_parquet(
-    file: pq.ParquetFile, name: str, columns: Columns = BY_NAME, *, images: bool = True
-) -> pa.Table:
-    """Reads label, key and, unless `images` is False, image of every row; only the key is never null.
-
-    Raises:
-        UsageError: if no column fits, with the columns that the file has.
-    """
-    image, label, key = find_columns(file.schema_arrow, name, columns)
-    table = file.read(columns=[leaf for leaf in (image if images else None, label, key) if leaf])
+    with named_if_broken(location), storage.open_to_read(location) as source:
+        file = pq.ParquetFile(source)
+        image, label, key = find_columns(file.schema_arrow, location, columns)
+        table = file.read(columns=[leaf for leaf in (label, key) if leaf])
+        forward = _Forward(location)
+        places, unpacked = image_places(forward.read_at, file.metadata, image), None
+        if places is None:
+            lengths = [pc.call_function("binary_length", [column]) for column in _image_columns(file, image)]
+            sizes = np.concatenate([[0], *(pc.fill_null(each, 0).to_numpy() for each in lengths)])
+            places, unpacked = (np.cumsum(sizes)[:-1], sizes[1:]), int(sizes.sum())
     labels = read_column(table, label)
     if not (types.is_integer(labels.type) or types.is_boolean(labels.type) or _is_text(labels.type)):
-        raise UsageError(f"{name}: column {label} is {labels.type}: labels are whole numbers or names")
+        raise UsageError(f"{location}: column {label} is {labels.type}: labels are whole numbers or names")
+    name = location.rpartition("/")[2]
     keys = pa.array([f"{name}:{row}" for row in range(table.num_rows)], pa.string())
     if key:
         keys = pc.fill_null(read_column(table, key).cast(pa.string()).combine_chunks(), keys)
-    found = {"label": labels.cast(pa.string() if _is_text(labels.type) else pa.int64()), "key": keys}
-    return pa.table(({"image": read_column(table, image)} if images else {}) | found)
+    has_label, has_image = labels.is_valid().to_numpy(), places[1] > 0
+    problems = [
+        f"{location}: {keys[row]}: no {part}"
+        for part, there in (("image", has_image), ("label", has_label))
+        for row in np.flatnonzero(~there)
+    ]
+    rows = np.flatnonzero(has_label & has_image)
+    return Part(
+        location,
+        labels.cast(pa.string() if _is_text(labels.type) else pa.int64()).take(rows).to_pylist(),
+        keys.take(rows).to_pylist(),
+        list(zip(*(column[rows].tolist() for column in places), strict=True)),
+        # Packing reads a compressed file by rows.
+        images=[] if unpacked is None else [(location, row) for row in rows.tolist()],
+        names=class_names(file.schema_arrow, columns),
+        skipped=problems,
+        shard=forward.shard(len(rows), unpacked),
+    )
 
 
-def unpacked_images(file: pq.ParquetFile, name: str) -> Iterator[bytes]:
+def unpacked_images(file: pq.ParquetFile, name: str, columns: Columns = BY_NAME) -> Iterator[bytes]:
     """Yields the image of every row, empty where there is none."""
-    image, _, _ = find_columns(file.schema_arrow, name)
-    for group in range(file.num_row_groups):
-        for value in read_column(file.read_row_group(group, [image]), image):
+    image, _, _ = find_columns(file.schema_arrow, name, columns)
+    for column in _image_columns(file, image):
+        for value in column:
             yield value.as_py() or b""
+
+
+def _image_columns(file: pq.ParquetFile, image: str) -> Iterator[pa.ChunkedArray]:
+    """Yields the column of the images, a row group at a time."""
+    for group in range(file.num_row_groups):
+        yield read_column(file.read_row_group(group, [image]), image)
 
 
 def find_columns(schema: pa.Schema, name: str, columns: Columns = BY_NAME) -> tuple[str, str, str | None]:
@@ -257,54 +251,6 @@ def named_if_broken(name: str) -> Iterator[None]:
         yield
     except pa.ArrowException as error:
         raise UsageError(f"{name} is not a whole parquet file: {str(error).splitlines()[0]}") from None
-
-
-def read_members(file: IO[bytes], name: str) -> tuple[list[Sample], list[str]]:
-    """Returns the samples of a tar that have an image and a label, in file order, and lines that name the
-    other samples. The image of a sample is (name, offset, size).
-
-    Members whose names differ only in the extension are one sample. Nothing is extracted.
-
-    Raises:
-        UsageError: if the tar is cut short, damaged, compressed or not a tar.
-    """
-    samples: dict[str, dict[str, Any]] = {}
-    problems = []
-    size = file.seek(0, io.SEEK_END)
-    file.seek(0)
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for info in tar:
-                if tar.offset > size:  # the next member's offset
-                    raise tarfile.ReadError("it is cut short")
-                match = MEMBER.fullmatch(info.name)
-                if not match or not info.isreg():
-                    continue
-                key, extension = match[1], match[2].lower()
-                parts = samples.setdefault(key, {})
-                if extension in parts:
-                    problems.append(f"{name}: {key}: two members .{extension}, the first is taken")
-                elif extension in TAR_IMAGES:
-                    parts[extension] = (name, info.offset_data, info.size)
-                elif extension in TAR_LABELS:
-                    content: Any = tar.extractfile(info)
-                    parts[extension] = content.read()
-            end = tar.offset
-        file.seek(end)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {end}")
-    except (tarfile.TarError, EOFError) as error:
-        raise UsageError(f"{name} is not a whole uncompressed tar: {error}") from None
-    found = []
-    for key, parts in samples.items():
-        try:
-            image = next((parts[extension] for extension in TAR_IMAGES if extension in parts), None)
-            if image is None:
-                raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)})")
-            found.append(Sample(image, _tar_label(parts), key, size=image[2]))
-        except ValueError as error:
-            problems.append(f"{name}: {key}: {error}")
-    return found, problems
 
 
 def _tar_label(parts: Mapping[str, bytes]) -> int | str:

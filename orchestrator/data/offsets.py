@@ -5,10 +5,10 @@ PLAIN encoding is a sequence of pages: a header in Thrift's compact protocol, de
 value its length in 4 bytes and its bytes. Source: the Apache Parquet format, "Data Pages" and "Encodings".
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -16,27 +16,37 @@ PLAIN = 0
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # page types; dictionary and index pages are not read
 
 
-def image_places(content: pa.Buffer, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+def image_places(
+    read_at: Callable[[int, int], bytes | memoryview], metadata: pq.FileMetaData, column: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
     """Returns the offset and the size of each row's value in a parquet file, (rows,) each.
 
-    `column` is the path of a leaf (``image`` or ``image.bytes``). Returns None if the file does not hold
-    every value verbatim: for compression, a dictionary, lists, other encodings and nulls.
+    ``read_at(offset, size)`` reads a column chunk of the file at a time. `column` is the path of a leaf
+    (``image`` or ``image.bytes``). Returns None if the file does not hold every value verbatim: for
+    compression, a dictionary, lists, other encodings, nulls, chunks in another order and damage.
     """
-    metadata = pq.read_metadata(pa.BufferReader(content))
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
-    view, schema = memoryview(content).cast("B"), metadata.schema.column(leaf)
+    schema = metadata.schema.column(leaf)
     places: list[tuple[int, int]] = []
+    last = 0
     for number in range(metadata.num_row_groups):
         chunk = metadata.row_group(number).column(leaf)
-        if chunk.compression != "UNCOMPRESSED" or chunk.has_dictionary_page or schema.max_repetition_level:
+        begin = chunk.data_page_offset
+        verbatim = chunk.compression == "UNCOMPRESSED" and not chunk.has_dictionary_page
+        if not verbatim or schema.max_repetition_level or begin < last:
             return None
-        at, end = chunk.data_page_offset, len(places) + chunk.num_values
+        last = begin + chunk.total_compressed_size
+        view = memoryview(read_at(begin, chunk.total_compressed_size))
+        at, end = 0, len(places) + chunk.num_values
         while len(places) < end:
-            found = _page_values(view, at, optional=schema.max_definition_level > 0)
+            try:
+                found = _page_values(view, at, optional=schema.max_definition_level > 0)
+            except (IndexError, KeyError, TypeError, ValueError):
+                return None
             if found is None:
                 return None
             values, at = found
-            places += values
+            places += [(begin + offset, size) for offset, size in values]
     array = np.array(places, np.int64).reshape(-1, 2)
     return array[:, 0], array[:, 1]
 

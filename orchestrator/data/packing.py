@@ -7,13 +7,13 @@ A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.par
 import hashlib
 import logging
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -22,14 +22,14 @@ from orchestrator.data.images import BadImage, decode, encode_png
 from orchestrator.data.index import IndexedShard, records_of, write_index
 from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.offsets import image_places
-from orchestrator.data.samples import Execute, Sample, Source
+from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
 SHARD_BYTES = 64 << 20  # a shard of larger images holds fewer rows
 ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
-PROGRESS_EVERY_S = 5.0
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
+SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,10 @@ def pack(
         for split in source.splits
         for number, samples in enumerate(_chunked(source.splits[split]))
     ]
-    work = partial(pack_shard, out, source.fetch, encode)
-    done = sorted(_with_progress(execute(work, tasks), len(tasks)), key=lambda packed: packed.path)
+    labels_of = [np.array([s.label for s in samples]) for path, samples in tasks if path.startswith("train")]
+    warn_if_sorted(labels_of, "the source", SORTED_HINT)
+    results = execute(partial(pack_shard, out, source.fetch, encode), tasks)
+    done = sorted(with_progress(results, len(tasks), "packed"), key=lambda packed: packed.path)
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())
@@ -149,7 +151,8 @@ def write_shard(out: str, path: str, samples: Sequence[Sample]) -> tuple[Shard, 
     buffer = sink.getvalue()
     content = buffer.to_pybytes()
     storage.write_bytes(storage.join(out, path), content)
-    places = image_places(buffer, "image")
+    view, metadata = memoryview(content), pq.read_metadata(pa.BufferReader(buffer))
+    places = image_places(lambda at, size: view[at : at + size], metadata, "image")
     assert places, "an uncompressed column without nulls holds its values verbatim"
     _, labels, keys = columns
     shard = Shard(
@@ -187,16 +190,3 @@ def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         size += sample.size
     if chunk:
         yield chunk
-
-
-def _with_progress(results: Iterable[Packed], shards: int) -> Iterator[Packed]:
-    began = reported = time.monotonic()
-    images = 0
-    for number, packed in enumerate(results, start=1):
-        images += packed.labels.total()
-        now = time.monotonic()
-        if now - reported >= PROGRESS_EVERY_S:
-            reported = now
-            rate = images / (now - began)
-            log.info("packed %d images, %.0f/s, %d of %d shards", images, rate, number, shards)
-        yield packed

@@ -23,9 +23,10 @@ import ray.data
 from ray.data.block import BlockAccessor
 from ray.exceptions import GetTimeoutError, RayTaskError
 
+from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, Traffic, join
 from orchestrator.data.read_plan import Part, ReadPlan
-from orchestrator.data.stream import Fetch, Reader, Stream, open_stream
+from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
 WORKERS_PER_FEED = 8
 BLOCKS_AHEAD = 2  # blocks that a worker asks for before it needs them
@@ -40,14 +41,16 @@ Task = tuple[int, int]  # an execution, and a task's number in it
 log = logging.getLogger(__name__)
 
 
-def start_feeds(workers: int, strategy: Any) -> list[Any]:
+def start_feeds(run: RunConfig, strategy: Any) -> list[Any]:
     """Starts the batch servers of a run, one for `WORKERS_PER_FEED` workers.
 
     A single server is placed by `strategy`, several are spread over the nodes, whose CPUs they share.
     """
-    feeds = -(-workers // WORKERS_PER_FEED)
+    nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    whole = fetches_whole_shards(run, nodes=max(1, nodes))
+    feeds = -(-run.scale.workers // WORKERS_PER_FEED)
     place = BatchServer.options(scheduling_strategy=strategy if feeds == 1 else "SPREAD")
-    return [place.remote(max(1, _cpus() // feeds)) for _ in range(feeds)]
+    return [place.remote(max(1, _cpus() // feeds), whole=whole) for _ in range(feeds)]
 
 
 def by_ray_data(feeds: Sequence[Any]) -> Reader:
@@ -83,11 +86,11 @@ class BatchServer:
     join again.
     """
 
-    def __init__(self, tasks: int | None = None, task_s: float = TASK_S) -> None:
+    def __init__(self, tasks: int | None = None, *, whole: bool = False, task_s: float = TASK_S) -> None:
         """`tasks`: the most tasks that decode at the same time, one per CPU of the cluster by default, for
-        `task_s` each.
+        `task_s` each. `whole`: see `stream.fetches_whole_shards`.
         """
-        self._tasks, self._task_s = tasks or _cpus(), task_s
+        self._tasks, self._whole, self._task_s = tasks or _cpus(), whole, task_s
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # Ray Data logs many lines per execution
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
@@ -109,7 +112,7 @@ class BatchServer:
             for running in self._running.values():
                 running.pause()
             claim = partial(ray.get_runtime_context().current_actor.claim.remote, number)
-            self._running[number] = _Reading(plan, claim, self._tasks, self._task_s)
+            self._running[number] = _Reading(plan, claim, self._tasks, self._task_s, self._whole)
             complete.set()
         await complete.wait()
         return number
@@ -142,9 +145,11 @@ class _Reading:
     instance for validation.
     """
 
-    def __init__(self, plan: ReadPlan, claim: Callable[..., Any], tasks: int, task_s: float) -> None:
+    def __init__(
+        self, plan: ReadPlan, claim: Callable[..., Any], tasks: int, task_s: float, whole: bool
+    ) -> None:
         self.plan = plan
-        self._claim, self._task_s = claim, task_s
+        self._claim, self._task_s, self._whole = claim, task_s, whole
         self._tasks = min(tasks, plan.block_count())
         self._loop = asyncio.get_running_loop()
         self._window = READY_BLOCKS * len(plan.ranks) + BLOCKS_PER_TASK * self._tasks
@@ -233,10 +238,10 @@ class _Reading:
             threading.Thread(target=self._execute, args=(next(self._executions), tasks), daemon=True).start()
 
     def _execute(self, execution: int, tasks: int) -> None:
-        plan, claim = self.plan, self._claim
+        plan, claim, whole = self.plan, self._claim, self._whole
 
         def decode(ids: Any) -> Iterator[Any]:
-            yield from _decoded(plan, partial(claim, (execution, int(ids["id"][0]))))
+            yield from _decoded(plan, partial(claim, (execution, int(ids["id"][0]))), whole)
 
         dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
         context = dataset.context
@@ -284,7 +289,7 @@ def _resolve(future: asyncio.Future[bool], result: bool) -> bool:
     return open
 
 
-def _decoded(plan: ReadPlan, claim: Callable[[int], Any]) -> Iterator[Any]:
+def _decoded(plan: ReadPlan, claim: Callable[[int], Any], whole: bool) -> Iterator[Any]:
     """Yields the blocks that a task claims. Begins to read the images of a block before it decodes the block
     before it.
     """
@@ -298,7 +303,7 @@ def _decoded(plan: ReadPlan, claim: Callable[[int], Any]) -> Iterator[Any]:
             asked = claim(place)
             place += 1
             rank, chunk = plan.block(number)
-            stream = open_stream(plan.run, plan.split, rank, plan.workers)
+            stream = open_stream(plan.run, plan.split, rank, plan.workers, whole=whole)
             fetched.append((number, stream, [stream.fetch(step, slots) for step, slots in chunk]))
         else:
             number, stream, parts = fetched.popleft()

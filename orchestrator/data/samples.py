@@ -5,24 +5,33 @@ listed.
 """
 
 import fnmatch
-import hashlib
 import logging
 import os
+import pickle
 import re
-from collections import defaultdict
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchestrator import storage
 from orchestrator.data.images import BadImage
+from orchestrator.data.index import Ints, sample_ids
+from orchestrator.data.manifest import Shard
 from orchestrator.errors import UsageError
 
 VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
 SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
 IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
 MAX_CLASSES = 1_000_000
+NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class
+SORTED = 0.5  # of the classes that samples in random order would hold
+PROGRESS_EVERY_S = 5.0
 READERS = 16  # parallel requests: S3 answers each slowly
 
 # ``execute(work, tasks)`` yields the results of `work` for all tasks, in any order, here or on other
@@ -36,16 +45,14 @@ class Sample(NamedTuple):
     """An image to be packed.
 
     image: the encoded bytes, or their place, which the source's `fetch` reads.
-    label: the class's number; before `assign_splits`, a number or a name.
+    label: the class's number.
     size: bytes of the image, 0 if the listing does not say.
-    split: ``train`` or ``val``; None if the source has no splits.
     """
 
     image: Any
-    label: Any
+    label: int
     key: str
     size: int = 0
-    split: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,53 +71,174 @@ class Source:
     skipped: tuple[str, ...] = ()
 
 
-def assign_splits(
-    samples: Sequence[Sample],
-    *,
-    val_frac: float,
-    order: Literal["hash", "listed"],
-    names: Sequence[str] | None = None,
-) -> tuple[tuple[str, ...], dict[str, list[Sample]]]:
-    """Returns the classes, and the samples of ``train`` and ``val`` with class numbers as labels.
+class Part(NamedTuple):
+    """Samples that are listed together: those of a tar or parquet file, or all that a source has for a split.
 
-    If the samples have no splits, a sample is for validation if the hash of its key is below `val_frac`,
-    whatever other samples there are; but a class of two or more images has at least one image in each split.
-    The order ``hash`` mixes the classes.
-
-    Raises:
-        UsageError: for labels that are not class numbers, a single class, or a split without images.
+    labels: numbers or names.
+    places: offset and size of each image.
+    images: of each sample, as in `Sample`; none if (name, offset, size) locates them.
+    names: the names of labels that are numbers, if the source has them.
+    skipped: samples left out, with the reason.
+    shard: the file.
     """
-    classes = classes_of({sample.label: sample.key for sample in samples}, names)
-    if len(classes) < 2:
-        raise UsageError(f"only one class ({', '.join(classes) or 'no images'}): there is nothing to learn")
-    numbers = {name: number for number, name in enumerate(classes)}
-    splits: dict[str, list[Sample]] = {"train": [], "val": []}
-    validation = _validation(samples, val_frac) if all(s.split is None for s in samples) else set()
-    for sample in sorted(samples, key=lambda s: digest(s.key)[8:]) if order == "hash" else samples:
-        label = sample.label if isinstance(sample.label, int) else numbers[sample.label]
-        split = sample.split or ("val" if sample.key in validation else "train")
-        splits[split].append(sample._replace(label=label, split=split))
-    for split, found in splits.items():
-        if not found:
+
+    name: str
+    labels: Sequence[int | str]
+    keys: Sequence[str]
+    places: Sequence[tuple[int, int]]
+    images: Sequence[Any] = ()
+    names: Sequence[str] | None = None
+    skipped: Sequence[str] = ()
+    shard: Shard | None = None
+
+
+class Table:
+    """The samples of a source: image, label, key and split of each, part after part in the order of names.
+
+    It takes about 100 bytes of memory per sample while it is made; images and keys wait in a temporary file.
+
+    classes: names by label.
+    shards: the files of the parts.
+    skipped: samples left out, with the reason.
+    labels, is_val: class number, and whether it is for validation, of every sample, (samples,).
+    """
+
+    def __init__(self, parts: Iterable[Part], splits: Mapping[str, str | None], val_frac: float) -> None:
+        """Takes parts in any order. `splits` maps the name of each to ``train`` or ``val``, or all to None:
+        then `choose_validation` splits the samples.
+
+        Raises:
+            UsageError: for labels that are not class numbers, a single class, or a split without images.
+        """
+        self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (it is removed with the table)
+        numbers: dict[int | str, int] = {}
+        first: dict[int | str, str] = {}
+        listed = []
+        for part in parts:
+            for label, key in zip(part.labels, part.keys, strict=True):
+                if label not in numbers:
+                    numbers[label], first[label] = len(numbers), key
+            labels = np.array([numbers[label] for label in part.labels], np.int64)
+            fields = self._spool.tell(), sample_ids(part.keys), labels, part.names, part.skipped, part.shard
+            listed.append((part.name, *fields))
+            pickle.dump(part, self._spool)
+        columns = zip(*sorted(listed, key=lambda fields: fields[0]), strict=True)
+        names, self._begins, ids, labels, label_names, skipped, self.shards = columns
+        self.skipped = tuple(line for lines in skipped for line in lines)
+        self._starts = np.cumsum([0, *map(len, ids)])
+        if not numbers:
+            reason = "".join(f"; {line}" for line in self.skipped[:1])
+            raise UsageError(f"no sample with an image and a label in {names[0]}, ..{reason}")
+        for name, theirs in zip(names, label_names, strict=True):
+            if theirs != label_names[0]:
+                raise UsageError(f"{names[0]} and {name} name their labels differently")
+        self.classes = classes_of(first, label_names[0])
+        if len(self.classes) < 2:
+            raise UsageError(f"only one class ({', '.join(self.classes)}): there is nothing to learn")
+        by_name = {name: number for number, name in enumerate(self.classes)}
+        final = np.array([label if isinstance(label, int) else by_name[label] for label in numbers])
+        self.labels: Ints = final[np.concatenate(labels)]
+        ids = np.concatenate(ids)
+        self._occurrence = _occurrences(ids)
+        repeated = np.searchsorted(self._starts, np.flatnonzero(self._occurrence > 1), side="right") - 1
+        for number in map(int, np.unique(repeated)):
+            ids[self._rows(number)] = sample_ids(self._load(number).keys)
+        if None in splits.values():
+            self.is_val = choose_validation(ids, self.labels, val_frac)
+        else:
+            self.is_val = np.repeat([splits[name] == "val" for name in names], np.diff(self._starts))
+        if self.is_val.all() or not self.is_val.any():
+            empty = "train" if self.is_val.all() else "val"
             raise UsageError(
-                f"none of the {len(samples)} images is for {split}: add images, or another --val-frac"
+                f"none of the {len(self.is_val)} images is for {empty}: add images, or another --val-frac"
             )
-    return classes, splits
+
+    def parts(self, split: str) -> Iterator[Part]:
+        """Yields the parts with their samples of a split; labels are class numbers, and keys unique."""
+        for number in range(len(self.shards)):
+            chosen = np.flatnonzero(self.is_val[self._rows(number)] == (split == "val")).tolist()
+            if chosen:
+                part = self._load(number)
+                columns = {name: getattr(part, name) for name in ("labels", "keys", "places", "images")}
+                yield part._replace(**{name: [column[i] for i in chosen] for name, column in columns.items()})
+
+    def samples(self, split: str, *, mixed: bool) -> list[Sample]:
+        """Returns the samples of a split, as they are listed or in the order of the hash of their keys."""
+        samples = [
+            Sample(image, int(label), key, size)
+            for part in self.parts(split)
+            for image, label, key, (_, size) in zip(
+                part.images, part.labels, part.keys, part.places, strict=True
+            )
+        ]
+        order = np.argsort(sample_ids(sample.key for sample in samples), kind="stable")
+        return [samples[i] for i in order] if mixed else samples
+
+    def neighbours(self) -> list[Ints]:
+        """Returns the class numbers of training samples that follow each other in a part."""
+        blocks: list[Ints] = []
+        for number in range(len(self.shards)):
+            rows = self._rows(number)
+            labels = self.labels[rows][~self.is_val[rows]]
+            blocks += [labels[first : first + NEIGHBOURS] for first in range(0, len(labels), NEIGHBOURS)]
+        return blocks
+
+    def _rows(self, number: int) -> slice:
+        return slice(self._starts[number], self._starts[number + 1])
+
+    def _load(self, number: int) -> Part:
+        self._spool.seek(self._begins[number])
+        part: Part = pickle.load(self._spool)
+        rows = self._rows(number)
+        # Keys may count from 0 in each file.
+        numbered = zip(part.keys, self._occurrence[rows].tolist(), strict=True)
+        keys = [key if occurrence == 1 else f"{key}#{occurrence}" for key, occurrence in numbered]
+        images = part.images or [(part.name, *place) for place in part.places]
+        return part._replace(labels=self.labels[rows].tolist(), keys=keys, images=images)
 
 
-def _validation(samples: Sequence[Sample], val_frac: float) -> set[str]:
-    by_class: dict[int | str, list[str]] = defaultdict(list)
-    for sample in samples:
-        by_class[sample.label].append(sample.key)
-    chosen: set[str] = set()
-    for keys in by_class.values():
-        val = [key for key in keys if int.from_bytes(digest(key)[:8], "big") < val_frac * 2**64]
-        if len(keys) > 1 and not val:
-            val = [min(keys, key=digest)]
-        elif len(keys) > 1 and len(val) == len(keys):
-            val.remove(max(keys, key=digest))
-        chosen.update(val)
-    return chosen
+def _occurrences(ids: Ints) -> Ints:
+    """Returns 1 for the first sample with an id, 2 for the second, .."""
+    order = np.argsort(ids, kind="stable")
+    begins = np.flatnonzero(np.diff(ids[order], prepend=-1))
+    counts = np.diff(begins, append=len(ids))
+    occurrence = np.empty(len(ids), np.int64)
+    occurrence[order] = np.arange(1, len(ids) + 1) - np.repeat(begins, counts)
+    return occurrence
+
+
+def choose_validation(ids: Ints, labels: Ints, val_frac: float) -> NDArray[np.bool_]:
+    """Returns which samples are for validation, by sample id and class number, each (samples,).
+
+    A sample is for validation if its id, a hash of its key, is below `val_frac` of the largest, whatever
+    other samples there are; but every class has at least one sample for training, and a class of two or more
+    has one for validation.
+    """
+    is_val = ids < int(val_frac * 2**63)
+    order = np.lexsort((ids, labels))
+    first = np.flatnonzero(np.diff(labels[order], prepend=-1))
+    last = np.append(first[1:], len(order)) - 1
+    is_val[order[first]] = True
+    is_val[order[last]] = False
+    return is_val
+
+
+def warn_if_sorted(blocks: Sequence[Ints], where: str, hint: str) -> None:
+    """Logs a warning if the samples are sorted by class: if `blocks`, the class numbers of neighbouring
+    training samples, hold far fewer classes than they would in random order.
+    """
+    if not blocks:
+        return
+    frequency = np.bincount(np.concatenate(blocks)) / sum(map(len, blocks))
+    found = np.mean([len(np.unique(block)) for block in blocks])
+    sizes, counts = np.unique([len(block) for block in blocks], return_counts=True)
+    random = np.average([np.sum(1 - (1 - frequency) ** size) for size in sizes], weights=counts)
+    if found < SORTED * random:
+        log.warning(
+            "%s is sorted by class: %d neighbouring samples hold %.1f classes on average, in random order"
+            " they would hold %.1f, and batches of few classes train badly: %s",
+            *(where, max(sizes), found, random, hint),
+        )
 
 
 def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -135,10 +263,6 @@ def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = No
         if not 0 <= number < count:
             raise UsageError(f"label {number} of {labels[number]}: classes are numbered 0 to {count - 1}")
     return tuple(names) if names is not None else tuple(map(str, range(count)))
-
-
-def digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 def splits_of(names: Iterable[str], where: str) -> dict[str, str | None]:
@@ -171,6 +295,17 @@ def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str
         log.warning("%s: validation is %s; left out: %s", where, val, ", ".join(rest))
     names = {"train": "train", val: "val"}
     return {name: names[split] for name, split in hints.items() if split in names}
+
+
+def with_progress(results: Iterable[Any], tasks: int, done: str) -> Iterator[Any]:
+    """Yields the results of `tasks` tasks, a shard each, and logs the rate."""
+    began = reported = time.monotonic()
+    for number, result in enumerate(results, start=1):
+        now = time.monotonic()
+        if now - reported >= PROGRESS_EVERY_S:
+            reported = now
+            log.info("%s %d of %d shards, %.1f/s", done, number, tasks, number / (now - began))
+        yield result
 
 
 def files_below(location: str) -> dict[str, int]:

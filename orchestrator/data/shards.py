@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from queue import Queue
+from threading import Thread
 from typing import BinaryIO
 
 import numpy as np
@@ -56,12 +58,16 @@ class DataSet:
         """Returns the records of images by shard number and row, both (images,)."""
         return _index(self, split).records(shard, row)
 
+    def places(self, split: str, images: Ints) -> tuple[Ints, Ints]:
+        """Returns shard number and row, (images,) each, of images that are counted through the split."""
+        starts = _index(self, split).starts
+        shard = np.searchsorted(starts, images, side="right") - 1
+        return shard, images - starts[shard]
+
     def labels(self, split: str) -> Ints:
         """Returns the label of every image of a split, (images,)."""
-        index = _index(self, split)
-        images = np.arange(index.starts[-1])
-        shard = np.searchsorted(index.starts, images, side="right") - 1
-        return index.records(shard, images - index.starts[shard])["label"].astype(np.int64)
+        places = self.places(split, np.arange(self.manifest.rows(split)))
+        return self.records(split, *places)["label"].astype(np.int64)
 
     def keys(self, split: str, shard: int) -> list[str]:
         return _index(self, split).keys(shard)
@@ -188,26 +194,35 @@ def _requests() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="s3")
 
 
-@lru_cache(maxsize=1)
-def _whole_shards() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shards")
-
-
 _fetching: set[str] = set()  # whole shards that this process has begun to fetch
 
 
 def _fetch_beside(location: str, shard: Shard, limit: int) -> None:
-    """Begins to fetch a whole shard into the cache, unless this process has begun before."""
+    """Asks for a whole shard in the cache, unless this process has asked before."""
+    if location not in _fetching:
+        _fetching.add(location)
+        _wanted().put((location, shard, limit))
 
-    def fetch() -> None:
+
+@lru_cache(maxsize=1)
+def _wanted() -> Queue[tuple[str, Shard, int]]:
+    """Returns the queue of shards to fetch. Its threads are daemons, because no process waits for shards when
+    it ends.
+    """
+    queue: Queue[tuple[str, Shard, int]] = Queue()
+    for _ in range(SHARDS_AT_ONCE):
+        Thread(target=_fetch_shards, args=[queue], name="shards", daemon=True).start()
+    return queue
+
+
+def _fetch_shards(queue: Queue[tuple[str, Shard, int]]) -> None:
+    while True:
+        location, shard, limit = queue.get()
         try:
             cached(shard.sha256, shard.bytes, partial(_download, location, shard), limit=limit).close()
         except (OSError, UsageError) as error:
             log.warning("%s is read by ranges alone: %s", location, reason_of(error))
-
-    if location not in _fetching:
-        _fetching.add(location)
-        _whole_shards().submit(fetch)
+        queue.task_done()
 
 
 def _download(location: str, shard: Shard, to: BinaryIO) -> None:

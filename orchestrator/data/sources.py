@@ -2,15 +2,15 @@
 
 import inspect
 import io
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl
 
+import numpy as np
 import pyarrow.parquet as pq
 import torchvision
 from PIL import Image
@@ -24,9 +24,9 @@ from orchestrator.data.samples import (
     READERS,
     VALIDATION,
     Execute,
-    Sample,
+    Part,
     Source,
-    assign_splits,
+    Table,
     files_below,
     may_be_image,
     read_files,
@@ -38,7 +38,6 @@ from orchestrator.errors import UsageError
 
 KINDS = "digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME"
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
-BUFFER_BYTES = 4 << 20  # read from S3 by one request while a tar is listed
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
 # value that a set knows is taken, so that test images are used for validation only if there are no others.
@@ -85,25 +84,38 @@ def open_source(
             case "folder":
                 return _folder(rest, val_frac)
             case "webdataset":
-                return _shards(rest, ".tar", index_tar, read_members, val_frac, execute)
+                return _shards(rest, ".tar", formats.index_tar, columns, val_frac, execute)
             case "parquet":
-                index, read = partial(index_parquet, columns), partial(read_rows, columns)
-                return _shards(rest, ".parquet", index, read, val_frac, execute)
+                index = partial(formats.index_parquet, columns)
+                return _shards(rest, ".parquet", index, columns, val_frac, execute)
             case "torchvision":
                 return _torchvision_set(rest, root, download, val_frac)
     raise UsageError(f"unknown source {name!r}; known: {KINDS}")
 
 
+def _source(
+    parts: Iterable[Part],
+    splits: Mapping[str, str | None],
+    val_frac: float,
+    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
+    *,
+    mixed: bool = True,
+    skipped: Iterable[str] = (),
+) -> Source:
+    table = Table(parts, splits, val_frac)
+    # Packing would unpack a compressed file for every shard that takes samples of it.
+    mixed = mixed and not any(shard and shard.unpacked for shard in table.shards)
+    samples = {split: table.samples(split, mixed=mixed) for split in ("train", "val")}
+    return Source(classes=table.classes, splits=samples, fetch=fetch, skipped=(*skipped, *table.skipped))
+
+
 def _digits(val_frac: float) -> Source:
     """Returns the 1,797 images of 8x8 pixels that ship inside scikit-learn."""
     bundled: Any = load_digits()
-    images = (bundled.images * (255 / 16)).round().astype("uint8")
-    samples = [
-        Sample(encode_png(image), int(label), f"digit-{i:04d}")
-        for i, (image, label) in enumerate(zip(images, bundled.target, strict=True))
-    ]
-    classes, splits = assign_splits(samples, val_frac=val_frac, order="listed")
-    return Source(classes=classes, splits=splits, fetch=iter)
+    images = [encode_png(image) for image in (bundled.images * (255 / 16)).round().astype("uint8")]
+    keys = [f"digit-{i:04d}" for i in range(len(images))]
+    part = Part("all", bundled.target.tolist(), keys, [(0, len(image)) for image in images], images)
+    return _source([part], {"all": None}, val_frac, iter, mixed=False)
 
 
 def _folder(path: str, val_frac: float) -> Source:
@@ -113,8 +125,8 @@ def _folder(path: str, val_frac: float) -> Source:
     top = {name.split("/")[0] for name in listed if "/" in name}
     has_splits = "train" in top and (not top.isdisjoint(VALIDATION) or top == {"train"})
     depth = 1 if has_splits else 0
-    samples, skipped, hints = [], [], {}
-    for name, size in listed.items():
+    skipped, hints = [], {}
+    for name in listed:
         *folders, _ = name.split("/")
         if has_splits and (not folders or folders[0] not in ("train", *VALIDATION)):
             skipped.append(f"{root}/{name}: neither in train nor in a folder of validation images")
@@ -123,97 +135,55 @@ def _folder(path: str, val_frac: float) -> Source:
         elif len(folders) <= depth:
             skipped.append(f"{root}/{name}: in no class folder")
         else:
-            samples.append(Sample(storage.join(root, name), folders[depth], name, size))
             hints[name] = folders[0] if has_splits else None
-    if not samples:
+    if not hints:
         reasons = f"; {len(skipped)} files, the first: {skipped[0]}" if skipped else ""
         raise UsageError(f"{root} has no class folders with images{reasons}")
-    used = resolve_splits(hints, root)
-    samples = [sample._replace(split=used[sample.key]) for sample in samples if sample.key in used]
-    classes, splits = assign_splits(samples, val_frac=val_frac, order="hash")
-    return Source(classes=classes, splits=splits, fetch=read_files, skipped=tuple(skipped))
-
-
-class Index(NamedTuple):
-    """The samples of a tar or parquet file, lines about incomplete samples, and the labels' names."""
-
-    location: str
-    samples: list[Sample]
-    problems: list[str]
-    names: list[str] | None = None
-
-
-def index_tar(location: str) -> Index:
-    with storage.open_to_read(location) as file:
-        buffered = io.BufferedReader(file, BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
-        return Index(location, *formats.read_members(buffered, location))
-
-
-def index_parquet(columns: Columns, location: str) -> Index:
-    """Reads no images: the size of each is the mean of its row group."""
-    with storage.open_to_read(location) as source, formats.named_if_broken(location):
-        file = pq.ParquetFile(source)
-        rows = formats.read_parquet(file, location.rpartition("/")[2], columns, images=False).to_pylist()
-        groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
-        names = formats.class_names(file.schema_arrow, columns)
-    places = [
-        (location, number, row, group.total_byte_size // group.num_rows)
-        for number, group in enumerate(groups)
-        for row in range(group.num_rows)
-    ]
-    found = zip(places, rows, strict=True)
-    samples = [Sample(tuple(place), row["label"], row["key"], size) for (*place, size), row in found]
-    problems = [f"{location}: {sample.key}: no label" for sample in samples if sample.label is None]
-    return Index(location, [sample for sample in samples if sample.label is not None], problems, names)
-
-
-def read_members(places: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-    """Reads images of tars by (location, offset, size)."""
-    with ThreadPoolExecutor(READERS) as pool:
-        for location, members in groupby(places, key=lambda place: place[0]):
-            with storage.open_to_read(location) as file:
-                yield from pool.map(lambda place: file.read_at(place[2], place[1]), members)
-
-
-def read_rows(columns: Columns, places: Sequence[tuple[str, int, int]]) -> Iterator[bytes | BadImage]:
-    """Reads images of parquet files by (location, row group, row of the group)."""
-    for location, of_file in groupby(places, key=lambda place: place[0]):
-        with storage.open_to_read(location) as source, formats.named_if_broken(location):
-            file = pq.ParquetFile(source)
-            image, _, _ = formats.find_columns(file.schema_arrow, location, columns)
-            for group, rows in groupby(of_file, key=lambda place: place[1]):
-                images = formats.read_column(file.read_row_group(group, [image]), image)
-                for _, _, row in rows:
-                    yield images[row].as_py() or BadImage("no bytes")
+    splits = resolve_splits(hints, root)
+    parts = []
+    for split in {*splits.values()}:
+        names = [name for name in splits if splits[name] == split]
+        labels, places = [name.split("/")[depth] for name in names], [(0, listed[name]) for name in names]
+        parts.append(Part(str(split), labels, names, places, [f"{root}/{name}" for name in names]))
+    own = {str(split): split for split in splits.values()}
+    return _source(parts, own, val_frac, read_files, skipped=skipped)
 
 
 def _shards(
     path: str,
     extension: str,
-    index: Callable[[str], Index],
-    fetch: Callable[[Sequence[Any]], Iterator[bytes | BadImage]],
+    index: Callable[[str], Part],
+    columns: Columns,
     val_frac: float,
     execute: Execute,
 ) -> Source:
-    """Lists samples in the order of the files, for any other order would read each file many times."""
     folder, names = shards_at(path, extension)
     splits = {storage.join(folder, name): split for name, split in splits_of(names, folder).items()}
-    files = sorted(execute(index, list(splits)), key=lambda file: file.location)
-    formats.check_names({file.location: file.names for file in files})
-    seen: Counter[str] = Counter()
-    samples = []
-    for file in files:
-        for sample in file.samples:
-            seen[sample.key] += 1
-            # Keys may count from 0 in each file.
-            key = sample.key if seen[sample.key] == 1 else f"{sample.key}#{seen[sample.key]}"
-            samples.append(sample._replace(key=key, split=splits[file.location]))
-    skipped = tuple(problem for file in files for problem in file.problems)
-    if not samples:
-        reason = "".join(f"; {line}" for line in skipped[:1])
-        raise UsageError(f"no sample with an image and a label in {files[0].location}, ..{reason}")
-    classes, arranged = assign_splits(samples, val_frac=val_frac, order="listed", names=files[0].names)
-    return Source(classes=classes, splits=arranged, fetch=fetch, skipped=skipped)
+    return _source(execute(index, list(splits)), splits, val_frac, partial(read_places, columns))
+
+
+def read_places(columns: Columns, places: Sequence[tuple[Any, ...]]) -> Iterator[bytes]:
+    """Reads images of tars and parquet files by (location, offset, size) or (location, row)."""
+    with ThreadPoolExecutor(READERS) as pool:
+        for by_row, group in groupby(places, key=lambda place: len(place) == 2):
+            alike = list(group)
+            yield from _rows(columns, alike) if by_row else pool.map(_range, alike)
+
+
+def _range(place: tuple[str, int, int]) -> bytes:
+    return storage.read_range(*place).content
+
+
+def _rows(columns: Columns, places: Iterable[tuple[str, int]]) -> Iterator[bytes]:
+    for location, of_file in groupby(places, key=lambda place: place[0]):
+        with storage.open_to_read(location) as source, formats.named_if_broken(location):
+            file = pq.ParquetFile(source)
+            image, _, _ = formats.find_columns(file.schema_arrow, location, columns)
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            group_of, first = np.repeat(range(len(sizes)), sizes), np.cumsum([0, *sizes])
+            for group, rows in groupby((row for _, row in of_file), key=group_of.__getitem__):
+                images = formats.read_column(file.read_row_group(int(group), [image]), image)
+                yield from (images[int(row - first[group])].as_py() for row in rows)
 
 
 def read_decoded(
@@ -244,16 +214,16 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
     try:
         parts = _parts(name, accepts, common)
         sets = {split: _open_part(name, arguments) for split, arguments in parts.items()}
-        samples, names = _set_samples(sets)
+        listed = _set_parts(sets)
     except (RuntimeError, OSError, TypeError, ValueError, ImportError, NotImplementedError) as error:
         fetchable = "not found" in str(error) and "download" in accepts and not download
         hint = "; --download fetches it" if fetchable else ""
         raise UsageError(f"torchvision:{name} below {root!r}: {error}{hint}") from None
-    classes, splits = assign_splits(samples, val_frac=val_frac, order="hash", names=names)
-    if isinstance(samples[0].image, str):
-        return Source(classes=classes, splits=splits, fetch=read_files)
+    own = {part.name: None if part.name == "all" else part.name for part in listed}
+    if isinstance(listed[0].images[0], str):
+        return _source(listed, own, val_frac, read_files)
     kept = {split: tuple((k, v) for k, v in part if k != "download") for split, part in parts.items()}
-    return Source(classes=classes, splits=splits, fetch=partial(read_decoded, name, kept))
+    return _source(listed, own, val_frac, partial(read_decoded, name, kept))
 
 
 def _set_class(name: str) -> Any:
@@ -302,27 +272,28 @@ def _open_part(name: str, arguments: Arguments) -> Any:
     return _set_class(name)(**dict(arguments))
 
 
-def _set_samples(sets: Mapping[str, Any]) -> tuple[list[Sample], list[str] | None]:
-    """Returns the samples and class names. The image of a sample is its path if the set keeps images in
-    files, which are packed verbatim, else its number.
+def _set_parts(sets: Mapping[str, Any]) -> list[Part]:
+    """Returns a part per split. The image of a sample is its path if the set keeps images in files, which are
+    packed verbatim, else its number.
     """
     labels = {split: _set_labels(part) for split, part in sets.items()}
     files = {split: _set_files(part) for split, part in sets.items()}
     in_files = all(len(paths) == len(labels[split]) for split, paths in files.items())
-    samples = []
-    for split, found in labels.items():
-        if not found:
-            raise ValueError("it has no images")
-        prefix, own = ("", None) if split == "all" else (split, split)
-        for number, label in enumerate(found):
-            if type(label) not in (int, str):
-                raise ValueError(f"label {label!r} of image {number} is not a class number")
-            image = files[split][number] if in_files else (split, number)
-            samples.append(Sample(image, label, f"{prefix}{number:07d}", 0, own))
     names, *others = (_class_names(part) for part in sets.values())
     if any(other != names for other in others):
         raise ValueError("training and validation images have different classes: pack them with folder:PATH")
-    return samples, names if len(names) > max(map(max, labels.values())) else None
+    parts = []
+    for split, found in labels.items():
+        if not found:
+            raise ValueError("it has no images")
+        for number, label in enumerate(found):
+            if type(label) not in (int, str):
+                raise ValueError(f"label {label!r} of image {number} is not a class number")
+        keys = [f"{'' if split == 'all' else split}{number:07d}" for number in range(len(found))]
+        images = files[split] if in_files else [(split, number) for number in range(len(found))]
+        parts.append(Part(split, found, keys, [(0, 0)] * len(found), images))
+    known = names if len(names) > max(map(max, labels.values())) else None
+    return [part._replace(names=known) for part in parts]
 
 
 def _set_files(part: Any) -> list[str]:

@@ -3,6 +3,7 @@
 `in_process` decodes in threads of the process that trains; `ray_data.py` decodes on any CPU of a cluster.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from orchestrator import storage
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, join
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.index import Ints, Records
-from orchestrator.data.manifest import open_manifest
+from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.plan import Places, Plan
-from orchestrator.data.shards import DataSet, Image, Traffic
+from orchestrator.data.shards import DataSet, Image, fetch_whole
 from orchestrator.errors import UsageError
 
+log = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
@@ -58,6 +61,10 @@ class Stream:
         """Returns the number of images of the split."""
         return self.data.manifest.rows(self.split)
 
+    def in_split(self, images: Ints) -> Ints:
+        """Returns the places in the split of images that are counted in reading order without a plan."""
+        return images
+
     def steps(self) -> range:
         """Returns the steps that read the split once; empty slots fill the last global batch."""
         return range(-(-self.epoch() // self.run.data.batch_size))
@@ -77,10 +84,8 @@ class Stream:
             places = self.plan.locate(lane, within)
         else:
             lane = within = np.array([], np.int64)
-            starts = np.cumsum([0, *(shard.rows for shard in self.data.manifest.splits[self.split])])
-            position = key[key < starts[-1]]
-            shard = np.searchsorted(starts, position, side="right") - 1
-            places = Places(np.zeros_like(position), shard, position - starts[shard])
+            images = self.in_split(key[key < self.epoch()])
+            places = Places(np.zeros_like(images), *self.data.places(self.split, images))
         records = self.data.records(self.split, places.shard, places.row)
         images, traffic = self.data.images(self.split, places.shard, records)
         return Fetch(key, lane, within, places, records, images, traffic)
@@ -148,12 +153,12 @@ Reader = Callable[[Stream, range], Iterator[Batch]]  # yields the stream's batch
 
 
 @lru_cache(maxsize=64)  # one process decodes for many workers
-def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream:
+def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole: bool = False) -> Stream:
     """Opens the training images in the order of the plan, or the validation images once.
 
-    Raises as `in_order` does.
+    `whole`: see `fetches_whole_shards`. Raises as `in_order` does.
     """
-    stream, config = in_order(run, split, rank, workers), run.data
+    stream, config = in_order(run, split, rank, workers, whole=whole), run.data
     if split == "val":
         return stream
     transform = replace(
@@ -165,30 +170,51 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int) -> Stream
     return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
 
 
-def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1) -> Stream:
+def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
     """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set."""
     return Stream(
         run=run,
         split=split,
         rank=rank,
         workers=workers,
-        data=_data_set(run.data),
+        data=_data_set(run.data, whole),
         plan=None,
         transform=Transform(size=run.model.image_size, eval_crop=run.data.eval_crop),
     )
 
 
+def fetches_whole_shards(run: RunConfig, *, nodes: int) -> bool:
+    """Returns whether a run whose images are decoded on `nodes` nodes also fetches whole shards into their
+    caches, and logs why.
+    """
+    if storage.is_local(run.data.path):
+        return False
+    manifest, cache_bytes = _manifest(run.data.path), run.data.cache_gb * 1e9
+    reads = run.train.steps * run.data.batch_size / manifest.rows("train")
+    whole, why = fetch_whole(manifest, cache_bytes=cache_bytes, reads=reads, nodes=nodes)
+    log.info("%s: images are read by ranges%s: %s", run.name, " and whole shards" if whole else "", why)
+    return whole
+
+
 @lru_cache(maxsize=4)
-def _data_set(config: DataConfig) -> DataSet:
+def _manifest(path: str) -> Manifest:
+    return open_manifest(path)
+
+
+@lru_cache(maxsize=4)
+def _data_set(config: DataConfig, whole: bool) -> DataSet:
     return DataSet(
-        path=config.path, manifest=open_manifest(config.path), cache_bytes=int(config.cache_gb * 1e9)
+        path=config.path,
+        manifest=_manifest(config.path),
+        cache_bytes=int(config.cache_gb * 1e9),
+        whole=whole,
     )
 
 
 @lru_cache(maxsize=4)
 def _plan(config: DataConfig, seed: int) -> Plan:
     return Plan(
-        rows=np.array([shard.rows for shard in _data_set(config).manifest.splits["train"]]),
+        rows=np.array([shard.rows for shard in _manifest(config.path).splits["train"]]),
         seed=seed,
         lanes=config.lane_count(),
         batch_size=config.batch_size,
@@ -200,6 +226,8 @@ def _plan(config: DataConfig, seed: int) -> Plan:
 
 def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
     """Yields this worker's batches of `steps`, decoded by one thread per core."""
+    whole = fetches_whole_shards(stream.run, nodes=1)
+    stream = replace(stream, data=_data_set(stream.run.data, whole))
     share = stream.share()
     parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
     ahead = max(2, min(32, DECODED_BYTES // (share * 3 * stream.transform.size**2)))

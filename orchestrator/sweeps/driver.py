@@ -34,8 +34,8 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
-from orchestrator.training.fit import check_data, check_start, fit, is_inline, start
-from orchestrator.training.resources import check_resources, check_shared
+from orchestrator.training.fit import check_data, check_start, fit, start
+from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.run_directory import (
     DATA,
     Result,
@@ -139,7 +139,7 @@ def train(
     with _working_in(directory, mode, store):
         start(run, "resume" if mode == "resume" else "auto", labels)
         with BackgroundSync(store, directory), SystemMetrics(directory), _recording_errors(directory):
-            return fit(run, report, inline=is_inline(run))
+            return fit(run, report)
 
 
 def run_sweep(
@@ -315,7 +315,7 @@ def _retrain(run: SweepRun, arm: str) -> None:
     try:
         check_resources(longer)
         with _recording_errors(run_directory(longer)):
-            outcome = fit(longer, lambda step, metrics: watch.report(name, step, metrics), inline=False)
+            outcome = fit(longer, lambda step, metrics: watch.report(name, step, metrics))
     except (UsageError, TrainingFailedError, RayError) as error:
         outcome = reason_of(error)
     run.retrained[name] = outcome

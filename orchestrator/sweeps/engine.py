@@ -20,7 +20,7 @@ from orchestrator.sweeps.scheduler import QueueScheduler
 from orchestrator.sweeps.sweep import Trial, trial_config
 from orchestrator.training.fit import fit
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.resources import run_resources
+from orchestrator.training.resources import is_inline, run_resources
 from orchestrator.training.run_directory import pause_of, result_of, run_directory
 
 RESTARTS = 3  # of a trial's process that dies
@@ -99,7 +99,7 @@ def train_trial(config: Mapping[str, Any], base: RunConfig) -> None:
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
     run = trial_config(base, config["name"], config["changes"])
     try:
-        result = fit(run, _report, inline=run.scale.workers == 1, until=config["until"])
+        result = fit(run, _report, until=config["until"])
     except Exception as error:
         trace = storage.join(run_directory(run), "error.txt")
         storage.write_bytes(trace, traceback.format_exc().encode())
@@ -195,7 +195,7 @@ class NewTrials(Searcher):
         if job is None:
             return None if self.scheduler.active() else Searcher.FINISHED
         run = job.trial.run
-        need = run_resources(run) if run.scale.workers == 1 else None
+        need = run_resources(run) if is_inline(run) else None
         changes = dict(job.trial.changes)
         return {"name": job.trial.name, "changes": changes, "until": job.until, "need": need}
 

@@ -10,7 +10,7 @@ Dimensions: N training images, M test images, D features, C classes, R = min(N, 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import SampleLocation
 from orchestrator.data.images import normalize
 from orchestrator.data.plan import Ints
 from orchestrator.data.stream import Stream, in_order, in_process, prefetched
@@ -179,8 +178,8 @@ class Selection(Stream):
     def epoch(self) -> int:
         return len(self.indices)
 
-    def _in_order(self, positions: Ints) -> Iterator[Iterator[SampleLocation]]:
-        return super()._in_order(self.indices[positions[positions < len(self.indices)]])
+    def in_split(self, images: Ints) -> Ints:
+        return self.indices[images]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Trains a run: on workers that Ray Train starts, or in this process if it needs no more than one CPU.
+"""Trains a run: on workers that Ray Train starts, or in this process if its only worker needs no GPU.
 
 Workers write reports and log lines to the run's directory, and this process reads them there. When nodes are
 lost a run continues with fewer workers, and with all of them once nodes are back.
@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from moe.parallel import sum_over_ranks
@@ -32,7 +33,7 @@ from orchestrator.data.ray_data import by_ray_data, start_feeds
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
-from orchestrator.training.resources import CPU_FOR_DATA, here, placement, worker_resources
+from orchestrator.training.resources import CPU_FOR_DATA, here, is_inline, placement, worker_resources
 from orchestrator.training.run_directory import (
     REFUSED,
     STOP,
@@ -90,16 +91,11 @@ def check_start(run: RunConfig) -> None:
         start_report(run.model, run.train.init_from, without=run.train.init_without)
 
 
-def is_inline(run: RunConfig) -> bool:
-    """Returns whether the calling process can be the run's only worker."""
-    return run.scale.workers == 1 and not run.scale.use_gpu
-
-
-def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = None) -> Result:
+def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
     """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
-    `inline`: the only worker is this process, which reads its own data. Otherwise Ray Train starts the
-    workers. Either way `report` is called in this process, to show progress: the record is in the directory.
+    If the run is inline, this process is its only worker; otherwise Ray Train starts the workers. Either way
+    `report` is called in this process, to show progress: the record is in the directory.
 
     Raises:
         UsageError: for missing data, or another config in the run's directory.
@@ -107,7 +103,7 @@ def fit(run: RunConfig, report: Report, *, inline: bool, until: int | None = Non
     """
     if (result := start(run)) is not None:
         return result
-    if inline:
+    if is_inline(run):
         train_worker(run, report=report, read=in_process, until=until)
     else:
         missing = MissingWorkers()
@@ -167,8 +163,13 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
 
     Expert-parallel groups, and the copies of the model, shrink to the largest divisors that fit.
     """
-    share, group = run.data.batch_size // workers, run.model.moe.images_per_group if run.model.moe else 1
-    images = [n for n in range(group, run.images_per_pass() + 1, group) if share % n == 0]
+    share = run.data.batch_size // workers
+    # A pass holds whole routing groups, and whole pairs of mixed images.
+    together = lcm(
+        run.model.moe.images_per_group if run.model.moe else 1,
+        2 if run.data.mixup or run.data.cutmix else 1,
+    )
+    images = [n for n in range(together, run.images_per_pass() + 1, together) if share % n == 0]
     ep = gcd(run.ep(), workers)
     copies = gcd(run.scale.dp_replicate, workers // ep)
     changes = {
@@ -289,12 +290,14 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), REFUSED)
     storage.delete(refused)
-    feeds = start_feeds(run.scale.workers, here())
+    feeds = start_feeds(run, here())
     try:
         _Trainer(
             _train_worker_on_ray,
             train_loop_config={"run": to_dict(run), "until": until, "feeds": feeds},
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S),
+            torch_config=_TorchConfig(
+                backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
+            ),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=run.scale.workers,
                 use_gpu=gpu,
@@ -321,6 +324,25 @@ class _Trainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
+
+
+class _TorchConfig(TorchConfig):
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _Backend
+
+
+class _Backend(_TorchBackend):
+    """Frees the devices of workers that could not be connected. Ray 2.60 reserves them until its job ends, so
+    the next attempt would wait for ever.
+    """
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        try:
+            super().on_start(worker_group, backend_config)
+        except Exception:
+            worker_group.shutdown()
+            raise
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:

@@ -150,7 +150,8 @@ def _microbatches(batch: Batch, images: int) -> list[Batch]:
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
     """Returns accuracy and loss over the valid images of all workers, and this worker's forward time per
-    image: the median over the first `TIMED` passes, on one thread.
+    image: the median over the first `TIMED` passes, on one thread. Without any valid image, accuracy and loss
+    are NaN.
     """
     model.eval()
     sums: list[Tensor] = []
@@ -169,10 +170,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metr
             correct = (logits.argmax(-1) == part.label).float()
             sums.append(torch.stack([correct, loss, torch.ones_like(loss)]) @ part.valid)
     model.train()
-    correct, loss, count = sum_over_ranks(torch.stack(sums).sum(0)).tolist()
+    # As tensors, because 0 / 0 of numbers raises an error.
+    correct, loss, count = sum_over_ranks(torch.stack(sums).sum(0)).double().cpu()
     return {
-        "val/acc1": correct / count,
-        "val/loss": loss / count,
+        "val/acc1": float(correct / count),
+        "val/loss": float(loss / count),
         "perf/ms_per_image": 1000 * median(seconds),
     }
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from moe.init import mix
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.data.batch import Batch, DecodeError
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
+
+log = logging.getLogger(__name__)
 
 BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
 MIN_COUNTED = 1000  # images; of fewer images, a single bad one would be a large fraction
@@ -67,8 +70,11 @@ class Meter:
 
 
 def device_sync() -> None:
-    """Waits for the GPU, if there is one: otherwise a clock measures only the launches of kernels."""
-    if torch.cuda.is_available():
+    """Waits for the GPU, if this process uses one: otherwise a clock measures only the launches of kernels.
+
+    A process that trains on the CPU of a machine with GPUs never makes a context on them.
+    """
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -78,25 +84,41 @@ class UtilizationMonitor:
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._at = self._clocks()
+        self._gpu_util_known = True
 
     def read(self) -> dict[str, float]:
         """Returns sums over the workers' processes, without the processes that decode images for them:
         ``perf/cpu_cores``, cores in use on average, and ``perf/memory_gib``.
 
-        With GPUs also means over them: ``perf/gpu_util``, the percentage of time in which a kernel ran, as
-        last sampled, and ``perf/gpu_memory_gib``, the peak memory of tensors.
+        With GPUs also means over them: ``perf/gpu_memory_gib``, the peak memory of tensors, and, where the
+        driver knows it, ``perf/gpu_util``, the percentage of time in which a kernel ran, as last sampled.
         """
         before, self._at = self._at, self._clocks()
         wall, cpu = (now - then for now, then in zip(self._at, before, strict=True))
         values = [cpu / wall, self._process.memory_info().rss / GIB]
-        if torch.cuda.is_available():
-            values += [float(torch.cuda.utilization()), torch.cuda.max_memory_allocated() / GIB, 1.0]
+        if torch.cuda.is_initialized():
+            values += [torch.cuda.max_memory_allocated() / GIB, 1.0, *self._gpu_util()]
             torch.cuda.reset_peak_memory_stats()
-        total = sum_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
-        load = {"perf/cpu_cores": total[0], "perf/memory_gib": total[1]}
-        if len(total) > 2:
-            load |= {"perf/gpu_util": total[2] / total[4], "perf/gpu_memory_gib": total[3] / total[4]}
+        cpu_cores, memory_gib, *of_gpus = sum_over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+        load = {"perf/cpu_cores": cpu_cores, "perf/memory_gib": memory_gib}
+        if of_gpus:
+            gpu_memory_gib, gpus, gpu_util, gpus_known = of_gpus
+            load["perf/gpu_memory_gib"] = gpu_memory_gib / gpus
+            if gpus_known:
+                load["perf/gpu_util"] = gpu_util / gpus_known
         return load
+
+    def _gpu_util(self) -> tuple[float, float]:
+        """Returns the utilization of this worker's GPU and 1, or twice 0 where it cannot be measured: on a
+        part of a GPU (MIG), without NVIDIA's management library, or without the permission to ask it.
+        """
+        if self._gpu_util_known:
+            try:
+                return float(torch.cuda.utilization()), 1.0
+            except Exception as error:
+                log.warning("perf/gpu_util is not reported: %s", reason_of(error))
+                self._gpu_util_known = False
+        return 0.0, 0.0
 
     def _clocks(self) -> tuple[float, float]:
         return time.perf_counter(), time.process_time()

@@ -15,16 +15,18 @@ from orchestrator.recipe import (
     phases,
 )
 
+# Parameters of two and more dimensions that are no matmul weights, or weights of soft routing.
+DO_NOT_DECAY = ("b_in_EF", "b_out_ED", "position_SD", "phi_DEC")
+
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Returns the optimiser; its learning rate is set before every step.
 
-    Only matmul weights decay: no biases, norms, position embeddings or parameters of soft routing. Names
-    decide, because the experts' biases are 2-D.
+    Only matmul weights decay: no biases, norms, position embeddings or parameters of soft routing.
     """
     groups: dict[float, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
-        groups.setdefault(_weight_decay(config, name), []).append(param)
+        groups.setdefault(_weight_decay(config, name, param.ndim), []).append(param)
     params = [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
     if isinstance(config, SGDConfig):
         return torch.optim.SGD(params, lr=0.0, momentum=config.momentum)
@@ -32,12 +34,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     return torch.optim.AdamW(params, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
 
 
-def _weight_decay(config: OptimizerConfig, name: str) -> float:
-    owner, leaf = name.split(".")[-2:] if "." in name else ("", name)
-    if owner == "head" and leaf == "weight":
-        return config.weight_decay_head
-    kernel = leaf in ("w_in_EDF", "w_out_EFD", "gate_DE") or (leaf == "weight" and "norm" not in owner)
-    return config.weight_decay if kernel else 0.0
+def _weight_decay(config: OptimizerConfig, name: str, ndim: int) -> float:
+    if ndim < 2 or name.endswith(DO_NOT_DECAY):
+        return 0.0
+    return config.weight_decay_head if name.endswith("head.weight") else config.weight_decay
 
 
 def learning_rate(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:

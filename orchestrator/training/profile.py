@@ -39,7 +39,7 @@ def phase(name: str) -> Iterator[None]:
 def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterator[Batch]:
     """Yields the same batches; writes a profile of `steps` of them, after the first few, to `directory`."""
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
 
     def write(profile: torch_profile) -> None:

@@ -34,6 +34,13 @@ def here() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
+def is_inline(run: RunConfig) -> bool:
+    """Returns whether the process that starts the run is its only worker, and reads its data itself. A GPU
+    waits for the decoding of one process, so its images are decoded on the CPUs of the cluster.
+    """
+    return run.scale.workers == 1 and not run.scale.use_gpu
+
+
 def worker_resources(run: RunConfig) -> dict[str, float]:
     """Returns what one worker reserves; its images are decoded on the rest of the cluster."""
     return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
@@ -45,10 +52,10 @@ def placement(run: RunConfig) -> str:
 
 
 def run_resources(run: RunConfig) -> dict[str, float]:
-    workers = run.scale.workers
-    if workers == 1 and not run.scale.use_gpu:
+    """Returns what a run keeps busy: its workers, and the CPU that decodes for them."""
+    if is_inline(run):
         return {"CPU": 1}
-    need = {name: amount * workers for name, amount in worker_resources(run).items()}
+    need = {name: amount * run.scale.workers for name, amount in worker_resources(run).items()}
     return need | {"CPU": need["CPU"] + CPU_FOR_DATA}
 
 

@@ -10,7 +10,10 @@ import jsonschema
 import pytest
 import ray
 import yaml
+from ray._private.services import determine_plasma_store_config
+from ray._private.utils import resolve_object_store_memory
 
+from orchestrator.config import DataConfig
 from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets
 
 FOLDER = CLUSTER / "kuberay"
@@ -106,12 +109,40 @@ def test_closed_by_default():
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert container["resources"]["requests"] == container["resources"]["limits"]
+        requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+        assert requests == limits | {"ephemeral-storage": requests["ephemeral-storage"]}
         (volume,) = [one for one in pod["volumes"] if one["name"] == "shm"]
         assert volume["emptyDir"]["medium"] == "Memory"
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     for document in (manifest("raycluster"), manifest("rayjob"), *shared().values()):
         check_no_secrets(document)
+
+
+def size(quantity: str) -> float:
+    """Bytes of a quantity in Gi."""
+    return float(quantity.removesuffix("Gi")) * 2**30
+
+
+@pytest.mark.parametrize("name", ["head", "gpu", "data"])
+def test_shared_memory_holds_rays_object_store(name, monkeypatch):
+    """Ray would put a larger store on the disk. It sizes the store by the memory of the pod."""
+    pod = pods()[name]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "shm"]
+    shm, memory = (
+        size(volume["emptyDir"]["sizeLimit"]),
+        size(pod["containers"][0]["resources"]["limits"]["memory"]),
+    )
+    monkeypatch.setattr(ray._private.utils, "get_shared_memory_bytes", lambda: int(shm))
+    monkeypatch.setattr(ray._common.utils, "get_system_memory", lambda: int(memory))
+    store = resolve_object_store_memory(int(memory))
+    assert store == pytest.approx(0.3 * memory), "capped by the shared memory"
+    assert determine_plasma_store_config(store, "/tmp")[0] == "/dev/shm"
+
+
+@pytest.mark.parametrize("name", ["head", "gpu", "data"])
+def test_the_disk_of_a_pod_holds_the_cache(name):
+    requests = pods()[name]["containers"][0]["resources"]["requests"]
+    assert size(requests["ephemeral-storage"]) > DataConfig().cache_gb * 1e9 + size("4Gi")  # logs
 
 
 def test_only_the_head_has_the_password_and_the_right_to_start_pods():

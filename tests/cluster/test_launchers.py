@@ -82,6 +82,15 @@ def test_every_ray_starts_with_a_token_and_the_dashboard_on_loopback(cloud, tmp_
     assert config(cloud)["file_mounts"]["~/setup/drain_on_notice.sh"] == "cluster/drain_on_notice.sh"
 
 
+@BOTH
+def test_triton_can_compile(cloud):
+    """Its launcher includes Python.h. Packages are installed before anything is built with them."""
+    setup = config(cloud)["setup_commands"]
+    (installs,) = [line for line in setup if "apt-get" in line and " install " in line]
+    assert {"gcc", "python3-dev", "python3-venv"} <= set(installs.split())
+    assert setup.index(installs) < setup.index("python3 -m venv ~/venv")
+
+
 def test_ec2_knows_every_parameter():
     """Each node type as Ray passes it to `create_instances`, checked by botocore's model of the call."""
     shape = (

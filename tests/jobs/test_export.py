@@ -38,7 +38,7 @@ def trained(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A storage with the run `soft` and its checkpoints of steps 2 and 4; not to be written to."""
     home = tmp_path_factory.mktemp("home")
     run = override(RunConfig(), {**CHANGES, "name": "soft", "data.path": digits, "storage": str(home)})
-    fit(run, lambda step, metrics: None, inline=True)
+    fit(run, lambda step, metrics: None)
     return home
 
 

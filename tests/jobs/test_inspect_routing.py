@@ -43,7 +43,7 @@ def home(digits: str, empty_store: Callable[[Path], str], tmp_path_factory: pyte
     for name, changes in {**OTHERS, "dense": {"model.moe": None}}.items():
         small = {field: value for field, value in SMALL.items() if name != "dense" or "moe" not in field}
         place = {"name": name, "data.path": digits, "storage": str(home)}
-        fit(override(RunConfig(), {**small, **changes, **place}), lambda step, metrics: None, inline=True)
+        fit(override(RunConfig(), {**small, **changes, **place}), lambda step, metrics: None)
     sets = [word for field, value in SMALL.items() for word in ("--set", f"{field}={value}")]
     with pytest.MonkeyPatch.context() as patch:
         args = ["train", "--name", "token_choice", "--data", digits, "--storage", str(home), *sets]

@@ -33,7 +33,7 @@ def call(call: Callable[..., tuple[str, str]]) -> Call:
 
 
 def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.pack_shards.connect", None)
+    monkeypatch.setattr("jobs._cli.connect", None)
     error, lines = call("--source", "digits", "--out", str(tmp_path), "--val-frac", "0.5")
     assert error == ""
     train, val, end = lines

@@ -40,3 +40,4 @@ class Bucket:
 def connect_anew() -> None:
     storage._s3.cache_clear()
     storage._file_system.cache_clear()
+    storage._store.cache_clear()

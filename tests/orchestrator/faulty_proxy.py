@@ -22,10 +22,12 @@ class FaultyProxy:
 
     url: the proxy's own.
     requests: "PUT /bucket/key", in the order of their arrival.
+    sent: bytes of all answers.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.requests: list[str] = []
+        self.sent = 0
         self.upstream = host, port
         self._fault: Callable[[str], Kind | None] = lambda request: None
         handler = type("Handler", (_Handler,), {"proxy": self})
@@ -101,6 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection.request(self.command, self.path, body=body or None, headers=passed)
         response = connection.getresponse()
         content = response.read()
+        self.proxy.sent += len(content)
         headers = [(name, value) for name, value in response.getheaders() if name.lower() not in HOP_BY_HOP]
         if self.command == "HEAD":
             headers.append(("Content-Length", response.headers["Content-Length"]))

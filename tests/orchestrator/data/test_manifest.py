@@ -1,6 +1,7 @@
 """Shards that differ from the manifest are refused by name, before training."""
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_missing_incomplete_and_damaged_shards(pack_greys: Pack) -> None:
     content[50] ^= 1
     whole.write_bytes(content)
     check_shards(path, manifest)  # found when training first reads it
-    with pytest.raises(UsageError, match=f"shard {whole} changed since it was packed"):
+    with pytest.raises(UsageError, match=f"{whole} changed since it was packed"):
         check_shards(path, manifest, verify=True)
     shard = manifest.splits["val"][-1]
     os.truncate(f"{path}/{shard.path}", shard.bytes - 1)
@@ -52,7 +53,9 @@ def test_shards_that_lie_elsewhere(pack_greys: Pack, tmp_path: Path) -> None:
     path, manifest = pack_greys(train=4)
     absolute = changed(manifest, path=f"{path}/train/000000.parquet")
     save_manifest(str(tmp_path / "other"), absolute)
-    with pytest.raises(UsageError, match=f"shard {tmp_path}/other/val/000000.parquet is missing"):
+    for name in ("train.index", "val.index"):
+        shutil.copy(f"{path}/{name}", tmp_path / "other")
+    with pytest.raises(UsageError, match=f"{tmp_path}/other/val/000000.parquet is missing"):
         check_shards(str(tmp_path / "other"), absolute)
     moved = {k: [replace(s, path=f"{path}/{s.path}") for s in v] for k, v in manifest.splits.items()}
     check_shards(str(tmp_path / "other"), replace(manifest, splits=moved), verify=True)
@@ -71,8 +74,9 @@ def test_no_data_set_there(tmp_path: Path) -> None:
         ("{", r"manifest.json is damaged .*: copy it again"),
         ("[]", "is damaged"),
         ("{}", "is damaged .*classes"),
-        ('{"classes": [], "splits": {"train": [{"path": "x"}]}}', "is damaged .*rows"),
-        ('{"classes": [], "splits": {}}', "has no train shards"),
+        ('{"classes": [], "splits": {"train": [{"path": "x"}]}, "index": {}}', "is damaged .*rows"),
+        ('{"classes": [], "splits": {}, "index": {}, "val_majority": 1}', "has no train shards"),
+        ('{"classes": [], "splits": {}}', "has no index of its images, an older version packed it: pack it"),
     ],
 )
 def test_manifests_that_are_damaged(content: str, message: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.packing import Sample, check_free, pack, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
-from tests.orchestrator.data.images import JPEG, PNG, files, numbered, samples, tar, write
+from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
 from tests.parts import start_ray
 
 Pack = Callable[..., tuple[str, Manifest]]
@@ -117,7 +117,8 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)
     pack(out, open_source("digits"), overwrite=True)
     shards = ("train/000000.parquet", "train/000001.parquet", "val/000000.parquet")
-    assert {*files(out)} == {*shards, "manifest.json", *mine}
+    index = ("train.index", "train.keys", "val.index", "val.keys")
+    assert {*files(out)} == {*shards, *index, "manifest.json", *mine}
 
 
 def test_an_interrupted_packing(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +149,20 @@ def test_on_s3(bucket, images: str, tmp_path: Path) -> None:
     assert len(open_manifest(bucket.uri("out")).classes) == 10
     with bucket.failing("busy"), pytest.raises(OSError, match="503"):
         pack(bucket.uri("other"), open_source(images))
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_images_sorted_by_class(
+    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are mixed, unless files are compressed: then a warning says so."""
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 20)
+    columns = {"image": [numbered(n) for n in range(200)], "label": [n // 20 for n in range(200)]}
+    path = parquet(tmp_path / "x.parquet", columns, compression=compression, use_dictionary=False)
+    pack(str(tmp_path / "out"), open_source(f"parquet:{path}"))
+    assert ("is sorted by class: 20 neighbouring samples" in caplog.text) == (compression == "zstd")
+    first = pq.read_table(tmp_path / "out" / "train" / "000000.parquet")["label"].to_pylist()
+    assert (len({*first}) < 3) == (compression == "zstd")
 
 
 def test_digits(digits: str) -> None:

@@ -20,8 +20,16 @@ def plans(draw: st.DrawFn) -> Plan:
     rows = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=9)))
     tail = draw(st.sampled_from(["wrap", "drop"] if sum(rows) >= batch_size else ["wrap"]))
     window = draw(st.integers(1, 12))
-    seed = draw(st.integers(0, 3))
-    return Plan(rows=rows, seed=seed, lanes=lanes, batch_size=batch_size, shuffle_window=window, tail=tail)
+    seed, run = draw(st.integers(0, 3)), draw(st.integers(1, 4))
+    return Plan(
+        rows=rows,
+        seed=seed,
+        lanes=lanes,
+        batch_size=batch_size,
+        shuffle_window=window,
+        shuffle_run=run,
+        tail=tail,
+    )
 
 
 def read(plan: Plan, steps: range, lanes: range | None = None) -> list[list[Sample]]:
@@ -43,8 +51,9 @@ def naive(plan: Plan, epochs: int) -> list[list[Sample]]:
             segment, line = line[:count], line[count:]
             for window, start in enumerate(range(0, count, plan.shuffle_window)):
                 some = segment[start : start + plan.shuffle_window]
-                mixed = np.random.default_rng([plan.seed, epoch, lane + 1, window + 1]).permutation(len(some))
-                lanes[lane] += [some[i] for i in mixed]
+                runs = [some[i : i + plan.shuffle_run] for i in range(0, len(some), plan.shuffle_run)]
+                mixed = np.random.default_rng([plan.seed, epoch, lane + 1, window + 1]).permutation(len(runs))
+                lanes[lane] += [sample for i in mixed for sample in runs[i]]
     return lanes
 
 
@@ -107,6 +116,15 @@ def test_epochs_and_seeds_differ() -> None:
     assert 30 < np.abs(np.diff(shards)).sum() < 70  # the shards are mixed; 49.5 expected
 
 
+def test_runs_of_neighbours_stay_together() -> None:
+    plan = Plan(rows=(64, 64), seed=0, lanes=2, batch_size=16, shuffle_window=32, shuffle_run=8)
+    for step in read(plan, range(8)):
+        for lane in (step[:8], step[8:]):
+            assert len({shard for _, shard, _ in lane}) == 1
+            assert np.diff([row for _, _, row in lane]).tolist() == [1] * 7
+            assert lane[0][2] % 8 == 0
+
+
 def test_rows_are_not_permuted_as_the_shards_are() -> None:
     """100 shards of one row: with one generator for both, the second permutation would repeat the first."""
     plan = Plan(rows=(1,) * 100, seed=0, lanes=1, batch_size=1, shuffle_window=100)
@@ -126,7 +144,7 @@ def test_refusals() -> None:
 def test_four_billion_samples_cost_no_memory() -> None:
     """100,000 shards: a batch of the third epoch, in the memory of their list."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    plan = Plan(rows=(40_000,) * 100_000, seed=0, lanes=512, batch_size=4096, shuffle_window=1024)
+    plan = Plan(rows=np.full(100_000, 40_000), seed=0, lanes=512, batch_size=4096, shuffle_window=1024)
     far = range(2_000_000, 2_000_001)  # in the third epoch
     assert {sample[0] for sample in read(plan, far)[0]} == {2}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB

@@ -1,65 +1,42 @@
-"""Reading any image of a shard; refusing a shard that changed; the node's cache of files."""
+"""Reading any image of a shard by its range, from disk and from S3; refusing a shard that changed."""
 
 import hashlib
-import os
-import subprocess
-import sys
-import textwrap
-import threading
-import zlib
+import tracemalloc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.manifest import Format, Manifest, Shard, open_manifest
-from orchestrator.data.shards import CACHE_FOLDER, DataSet, Rows, cached
+from orchestrator.data import index as indexes
+from orchestrator.data import shards
+from orchestrator.data.cache import CACHE_FOLDER, TOTAL
+from orchestrator.data.index import RECORD, IndexedShard, records_of, sample_ids, write_index
+from orchestrator.data.manifest import Manifest, Shard, open_manifest
+from orchestrator.data.packing import pack_shard, write_shards
+from orchestrator.data.samples import Sample
+from orchestrator.data.shards import DataSet, fetch_whole
 from orchestrator.errors import UsageError
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.images import parquet as write_parquet
-from tests.orchestrator.data.images import tar as write_tar
 
 Pack = Callable[..., tuple[str, Manifest]]
-IMAGES = [np.random.default_rng(n).bytes(50 + 100 * n) for n in range(20)]
+RNG = np.random.default_rng(0)
+IMAGES = [RNG.bytes(50 + 100 * n) for n in range(20)]
+KEYS = [f"key-{n}" for n in range(20)]
+LABELS = [n % 3 for n in range(20)]
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a node that has read nothing before; this process has begun no fetches either."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    shards._fetching.clear()
+    shards._etags.clear()
+    indexes._page.cache_clear()
     return tmp_path / "cache"
-
-
-def parquet(folder: Path, compression: str = "none", images: list[bytes] = IMAGES) -> bytes:
-    numbers = range(len(images))
-    columns = {"image": images, "label": [n % 3 for n in numbers], "key": [f"key-{n}" for n in numbers]}
-    path = write_parquet(folder / "made.parquet", columns, compression=compression, row_group_size=7)
-    return path.read_bytes()
-
-
-def tar(folder: Path) -> bytes:
-    images = [(f"key-{n}.jpg", image) for n, image in enumerate(IMAGES)]
-    labels = [(f"key-{n}.cls", str(n % 3).encode()) for n in range(len(IMAGES))]
-    return write_tar(folder / "made.tar", [*images, *labels]).read_bytes()
-
-
-def described(path: str, content: bytes, format: Format = "parquet", rows: int = 20) -> Shard:
-    return Shard(
-        path=path, rows=rows, bytes=len(content), sha256=hashlib.sha256(content).hexdigest(), format=format
-    )
-
-
-def data_set(path: str, *shards: Shard, classes: tuple[str, ...] = ("a", "b", "c")) -> DataSet:
-    manifest = Manifest(classes=classes, splits={"train": shards, "val": shards})
-    return DataSet(path=path, manifest=manifest, cache_bytes=10**9)
-
-
-def assert_all_there(rows: Rows) -> None:
-    assert [rows.image(n) for n in reversed(range(20))] == IMAGES[::-1]
-    assert rows.labels.tolist() == [n % 3 for n in range(20)]
-    assert rows.keys == [f"key-{n}" for n in range(20)]
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -67,161 +44,195 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket").uri("data")
 
 
-@pytest.mark.parametrize("kind", ["none", "zstd", "tar"])
-def test_every_row(kind: str, root: str, tmp_path: Path) -> None:
-    content = tar(tmp_path) if kind == "tar" else parquet(tmp_path, kind)
-    storage.write_bytes(storage.join(root, "shard"), content)
-    format: Format = "webdataset" if kind == "tar" else "parquet"
-    for _ in range(2):  # the second time, the index is in the cache
-        rows = data_set(root, described("shard", content, format)).open("train", 0)
-        assert rows.location == storage.join(root, "shard")
-        assert_all_there(rows)
+def data_set(root: str, *, whole: bool = False) -> DataSet:
+    """Packs `IMAGES` into three shards."""
+    samples = [Sample(*each) for each in zip(IMAGES, LABELS, KEYS, strict=True)]
+    done = [pack_shard(root, iter, bytes, (f"{i}", samples[i : i + 7])) for i in range(0, 20, 7)]
+    found, indexed = zip(*(packed.shard for packed in done if packed.shard), strict=True)
+    index = {split: write_index(root, split, indexed) for split in ("train", "val")}
+    splits = {"train": found, "val": found}
+    manifest = Manifest(classes=("a", "b", "c"), splits=splits, index=index, val_majority=1)
+    return DataSet(path=root, manifest=manifest, cache_bytes=10**9, whole=whole)
 
 
-def test_images_that_repeat_and_hold_each_other(tmp_path: Path) -> None:
-    """Offsets are found one after the other."""
-    images = [b"aaaa", b"aa", b"aaaa", b"", b"a", b"", b"aaaa" * 200, b"aaaa" * 199]
-    content = parquet(tmp_path, images=images)
-    (tmp_path / "shard").write_bytes(content)
-    rows = data_set(str(tmp_path), described("shard", content, rows=8)).open("train", 0)
-    assert [rows.image(n) for n in range(8)] == images
+def read(data: DataSet, rows: np.ndarray) -> list[bytes]:
+    """Reads images by their number in the data set."""
+    shard, row = rows // 7, rows % 7
+    return [image() for image in data.images("train", shard, data.records("train", shard, row))[0]]
 
 
-def test_labels(tmp_path: Path) -> None:
-    """Names become numbers; labels that are not among the classes are refused."""
-    columns = {"image": IMAGES[:3], "label": ["cat", "dog", "cat"], "key": list("xyz")}
-    content = write_parquet(tmp_path / "shard", columns).read_bytes()
-    shard, path = described("shard", content, rows=3), str(tmp_path)
-    found = data_set(path, shard, classes=("dog", "cat")).open("train", 0).labels
-    assert found.tolist() == [1, 0, 1]
-    with pytest.raises(UsageError, match=r"shard: y has label 'dog', the data set has 1 classes"):
-        data_set(path, shard, classes=("cat",)).open("train", 0)
-    (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
-    with pytest.raises(UsageError, match=r"shard: key-2 has label 2, the data set has 2 classes"):
-        data_set(str(tmp_path), described("shard", content), classes=("a", "b")).open("train", 0)
+def test_every_row_in_any_order(root: str) -> None:
+    data, rows = data_set(root), RNG.permutation(20)
+    assert read(data, rows) == [IMAGES[n] for n in rows]
+    records = data.records("train", rows // 7, rows % 7)
+    assert records["label"].tolist() == [LABELS[n] for n in rows]
+    assert records["sample"].tolist() == sample_ids(KEYS)[rows].tolist()
+    assert data.labels("val").tolist() == LABELS
+    assert [key for shard in range(3) for key in data.keys("train", shard)] == KEYS
+    assert data.location("train", 1) == storage.join(root, "7")
 
 
-def test_flipped_byte(root: str, tmp_path: Path, own_cache: Path) -> None:
-    content = bytearray(parquet(tmp_path))
-    shard = described("shard", bytes(content))
-    content[len(content) // 2] ^= 1
-    storage.write_bytes(storage.join(root, "shard"), bytes(content))
-    with pytest.raises(UsageError, match=rf"shard {root}/shard changed since it was packed"):
-        data_set(root, shard).open("train", 0)
-    assert names(own_cache) == set()
+def test_a_sample_id_is_the_beginning_of_a_sha256() -> None:
+    digest = hashlib.sha256(b"key-3").digest()
+    assert sample_ids(["key-3"]).tolist() == [int.from_bytes(digest[:8], "big") >> 1]
 
 
-def test_a_change_after_it_was_indexed(tmp_path: Path) -> None:
-    """The old index is not used. A shard that is gone is an OSError."""
-    (tmp_path / "shard").write_bytes(content := parquet(tmp_path))
-    assert_all_there(data_set(str(tmp_path), described("shard", content)).open("train", 0))
-    (tmp_path / "shard").write_bytes(zlib.compress(content)[: len(content)])
-    with pytest.raises(UsageError, match="changed since it was packed"):
-        data_set(str(tmp_path), described("shard", content)).open("train", 0)
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        data_set(str(tmp_path), described("nothing", b"")).open("train", 0)
+def test_a_record_takes_at_most_24_bytes(tmp_path: Path) -> None:
+    data_set(str(tmp_path))
+    assert (tmp_path / "train.index").stat().st_size == 20 * RECORD.itemsize <= 20 * 24
 
 
-class TestS3:
-    @pytest.fixture
-    def data(self, bucket: Bucket, tmp_path: Path) -> DataSet:
-        content = parquet(tmp_path)
-        storage.write_bytes(bucket.uri("data/shard"), content)
-        bucket.proxy.requests.clear()
-        return data_set(bucket.uri("data"), described("shard", content))
+def test_an_index_of_other_images(tmp_path: Path) -> None:
+    data = data_set(str(tmp_path))
+    (tmp_path / "train.index").write_bytes(bytes(19 * RECORD.itemsize))
+    with pytest.raises(UsageError, match="describes 19 images, the manifest 20"):
+        data.records("train", np.array([0]), np.array([0]))
 
-    def test_a_shard_is_fetched_once_per_node(self, data: DataSet, bucket: Bucket) -> None:
-        assert_all_there(data.open("train", 0))
-        fetched = len(bucket.proxy.requests)
-        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
-        assert_all_there(again.open("train", 0))
-        assert len(bucket.proxy.requests) == fetched > 0
 
-    def test_what_is_open_survives_its_eviction(self, data: DataSet, own_cache: Path) -> None:
-        rows = data.open("train", 0)
-        for path in own_cache.iterdir():
-            path.unlink()
-        assert_all_there(rows)
-        again = DataSet(path=data.path, manifest=data.manifest, cache_bytes=data.cache_bytes)
-        assert_all_there(again.open("train", 0))
+def test_an_index_costs_a_process_no_memory(tmp_path: Path) -> None:
+    """Four billion images in 100,000 shards, in a sparse file."""
+    with (tmp_path / "train.index").open("wb") as file:
+        file.truncate(4_000_000_000 * RECORD.itemsize)
+    index = indexes.Index(str(tmp_path), "train", np.full(100_000, 40_000))
+    tracemalloc.start()
+    shard, row = RNG.integers(0, 100_000, 1000), RNG.integers(0, 40_000, 1000)
+    assert not index.records(shard, row)["size"].any()
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+
+
+def compressed(folder: str, tmp_path: Path) -> DataSet:
+    """A shard of compressed images, as another project wrote it; row 5 has no image."""
+    images = [*IMAGES[:5], None, *IMAGES[5:]]
+    columns = {"image": images, "label": [0] * 21, "key": [f"{n}" for n in range(21)]}
+    path = write_parquet(tmp_path / "made", columns, compression="zstd", row_group_size=4)
+    content = path.read_bytes()
+    storage.write_bytes(storage.join(folder, "shard"), content)
+    sizes = [len(image) for image in IMAGES]
+    records = records_of(np.cumsum([0, *sizes[:-1]]), sizes, LABELS, KEYS)
+    sha256 = hashlib.sha256(content).hexdigest()
+    shard = Shard(path="shard", rows=20, bytes=len(content), sha256=sha256, unpacked=sum(sizes))
+    index = {"train": write_index(folder, "train", [IndexedShard(records, KEYS)])}
+    manifest = Manifest(classes=("a",), splits={"train": (shard,)}, index=index, val_majority=1)
+    return DataSet(path=folder, manifest=manifest, cache_bytes=10**6)
+
+
+def test_compressed_images_are_unpacked_once(root: str, tmp_path: Path, own_cache: Path) -> None:
+    data = compressed(root, tmp_path)
+    rows = np.arange(20)
+    records = data.records("train", rows * 0, rows)
+    for _ in range(2):
+        assert [image() for image in data.images("train", rows * 0, records)[0]] == IMAGES
+        assert {path.suffix for path in own_cache.iterdir() if path.name != TOTAL} == {".images"}
+        storage.delete(storage.join(root, "shard"))
+
+
+def test_shards_that_changed(tmp_path: Path) -> None:
+    data = data_set(str(tmp_path))
+    content = (tmp_path / "0").read_bytes()
+    (tmp_path / "0").write_bytes(content[:200])
+    with pytest.raises(UsageError, match=r"/0 is shorter than the \d+ bytes of its manifest"):
+        read(data, np.arange(7))
+    (tmp_path / "7").unlink()
+    with pytest.raises(FileNotFoundError, match="/7"):
+        read(data, np.arange(7, 8))
 
 
 def test_packed_shards(pack_greys: Pack) -> None:
     """Training opens shards as they were packed."""
     path, _ = pack_greys(train=10, val=3)
-    manifest = open_manifest(path)
-    data = DataSet(path=path, manifest=manifest, cache_bytes=10**9)
-    rows = [data.open("train", shard) for shard in range(3)]
-    assert [key for shard in rows for key in shard.keys] == [f"grey-{n}" for n in range(10)]
-    assert [label for shard in rows for label in shard.labels] == list(range(10))
+    data = DataSet(path=path, manifest=open_manifest(path), cache_bytes=10**9)
+    assert [key for shard in range(3) for key in data.keys("train", shard)] == [
+        f"grey-{n}" for n in range(10)
+    ]
+    assert data.labels("train").tolist() == list(range(10))
 
 
-def put(name: str, size: int = 10, limit: int = 1000) -> bytes:
-    with cached(name, lambda to: to.write_bytes(name[0].encode() * size) and None, limit=limit) as file:
-        return file.read()
+def test_a_data_set_of_an_older_version(tmp_path: Path) -> None:
+    samples = [Sample(b"x", 0, "0")]
+    write_shards(str(tmp_path), ["a"], {"train": samples, "val": samples})
+    text = (tmp_path / "manifest.json").read_text().replace('"index"', '"other"')
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UsageError, match="has no index of its images, an older version packed it"):
+        open_manifest(str(tmp_path))
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.suffix != ".lock" and path.name != "lock"}
+class TestS3:
+    @pytest.fixture
+    def data(self, bucket: Bucket) -> DataSet:
+        data = data_set(bucket.uri("data"))
+        bucket.proxy.requests.clear()
+        return data
+
+    def test_the_first_images_cost_their_own_bytes(self, data: DataSet, bucket: Bucket) -> None:
+        """A request for each image, and one for the index."""
+        shard, row = np.array([0, 2, 1]), np.array([3, 1, 5])
+        images, traffic = data.images("train", shard, data.records("train", shard, row))
+        wanted = [IMAGES[3], IMAGES[15], IMAGES[12]]
+        assert [image() for image in images] == wanted
+        assert traffic == (3, sum(map(len, wanted)))
+        assert len(bucket.proxy.requests) == 4
+
+    def test_neighbours_share_a_request(self, data: DataSet, bucket: Bucket) -> None:
+        rows = np.array([2, 3, 4, 6, 8, 9, 1, 0])
+        shard, row = rows // 7, rows % 7
+        images, traffic = data.images("train", shard, data.records("train", shard, row))
+        assert [image() for image in images] == [IMAGES[n] for n in rows]
+        # 2 to 6 (5 lies between them), 8 and 9, then 1 and 0, which come in the wrong order.
+        assert traffic.requests == 4 == len(bucket.proxy.requests) - 1
+        assert traffic.bytes < 1.1 * sum(len(IMAGES[n]) for n in (2, 3, 4, 5, 6, 8, 9, 1, 0))
+
+    def test_a_replaced_shard(self, data: DataSet) -> None:
+        assert read(data, np.array([0])) == [IMAGES[0]]
+        location = data.location("train", 0)
+        content = storage.read_bytes(location)
+        storage.write_bytes(location, content[::-1])
+        with pytest.raises(UsageError, match="data/0 was replaced since it was packed, or while"):
+            read(data, np.array([0]))
+        shards._etags.clear()  # another process
+        storage.write_bytes(location, content + b"x")
+        with pytest.raises(UsageError, match="data/0 was replaced"):
+            read(data, np.array([0]))
+        storage.delete(location)
+        with pytest.raises(FileNotFoundError, match="data/0"):
+            read(data, np.array([0]))
+
+    def test_whole_shards_are_fetched_once_beside_ranges(self, bucket: Bucket, own_cache: Path) -> None:
+        data = data_set(bucket.uri("data"), whole=True)
+        rows = RNG.permutation(20)
+        assert read(data, rows) == [IMAGES[n] for n in rows]
+        shards._wanted().join()
+        assert len([path for path in own_cache.iterdir() if path.name != TOTAL]) == 3
+        bucket.proxy.requests.clear()
+        assert read(data, rows) == [IMAGES[n] for n in rows]
+        assert bucket.proxy.requests == []
+
+    def test_a_flipped_byte_in_a_whole_shard(
+        self, bucket: Bucket, own_cache: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        data = data_set(bucket.uri("data"), whole=True)
+        content = bytearray(storage.read_bytes(data.location("train", 0)))
+        content[-1] ^= 1
+        storage.write_bytes(data.location("train", 0), bytes(content))
+        assert read(data, np.array([0])) == [IMAGES[0]]
+        shards._wanted().join()
+        assert "data/0 changed since it was packed" in caplog.text
+        assert {path.name for path in own_cache.iterdir()} == {TOTAL}
 
 
-def test_a_file_is_made_once_however_many_threads_want_it(own_cache: Path) -> None:
-    calls, start = [], threading.Barrier(8)
+def test_the_rule_for_whole_shards() -> None:
+    shard = Shard(path="0", rows=5, bytes=10**9, sha256="")
+    manifest = Manifest(classes=(), splits={"train": (shard,), "val": (shard,)}, index={}, val_majority=1)
 
-    def want(_: int) -> bytes:
-        start.wait()
+    def rule(cache: float, reads: float, nodes: int) -> tuple[bool, str]:
+        return fetch_whole(manifest, cache_bytes=cache, reads=reads, nodes=nodes)
 
-        def make(to: Path) -> None:
-            calls.append(to)
-            to.write_bytes(b"x" * 100_000)
-
-        with cached("name", make, limit=10**6) as file:
-            return file.read()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(want, range(8))) == {b"x" * 100_000}
-    assert len(calls) == 1
-    assert names(own_cache) == {"name"}
-    assert own_cache.stat().st_mode & 0o077 == 0  # not readable by other users
+    assert rule(0.9e9, 90, 1) == (False, "1.0 GB of shards exceed the cache of 0.9 GB per node")
+    assert rule(2e9, 90, 1) == (True, "ranges would fetch 90.0 GB, whole shards 1.0 GB")
+    assert rule(2e9, 1, 1) == (False, "ranges would fetch 1.0 GB, whole shards 1.0 GB")
+    assert rule(2e9, 4, 8) == (False, "ranges would fetch 4.0 GB, whole shards 8.0 GB")
 
 
-def test_the_least_recently_used_files_go(own_cache: Path) -> None:
-    for number, name in enumerate("abc"):
-        put(name)
-        os.utime(own_cache / name, (number, number))
-    assert put("a") == b"a" * 10  # used now
-    put("d", limit=30)
-    assert names(own_cache) == {"a", "c", "d"}
-    assert put("e", size=100, limit=30) == b"e" * 100  # larger than the limit
-    assert names(own_cache) == {"e"}
-
-
-def test_a_failure_leaves_no_file(own_cache: Path) -> None:
-    def fails(to: Path) -> None:
-        to.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        cached("name", fails, limit=100)
-    assert names(own_cache) == set()
-    assert put("name") == b"n" * 10
-
-
-def test_a_process_that_is_killed_releases_its_lock(own_cache: Path) -> None:
-    """It is killed while it makes a file that others wait for."""
-    code = """
-        import os, signal, sys
-        from orchestrator.data.shards import CACHE_FOLDER, cached
-        def make(to):
-            to.write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        cached("name", make, limit=100)
-    """
-    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == -9
-    assert put("name") == b"n" * 10
-
-
-def test_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(PermissionError, match=r"belongs to another user: set \$MOE_FRONTIER_CACHE"):
-        put("name")
+def test_row_groups_of_keys(tmp_path: Path) -> None:
+    data_set(str(tmp_path))
+    assert pq.ParquetFile(tmp_path / "train.keys").num_row_groups == 3

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from orchestrator import storage
@@ -12,8 +13,9 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import packing
 from orchestrator.data.batch import Batch
-from orchestrator.data.packing import write_shards
-from orchestrator.data.shards import CACHE_FOLDER
+from orchestrator.data.cache import CACHE_FOLDER
+from orchestrator.data.images import encode_png
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
 from tests.orchestrator.buckets import Bucket, connect_anew
@@ -64,6 +66,25 @@ def stormy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 def batches(path: str) -> list[Batch]:
     changes = {"data.path": path, "data.batch_size": 48, "data.augment": "inception", "data.lanes": 8}
     return list(in_process(open_stream(override(RunConfig(), changes), "train", 0, 1), STEPS))
+
+
+def test_the_first_batch_costs_little_more_than_its_images(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 of 240 images of 60 kB in 16 lanes, which lie in all 8 shards."""
+    noise = np.random.default_rng(0).integers(0, 256, (240, 142, 142, 3), dtype=np.uint8)
+    samples = [Sample(encode_png(image), n % 2, str(n)) for n, image in enumerate(noise)]
+    monkeypatch.setattr(packing, "ROWS_PER_SHARD", 30)
+    manifest = write_shards(bucket.uri("data"), ["a", "b"], {"train": samples, "val": samples[:1]})
+    changes = {"data.path": bucket.uri("data"), "data.batch_size": 32, "data.lanes": 16, "train.steps": 5}
+    bucket.proxy.sent = 0
+    stream = open_stream(override(RunConfig(), changes), "train", 0, 1)
+    (batch,) = in_process(stream, range(1))
+    images = 32 * len(samples[0].image)
+    assert batch.valid.all()
+    assert batch.traffic.requests == 32
+    assert images * 0.99 < batch.traffic.bytes <= bucket.proxy.sent < 1.1 * images
+    assert sum(shard.bytes for shard in manifest.splits["train"]) > 7 * images
 
 
 @pytest.mark.smoke

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
-from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler
+from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler, _reserved
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, state_of
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep, Trial
+from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import Result
 from tests.parts import start_ray
 
@@ -38,17 +40,23 @@ class Heard:
     def status(self) -> None: ...
 
 
-@pytest.fixture
-def tuned() -> tuple[Heard, Follow, Any]:
-    """A trial that was handed to Tune, which will never start a process for it."""
-    run = override(RunConfig(), {"model.moe": None})
-    state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need={"CPU": 1})
-    queue = TrialQueue([state], RunToCompletion(), cluster_resources={"CPU": 1}, quality="val/acc1")
+def suggested(**changes: Any) -> tuple[Heard, SweepScheduler, dict[str, Any]]:
+    """The config of a trial that the queue hands to Tune."""
+    run = override(RunConfig(), {"model.moe": None} | changes)
+    need = run_resources(run)
+    state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
+    queue = TrialQueue([state], RunToCompletion(), cluster_resources=need, quality="val/acc1")
     heard = Heard(queue)
     scheduler = SweepScheduler(queue, heard)
     first = scheduler.new_job()
     assert first
-    config = NewTrials(scheduler, first).suggest("tune-1")
+    return heard, scheduler, NewTrials(scheduler, first).suggest("tune-1")
+
+
+@pytest.fixture
+def tuned() -> tuple[Heard, Follow, Any]:
+    """A trial that was handed to Tune, which will never start a process for it."""
+    heard, scheduler, config = suggested()
     error = RuntimeError("no environment")
     trial = SimpleNamespace(trial_id="tune-1", config=config, get_error=lambda: error, status="ERROR")
     return heard, Follow(scheduler), trial
@@ -70,6 +78,21 @@ def test_a_trial_that_tune_gave_up_without_a_word_ends(tuned):
     follow.on_step_end(1, [trial])
     assert heard.events[1] == ("done", "a", "its process could not be reused: no environment")
     assert not follow.scheduler.active()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reserved"),
+    [
+        ({}, {"CPU": 1}),
+        ({"scale.workers": 2}, {"memory": 1 << 20}),
+        ({"scale.use_gpu": True}, {"memory": 1 << 20}),
+        ({"scale.use_gpu": True, "scale.workers": 2}, {"memory": 1 << 20}),
+    ],
+)
+def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
+    """Its workers would wait for ever for a GPU that the process which started them holds."""
+    _, _, config = suggested(**changes)
+    assert _reserved(config).bundles == [reserved]
 
 
 @pytest.mark.smoke
@@ -100,3 +123,18 @@ def test_trials_of_several_sizes_all_end(digits: str, tmp_path: Path) -> None:
     arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
     frontier = run_sweep(Sweep(base=base, arms=arms))
     assert {p.arm: p.status for p in frontier.points} == dict.fromkeys(arms, "finished")
+
+
+@pytest.mark.slow  # four attempts
+@pytest.mark.usefixtures("no_cluster")
+def test_a_trial_with_a_gpu_gets_it_for_its_worker(digits: str, tmp_path: Path) -> None:
+    """Ray counts one GPU. Where there is none, each attempt fails in its worker and frees what it held."""
+    ray.init("local", num_cpus=2, num_gpus=1, logging_level="error", log_to_driver=False)
+    changes = {"name": "gpu", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
+    base = override(RunConfig(), changes | {"model.moe": None, "scale.use_gpu": True})
+    tracker = BudgetTracker(Budget(), str(tmp_path))
+    run = SweepRun(Sweep(base=base, arms={"a": {}}), tracker, RunToCompletion())
+    run.work()
+    outcome = run.outcomes()["a"]
+    assert isinstance(outcome, Result) if torch.cuda.is_available() else "no GPUs found" in str(outcome)
+    assert ray.available_resources()["GPU"] == 1

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from ray.exceptions import RayError
@@ -18,6 +20,7 @@ from ray.exceptions import RayError
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
 from orchestrator.training.fit import (
@@ -33,6 +36,7 @@ from orchestrator.training.fit import (
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import run_directory
 from orchestrator.training.worker import Report
+from tests.parts import png
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -56,10 +60,10 @@ def to_file(path: Path) -> Report:
     return report
 
 
-def trained(run: RunConfig, path: Path, *, inline: bool, **changes: object) -> dict[int, tuple[float, ...]]:
+def trained(run: RunConfig, path: Path, **changes: object) -> dict[int, tuple[float, ...]]:
     """Loss, gradient norm and fingerprint of what was read, as reported and as in the run's directory."""
     run = override(run, changes)
-    fit(run, to_file(path), inline=inline)
+    fit(run, to_file(path))
     reported = dict(map(json.loads, path.read_text().splitlines()))
     written = {row.step: row.metrics for row in read_metrics(run_directory(run))}
     assert reported == written
@@ -90,10 +94,8 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
 def test_two_workers_equal_one(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
     run = override(run, {"train.steps": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
-    two = trained(
-        run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2}
-    )
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
+    two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2, "scale.ep": 2})
     assert_same(alone, two)
 
 
@@ -101,11 +103,11 @@ def test_two_workers_equal_one(run, tmp_path):
 def test_a_worker_is_killed(run, tmp_path):
     """Half-way: the losses of one undisturbed process."""
     run = override(run, {"train.steps": 120, "checkpoint.every": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     log = tmp_path / "two.jsonl"
     killer = kill_a_worker(lambda: log.exists() and len(log.read_text().splitlines()) > 45)
-    two = trained(run, log, inline=False, name="two", **{"scale.workers": 2, "scale.ep": 2})
+    two = trained(run, log, name="two", **{"scale.workers": 2, "scale.ep": 2})
     killer.join(timeout=1)
     assert not killer.is_alive()
     reported = [json.loads(line)[0] for line in log.read_text().splitlines()]
@@ -116,9 +118,9 @@ def test_a_worker_is_killed(run, tmp_path):
 @pytest.mark.slow  # workers of its own
 def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     run = override(run, {"train.steps": 10})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
-    quarter = trained(run, tmp_path / "q.jsonl", inline=True, name="quarter", **{"train.microbatch": 16})
-    two = trained(run, tmp_path / "two.jsonl", inline=False, name="two", **{"scale.workers": 2})
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
+    quarter = trained(run, tmp_path / "q.jsonl", name="quarter", **{"train.microbatch": 16})
+    two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2})
     assert_same(alone, quarter)
     assert_same(alone, two)
 
@@ -126,7 +128,7 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
     """Checkpoints fall between reports, and the crash between both."""
     run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4})
-    alone = trained(run, tmp_path / "alone.jsonl", inline=True, name="alone")
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     def crash_at_15(step: int, metrics: dict[str, float]) -> None:
         if step == 15:
@@ -135,19 +137,31 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
 
     resumed = override(run, {"name": "resumed"})
     with pytest.raises(RuntimeError, match="unplugged"):
-        fit(resumed, crash_at_15, inline=True)
-    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl", inline=True))
+        fit(resumed, crash_at_15)
+    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl"))
 
 
 def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
     run = override(run, {"data.path": str(copy), "train.steps": 2})
-    fit(run, lambda step, metrics: None, inline=True)
+    fit(run, lambda step, metrics: None)
     manifest = copy / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"0"', '"zero"'))
     with pytest.raises(UsageError, match="changed since"):
-        fit(run, lambda step, metrics: None, inline=True)
+        fit(run, lambda step, metrics: None)
+
+
+def test_a_validation_set_that_cannot_be_decoded_is_listed(run, tmp_path):
+    """The evaluation has no image to average over, and the limit on bad images ends the run."""
+    samples = [Sample(png(np.full((8, 8), n)), n % 10, f"grey-{n}") for n in range(44)]
+    bad = [sample._replace(image=sample.image[:30]) for sample in samples[40:]]
+    path = str(tmp_path / "data")
+    write_shards(path, map(str, range(10)), {"train": samples[:40], "val": bad})
+    run = override(run, {"data.path": path, "data.batch_size": 8, "train.steps": 2})
+    with pytest.raises(UsageError, match=r"4 of 40 images cannot be decoded") as e:
+        fit(run, lambda step, metrics: None)
+    assert all(f"grey-{n}: " in str(e.value) for n in range(40, 44))
 
 
 @pytest.mark.slow
@@ -161,7 +175,7 @@ def test_a_shard_that_changed_ends_the_run_at_once(run, tmp_path, digits):
         shard.write_bytes(content)
     run = override(run, {"data.path": str(copy), "train.steps": 5, "scale.workers": 2})
     with pytest.raises(UsageError, match=r"^shard .*parquet changed since it was packed"):
-        fit(run, lambda step, metrics: None, inline=False)
+        fit(run, lambda step, metrics: None)
 
 
 @pytest.mark.slow  # workers of its own
@@ -174,7 +188,7 @@ def test_a_report_that_cannot_be_recorded_ends_the_run(run):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full, inline=False)
+        fit(override(run, {"train.steps": 5, "scale.workers": 2}), full)
     assert tried == [1]
 
 
@@ -212,8 +226,18 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
     monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
     start(run)
-    fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "batch_server": None})
+    fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "feeds": []})
     assert stops == [True]
+
+
+def test_workers_that_cannot_be_connected_free_their_devices():
+    """Else the next attempt waits for ever for what Ray still reserves."""
+    freed = []
+    unconnected: Any = SimpleNamespace(shutdown=lambda: freed.append("all"))
+    config = fit_file._TorchConfig(backend="gloo")
+    with pytest.raises(AttributeError):
+        config.backend_cls().on_start(unconnected, config)
+    assert freed == ["all"]
 
 
 def eight_workers(**changes: object) -> RunConfig:
@@ -238,6 +262,16 @@ def test_a_pass_is_never_larger_and_holds_whole_groups():
     wide = {"model.width": 48, "model.mlp_dim": 192}  # what six workers can share
     run = eight_workers(**{"data.batch_size": 96, "data.lanes": 48, "model.moe.images_per_group": 4}, **wide)
     assert [resize(run, workers).images_per_pass() for workers in (6, 4)] == [8, 12]
+
+
+@pytest.mark.parametrize(("mixing", "images"), [("mixup", 6), ("cutmix", 6), ("randaugment", 9)])
+def test_a_pass_holds_whole_pairs_of_mixed_images(mixing, images):
+    """90 images over 9 workers are 10 each; over 5 they are 18 each, and 9 is their largest odd divisor."""
+    changes = {"data.batch_size": 90, "data.lanes": 90, "scale.workers": 9, "train.microbatch": 10}
+    run = override(RunConfig(), changes | {"model.moe": None, f"data.{mixing}": 1})
+    small = resize(run, 5)
+    assert small
+    assert small.images_per_pass() == images
 
 
 def test_groups_of_experts_and_copies_of_the_model_shrink_when_they_must():

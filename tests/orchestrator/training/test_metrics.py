@@ -2,21 +2,24 @@
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pynvml
 import pytest
 import torch
 
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
+from orchestrator.training import metrics
 from orchestrator.training.metrics import (
     GIB,
     Meter,
     SampleTracker,
     UtilizationMonitor,
     check_bad,
+    device_sync,
     fingerprint_metric,
     write_csv,
 )
@@ -85,6 +88,55 @@ def test_load_of_a_process_that_computes_then_sleeps() -> None:
         np.frombuffer(held, dtype=np.uint8)[:] = 1
         grown = monitor.read()["perf/memory_gib"] - idle["perf/memory_gib"]
     assert 0.7 < grown < 1.2
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a CUDA context would be made")
+
+
+def test_a_cpu_run_leaves_the_gpus_of_its_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("synchronize", "utilization", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    device_sync()
+    assert UtilizationMonitor().read().keys() == {"perf/cpu_cores", "perf/memory_gib"}
+
+
+def not_supported() -> int:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def no_library() -> int:
+    raise ModuleNotFoundError("nvidia-ml-py cannot be imported")
+
+
+@pytest.mark.parametrize("utilization", [not_supported, no_library])
+def test_a_gpu_whose_utilization_cannot_be_measured(
+    utilization: Callable[[], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left out, which the log says once; the mean is over the GPUs of the workers that know theirs."""
+    cuda = {
+        "is_initialized": lambda: True,
+        "max_memory_allocated": lambda: 3 * GIB,
+        "utilization": utilization,
+    }
+    for name, function in (cuda | {"reset_peak_memory_stats": lambda: None}).items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monitor = UtilizationMonitor()
+    for _ in range(2):
+        load = monitor.read()
+        assert load["perf/gpu_memory_gib"] == 3
+        assert "perf/gpu_util" not in load
+    assert len(caplog.records) == 1
+    assert "perf/gpu_util is not reported" in caplog.text
+
+    another_worker = torch.tensor([1, 1, 5, 1, 60, 1], dtype=torch.float64)
+    monkeypatch.setattr(metrics, "sum_over_ranks", lambda values: values + another_worker)
+    load = monitor.read()
+    assert (load["perf/gpu_memory_gib"], load["perf/gpu_util"]) == (4, 60)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 20)
+    assert UtilizationMonitor().read()["perf/gpu_util"] == 40
 
 
 def batch(samples: list[int], places: list[int], bad: list[DecodeError] | None = None) -> Batch:

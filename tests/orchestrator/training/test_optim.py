@@ -17,7 +17,7 @@ from torch import nn
 from moe.layer import MoEConfig
 from moe.parallel import clip_grad_norm
 from moe.presets import PRESETS
-from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ROUTERS, MixtureConfig, RouterConfig, SoftConfig
 from moe.vit import ViT
 from orchestrator.recipe import (
     AdamWConfig,
@@ -164,13 +164,18 @@ DECAYS = {  # the last two parts of every name in a ViT whose weights decay
     "experts.w_in_EDF",
     "experts.w_out_EFD",
     "router.gate_DE",
+    "router.gate_clusters",
 }
+SOFT_ROUTING = {"router.phi_DEC", "router.scale"}
+ROUTERS_AND_VARIANTS = [
+    *(kind() for kind in ROUTERS),
+    SoftConfig(normalize="none"),
+    MixtureConfig(level="hierarchical"),
+]
 
 
 @pytest.mark.parametrize("optimizer", [AdamWConfig, SGDConfig])
-@pytest.mark.parametrize(
-    "router", [None, SoftConfig(), SoftConfig(normalize="none"), TokenChoiceConfig(), ExpertChoiceConfig()]
-)
+@pytest.mark.parametrize("router", [None, *ROUTERS_AND_VARIANTS])
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None
     model = ViT(replace(PRESETS["debug"], moe=moe, stem=None if moe else "conv"))
@@ -181,9 +186,19 @@ def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type)
     for name, param in model.named_parameters():
         ends = ".".join(name.split(".")[-2:])
         seen.add(ends)
+        assert "router" not in name or ends in DECAYS | SOFT_ROUTING, f"does {name} decay?"
         expected = 3.0 if ends == "head.weight" else 0.25 if ends in DECAYS else 0.0
         assert decay_of[id(param)] == expected, name
     assert {"position_SD", "norm1.bias", "norm_q.weight", "norm.weight", "head.bias", "qkv.weight"} <= seen
+
+
+def test_a_matrix_of_a_new_router_decays() -> None:
+    """Unknown matrices decay, unknown vectors do not."""
+    router = nn.Module()
+    router.projection_DQ, router.offset_Q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
+    built = build_optimizer(AdamWConfig(weight_decay=0.25), router)
+    decays = [(group["weight_decay"], group["params"]) for group in built.param_groups]
+    assert decays == [(0.25, [router.projection_DQ]), (0.0, [router.offset_Q])]
 
 
 def test_the_config_reaches_torch() -> None:

@@ -20,7 +20,7 @@ def profile(digits, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     changes = {"name": "run", "storage": str(home), "data.path": digits, "scale.profile_steps": STEPS}
     changes |= {"train.steps": SKIPPED + STEPS + 4, "train.report_every": 4, "checkpoint.every": 4}
-    fit(override(RunConfig(), changes), lambda step, metrics: None, inline=True)
+    fit(override(RunConfig(), changes), lambda step, metrics: None)
     rows = csv.DictReader((home / "run" / TABLE).read_text().splitlines())
     return home / "run", {row["part"]: float(row["ms_per_step"]) for row in rows}
 

@@ -14,9 +14,11 @@ from orchestrator.training import resources
 from orchestrator.training.resources import (
     DECLARED,
     check_resources,
+    is_inline,
     most_resources,
     on_every_node,
     placement,
+    run_resources,
 )
 
 pytestmark = pytest.mark.usefixtures("cluster")  # of two CPUs
@@ -38,6 +40,21 @@ def test_too_many_workers_are_refused_with_the_arithmetic(monkeypatch):
         check_resources(GPUS)
     monkeypatch.setenv(DECLARED, json.dumps({"CPU": 8, "GPU": 4}))
     check_resources(GPUS)  # before its nodes are up
+
+
+@pytest.mark.parametrize(
+    ("workers", "use_gpu", "inline", "need"),
+    [
+        (1, False, True, {"CPU": 1}),
+        (2, False, False, {"CPU": 2}),
+        (1, True, False, {"GPU": 1, "CPU": 2}),
+        (4, True, False, {"GPU": 4, "CPU": 5}),
+    ],
+)
+def test_only_one_worker_without_a_gpu_reads_its_own_data(workers, use_gpu, inline, need):
+    run = override(RunConfig(), {"scale.workers": workers, "scale.use_gpu": use_gpu})
+    assert is_inline(run) == inline
+    assert run_resources(run) == need
 
 
 def test_nodes_that_do_not_answer_share_one_time_limit(monkeypatch):

@@ -43,7 +43,7 @@ class Training(threading.Thread):
 
     def run(self) -> None:
         try:
-            fit(self.run_config, self._report, inline=False)
+            fit(self.run_config, self._report)
         except BaseException as error:
             self.error = error
 
@@ -76,7 +76,7 @@ def worker_nodes() -> list[str]:
 
 def undisturbed(run: RunConfig) -> dict[str, Any]:
     reports: list[tuple[int, float]] = []
-    fit(run, lambda step, metrics: reports.append((step, metrics["train/loss"])), inline=True)
+    fit(run, lambda step, metrics: reports.append((step, metrics["train/loss"])))
     return {"reports": reports}
 
 

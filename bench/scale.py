@@ -1,0 +1,151 @@
+"""What a node pays at the size of the largest data sets, without their images.
+
+  python bench/scale.py [--out FILE]
+
+`cache`: seconds to add a file to the node's cache when it holds 100 files, and when it holds 1,000,000.
+`data set`: 4 billion images in 100,000 shards. The manifest is real; the index is a sparse file of 96 GB,
+with records where the measured steps read; all shards are one file with one JPEG. A process of its own
+measures time and memory of the manifest, the first batch, and the batches around the end of the epoch.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.images import draw  # noqa: E402 - the path comes first
+from bench.provenance import provenance  # noqa: E402
+from orchestrator.codec import override  # noqa: E402
+from orchestrator.config import RunConfig  # noqa: E402
+from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached  # noqa: E402
+from orchestrator.data.index import RECORD  # noqa: E402
+from orchestrator.data.manifest import Manifest, Shard, save_manifest  # noqa: E402
+from orchestrator.data.stream import Stream, in_process, open_stream  # noqa: E402
+
+SHARDS, ROWS = 100_000, 40_000
+BATCH, LANES = 512, 512
+EPOCH_STEPS = SHARDS * ROWS // BATCH
+STEPS = (0, 1, EPOCH_STEPS - 1, EPOCH_STEPS)
+ADDED = 300  # files whose adding is timed
+Record = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default=str(ROOT / "bench/results/scale.json"))
+    parser.add_argument("--read", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.read:
+        print(json.dumps(measure_reading(args.read)))
+        return
+    result = provenance("numpy", "pyarrow", "torch", "torchvision")
+    result["cache"] = {str(n): measure_cache(n) for n in (100, 1_000_000)}
+    with tempfile.TemporaryDirectory() as folder:
+        make_data_set(folder)
+        command = [sys.executable, __file__, "--read", folder]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    result["data set"] = json.loads(answer)
+    print(json.dumps(result, indent=1))
+    Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure_cache(files: int) -> Record:
+    """Adds files of a byte to a cache that holds `files`: below its limit, and the one that exceeds it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE_FOLDER] = folder
+        for number in range(files):
+            Path(folder, f"old-{number}").write_bytes(b"x")
+        Path(folder, TOTAL).write_text(str(files))
+        found = {}
+        for what, number in (("below the limit", ADDED), ("tenth freed", 1)):
+            began, cpu = time.perf_counter(), time.process_time()
+            for n in range(number):
+                cached(f"{what}-{n}", 1, write_byte, limit=files + ADDED).close()
+            found[f"{what}: ms per file"] = 1000 * (time.perf_counter() - began) / number
+            found[f"{what}: CPU ms per file"] = 1000 * (time.process_time() - cpu) / number
+        return found
+
+
+def write_byte(to: BinaryIO) -> None:
+    to.write(b"x")
+
+
+def make_data_set(folder: str) -> None:
+    jpeg = draw(0)
+    Path(folder, "train").mkdir()
+    Path(folder, "shard").write_bytes(jpeg)
+    shard = Shard(path="shard", rows=ROWS, bytes=len(jpeg), sha256="0" * 64)
+    # As many names as shards, which all lead to one file.
+    shards = tuple(replace(shard, path=f"train/..{'/' * (1 + n % 50)}shard") for n in range(SHARDS))
+    val = replace(shard, rows=1)
+    index = {"train": "0" * 64, "val": "0" * 64}
+    splits = {"train": shards, "val": (val,)}
+    save_manifest(folder, Manifest(classes=("a", "b"), splits=splits, index=index, val_majority=1))
+    with Path(folder, "train.index").open("wb") as file:
+        file.truncate(SHARDS * ROWS * RECORD.itemsize)
+    stream = open_stream(config(folder), "train", 0, 1)
+    records = stream.data.records("train", np.zeros(1, int), np.zeros(1, int))
+    records["size"] = len(jpeg)
+    with Path(folder, "train.index").open("r+b") as file:
+        for step in STEPS:
+            for place in _positions(stream, step):
+                os.pwrite(file.fileno(), records.tobytes(), int(place) * RECORD.itemsize)
+
+
+def _positions(stream: Stream, step: int) -> list[int]:
+    assert stream.plan
+    places = stream.plan.locate(*stream.plan.slots(step, range(LANES)))
+    return (places.shard * ROWS + places.row).tolist()
+
+
+def config(folder: str) -> RunConfig:
+    changes = {"data.path": folder, "data.batch_size": BATCH, "data.lanes": LANES, "model.image_size": 224}
+    return override(RunConfig(), changes)
+
+
+def measure_reading(folder: str) -> Record:
+    found: Record = {"manifest MB": Path(folder, "manifest.json").stat().st_size / 1e6}
+    process = psutil.Process()
+    run = config(folder)
+
+    def timed(name: str, step: int | None) -> None:
+        before, began, cpu = _anonymous(process), time.perf_counter(), time.process_time()
+        stream = open_stream(run, "train", 0, 1)
+        if step is not None:
+            (batch,) = in_process(stream, range(step, step + 1))
+            assert batch.valid.all()
+            del batch
+        found[f"{name}: s"] = time.perf_counter() - began
+        found[f"{name}: CPU s"] = time.process_time() - cpu
+        found[f"{name}: MB more"] = (_anonymous(process) - before) / 1e6
+
+    timed("start", None)
+    timed("first batch", 0)
+    timed("another batch", 1)
+    timed("last batch of the epoch", EPOCH_STEPS - 1)
+    timed("first batch of the next epoch", EPOCH_STEPS)
+    return found
+
+
+def _anonymous(process: psutil.Process) -> int:
+    """Returns the memory of the process that no file backs, in bytes."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+if __name__ == "__main__":
+    main()

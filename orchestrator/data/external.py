@@ -1,0 +1,97 @@
+"""Tars and parquet files of other projects: indexed, they are trained on where they lie."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from orchestrator import storage
+from orchestrator.data.formats import index_file
+from orchestrator.data.index import IndexedShard, records_of, write_index
+from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.samples import (
+    Execute,
+    Part,
+    Table,
+    shards_at,
+    splits_of,
+    warn_if_sorted,
+    with_progress,
+)
+from orchestrator.errors import UsageError
+
+VAL_FRAC = 0.1  # of the samples, if no file is for validation
+SHOWN = 5  # samples left out, in the log
+
+log = logging.getLogger(__name__)
+
+
+def index_external_shards(path: str, root: str, *, execute: Execute = map) -> str:
+    """Returns the data set, below `root`, of the tars and parquet files in the folder `path`, local or on S3.
+
+    ``train`` and ``val`` are folders in it, or words in the files' names; else a tenth of the samples is for
+    validation. A listing that changed gives another data set. `execute` runs the indexing of files.
+
+    Raises:
+        UsageError: if there are no such files, a file is damaged, or labels or splits do not fit together.
+    """
+    path = storage.absolute(path).rstrip("/")
+    if storage.size(path) is not None:
+        raise UsageError(f"no data set at {path}: it is a file; name the folder of the shards")
+    try:
+        folder, sizes = shards_at(path, ".tar", ".parquet")
+    except UsageError as error:
+        raise UsageError(
+            f"no data set at {path}: no manifest.json, and {error}; pack one with jobs/pack_shards.py"
+        ) from None
+    digest = hashlib.sha256(json.dumps([folder, sizes], sort_keys=True).encode()).hexdigest()
+    data_set = storage.join(root, "data", "indexed", f"{folder.rpartition('/')[2]}-{digest[:12]}")
+    if not has_manifest(data_set):
+        log.info("reading %d shards of %s once", len(sizes), folder)
+        splits = {storage.join(folder, name): split for name, split in splits_of(sizes, folder).items()}
+        parts = with_progress(execute(index_file, list(splits)), len(splits), "indexed")
+        table = Table(parts, splits, VAL_FRAC)
+        _check_classes(table, folder)
+        save_manifest(data_set, _write(data_set, table))
+        log.info("the %d samples of %s are indexed in %s", len(table.labels), path, data_set)
+    return data_set
+
+
+def _check_classes(table: Table, folder: str) -> None:
+    """Logs what was left out and whether the shards are sorted by class. Raises UsageError for validation
+    images of a class without training images.
+    """
+    if table.skipped:
+        log.warning("%d samples are left out: %s", len(table.skipped), "; ".join(table.skipped[:SHOWN]))
+    hint = "pack it with jobs/pack_shards.py, which mixes them"
+    warn_if_sorted(table.neighbours(), folder, hint)
+    alone = np.setdiff1d(table.labels[table.is_val], table.labels[~table.is_val])
+    if len(alone):
+        named = ", ".join(table.classes[label] for label in alone[:SHOWN])
+        raise UsageError(
+            f"{folder} has validation images of {len(alone)} classes without training images ({named}):"
+            " they could not be learned"
+        )
+
+
+def _write(data_set: str, table: Table) -> Manifest:
+    splits: dict[str, tuple[Shard, ...]] = {}
+    index = {}
+    for split in ("train", "val"):
+        shards: list[Shard] = []
+        index[split] = write_index(data_set, split, _noting(table.parts(split), shards))
+        splits[split] = tuple(shards)
+    most = int(np.bincount(table.labels[table.is_val]).max())
+    return Manifest(classes=table.classes, splits=splits, index=index, val_majority=most)
+
+
+def _noting(parts: Iterator[Part], shards: list[Shard]) -> Iterator[IndexedShard]:
+    """Yields the samples of files, and appends the files to `shards`."""
+    for part in parts:
+        assert part.shard
+        shards.append(replace(part.shard, rows=len(part.keys)))
+        offsets, sizes = zip(*part.places, strict=True)
+        yield IndexedShard(records_of(offsets, sizes, part.labels, part.keys), part.keys)
