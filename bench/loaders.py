@@ -153,7 +153,7 @@ def ours_by_ray_data(job: Job) -> Times:
         logging_level="error",
     )
     initialised = time.perf_counter()
-    read = ray_data.by_ray_data(ray_data.BatchServer.remote())
+    read = ray_data.by_ray_data([ray_data.BatchServer.remote()])
     for _ in read(open_stream(run_of(job), "train", 0, 1), range(1)):
         pass
     ready = time.perf_counter()

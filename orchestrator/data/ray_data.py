@@ -1,8 +1,8 @@
-"""Loading by Ray Data: one execution for all workers of a run decodes on any free CPU of the cluster.
+"""Loading by Ray Data: any free CPU of the cluster decodes for all workers of a run.
 
-An actor, the batch server, runs the execution and hands out references to blocks: images go from the task
-that decoded them to the worker that trains on them, and not through the actor. docs/data.md has measurements
-of other designs.
+An actor, the batch server, runs Ray Data's executions and hands out references to blocks: images go from the
+task that decoded them to the worker that trains on them, and not through the actor. A server with its
+executions is a feed; a large run has several. docs/data.md has measurements of this and of other designs.
 """
 
 import asyncio
@@ -10,80 +10,66 @@ import json
 import logging
 import pickle
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 import ray.data
 from ray.data.block import BlockAccessor
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, Traffic, join
-from orchestrator.data.stream import Reader, Split, Stream, open_stream
+from orchestrator.data.read_plan import Part, ReadPlan
+from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
-CHUNK_BYTES = 32 << 20  # decoded images per task: small enough to stream, large enough to pay for the task
-CHUNK_IMAGES = 512  # the most images per task
+WORKERS_PER_FEED = 8
 BLOCKS_AHEAD = 2  # blocks that a worker asks for before it needs them
-READY_BLOCKS = 3  # blocks per worker that are decoded and not yet fetched
-TASKS_PER_CPU = 8  # tasks of one execution, which bound what is decoded before it is asked for
+READY_BLOCKS = 3  # blocks per worker, beside those of the tasks, that are decoded and not yet asked for
+TASK_S = 30.0  # a task that is lost with its node repeats as much at most
+BLOCKS_PER_TASK = 2  # the images of one block are read while another is decoded
+IDLE_S = 10.0  # a task whose blocks have no room for longer ends
+WARN_S = 60.0  # a worker that waits for longer says so
 
 ARRAYS = PartialBatch._fields[:-2]
-Part = tuple[int, range]  # a step, and slots of a worker's share of it
+Task = tuple[int, int]  # an execution, and a task's number in it
+log = logging.getLogger(__name__)
 
 
-class ReadPlan(NamedTuple):
-    """The steps of a split that all workers of a run read together."""
+def start_feeds(run: RunConfig, strategy: Any) -> list[Any]:
+    """Starts the batch servers of a run, one for `WORKERS_PER_FEED` workers.
 
-    run: RunConfig
-    split: Split
-    start: int
-    stop: int
-    workers: int
-
-    def chunk_count(self) -> int:
-        """Returns the number of tasks that one worker's share of the steps is cut into."""
-        parts, steps_each = self._cut()
-        return -(-(self.stop - self.start) // steps_each) * len(parts)
-
-    def chunk(self, number: int) -> list[Part]:
-        """Returns what one task decodes: several steps of a worker's share, or a part of one step."""
-        parts, steps_each = self._cut()
-        group, part = divmod(number, len(parts))
-        first = self.start + group * steps_each
-        return [(step, parts[part]) for step in range(first, min(first + steps_each, self.stop))]
-
-    def _cut(self) -> tuple[list[range], int]:
-        """Returns the parts of a worker's share of a step, and the steps per chunk: 1 if there are several
-        parts.
-
-        Parts have even sizes, because images are mixed in pairs.
-        """
-        images = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * self.run.model.image_size**2))
-        share = self.run.data.batch_size // self.workers
-        size = min(share, max(2, images // 2 * 2))
-        parts = [range(first, min(first + size, share)) for first in range(0, share, size)]
-        return parts, max(1, images // share)
+    A single server is placed by `strategy`, several are spread over the nodes, whose CPUs they share.
+    """
+    nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    whole = fetches_whole_shards(run, nodes=max(1, nodes))
+    feeds = -(-run.scale.workers // WORKERS_PER_FEED)
+    place = BatchServer.options(scheduling_strategy=strategy if feeds == 1 else "SPREAD")
+    return [place.remote(max(1, _cpus() // feeds), whole=whole) for _ in range(feeds)]
 
 
-def by_ray_data(server: Any) -> Reader:
-    """Returns a reader of batches from `server`, a `BatchServer` that all workers of a run share."""
+def by_ray_data(feeds: Sequence[Any]) -> Reader:
+    """Returns a reader of batches from a run's `BatchServer`s, each of which serves neighbouring ranks."""
 
     def read(stream: Stream, steps: range) -> Iterator[Batch]:
-        plan = ReadPlan(stream.run, stream.split, steps.start, steps.stop, stream.workers)
-        number = _get(server.join.remote(plan, stream.rank))
-        tasks = iter(range(stream.rank, plan.chunk_count() * stream.workers, stream.workers))
-        asked = deque(server.block.remote(number, task) for task in islice(tasks, BLOCKS_AHEAD))
+        each = -(-stream.workers // len(feeds))
+        server, first = feeds[stream.rank // each], stream.rank // each * each
+        ranks = range(first, min(first + each, stream.workers))
+        plan = ReadPlan(stream.run, stream.split, steps.start, steps.stop, stream.workers, ranks)
+        reading = _get(server.join.remote(plan, stream.rank))
+        numbers = iter(range(ranks.index(stream.rank), plan.block_count(), len(ranks)))
+        asked = deque(server.block.remote(reading, number) for number in islice(numbers, BLOCKS_AHEAD))
         parts: list[PartialBatch] = []
         for chunk in range(plan.chunk_count()):
-            (block,) = _get(asked.popleft())
-            asked.extend(server.block.remote(number, task) for task in islice(tasks, 1))
-            for slots, part in _unpacked(plan.chunk(chunk), _get(block)):
+            (block,) = _wait(asked.popleft())
+            asked.extend(server.block.remote(reading, number) for number in islice(numbers, 1))
+            number = chunk * len(ranks) + ranks.index(stream.rank)
+            for slots, part in _unpacked(number, plan.chunk(chunk), _get(block)):
                 parts.append(part)
                 if slots.stop == stream.share():
                     yield join(parts)
@@ -94,41 +80,51 @@ def by_ray_data(server: Any) -> Reader:
 
 @ray.remote(num_cpus=0)
 class BatchServer:
-    """Executes the read plans of one run, one plan of each split at a time.
+    """Executes the read plans of the workers of a feed, one plan of each split at a time.
 
     A plan begins when all workers have joined it, and ends the plan before it: workers that were restarted
     join again.
     """
 
-    def __init__(self, tasks_each: int | None = None) -> None:
-        """`tasks_each`: tasks per execution of Ray Data."""
-        self._tasks_each = tasks_each or TASKS_PER_CPU * _cpus()
+    def __init__(self, tasks: int | None = None, *, whole: bool = False, task_s: float = TASK_S) -> None:
+        """`tasks`: the most tasks that decode at the same time, one per CPU of the cluster by default, for
+        `task_s` each. `whole`: see `stream.fetches_whole_shards`.
+        """
+        self._tasks, self._whole, self._task_s = tasks or _cpus(), whole, task_s
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # Ray Data logs many lines per execution
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         # Imports and Ray Data's first execution take seconds; they run while the workers start.
-        self._imports = [_import_all.remote() for _ in range(_cpus())]
+        self._imports = [_import_all.remote() for _ in range(self._tasks)]
         threading.Thread(target=_first_execution, daemon=True).start()
         self._numbers = count()
         self._joined: dict[ReadPlan, tuple[set[int], asyncio.Event, int]] = {}
-        self._running: dict[int, _Execution] = {}
+        self._running: dict[int, _Reading] = {}
 
     async def join(self, plan: ReadPlan, rank: int) -> int:
-        """Returns the number of the plan's execution, once all workers have joined."""
+        """Returns the number of the plan's reading, once all workers of the feed have joined."""
         ranks, complete, number = self._joined.setdefault(plan, (set(), asyncio.Event(), next(self._numbers)))
         ranks.add(rank)
-        if len(ranks) == plan.workers:
+        if len(ranks) == len(plan.ranks):
             del self._joined[plan]
             for other in [n for n, running in self._running.items() if running.plan.split == plan.split]:
                 self._running.pop(other).close()
-            self._running[number] = _Execution(plan, self._tasks_each, asyncio.get_running_loop())
+            for running in self._running.values():
+                running.pause()
+            claim = partial(ray.get_runtime_context().current_actor.claim.remote, number)
+            self._running[number] = _Reading(plan, claim, self._tasks, self._task_s, self._whole)
             complete.set()
         await complete.wait()
         return number
 
-    async def block(self, number: int, task: int) -> list[Any]:
-        """Returns a reference to the images of a task. Raises UsageError for shards that have changed."""
-        return await self._running[number].block(task)
+    async def block(self, number: int, block: int) -> list[Any]:
+        """Returns a reference to a block. Raises UsageError for shards that have changed."""
+        return await self._running[number].block(block)
+
+    async def claim(self, number: int, task: Task, place: int) -> int | None:
+        """Returns the block that a task makes as its `place`th, None if the task ends there."""
+        running = self._running.get(number)
+        return await running.claim(task, place) if running else None
 
 
 @ray.remote(num_cpus=0)
@@ -140,84 +136,178 @@ def _first_execution() -> None:
     ray.data.range(1).map_batches(lambda ids: ids, num_cpus=0.01).materialize()
 
 
-class _Execution:
-    """A plan in execution. A few decoded blocks at a time wait for their workers."""
+class _Reading:
+    """A plan that is being read, by a few long tasks of Ray Data.
 
-    def __init__(self, plan: ReadPlan, tasks_each: int, loop: asyncio.AbstractEventLoop) -> None:
+    A task asks for each block that it makes. Blocks are given out in their order, and only while there is
+    room: what is decoded ahead is bounded, the next block that a worker needs is always being made, and any
+    number of the tasks may run. A task that waits for room does so in `ray.get`, which frees its CPU, for
+    instance for validation.
+    """
+
+    def __init__(
+        self, plan: ReadPlan, claim: Callable[..., Any], tasks: int, task_s: float, whole: bool
+    ) -> None:
         self.plan = plan
-        self._tasks_each = tasks_each
-        self._loop = loop
-        self._blocks: defaultdict[int, asyncio.Future[Any]] = defaultdict(loop.create_future)
+        self._claim, self._task_s, self._whole = claim, task_s, whole
+        self._tasks = min(tasks, plan.block_count())
+        self._loop = asyncio.get_running_loop()
+        self._window = READY_BLOCKS * len(plan.ranks) + BLOCKS_PER_TASK * self._tasks
+        self._room = self._window  # blocks that may be claimed before another is handed out
+        self._waiting: deque[asyncio.Future[bool]] = deque()  # tasks that wait for room
+        self._executions, self._running_tasks = count(), 0
+        self._claimed: defaultdict[Task, list[int | None]] = defaultdict(list)
+        self._begun: dict[Task, float] = {}
+        self._made: Counter[Task] = Counter()
+        self._next = 0  # block to be claimed
+        self._blocks: defaultdict[int, asyncio.Future[Any]] = defaultdict(self._loop.create_future)
         self._failed: Exception | None = None
-        self._room = threading.Semaphore(READY_BLOCKS * plan.workers)
         self._closed = False
-        threading.Thread(target=self._run, daemon=True).start()
+        self._start_tasks()
 
     def close(self) -> None:
         self._closed = True
-        self._room.release()
+        self.pause()
 
-    async def block(self, task: int) -> list[Any]:
-        if self._failed and task not in self._blocks:
+    def pause(self) -> None:
+        """Ends the tasks that wait for room, so that their processes can read another plan."""
+        while self._waiting:
+            _resolve(self._waiting.popleft(), False)
+
+    async def block(self, block: int) -> list[Any]:
+        if self._failed and block not in self._blocks:
             raise self._failed
-        block = await self._blocks[task]
-        del self._blocks[task]
-        self._room.release()
-        return [block]
+        reference = await self._blocks[block]
+        del self._blocks[block]
+        self._free_room()
+        self._start_tasks()
+        return [reference]
 
-    def _run(self) -> None:
+    async def claim(self, task: Task, place: int) -> int | None:
+        """A task that is repeated, because its node was lost, gets the same blocks again."""
+        claimed, begun = self._claimed[task], self._begun.setdefault(task, self._loop.time())
+        in_time = place == 0 or self._loop.time() < begun + self._task_s
+        if (
+            place == len(claimed)
+            and in_time
+            and self._next < self.plan.block_count()
+            and await self._has_room()
+        ):
+            # While the task waited, its repetition may have claimed the same.
+            if place < len(claimed) or self._next == self.plan.block_count():
+                self._free_room()
+            else:
+                claimed.append(self._next)
+                self._next += 1
+        if place == len(claimed):
+            claimed.append(None)
+            self._running_tasks -= 1
+            self._start_tasks()
+        return claimed[place]
+
+    async def _has_room(self) -> bool:
+        if self._room and not self._closed:
+            self._room -= 1
+            return True
+        waiting = self._loop.create_future()
+        self._waiting.append(waiting)
+        self._loop.call_later(0 if self._closed else IDLE_S, _resolve, waiting, False)
+        return await waiting
+
+    def _free_room(self) -> None:
+        while self._waiting:
+            if _resolve(self._waiting.popleft(), True):
+                return
+        self._room += 1
+
+    def _start_tasks(self) -> None:
+        """Starts an execution in place of tasks that have ended, if there is room for their blocks."""
+        left = self.plan.block_count() - self._next
+        tasks = min(self._tasks - self._running_tasks, left)
+        if (
+            self._room
+            and left
+            and self._running_tasks <= self._tasks // 2
+            and not (self._closed or self._failed)
+        ):
+            self._running_tasks += tasks
+            # Blocks that are twice the window back have been read: they cannot be lost any more.
+            for task, claimed in list(self._claimed.items()):
+                if claimed[-1:] == [None] and max(claimed[-2:-1], default=0) < self._next - 2 * self._window:
+                    del self._claimed[task], self._begun[task], self._made[task]
+            threading.Thread(target=self._execute, args=(next(self._executions), tasks), daemon=True).start()
+
+    def _execute(self, execution: int, tasks: int) -> None:
+        plan, claim, whole = self.plan, self._claim, self._whole
+
+        def decode(ids: Any) -> Iterator[Any]:
+            yield from _decoded(plan, partial(claim, (execution, int(ids["id"][0]))), whole)
+
+        dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
+        context = dataset.context
+        context.raise_original_map_exception = True
+        # Blocks of a single row are neither split nor joined.
+        context.target_max_block_size = 8
+        context.execution_no_progress_timeout_s = -1
+        # The room bounds the tasks. While one of them waits, Ray Data looks for blocks only every 0.1 s, and
+        # would let the others make two between.
+        context._max_num_blocks_in_streaming_gen_buffer = None
+        # Ray Data's budgets wait for a coordinator that runs every 20 s; until then one task runs at a time.
+        context.set_config("backpressure_policies.enabled", [])
         try:
-            for task, block in enumerate(_blocks(self.plan, self._tasks_each)):
-                self._room.acquire()
-                if self._closed:
-                    return
-                self._loop.call_soon_threadsafe(self._arrived, task, block)
+            for bundle in dataset.iter_internal_ref_bundles():
+                for entry in bundle.blocks:
+                    if self._closed:
+                        return
+                    stats = entry.metadata.exec_stats
+                    assert stats
+                    task = (execution, stats.task_idx)
+                    self._loop.call_soon_threadsafe(self._arrived, task, entry.ref)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._fail, _cause(error))
 
-    def _arrived(self, task: int, block: Any) -> None:
-        self._blocks[task].set_result(block)
+    def _arrived(self, task: Task, block: Any) -> None:
+        """A task's blocks arrive in the order in which it claimed them."""
+        number = self._claimed[task][self._made[task]]
+        self._made[task] += 1
+        # A task that makes no block yields an empty one.
+        if number is not None:
+            self._blocks[number].set_result(block)
 
     def _fail(self, error: Exception) -> None:
         self._failed = error
+        self.close()
         for waiting in self._blocks.values():
             if not waiting.done():
                 waiting.set_exception(error)
 
 
-def _blocks(plan: ReadPlan, size: int) -> Iterator[Any]:
-    """Yields references to blocks: chunk 0 of all workers, chunk 1 of all workers, ..
+def _resolve(future: asyncio.Future[bool], result: bool) -> bool:
+    """Returns whether the future was still open."""
+    if open := not future.done():
+        future.set_result(result)
+    return open
 
-    Each execution runs `size` tasks. The next execution starts while the last quarter of the one before it is
-    decoded.
+
+def _decoded(plan: ReadPlan, claim: Callable[[int], Any], whole: bool) -> Iterator[Any]:
+    """Yields the blocks that a task claims. Begins to read the images of a block before it decodes the block
+    before it.
     """
-    tasks = plan.chunk_count() * plan.workers
-    with ThreadPoolExecutor(1) as starter:
-        following = starter.submit(_execute, plan, range(min(size, tasks)))
-        for first in range(0, tasks, size):
-            execution = following.result()
-            for done, bundle in enumerate(execution, start=first + 1):
-                if done == min(first + size * 3 // 4, tasks) and first + size < tasks:
-                    following = starter.submit(
-                        _execute, plan, range(first + size, min(first + 2 * size, tasks))
-                    )
-                for entry in bundle.blocks:
-                    yield entry.ref
-
-
-def _execute(plan: ReadPlan, tasks: range) -> Iterator[Any]:
-    def decode(ids: Any) -> Any:
-        chunk, rank = divmod(tasks[int(ids["id"][0])], plan.workers)
-        stream = open_stream(plan.run, plan.split, rank, plan.workers)
-        fetched = [stream.fetch(step, slots) for step, slots in plan.chunk(chunk)]
-        return _packed([stream.decode(part) for part in fetched])
-
-    dataset = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(decode, batch_size=None)
-    dataset.context.raise_original_map_exception = True
-    dataset.context.execution_options.preserve_order = True
-    # Ray Data's budgets wait for a coordinator that runs every 20 s; until then one task runs at a time.
-    dataset.context.set_config("backpressure_policies.enabled", [])
-    return dataset.iter_internal_ref_bundles()
+    fetched: deque[tuple[int, Stream, list[Fetch]]] = deque()
+    place, asked = 1, claim(0)
+    while asked or fetched:
+        if asked and (not fetched or (len(fetched) < BLOCKS_PER_TASK and ray.wait([asked], timeout=0)[0])):
+            if (number := ray.get(asked)) is None:
+                asked = None
+                continue
+            asked = claim(place)
+            place += 1
+            rank, chunk = plan.block(number)
+            stream = open_stream(plan.run, plan.split, rank, plan.workers, whole=whole)
+            fetched.append((number, stream, [stream.fetch(step, slots) for step, slots in chunk]))
+        else:
+            number, stream, parts = fetched.popleft()
+            yield _packed(number, [stream.decode(part) for part in parts])
 
 
 def map_tasks(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
@@ -242,30 +332,48 @@ def _cpus() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 0)))
 
 
-def _packed(parts: list[PartialBatch]) -> dict[str, Any]:
-    """Returns a block with a row per slot; the first row of each part holds its decode errors and traffic."""
-    columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ARRAYS}
-    notes = [[json.dumps(part[len(ARRAYS) :])] + [""] * (len(part.label) - 1) for part in parts]
-    return columns | {"notes": [line for lines in notes for line in lines]}
+def _packed(number: int, parts: list[PartialBatch]) -> dict[str, Any]:
+    """Returns a block, a table of one row: all arrays, and each part's decode errors and traffic."""
+    joined = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
+    columns = {
+        name: (arrays[0] if len(arrays) == 1 else np.concatenate(arrays))[None]
+        for name, arrays in joined.items()
+    }
+    return columns | {"number": [number], "notes": [json.dumps([part[len(ARRAYS) :] for part in parts])]}
 
 
-def _unpacked(chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
+def _unpacked(number: int, chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
     """Yields the parts of a block: the inverse of `_packed`."""
-    columns = BlockAccessor.for_block(block).to_numpy([*ARRAYS, "notes"])
+    columns = BlockAccessor.for_block(block).to_numpy([*ARRAYS, "number", "notes"])
     assert isinstance(columns, dict)
+    assert columns["number"][0] == number, f"block {columns['number'][0]} came as block {number}"
     first = 0
-    for _, slots in chunk:
+    for (_, slots), (bad, traffic) in zip(chunk, json.loads(str(columns["notes"][0])), strict=True):
         rows = slice(first, first + len(slots))
         first = rows.stop
-        bad, traffic = json.loads(str(columns["notes"][rows][0]))
-        arrays = [columns[name][rows] for name in ARRAYS]
+        arrays = [columns[name][0][rows] for name in ARRAYS]
         errors = [DecodeError(*error) for error in bad]
         yield slots, PartialBatch._make([*arrays, errors, Traffic(*traffic)])
 
 
-def _get(reference: Any) -> Any:
+def _wait(reference: Any) -> Any:
+    """Waits for the server's answer, and logs what it waits for if that takes long."""
     try:
-        return ray.get(reference)
+        return _get(reference, WARN_S)
+    except GetTimeoutError:
+        free, cpus = (of().get("CPU", 0) for of in (ray.available_resources, ray.cluster_resources))
+        log.warning(
+            "no images for %g s: decoding needs 1 free CPU, and %g of the cluster's %g are free",
+            WARN_S,
+            free,
+            cpus,
+        )
+        return _get(reference)
+
+
+def _get(reference: Any, timeout_s: float | None = None) -> Any:
+    try:
+        return ray.get(reference, timeout=timeout_s)
     except RayTaskError as error:
         raise _cause(error) from None
 

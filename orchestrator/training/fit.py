@@ -29,7 +29,7 @@ from orchestrator.checkpoint.weights import start_report
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import check_shards, open_manifest
-from orchestrator.data.ray_data import BatchServer, by_ray_data
+from orchestrator.data.ray_data import by_ray_data, start_feeds
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
@@ -290,11 +290,11 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), REFUSED)
     storage.delete(refused)
-    server: Any = BatchServer.options(scheduling_strategy=here()).remote()
+    feeds = start_feeds(run, here())
     try:
         _Trainer(
             _train_worker_on_ray,
-            train_loop_config={"run": to_dict(run), "until": until, "batch_server": server},
+            train_loop_config={"run": to_dict(run), "until": until, "feeds": feeds},
             torch_config=_TorchConfig(
                 backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
             ),
@@ -315,7 +315,8 @@ def _train_on(run: RunConfig, until: int | None) -> None:
             raise UsageError(storage.read_bytes(refused).decode()) from None
         raise
     finally:
-        ray.kill(server)
+        for feed in feeds:
+            ray.kill(feed)
 
 
 class _Trainer(TorchTrainer):
@@ -364,7 +365,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
         train_worker(
             run,
             report=lambda step, metrics: None,
-            read=by_ray_data(config["batch_server"]),
+            read=by_ray_data(config["feeds"]),
             until=config["until"],
             should_stop=should_stop,
         )

@@ -17,7 +17,7 @@ from orchestrator.data.batch import Batch
 from orchestrator.data.index import sample_ids
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
-from orchestrator.data.ray_data import ReadPlan
+from orchestrator.data.read_plan import ReadPlan
 from orchestrator.data.stream import BATCHES_AHEAD, Split, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from tests.orchestrator.training.batches import make_batch
@@ -236,7 +236,7 @@ def test_prefetching_to_a_gpu() -> None:
 def test_chunks_of_ray_data_cover_every_slot_in_order(batch_size: int, image_size: int) -> None:
     run = override(RunConfig(), {"data.batch_size": batch_size, "model.image_size": image_size})
     for workers, steps in itertools.product((1, 2, 3), (range(0), range(5, 6), range(3, 50))):
-        plan = ReadPlan(run, "train", steps.start, steps.stop, workers)
+        plan = ReadPlan(run, "train", steps.start, steps.stop, workers, range(workers))
         parts = [part for number in range(plan.chunk_count()) for part in plan.chunk(number)]
         slots = [(step, slot) for step, part in parts for slot in part]
         assert slots == [(step, slot) for step in steps for slot in range(batch_size // workers)]

@@ -1,0 +1,270 @@
+"""Blocks and images per second that one feed gives to the workers of a run, and the CPU that this takes.
+
+  python bench/feed.py [--rounds N] [--seconds S] [--workers N] [--out FILE]
+
+Three forms are compared, in turn and with the same blocks: Ray Data with a task for every block and ordered
+executions (the form before this one), the product's feed, and plain Ray tasks that each worker submits for
+itself, some in flight. First a copy of ready bytes takes the place of decoding, of 1 kB and of 150 kB per
+image: what is left is the work of the feed. Then photograph-like JPEGs of 91 kB are decoded to 224 px.
+
+Workers are threads of this process which only receive blocks. Medians over rounds. Then the number of feeds
+is computed that 8, 64 and 512 GPUs need, if a feed's process may use 60 % of a core.
+"""
+
+import argparse
+import asyncio
+import importlib
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import ray
+import ray.data
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.images import draw, pack  # noqa: E402 - the path comes first
+from bench.provenance import provenance  # noqa: E402
+from orchestrator.codec import override  # noqa: E402
+from orchestrator.config import RunConfig  # noqa: E402
+from orchestrator.data import ray_data  # noqa: E402
+from orchestrator.data.batch import PartialBatch, Traffic  # noqa: E402
+from orchestrator.data.read_plan import ReadPlan  # noqa: E402
+from orchestrator.data.stream import open_stream  # noqa: E402
+
+CORES = os.cpu_count() or 1
+SHARE = 222  # images per worker and step: one block of 32 MiB at 224 px
+STEPS = 1 << 20
+HOOK = "bench.feed.use_ready_bytes"
+JPEGS = 200
+BUSY = 0.6  # of a core that a feed's process may use
+TASKS_PER_CPU = 8  # tasks of an execution, in the form before
+FORMS = ("short tasks", "long tasks", "plain tasks")
+PROCESSES = ("feed", "workers", "tasks", "ray")
+CASES = {"1 kB": 18, "150 kB": 224, "JPEG": 224}  # case -> pixels per side
+Record = dict[str, Any]
+
+
+class ReadyStream(NamedTuple):
+    """Stands for a stream: copies ready bytes instead of decoding."""
+
+    size: int
+
+    def fetch(self, step: int, slots: range) -> int:
+        return len(slots)
+
+    def decode(self, n: int) -> PartialBatch:
+        ints, floats = np.zeros(n, np.int64), np.zeros((n, 5), np.float32)
+        return PartialBatch(
+            _ready(n, self.size).copy(), ints, floats[:, 0], ints, ints, floats, [], Traffic()
+        )
+
+
+@lru_cache(maxsize=4)
+def _ready(images: int, size: int) -> Any:
+    return np.random.default_rng(0).integers(0, 256, (images, size, size, 3), np.uint8)
+
+
+def stream_of(run: RunConfig, split: Any, rank: int, workers: int, whole: bool = False) -> Any:
+    return (
+        open_stream(run, split, rank, workers, whole=whole)
+        if run.data.path
+        else ReadyStream(run.model.image_size)
+    )
+
+
+def use_ready_bytes() -> None:
+    """Runs once in every process that Ray starts."""
+    vars(ray_data)["open_stream"] = stream_of
+
+
+def decoded(plan: ReadPlan, number: int) -> list[PartialBatch]:
+    rank, chunk = plan.block(number)
+    stream = stream_of(plan.run, plan.split, rank, plan.workers)
+    return [stream.decode(stream.fetch(step, slots)) for step, slots in chunk]
+
+
+@ray.remote(num_cpus=0)
+class ShortTasks:
+    """The form before: a task of Ray Data for every block, executions that overlap, blocks in order."""
+
+    reading = -1
+
+    async def join(self, plan: ReadPlan, rank: int) -> int:
+        if rank == 0:
+            self.loop, self.room = asyncio.get_running_loop(), threading.Semaphore(3 * plan.workers)
+            self.blocks: Any = defaultdict(self.loop.create_future)
+            self.reading += 1
+            threading.Thread(target=self.run, args=(plan, self.reading), daemon=True).start()
+        return self.reading
+
+    async def block(self, reading: int, number: int) -> list[Any]:
+        block = await self.blocks[number]
+        del self.blocks[number]
+        self.room.release()
+        return [block]
+
+    def run(self, plan: ReadPlan, reading: int) -> None:
+        for number, reference in enumerate(self.references(plan)):
+            self.room.acquire(timeout=5)
+            if reading != self.reading:
+                return
+            self.loop.call_soon_threadsafe(lambda n, ref: self.blocks[n].set_result(ref), number, reference)
+
+    def references(self, plan: ReadPlan) -> Iterator[Any]:
+        tasks = TASKS_PER_CPU * CORES
+        with ThreadPoolExecutor(1) as starter:
+            following = starter.submit(self.execute, plan, 0, tasks)
+            for first in range(0, plan.block_count(), tasks):
+                for done, bundle in enumerate(following.result(), start=1):
+                    if done == tasks * 3 // 4:
+                        following = starter.submit(self.execute, plan, first + tasks, tasks)
+                    yield from (entry.ref for entry in bundle.blocks)
+
+    def execute(self, plan: ReadPlan, first: int, tasks: int) -> Iterator[Any]:
+        def decode(ids: Any) -> dict[str, Any]:
+            parts = decoded(plan, first + int(ids["id"][0]))
+            return {name: np.concatenate([getattr(p, name) for p in parts]) for name in ray_data.ARRAYS}
+
+        dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
+        dataset.context.enable_progress_bars = dataset.context.print_on_execution_start = False
+        dataset.context.execution_options.preserve_order = True
+        dataset.context.set_config("backpressure_policies.enabled", [])
+        return iter(dataset.iter_internal_ref_bundles())
+
+
+def by_server(server: Any, plan: ReadPlan, rank: int) -> Iterator[Any]:
+    """Yields a worker's blocks from a server of the form before, or of ours."""
+    reading = ray.get(server.join.remote(plan, rank))
+    numbers = iter(range(rank, plan.block_count(), plan.workers))
+    asked = deque(server.block.remote(reading, n) for n in islice(numbers, ray_data.BLOCKS_AHEAD))
+    while asked:
+        (block,) = ray.get(asked.popleft())
+        asked.extend(server.block.remote(reading, n) for n in islice(numbers, 1))
+        yield ray.get(block)
+
+
+def by_tasks(plan: ReadPlan, rank: int) -> Iterator[Any]:
+    """Yields a worker's blocks, made by plain tasks: together as many as a feed has room for."""
+    task, numbers = ray.remote(decoded), iter(range(rank, plan.block_count(), plan.workers))
+    ahead = ray_data.READY_BLOCKS + math.ceil(ray_data.BLOCKS_PER_TASK * CORES / plan.workers)
+    waiting = deque(task.remote(plan, n) for n in islice(numbers, ahead))
+    while waiting:
+        yield ray.get(waiting.popleft())
+        waiting.extend(task.remote(plan, n) for n in islice(numbers, 1))
+
+
+def measure(form: str, server: Any, run: RunConfig, workers: int, seconds: float) -> Record:
+    """Reads for a third of the time, and measures the rest."""
+    plan = ReadPlan(run, "train", 0, STEPS, workers, range(workers))
+    received, stop = [0] * workers, threading.Event()
+
+    def read(rank: int) -> None:
+        for block in by_server(server, plan, rank) if server else by_tasks(plan, rank):
+            del block
+            received[rank] += 1
+            if stop.is_set():
+                return
+
+    with ThreadPoolExecutor(workers) as pool:
+        done = [pool.submit(read, rank) for rank in range(workers)]
+        while not all(received):
+            time.sleep(0.1)
+        time.sleep(seconds / 3)
+        blocks, began, used = sum(received), time.perf_counter(), cpu_seconds(server)
+        time.sleep(seconds)
+        blocks, took = sum(received) - blocks, time.perf_counter() - began
+        used = {name: value - used.get(name, 0) for name, value in cpu_seconds(server).items()}
+        stop.set()
+        for one in done:
+            one.result()
+    if server:  # ends what is being read
+        empty = plan._replace(stop=0, run=override(run, {"train.seed": run.train.seed + 1}))
+        ray.get([server.join.remote(empty, rank) for rank in range(workers)])
+    images = blocks * len(plan.block(0)[1]) * SHARE
+    found = {"form": form, "images": images, "blocks_per_s": blocks / took, "images_per_s": images / took}
+    return found | {f"{name}_cpu_ms_per_block": 1000 * used.get(name, 0) / blocks for name in PROCESSES}
+
+
+def cpu_seconds(server: Any) -> dict[str, float]:
+    """Returns the CPU seconds so far of the feed's process, the workers, the tasks and Ray's daemons."""
+    feed = ray.get(server.__ray_call__.remote(lambda _: os.getpid())) if server else -1
+    found: dict[str, float] = {"workers": sum(psutil.Process().cpu_times()[:2])}
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times, title = process.cpu_times(), " ".join(process.cmdline()[:1])
+        except psutil.Error:
+            continue
+        name = "feed" if process.pid == feed else "tasks" if title.startswith("ray::") else "ray"
+        found[name] = found.get(name, 0) + times.user + times.system
+    return found
+
+
+def report(records: list[Record]) -> list[Record]:
+    """Prints the medians and their ratios, and the number of feeds; returns the latter."""
+    found: dict[tuple[str, str], Record] = {}
+    for case, form in itertools.product(CASES, FORMS):
+        rows = [record for record in records if (record["case"], record["form"]) == (case, form)]
+        of = {key: statistics.median(row[key] for row in rows) for key in rows[0] if "_per_" in key}
+        rates = "".join(f" {value:8.1f} {key}" for key, value in of.items() if "cpu" not in key)
+        cpu = "".join(f" {key.split('_')[0]} {value:.2f}" for key, value in of.items() if "cpu" in key)
+        ratio = of["blocks_per_s"] / found.get((case, FORMS[0]), of)["blocks_per_s"]
+        print(f"{case:7}{form:12}{rates}, {ratio:.2f} times short tasks; CPU ms per block:{cpu}")
+        found[case, form] = of
+    ms = found["150 kB", "long tasks"]["feed_cpu_ms_per_block"] / SHARE
+    feeds = [
+        {"gpus": gpus, "images_per_s_per_gpu": rate, "feeds": math.ceil(gpus * rate * ms / 1000 / BUSY)}
+        for gpus, rate in itertools.product((8, 64, 512), (4000, 15000))
+    ]
+    for row in feeds:
+        print(f"{row}, {-(-row['gpus'] // ray_data.WORKERS_PER_FEED)} are started")
+    return feeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--out", default=str(ROOT / "bench/results/feed.json"))
+    args = parser.parse_args()
+    result, records = provenance("numpy", "pyarrow", "ray", "torch", "torchvision"), list[Record]()
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": HOOK}
+    options: Any = {"object_store_memory": 4 << 30, "runtime_env": environment, "logging_level": "error"}
+    with tempfile.TemporaryDirectory() as folder:
+        pack(Path(folder), [draw(number) for number in range(JPEGS)], SHARE * args.workers)
+        ray.init(address="local", num_cpus=CORES, include_dashboard=False, log_to_driver=False, **options)
+        servers = {"short tasks": ShortTasks.remote(), "long tasks": ray_data.BatchServer.remote()}
+        for number in range(args.rounds):
+            for case, size in CASES.items():
+                changes = {"data.batch_size": SHARE * args.workers, "model.image_size": size}
+                changes |= {"data.path": folder if case == "JPEG" else "", "data.lanes": args.workers}
+                run = override(RunConfig(), changes | {"train.seed": 10 * number})
+                for form in FORMS:
+                    found = measure(form, servers.get(form), run, args.workers, args.seconds)
+                    records.append({"case": case, "round": number, "load": os.getloadavg()[0]} | found)
+                    print(json.dumps(records[-1]), flush=True)
+        ray.shutdown()
+    result |= {"records": records, "feeds": report(records), "load_average_after": os.getloadavg()}
+    Path(args.out).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    # Tasks import this module, so that their state outlasts them.
+    importlib.import_module("bench.feed").main()
