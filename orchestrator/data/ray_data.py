@@ -233,7 +233,9 @@ class _Reading:
             self._running_tasks += tasks
             # Blocks that are twice the window back have been read: they cannot be lost any more.
             for task, claimed in list(self._claimed.items()):
-                if claimed[-1:] == [None] and max(claimed[-2:-1], default=0) < self._next - 2 * self._window:
+                if claimed[-1:] == [None] and all(
+                    block is None or block < self._next - 2 * self._window for block in claimed
+                ):
                     del self._claimed[task], self._begun[task], self._made[task]
             threading.Thread(target=self._execute, args=(next(self._executions), tasks), daemon=True).start()
 
@@ -251,7 +253,7 @@ class _Reading:
         context.execution_no_progress_timeout_s = -1
         # The room bounds the tasks. While one of them waits, Ray Data looks for blocks only every 0.1 s, and
         # would let the others make two between.
-        context._max_num_blocks_in_streaming_gen_buffer = None
+        context._max_num_blocks_in_streaming_gen_buffer = None  # pyright: ignore[reportAttributeAccessIssue]
         # Ray Data's budgets wait for a coordinator that runs every 20 s; until then one task runs at a time.
         context.set_config("backpressure_policies.enabled", [])
         try:
@@ -260,7 +262,7 @@ class _Reading:
                     if self._closed:
                         return
                     stats = entry.metadata.exec_stats
-                    assert stats
+                    assert stats and stats.task_idx is not None
                     task = (execution, stats.task_idx)
                     self._loop.call_soon_threadsafe(self._arrived, task, entry.ref)
         except Exception as error:
@@ -297,7 +299,8 @@ def _decoded(plan: ReadPlan, claim: Callable[[int], Any], whole: bool) -> Iterat
     place, asked = 1, claim(0)
     while asked or fetched:
         if asked and (not fetched or (len(fetched) < BLOCKS_PER_TASK and ray.wait([asked], timeout=0)[0])):
-            if (number := ray.get(asked)) is None:
+            number: Any = ray.get(asked)
+            if number is None:
                 asked = None
                 continue
             asked = claim(place)

@@ -159,12 +159,12 @@ def test_padding_counts_nowhere_and_batches_add_up(router):
     whole = counts_of(model, [batch])
     assert {int(counts.images) for counts in whole.values()} == {4}
     assert {int(counts.correct) for counts in whole.values()} == {4}
-    alone = counts_of(model, [Batch(*(x[:4] for x in batch[:-1]))])
+    alone = counts_of(model, [Batch(*(x[:4] for x in batch.tensors()))])
     assert values(whole) == pytest.approx(values(alone), abs=1e-5)
 
     model = build_vit(router, "token", images_per_group=2)
     parts = [noise_batch(4, seed=seed) for seed in range(2)]
-    joint = Batch(*(torch.cat(pair) for pair in zip(parts[0][:-1], parts[1][:-1], strict=True)))
+    joint = Batch(*(torch.cat(pair) for pair in zip(parts[0].tensors(), parts[1].tensors(), strict=True)))
     apart, together = counts_of(model, parts), counts_of(model, [joint])
     for block, counts in apart.items():
         for name in (

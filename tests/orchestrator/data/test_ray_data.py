@@ -1,6 +1,5 @@
 """Ray Data gives the same batches as one process, however they are cut and when workers are restarted."""
 
-import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +91,10 @@ def test_blocks_ahead_are_bounded_and_a_task_that_dies_is_repeated(digits: str, 
     stream, steps = open_stream(digits_run(digits), "train", 0, 1), range(400)
     reading = by_ray_data([patient])(stream, steps)
     found = [next(reading)]
-    tasks, claimed = ray.get(patient.__ray_call__.remote(when_full))
+    waiting = tasks = claimed = -1
+    while waiting < tasks or tasks < 0:
+        waiting, tasks, claimed = ray.get(patient.__ray_call__.remote(tasks_and_claims))
+        time.sleep(0.05)
     asked = 1 + BLOCKS_AHEAD
     assert claimed <= asked + READY_BLOCKS + BLOCKS_PER_TASK * tasks < 40
     decoding = [p for p in psutil.Process().children(recursive=True) if "MapBatches" in " ".join(p.cmdline())]
@@ -103,12 +105,10 @@ def test_blocks_ahead_are_bounded_and_a_task_that_dies_is_repeated(digits: str, 
     assert all(equal(a, b) for a, b in zip([*found, *reading], expected, strict=True))
 
 
-async def when_full(server: Any) -> tuple[int, int]:
-    """Returns the tasks, and the blocks that they claimed, once all wait for room."""
+def tasks_and_claims(server: Any) -> tuple[int, int, int]:
+    """Returns the tasks that wait for room, all tasks, and the blocks that they claimed."""
     (reading,) = server._running.values()
-    while len(reading._waiting) < reading._tasks:
-        await asyncio.sleep(0.05)
-    return reading._tasks, reading._next
+    return len(reading._waiting), reading._tasks, reading._next
 
 
 def test_a_worker_says_what_it_waits_for(
