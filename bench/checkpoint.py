@@ -11,7 +11,6 @@ the median over pairs of the stall beside training relative to the stall in step
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402 - the number of threads comes first
 from torch import nn  # noqa: E402
 
+from bench.provenance import provenance  # noqa: E402
 from moe.layer import MoEConfig  # noqa: E402
 from moe.routers import SoftConfig  # noqa: E402
 from moe.vit import ViT, ViTConfig  # noqa: E402
@@ -63,7 +62,12 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     if args.out:
-        Path(args.out).write_text(json.dumps(provenance(folder) | {"records": records}, indent=1))
+        disk = ["df", "--output=fstype", str(folder.parent)]
+        about = provenance("safetensors", "torch") | {
+            "disk": subprocess.run(disk, capture_output=True, text=True).stdout.split()[-1],
+            "threads": torch.get_num_threads(),
+        }
+        Path(args.out).write_text(json.dumps(about | {"records": records}, indent=1))
 
 
 def measure(name: str, folder: Path, rounds: int) -> Record:
@@ -128,27 +132,6 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     output.logits.logsumexp(-1).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def provenance(folder: Path) -> Record:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next(
-        (ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), platform.processor()
-    )
-    disk = subprocess.run(
-        ["df", "--output=fstype", str(folder.parent)], capture_output=True, text=True
-    ).stdout.split()[-1]
-    git = ["git", "-C", str(ROOT)]
-    return {
-        "hardware": f"{cpu}, {os.cpu_count()} cores, 1 thread; {disk}",
-        "load_average": os.getloadavg(),
-        "versions": {name: metadata.version(name) for name in ("safetensors", "torch")},
-        "commit": subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "changed": subprocess.run(
-            [*git, "status", "--short", "orchestrator"], capture_output=True, text=True
-        ).stdout,
-    }
 
 
 if __name__ == "__main__":

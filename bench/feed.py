@@ -5,7 +5,8 @@
 Three forms are compared, in turn and with the same blocks: Ray Data with a task for every block and ordered
 executions (the form before this one), the product's feed, and plain Ray tasks that each worker submits for
 itself, some in flight. First a copy of ready bytes takes the place of decoding, of 1 kB and of 150 kB per
-image: what is left is the work of the feed. Then photograph-like JPEGs of 91 kB are decoded to 224 px.
+image: what is left is the work of the feed. Then photograph-like JPEGs of 91 kB are decoded to 224 px. The
+product's feed is also measured with the blocks of a run of 8 workers and more, half of which it serves.
 
 Workers are threads of this process which only receive blocks. Medians over rounds. Then the number of feeds
 is computed that 8, 64 and 512 GPUs need, if a feed's process may use 60 % of a core.
@@ -45,7 +46,7 @@ from orchestrator.codec import override  # noqa: E402
 from orchestrator.config import RunConfig  # noqa: E402
 from orchestrator.data import ray_data  # noqa: E402
 from orchestrator.data.batch import PartialBatch, Traffic  # noqa: E402
-from orchestrator.data.read_plan import ReadPlan  # noqa: E402
+from orchestrator.data.read_plan import LARGE_WORKERS, ReadPlan  # noqa: E402
 from orchestrator.data.stream import open_stream  # noqa: E402
 
 CORES = os.cpu_count() or 1
@@ -57,7 +58,8 @@ BUSY = 0.6  # of a core that a feed's process may use
 TASKS_PER_CPU = 8  # tasks of an execution, in the form before
 FORMS = ("short tasks", "long tasks", "plain tasks")
 PROCESSES = ("feed", "workers", "tasks", "ray")
-CASES = {"1 kB": 18, "150 kB": 224, "JPEG": 224}  # case -> pixels per side
+LARGE = "150 kB, large run"
+CASES = {"1 kB": 18, "150 kB": 224, "JPEG": 224, LARGE: 224}  # case -> pixels per side
 Record = dict[str, Any]
 
 
@@ -91,7 +93,7 @@ def stream_of(run: RunConfig, split: Any, rank: int, workers: int, whole: bool =
 
 def use_ready_bytes() -> None:
     """Runs once in every process that Ray starts."""
-    vars(ray_data)["open_stream"] = stream_of
+    ray_data.open_stream = stream_of  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def decoded(plan: ReadPlan, number: int) -> list[PartialBatch]:
@@ -108,7 +110,7 @@ class ShortTasks:
 
     async def join(self, plan: ReadPlan, rank: int) -> int:
         if rank == 0:
-            self.loop, self.room = asyncio.get_running_loop(), threading.Semaphore(3 * plan.workers)
+            self.loop, self.room = asyncio.get_running_loop(), threading.Semaphore(3 * len(plan.ranks))
             self.blocks: Any = defaultdict(self.loop.create_future)
             self.reading += 1
             threading.Thread(target=self.run, args=(plan, self.reading), daemon=True).start()
@@ -152,7 +154,7 @@ class ShortTasks:
 def by_server(server: Any, plan: ReadPlan, rank: int) -> Iterator[Any]:
     """Yields a worker's blocks from a server of the form before, or of ours."""
     reading = ray.get(server.join.remote(plan, rank))
-    numbers = iter(range(rank, plan.block_count(), plan.workers))
+    numbers = iter(range(rank, plan.block_count(), len(plan.ranks)))
     asked = deque(server.block.remote(reading, n) for n in islice(numbers, ray_data.BLOCKS_AHEAD))
     while asked:
         (block,) = ray.get(asked.popleft())
@@ -160,10 +162,14 @@ def by_server(server: Any, plan: ReadPlan, rank: int) -> Iterator[Any]:
         yield ray.get(block)
 
 
-def by_tasks(plan: ReadPlan, rank: int) -> Iterator[Any]:
-    """Yields a worker's blocks, made by plain tasks: together as many as a feed has room for."""
-    task, numbers = ray.remote(decoded), iter(range(rank, plan.block_count(), plan.workers))
-    ahead = ray_data.READY_BLOCKS + math.ceil(ray_data.BLOCKS_PER_TASK * CORES / plan.workers)
+def by_tasks(task: Any, plan: ReadPlan, rank: int) -> Iterator[Any]:
+    """Yields a worker's blocks, made by plain tasks: together as many as a feed has room for.
+
+    The workers share `task`, and so the CPUs: Ray lets a CPU go on with the tasks of the same function, and
+    with a function for each worker some get no block at all.
+    """
+    numbers = iter(range(rank, plan.block_count(), len(plan.ranks)))
+    ahead = ray_data.READY_BLOCKS + math.ceil(ray_data.BLOCKS_PER_TASK * CORES / len(plan.ranks))
     waiting = deque(task.remote(plan, n) for n in islice(numbers, ahead))
     while waiting:
         yield ray.get(waiting.popleft())
@@ -171,12 +177,12 @@ def by_tasks(plan: ReadPlan, rank: int) -> Iterator[Any]:
 
 
 def measure(form: str, server: Any, run: RunConfig, workers: int, seconds: float) -> Record:
-    """Reads for a third of the time, and measures the rest."""
-    plan = ReadPlan(run, "train", 0, STEPS, workers, range(workers))
-    received, stop = [0] * workers, threading.Event()
+    """Reads for a third of the time, and measures the rest; `workers` read of those that share a batch."""
+    plan = ReadPlan(run, "train", 0, STEPS, run.data.batch_size // SHARE, range(workers))
+    received, stop, task = [0] * workers, threading.Event(), ray.remote(decoded)
 
     def read(rank: int) -> None:
-        for block in by_server(server, plan, rank) if server else by_tasks(plan, rank):
+        for block in by_server(server, plan, rank) if server else by_tasks(task, plan, rank):
             del block
             received[rank] += 1
             if stop.is_set():
@@ -197,6 +203,8 @@ def measure(form: str, server: Any, run: RunConfig, workers: int, seconds: float
     if server:  # ends what is being read
         empty = plan._replace(stop=0, run=override(run, {"train.seed": run.train.seed + 1}))
         ray.get([server.join.remote(empty, rank) for rank in range(workers)])
+    while ray.available_resources().get("CPU") != CORES:  # tasks that were submitted ahead
+        time.sleep(0.1)
     images = blocks * len(plan.block(0)[1]) * SHARE
     found = {"form": form, "images": images, "blocks_per_s": blocks / took, "images_per_s": images / took}
     return found | {f"{name}_cpu_ms_per_block": 1000 * used.get(name, 0) / blocks for name in PROCESSES}
@@ -219,17 +227,24 @@ def cpu_seconds(server: Any) -> dict[str, float]:
 def report(records: list[Record]) -> list[Record]:
     """Prints the medians and their ratios, and the number of feeds; returns the latter."""
     found: dict[tuple[str, str], Record] = {}
-    for case, form in itertools.product(CASES, FORMS):
+    for case, form in dict.fromkeys((record["case"], record["form"]) for record in records):
         rows = [record for record in records if (record["case"], record["form"]) == (case, form)]
         of = {key: statistics.median(row[key] for row in rows) for key in rows[0] if "_per_" in key}
         rates = "".join(f" {value:8.1f} {key}" for key, value in of.items() if "cpu" not in key)
         cpu = "".join(f" {key.split('_')[0]} {value:.2f}" for key, value in of.items() if "cpu" in key)
-        ratio = of["blocks_per_s"] / found.get((case, FORMS[0]), of)["blocks_per_s"]
-        print(f"{case:7}{form:12}{rates}, {ratio:.2f} times short tasks; CPU ms per block:{cpu}")
+        ratio = of["images_per_s"] / found.get((case, FORMS[0]), of)["images_per_s"]
+        print(f"{case:18}{form:12}{rates}, {ratio:.2f} times short tasks; CPU ms per block:{cpu}")
         found[case, form] = of
-    ms = found["150 kB", "long tasks"]["feed_cpu_ms_per_block"] / SHARE
+    # A feed's process uses some CPU at any rate, and some for each block.
+    ours = [of for (_, form), of in found.items() if form == FORMS[1]]
+    rates = [of["blocks_per_s"] for of in ours]
+    cores = [of["blocks_per_s"] * of["feed_cpu_ms_per_block"] / 1000 for of in ours]
+    slope, always = np.polyfit(rates, cores, 1)
+    of = found[LARGE, FORMS[1]]
+    most = (BUSY - always) / slope * of["images_per_s"] / of["blocks_per_s"]
+    print(f"a feed uses {always:.3f} cores, and {1000 * slope:.2f} ms for a block: {most:.0f} images/s")
     feeds = [
-        {"gpus": gpus, "images_per_s_per_gpu": rate, "feeds": math.ceil(gpus * rate * ms / 1000 / BUSY)}
+        {"gpus": gpus, "images_per_s_per_gpu": rate, "feeds": math.ceil(gpus * rate / most)}
         for gpus, rate in itertools.product((8, 64, 512), (4000, 15000))
     ]
     for row in feeds:
@@ -253,10 +268,11 @@ def main() -> None:
         servers = {"short tasks": ShortTasks.remote(), "long tasks": ray_data.BatchServer.remote()}
         for number in range(args.rounds):
             for case, size in CASES.items():
-                changes = {"data.batch_size": SHARE * args.workers, "model.image_size": size}
-                changes |= {"data.path": folder if case == "JPEG" else "", "data.lanes": args.workers}
+                sharing = max(2 * args.workers, LARGE_WORKERS) if case == LARGE else args.workers
+                changes = {"data.batch_size": SHARE * sharing, "model.image_size": size}
+                changes |= {"data.path": folder if case == "JPEG" else "", "data.lanes": sharing}
                 run = override(RunConfig(), changes | {"train.seed": 10 * number})
-                for form in FORMS:
+                for form in FORMS if case != LARGE else FORMS[1:2]:
                     found = measure(form, servers.get(form), run, args.workers, args.seconds)
                     records.append({"case": case, "round": number, "load": os.getloadavg()[0]} | found)
                     print(json.dumps(records[-1]), flush=True)

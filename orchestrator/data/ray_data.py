@@ -28,11 +28,11 @@ from orchestrator.data.batch import Batch, DecodeError, PartialBatch, Traffic, j
 from orchestrator.data.read_plan import Part, ReadPlan
 from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
-WORKERS_PER_FEED = 8
+WORKERS_PER_FEED = 4
 BLOCKS_AHEAD = 2  # blocks that a worker asks for before it needs them
 READY_BLOCKS = 3  # blocks per worker, beside those of the tasks, that are decoded and not yet asked for
 TASK_S = 30.0  # a task that is lost with its node repeats as much at most
-BLOCKS_PER_TASK = 2  # the images of one block are read while another is decoded
+BLOCKS_PER_TASK = 2  # claimed together; the images of one are read while another is decoded
 IDLE_S = 10.0  # a task whose blocks have no room for longer ends
 WARN_S = 60.0  # a worker that waits for longer says so
 
@@ -121,10 +121,10 @@ class BatchServer:
         """Returns a reference to a block. Raises UsageError for shards that have changed."""
         return await self._running[number].block(block)
 
-    async def claim(self, number: int, task: Task, place: int) -> int | None:
-        """Returns the block that a task makes as its `place`th, None if the task ends there."""
+    async def claim(self, number: int, task: Task, place: int) -> list[int | None]:
+        """Returns the blocks that a task makes as its `place`th and following; None ends the task."""
         running = self._running.get(number)
-        return await running.claim(task, place) if running else None
+        return await running.claim(task, place) if running else [None]
 
 
 @ray.remote(num_cpus=0)
@@ -183,27 +183,27 @@ class _Reading:
         self._start_tasks()
         return [reference]
 
-    async def claim(self, task: Task, place: int) -> int | None:
+    async def claim(self, task: Task, place: int) -> list[int | None]:
         """A task that is repeated, because its node was lost, gets the same blocks again."""
         claimed, begun = self._claimed[task], self._begun.setdefault(task, self._loop.time())
         in_time = place == 0 or self._loop.time() < begun + self._task_s
-        if (
-            place == len(claimed)
-            and in_time
-            and self._next < self.plan.block_count()
-            and await self._has_room()
-        ):
+        if place == len(claimed) and in_time and self._left() and await self._has_room():
             # While the task waited, its repetition may have claimed the same.
-            if place < len(claimed) or self._next == self.plan.block_count():
+            if place < len(claimed) or not self._left():
                 self._free_room()
             else:
-                claimed.append(self._next)
-                self._next += 1
+                more = min(BLOCKS_PER_TASK - 1, self._room, self._left() - 1)
+                self._room -= more
+                claimed.extend(range(self._next, self._next + 1 + more))
+                self._next += 1 + more
         if place == len(claimed):
             claimed.append(None)
             self._running_tasks -= 1
             self._start_tasks()
-        return claimed[place]
+        return claimed[place:]
+
+    def _left(self) -> int:
+        return self.plan.block_count() - self._next
 
     async def _has_room(self) -> bool:
         if self._room and not self._closed:
@@ -222,14 +222,9 @@ class _Reading:
 
     def _start_tasks(self) -> None:
         """Starts an execution in place of tasks that have ended, if there is room for their blocks."""
-        left = self.plan.block_count() - self._next
-        tasks = min(self._tasks - self._running_tasks, left)
-        if (
-            self._room
-            and left
-            and self._running_tasks <= self._tasks // 2
-            and not (self._closed or self._failed)
-        ):
+        tasks = min(self._tasks - self._running_tasks, self._left())
+        wanted = self._room and self._left() and not (self._closed or self._failed)
+        if wanted and self._running_tasks <= self._tasks // 2:
             self._running_tasks += tasks
             # Blocks that are twice the window back have been read: they cannot be lost any more.
             for task, claimed in list(self._claimed.items()):
@@ -262,7 +257,8 @@ class _Reading:
                     if self._closed:
                         return
                     stats = entry.metadata.exec_stats
-                    assert stats and stats.task_idx is not None
+                    assert stats
+                    assert stats.task_idx is not None
                     task = (execution, stats.task_idx)
                     self._loop.call_soon_threadsafe(self._arrived, task, entry.ref)
         except Exception as error:
@@ -293,22 +289,24 @@ def _resolve(future: asyncio.Future[bool], result: bool) -> bool:
 
 def _decoded(plan: ReadPlan, claim: Callable[[int], Any], whole: bool) -> Iterator[Any]:
     """Yields the blocks that a task claims. Begins to read the images of a block before it decodes the block
-    before it.
+    before it, and claims more blocks meanwhile.
     """
+    claimed: deque[int] = deque()
     fetched: deque[tuple[int, Stream, list[Fetch]]] = deque()
-    place, asked = 1, claim(0)
-    while asked or fetched:
-        if asked and (not fetched or (len(fetched) < BLOCKS_PER_TASK and ray.wait([asked], timeout=0)[0])):
-            number: Any = ray.get(asked)
-            if number is None:
-                asked = None
-                continue
+    place, asked, ended = 0, None, False
+    while claimed or fetched or not ended:
+        if not (claimed or asked or ended):
             asked = claim(place)
-            place += 1
+        if asked and (not fetched or ray.wait([asked], timeout=0)[0]):
+            blocks: list[Any] = ray.get(asked)
+            asked, place, ended = None, place + len(blocks), blocks[-1] is None
+            claimed.extend(blocks[:-1] if ended else blocks)
+        if claimed and len(fetched) < BLOCKS_PER_TASK:
+            number = claimed.popleft()
             rank, chunk = plan.block(number)
             stream = open_stream(plan.run, plan.split, rank, plan.workers, whole=whole)
             fetched.append((number, stream, [stream.fetch(step, slots) for step, slots in chunk]))
-        else:
+        elif fetched:
             number, stream, parts = fetched.popleft()
             yield _packed(number, [stream.decode(part) for part in parts])
 

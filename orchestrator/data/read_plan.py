@@ -5,10 +5,10 @@ from typing import NamedTuple
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Split
 
-# Decoded images per block: a small run gets its first batch early, a large run's feed passes on fewer blocks.
-BLOCK_BYTES, LARGE_BLOCK_BYTES = 32 << 20, 64 << 20
-LARGE_WORKERS = 8  # per feed
-BLOCK_IMAGES = 512
+# Decoded images per block: a small run gets its first batch early, a large run's feeds pass on fewer blocks.
+BLOCK_BYTES, LARGE_BLOCK_BYTES = 32 << 20, 128 << 20
+BLOCK_IMAGES, LARGE_BLOCK_IMAGES = 512, 1024
+LARGE_WORKERS = 8
 
 Part = tuple[int, range]  # a step, and slots of a worker's share of it
 
@@ -50,8 +50,10 @@ class ReadPlan(NamedTuple):
 
         Parts have even sizes, because images are mixed in pairs.
         """
-        most = LARGE_BLOCK_BYTES if len(self.ranks) >= LARGE_WORKERS else BLOCK_BYTES
-        images = max(2, min(BLOCK_IMAGES, most // (3 * self.run.model.image_size**2)) // 2 * 2)
+        most_bytes, most = BLOCK_BYTES, BLOCK_IMAGES
+        if self.workers >= LARGE_WORKERS:
+            most_bytes, most = LARGE_BLOCK_BYTES, LARGE_BLOCK_IMAGES
+        images = max(2, min(most, most_bytes // (3 * self.run.model.image_size**2)) // 2 * 2)
         share = self.run.data.batch_size // self.workers
         count = -(-share // images)
         size = -(-share // count)

@@ -136,6 +136,7 @@ class SampleTracker:
         first = not dist.is_initialized() or dist.get_rank() == 0
         self._sum = torch.tensor(fingerprint if first else 0)
         self._bad = {DecodeError(*error) for error in bad}
+        self._traffic = torch.zeros(2, dtype=torch.int64)
 
     def training(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in self.validation(batches):
@@ -143,9 +144,10 @@ class SampleTracker:
             yield batch
 
     def validation(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Records only decode errors."""
+        """Records only decode errors and traffic."""
         for batch in batches:
             self._bad |= {*batch.bad}
+            self._traffic += torch.tensor(batch.traffic)
             yield batch
 
     def gather(self) -> tuple[int, list[DecodeError]]:
@@ -155,6 +157,13 @@ class SampleTracker:
             dist.all_gather_object(by_worker, self._bad)
             self._bad = set[DecodeError]().union(*by_worker)
         return int(sum_over_ranks(self._sum.clone())), sorted(self._bad)
+
+    def traffic(self) -> dict[str, float]:
+        """Returns the requests for ranges of shards on S3, ``data/s3_requests``, and what they fetched,
+        ``data/s3_gb``, since the workers started; nothing if there were none. All workers call it together.
+        """
+        requests, size = sum_over_ranks(self._traffic.clone()).tolist()
+        return {"data/s3_requests": float(requests), "data/s3_gb": size / 1e9} if requests else {}
 
 
 def fingerprint_metric(fingerprint: int) -> float:

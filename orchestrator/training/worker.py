@@ -126,6 +126,7 @@ def train_worker(
         values |= utilization.read() | costs(run, step)
         values |= marginal_costs(run, step, values["cost/device_s"], progress.trunk)
         values |= {"data/fingerprint": fingerprint_metric(fingerprint), "data/bad_images": float(len(bad))}
+        values |= samples.traffic()
         if checkpoints.failures:
             values["checkpoint/failed"] = float(checkpoints.failures)
         progress, resumed = progress.after(step, values | resumed), {}

@@ -10,7 +10,7 @@ import pynvml
 import pytest
 import torch
 
-from orchestrator.data.batch import Batch, DecodeError
+from orchestrator.data.batch import Batch, DecodeError, Traffic
 from orchestrator.errors import UsageError
 from orchestrator.training import metrics
 from orchestrator.training.metrics import (
@@ -175,6 +175,16 @@ def test_a_bad_image_counts_once_and_validation_has_no_fingerprint() -> None:
     samples = SampleTracker(bad=bad(9, 3))
     assert len(list(samples.validation(iter([batch([1], [0], bad(5, 3)), batch([1], [1], bad(3))])))) == 2
     assert samples.gather() == (0, bad(3, 5, 9))
+
+
+def test_requests_for_images_are_counted_where_there_are_any() -> None:
+    samples = SampleTracker()
+    for training, traffic in ((True, Traffic()), (True, Traffic(2, 10**9)), (False, Traffic(3, 10**9))):
+        read = samples.training if training else samples.validation
+        list(read(iter([batch([1], [0])._replace(traffic=traffic)])))
+        if traffic == Traffic():
+            assert samples.traffic() == {}
+    assert samples.traffic() == {"data/s3_requests": 5, "data/s3_gb": 2}
 
 
 @pytest.mark.parametrize(
