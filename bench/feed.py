@@ -142,7 +142,9 @@ class ShortTasks:
     def execute(self, plan: ReadPlan, first: int, tasks: int) -> Iterator[Any]:
         def decode(ids: Any) -> dict[str, Any]:
             parts = decoded(plan, first + int(ids["id"][0]))
-            return {name: np.concatenate([getattr(p, name) for p in parts]) for name in ray_data.ARRAYS}
+            return {
+                name: np.concatenate([getattr(p, name) for p in parts]) for name in PartialBatch._fields[:-2]
+            }
 
         dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
         dataset.context.enable_progress_bars = dataset.context.print_on_execution_start = False

@@ -6,7 +6,6 @@ executions is a feed; a large run has several. docs/data.md has measurements of 
 """
 
 import asyncio
-import json
 import logging
 import pickle
 import threading
@@ -24,7 +23,7 @@ from ray.data.block import BlockAccessor
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, Traffic, join
+from orchestrator.data.batch import Batch, PartialBatch, join
 from orchestrator.data.read_plan import Part, ReadPlan
 from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
@@ -36,7 +35,6 @@ BLOCKS_PER_TASK = 2  # claimed together; the images of one are read while anothe
 IDLE_S = 10.0  # a task whose blocks have no room for longer ends
 WARN_S = 60.0  # a worker that waits for longer says so
 
-ARRAYS = PartialBatch._fields[:-2]
 Task = tuple[int, int]  # an execution, and a task's number in it
 log = logging.getLogger(__name__)
 
@@ -334,27 +332,21 @@ def _cpus() -> int:
 
 
 def _packed(number: int, parts: list[PartialBatch]) -> dict[str, Any]:
-    """Returns a block, a table of one row: all arrays, and each part's decode errors and traffic."""
-    joined = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
-    columns = {
-        name: (arrays[0] if len(arrays) == 1 else np.concatenate(arrays))[None]
-        for name, arrays in joined.items()
-    }
-    return columns | {"number": [number], "notes": [json.dumps([part[len(ARRAYS) :] for part in parts])]}
+    """Returns a block, a table of one row: all images, and the rest of each part."""
+    images = [part.image for part in parts]
+    rest = pickle.dumps((number, [part._replace(image=part.image[:0]) for part in parts]))
+    return {"image": (images[0] if len(images) == 1 else np.concatenate(images))[None], "rest": [rest]}
 
 
 def _unpacked(number: int, chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
     """Yields the parts of a block: the inverse of `_packed`."""
-    columns = BlockAccessor.for_block(block).to_numpy([*ARRAYS, "number", "notes"])
-    assert isinstance(columns, dict)
-    assert columns["number"][0] == number, f"block {columns['number'][0]} came as block {number}"
+    columns: Any = BlockAccessor.for_block(block).to_numpy(["image", "rest"])
+    made, parts = pickle.loads(columns["rest"][0])
+    assert made == number, f"block {made} came as block {number}"
     first = 0
-    for (_, slots), (bad, traffic) in zip(chunk, json.loads(str(columns["notes"][0])), strict=True):
-        rows = slice(first, first + len(slots))
-        first = rows.stop
-        arrays = [columns[name][0][rows] for name in ARRAYS]
-        errors = [DecodeError(*error) for error in bad]
-        yield slots, PartialBatch._make([*arrays, errors, Traffic(*traffic)])
+    for (_, slots), part in zip(chunk, parts, strict=True):
+        yield slots, part._replace(image=columns["image"][0][first : first + len(slots)])
+        first += len(slots)
 
 
 def _wait(reference: Any) -> Any:
