@@ -1,29 +1,24 @@
 """Images per second from shards to 224 px uint8 batches: ours and others' loaders against a bare decode loop.
 
-  python bench/data.py [--rounds N] [--quick] [--memory] [--s3] [--folder DIR] [--out FILE]
+  python bench/data.py [--rounds N] [--quick] [--memory] [--folder DIR] [--out FILE]
 
 The limit is a process per core that reads a JPEG, decodes it and crops it at random with torchvision; other
 loaders use as many workers. The limit is measured before and after each loader; figures are ratios to the
 mean of both, and medians over rounds. An epoch is 3,000 images, with the loader's start but without imports;
-Ray Data's own start, once per run, is given apart. `cold` is the first time that a node reads a data set,
-`warm` every other time.
+Ray Data's own start, once per run, is given apart. bench/ranges.py reads from S3.
 
 Needs `pip install -e .[dev,bench]`. Every loader runs in a process of its own.
 """
 
 import argparse
-import importlib
 import json
-import logging
 import os
 import re
 import shutil
 import statistics
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,30 +27,20 @@ sys.path.insert(0, str(ROOT))
 
 from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - the path comes first
 from bench.loaders import PEERS, Job  # noqa: E402
-from bench.processes import CORES, Limit, Record, cache_folder, peak_bytes, run_loader, start  # noqa: E402
+from bench.processes import CORES, Limit, Record, peak_bytes, run_loader, start  # noqa: E402
 from bench.provenance import provenance  # noqa: E402
-from orchestrator import storage  # noqa: E402
 
-TARGETS = {"in process": 0.9, "Ray Data": 0.7}  # of the limit, steady, warm
-BUCKET = "bench"
-AWS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+TARGETS = {"in process": 0.9, "Ray Data": 0.7}  # of the limit, steady
 
 
 class Case(NamedTuple):
-    """A loader in one setting.
-
-    transform: ``usual`` or ``uint8``.
-    cache: ``cold`` or ``warm`` for our loaders.
-    """
+    """A loader, and its transform: ``usual`` or ``uint8``."""
 
     loader: str
     transform: str = "uint8"
-    cache: str = ""
-    on_s3: bool = False
 
     def __str__(self) -> str:
-        words = (self.loader, self.transform, self.cache, "S3" if self.on_s3 else "")
-        return ", ".join(word for word in words if word)
+        return ", ".join(self)
 
 
 def main() -> None:
@@ -65,7 +50,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="0: memory alone")
     parser.add_argument("--quick", action="store_true", help="epochs of 300 images; writes only --out")
     parser.add_argument("--memory", action="store_true", help="also peak memory, small sets and large")
-    parser.add_argument("--s3", action="store_true", help="also from S3, a server on this machine")
     parser.add_argument("--folder", help="keeps images for the next time; default: a temporary folder")
     parser.add_argument("--out", help="default: bench/results/data-CPU.json")
     args = parser.parse_args()
@@ -76,8 +60,7 @@ def main() -> None:
         images = 300 if args.quick else 3000
         data = folder / str(images)
         prepare(data, images)
-        with on_s3(data / "shards") if args.s3 else nullcontext():
-            result["records"] = measure(cases(args.s3), data, images, args.rounds) if args.rounds else []
+        result["records"] = measure(cases(), data, images, args.rounds) if args.rounds else []
         if args.memory:
             result["memory"] = list(memory(data, folder, images // 300))
     finally:
@@ -89,41 +72,30 @@ def main() -> None:
         Path(out).write_text(json.dumps(result, indent=1))
 
 
-def cases(s3: bool) -> list[Case]:
+def cases() -> list[Case]:
     peers = [Case(peer, transform) for transform in ("usual", "uint8") for peer in PEERS]
-    ours = [Case("in process", cache=cache, on_s3=far) for far in {False, s3} for cache in ("cold", "warm")]
-    return [*peers, *ours, Case("Ray Data", cache="warm")]
+    return [*peers, *map(Case, TARGETS)]
 
 
 def measure(cases: list[Case], data: Path, images: int, rounds: int) -> list[Record]:
     """Measures all cases in each round, in rotating order."""
     records: list[Record] = []
     limit = Limit(data)
-    with cache_folder() as warm:
-        for case in cases:
-            if case.loader == "in process" and case.cache == "warm":
-                run_loader(job_of(case, data, images), warm)
-        for i in range(rounds):
-            before = limit.sample()
-            for case in cases[i % len(cases) :] + cases[: i % len(cases)]:
-                with cache_folder() as cold:
-                    found = run_loader(job_of(case, data, images), cold if case.cache == "cold" else warm)
-                after = limit.sample()
-                records.append({"case": str(case), "round": i} | found | ratios(found, before, after))
-                before = after
+    for i in range(rounds):
+        before = limit.sample()
+        for case in cases[i % len(cases) :] + cases[: i % len(cases)]:
+            found = run_loader(job_of(case, data, images))
+            after = limit.sample()
+            records.append({"case": str(case), "round": i} | found | ratios(found, before, after))
+            before = after
     limit.close()
-    by_case = {str(case): [record for record in records if record["case"] == str(case)] for case in cases}
-    for name, found in by_case.items():
-        print_case(name, found)
-        if name.endswith("S3"):
-            pairs = zip(by_case[name.removesuffix(", S3")], found, strict=True)
-            times = statistics.median(far["epoch_s"] / near["epoch_s"] for near, far in pairs)
-            print(f"  {times:.2f} times the epoch from disk")
+    for case in map(str, cases):
+        print_case(case, [record for record in records if record["case"] == case])
     return records
 
 
 def job_of(case: Case, data: Path, images: int) -> Job:
-    path = str(data) if case.loader in PEERS else f"s3://{BUCKET}" if case.on_s3 else str(data / "shards")
+    path = str(data if case.loader in PEERS else data / "shards")
     return Job(loader=case.loader, transform=case.transform, path=path, images=images, cores=CORES)
 
 
@@ -151,41 +123,26 @@ def print_case(case: str, records: list[Record]) -> None:
         line += f"; once: ray.init {of('ray_init_s'):.1f} s, feed ready {of('feed_ready_s'):.1f} s"
     print(line)
     for loader, target in TARGETS.items():
-        if case == f"{loader}, uint8, warm":
+        if case == str(Case(loader)):
             print(f"{'met' if of('steady') >= target else 'MISSED'}: {case} at least {target} of the limit")
 
 
 def memory(data: Path, folder: Path, times: int) -> Iterator[Record]:
-    """Yields peak memory of an epoch of a data set, and of one ten times as large, without a cache."""
+    """Yields peak memory of an epoch of a data set, and of one ten times as large."""
     photos = [file.read_bytes() for file in jpegs(data)[: 120 * times]]
     dots = [small_png(number) for number in range(1000)]
     sets = [("in process", photos, 224, 120), ("Ray Data", photos, 224, 120), ("in process", dots, 32, 1000)]
     for loader, images, size, tenth in sets:
         peaks = []
         for count in (tenth * times, 10 * tenth * times):
-            with tempfile.TemporaryDirectory(dir=folder) as packed, cache_folder() as cache:
+            with tempfile.TemporaryDirectory(dir=folder) as packed:
                 shards = f"{packed}/shards"
                 pack(Path(shards), images, count)
                 job = Job(loader=loader, path=shards, images=count, cores=CORES, size=size, flow_epochs=1)
-                peaks.append(peak_bytes(start(job, cache)))
+                peaks.append(peak_bytes(start(job)))
             yield {"loader": loader, "images": count, "size": size, "peak_bytes": peaks[-1]}
             print(f"{loader}, {count} images of {size} px: {peaks[-1] / 2**20:.0f} MiB", flush=True)
         print(f"  ten times the images: {peaks[1] / peaks[0]:.2f} times the memory")
-
-
-@contextmanager
-def on_s3(shards: Path) -> Iterator[None]:
-    """Runs an S3 server in this process that holds the shards."""
-    server = importlib.import_module("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    os.environ.update(AWS | {"AWS_ENDPOINT_URL": url})
-    urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT"))
-    for name in storage.files(str(shards)):
-        storage.write_bytes(f"s3://{BUCKET}/{name}", (shards / name).read_bytes())
-    yield
-    server.stop()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,22 +21,15 @@ LIMIT_S = 2.0
 Record = dict[str, Any]
 
 
-@contextmanager
-def cache_folder() -> Iterator[str]:
-    """A node that has read nothing yet."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
-
-
-def start(job: Job, cache: str = "", **pipes: Any) -> subprocess.Popen[str]:
+def start(job: Job, **pipes: Any) -> subprocess.Popen[str]:
     env = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MOE_FRONTIER_CACHE": cache}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "bench.loaders", json.dumps(asdict(job))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, **pipes)
 
 
-def run_loader(job: Job, cache: str) -> Record:
-    process = start(job, cache)
+def run_loader(job: Job) -> Record:
+    process = start(job)
     answer, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"failed: {job}")

@@ -190,7 +190,9 @@ class _Reading:
             if place < len(claimed) or not self._left():
                 self._free_room()
             else:
-                more = min(BLOCKS_PER_TASK - 1, self._room, self._left() - 1)
+                # The last blocks are claimed singly, so that all tasks end together.
+                last = self._left() <= 2 * BLOCKS_PER_TASK * self._tasks
+                more = 0 if last else min(BLOCKS_PER_TASK - 1, self._room)
                 self._room -= more
                 claimed.extend(range(self._next, self._next + 1 + more))
                 self._next += 1 + more
