@@ -198,8 +198,7 @@ class _Reading:
                 self._next += 1 + more
         if place == len(claimed):
             claimed.append(None)
-            self._running_tasks -= 1
-            self._start_tasks()
+            self._replace_if_ended(task)
         return claimed[place:]
 
     def _left(self) -> int:
@@ -219,6 +218,15 @@ class _Reading:
             if _resolve(self._waiting.popleft(), True):
                 return
         self._room += 1
+
+    def _replace_if_ended(self, task: Task) -> None:
+        """Starts other tasks once this task's last block has arrived. Earlier, Ray would start a process for
+        them,
+        although this task's will soon be free.
+        """
+        if self._claimed[task][self._made[task] :] == [None]:
+            self._running_tasks -= 1
+            self._start_tasks()
 
     def _start_tasks(self) -> None:
         """Starts an execution in place of tasks that have ended, if there is room for their blocks."""
@@ -271,6 +279,7 @@ class _Reading:
         # A task that makes no block yields an empty one.
         if number is not None:
             self._blocks[number].set_result(block)
+            self._replace_if_ended(task)
 
     def _fail(self, error: Exception) -> None:
         self._failed = error
