@@ -221,8 +221,7 @@ class _Reading:
 
     def _replace_if_ended(self, task: Task) -> None:
         """Starts other tasks once this task's last block has arrived. Earlier, Ray would start a process for
-        them,
-        although this task's will soon be free.
+        them, although this task's will soon be free.
         """
         if self._claimed[task][self._made[task] :] == [None]:
             self._running_tasks -= 1
