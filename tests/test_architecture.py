@@ -115,6 +115,7 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.evaluation.evaluate",
         "orchestrator.evaluation.predict",
         "jobs",
+        "bench",
     },
     "mlflow": {"orchestrator.tracking"},
     "boto3": {"orchestrator.storage"},

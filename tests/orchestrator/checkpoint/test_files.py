@@ -89,7 +89,11 @@ def test_a_file_is_hashed_when_it_is_read(tmp_path, monkeypatch):
         events.append("read")
         return read_data(*args)
 
-    monkeypatch.setattr(storage, "pieces", lambda path: events.append("hash") or pieces(path))
+    def hashed(path):
+        events.extend(["hash"] if path.endswith(".safetensors") else [])
+        return pieces(path)
+
+    monkeypatch.setattr(storage, "pieces", hashed)
     monkeypatch.setattr(reader, "read_data", read)
     assert step_restored(tmp_path) == 1
     count = len(list(folder(tmp_path, 1).glob("*.safetensors")))

@@ -69,7 +69,9 @@ def test_faults_here_are_all_found_before_the_cluster_is_joined(digits: str, tmp
     assert [(check, one.ok) for check, one in found.items()] == [(check, False) for check in CHECKS[:3]]
     assert "copy it again" in found["sweep"].message
     assert "Name another place with --storage" in found["storage"].message
-    with pytest.raises(UsageError, match=r"(?s)cannot start:.*sweep: shard .*storage: .*tracking: no MLflow"):
+    with pytest.raises(
+        UsageError, match=r"(?s)cannot start:.*sweep: .*parquet .*storage: .*tracking: no MLflow"
+    ):
         require(found.values())
 
 
