@@ -103,7 +103,8 @@ def open_manifest(path: str) -> Manifest:
 
 
 def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None:
-    """Checks every shard's size, and with `verify` its SHA-256, which else is checked when it is fetched whole.
+    """Checks every shard's size, and with `verify` its SHA-256, which else is checked when it is fetched
+    whole.
 
     Raises:
         UsageError: naming the first shard that differs from the manifest.
