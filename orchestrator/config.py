@@ -67,6 +67,11 @@ class DataConfig:
             "shuffle_run",
             *(["lanes"] if self.lanes is not None else []),
         )
+        if self.shuffle_run > self.shuffle_window:
+            raise ValueError(
+                f"shuffle_run={self.shuffle_run} is more than shuffle_window={self.shuffle_window}: nothing"
+                " would be shuffled"
+            )
         within(self, 0, math.inf, "mixup", "cutmix", "cache_gb")
         within(self, 0, 14, "randaugment")
         within(self, 0, 30, "randaugment_magnitude")

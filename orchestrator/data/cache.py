@@ -74,8 +74,8 @@ def _reserve(part: BinaryIO, size: int, limit: int) -> None:
             taken = _make_room(limit - size - int(FREED * limit))
         if taken + size > limit:
             raise UsageError(
-                f"a file of {size / 1e9:.2f} GB does not fit into data.cache_gb={limit / 1e9:g}, of which"
-                f" {taken / 1e9:.2f} GB are in use: raise data.cache_gb"
+                f"a file of {size / 1e9:.3g} GB does not fit into data.cache_gb={limit / 1e9:g}, of which"
+                f" {taken / 1e9:.3g} GB are in use: raise data.cache_gb"
             )
         os.truncate(part.fileno(), size)
         total.seek(0)
@@ -127,7 +127,13 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
 
 def _folder() -> Path:
     folder = Path(os.environ.get(CACHE_FOLDER) or f"{tempfile.gettempdir()}/moe-frontier-{os.getuid()}")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"the cache of unpacked and fetched shards cannot be at {folder} ({error.strerror}): set"
+            f" ${CACHE_FOLDER} to another folder"
+        ) from None
     if folder.stat().st_uid != os.getuid():
         hint = f"set ${CACHE_FOLDER} to a folder of your own"
         raise PermissionError(f"{folder} belongs to another user: {hint}")

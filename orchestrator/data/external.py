@@ -11,7 +11,7 @@ import numpy as np
 from orchestrator import storage
 from orchestrator.data.formats import index_file
 from orchestrator.data.index import IndexedShard, records_of, write_index
-from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.samples import (
     Execute,
     Part,
@@ -47,6 +47,8 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
         raise UsageError(
             f"no data set at {path}: no manifest.json, and {error}; pack one with jobs/pack_shards.py"
         ) from None
+    if storage.size(storage.join(path, UNFINISHED)) is not None:
+        raise UsageError(f"no data set at {path}: packing into it broke off; pack it again")
     digest = hashlib.sha256(json.dumps([folder, sizes], sort_keys=True).encode()).hexdigest()
     data_set = storage.join(root, "data", "indexed", f"{folder.rpartition('/')[2]}-{digest[:12]}")
     if not has_manifest(data_set):

@@ -11,6 +11,7 @@ from orchestrator.data.index import RECORD
 from orchestrator.errors import UsageError
 
 CHECKED_AT_ONCE = 32  # shards; most of a check is waiting for storage
+UNFINISHED = "unfinished"  # a file beside shards whose packing goes on, or broke off
 
 
 @dataclass(frozen=True, kw_only=True)

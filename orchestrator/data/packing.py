@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from orchestrator import storage
 from orchestrator.data.images import BadImage, decode, encode_png
 from orchestrator.data.index import IndexedShard, records_of, write_index
-from orchestrator.data.manifest import Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.errors import UsageError
@@ -81,7 +81,10 @@ def pack(
         UsageError: if `out` holds a data set and is not to be overwritten, or a split has no valid images.
         OSError: if storage fails.
     """
-    _make_room(out, overwrite)
+    if not overwrite:
+        check_free(out)
+    storage.write_bytes(storage.join(out, UNFINISHED), b"")
+    _make_room(out)
     tasks = [
         (f"{split}/{number:06d}.parquet", samples)
         for split in source.splits
@@ -107,6 +110,7 @@ def pack(
     most = max(labels["val"].values())
     manifest = Manifest(classes=source.classes, splits=splits, index=index, val_majority=most)
     save_manifest(out, manifest)
+    storage.delete(storage.join(out, UNFINISHED))
     return Report(manifest=manifest, skipped=skipped, labels=labels)
 
 
@@ -167,10 +171,8 @@ def check_free(out: str) -> None:
         raise UsageError(f"{out} already holds a data set: choose another place, or use --overwrite")
 
 
-def _make_room(out: str, overwrite: bool) -> None:
+def _make_room(out: str) -> None:
     """Deletes a data set at `out`, its manifest first, so that the rest is never taken for a data set."""
-    if not overwrite:
-        return check_free(out)
     if has_manifest(out):
         storage.delete(storage.join(out, "manifest.json"))
         for name in storage.files(out):

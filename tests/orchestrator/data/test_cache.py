@@ -60,7 +60,7 @@ def test_the_least_recently_used_files_go(folder: Path) -> None:
     assert names(folder) == {"a", "b", "c", "d"}
     put("e", limit=40)
     assert names(folder) == {"a", "d", "e"}  # a tenth of the limit is freed beside the file's own room
-    with pytest.raises(UsageError, match=r"0\.00 GB does not fit into data\.cache_gb=4e-08"):
+    with pytest.raises(UsageError, match=r"1e-07 GB does not fit into data\.cache_gb=4e-08"):
         put("f", size=100, limit=40)
 
 
@@ -136,6 +136,12 @@ def test_a_file_that_is_removed_while_it_is_opened(folder: Path, monkeypatch: py
 
     monkeypatch.setattr(cache.os, "utime", removed)
     assert open_cached("name") is None
+
+
+def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cache.CACHE_FOLDER, "/proc/none")
+    with pytest.raises(UsageError, match=r"cache .* cannot be at /proc/none .*: set \$MOE_FRONTIER_CACHE"):
+        put("name")
 
 
 def test_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 from jobs.pack_shards import on_cluster
 from orchestrator import storage
 from orchestrator.data import packing
+from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.packing import Sample, check_free, pack, write_shards
 from orchestrator.data.sources import open_source
@@ -133,8 +134,11 @@ def test_an_interrupted_packing(images: str, tmp_path: Path, monkeypatch: pytest
 
     with pytest.raises(KeyboardInterrupt):
         pack(out, open_source(images), overwrite=True, execute=breaks_off)
-    assert {*files(out)} == {"train/000003.parquet"}
+    assert {*files(out)} == {"train/000003.parquet", "unfinished"}
+    with pytest.raises(UsageError, match="packing into it broke off"):
+        index_external_shards(out, str(tmp_path))
     pack(out, open_source(images))
+    assert "unfinished" not in files(out)
     assert {row["key"][0] for row in rows(out, "train")} == {"0", "1", "2"}
 
 

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
 from orchestrator.data.plan import Plan
+from orchestrator.errors import UsageError
 
 Sample = tuple[int, int, int]  # epoch, shard, row
 
@@ -133,6 +136,8 @@ def test_rows_are_not_permuted_as_the_shards_are() -> None:
 
 
 def test_refusals() -> None:
+    with pytest.raises(UsageError, match="shuffle_run=8 is more than shuffle_window=4"):
+        override(RunConfig(), {"data.shuffle_window": 4, "data.shuffle_run": 8})
     with pytest.raises(ValueError, match="lanes=3 does not divide batch_size=8"):
         Plan(rows=(10,), seed=0, lanes=3, batch_size=8, shuffle_window=4)
     with pytest.raises(ValueError, match="7 samples do not fill a batch of 8"):
