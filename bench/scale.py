@@ -1,4 +1,4 @@
-"""What a node pays at the size of the largest data sets, without their images.
+"""Time and memory of a node at the size of the largest data sets, without their images.
 
   python bench/scale.py [--out FILE]
 

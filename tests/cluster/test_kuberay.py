@@ -119,7 +119,7 @@ def test_closed_by_default():
 
 
 def size(quantity: str) -> float:
-    """Bytes of a quantity in Gi."""
+    """Returns the bytes of a Kubernetes quantity in Gi."""
     return float(quantity.removesuffix("Gi")) * 2**30
 
 

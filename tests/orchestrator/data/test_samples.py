@@ -19,7 +19,7 @@ def chosen(keys: Sequence[str], labels: Sequence[int], val_frac: float) -> set[s
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.sampled_from([0.01, 0.2, 0.5, 0.99]))
 def test_validation_by_definition(labels: list[int], val_frac: float) -> None:
-    """By the hash of the key; of a class of two or more samples some are on either side."""
+    """Splits go by the hash of the key; a class of two or more samples has some in each split."""
     keys = [f"key-{n}" for n in range(len(labels))]
     ids = dict(zip(keys, sample_ids(keys).tolist(), strict=True))
     expected = set()
