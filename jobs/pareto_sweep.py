@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "quickstart",
+    "study",
     "routers",
     "slots_experts",
     "ablations",

@@ -108,7 +108,7 @@ class Transform:
     """Crops, flips and augments to a square of `size` pixels; other fields are those of `DataConfig`."""
 
     size: int
-    augment: Literal["none", "inception"] = "none"
+    augment: Literal["none", "flip", "shift", "inception"] = "none"
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     randaugment: int = 0
@@ -126,12 +126,13 @@ class Transform:
         picture, rng = Picture(encoded), Random(key)
         if self.augment == "inception":
             box = inception_box(picture.height, picture.width, rng)
-            flip = rng.random() < 0.5
         else:
             box = self._central_box(picture.height, picture.width)
-            flip = False
         image = _cropped(picture, box, self.size)
-        image = tv.horizontal_flip(image) if flip else image
+        if self.augment in ("flip", "inception") and rng.random() < 0.5:
+            image = tv.horizontal_flip(image)
+        if self.augment == "shift":
+            image = _shifted(image, rng)
         return randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
 
     def _central_box(self, height: int, width: int) -> Box:
@@ -160,6 +161,17 @@ def inception_box(height: int, width: int, rng: Random) -> Box:
         if 0 < w <= width and 0 < h <= height:
             return Box(rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w)
     return Box(0, 0, height, width)
+
+
+def _shifted(image: Tensor, rng: Random) -> Tensor:
+    """Moves a (3, size, size) image by up to an eighth of its side along each axis, and fills with black.
+
+    Source: He et al. 2016, section 4.2: 4 of 32 pixels.
+    """
+    size = image.shape[-1]
+    most = size // 8
+    top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
+    return tv.pad(image, [most])[:, top : top + size, left : left + size]
 
 
 def _cropped(picture: Picture, box: Box, size: int) -> Tensor:

@@ -16,6 +16,7 @@ from orchestrator.sweeps.arms import (
     families_space,
     moe,
     named,
+    soft,
     token_choice,
 )
 from orchestrator.sweeps.scales import SCALES, UNCHANGED, Changes, Scale
@@ -63,10 +64,33 @@ def quickstart(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims, space=families_space(scale))
 
 
+@named
+def study(scale: Scale) -> Sweep:
+    """Five kinds of routing and a dense model at equal cost, with five seeds: docs/study.md has its results.
+
+    Source: token choice with and without priority from V-MoE (section 4), expert choice from Routers in Vision
+    MoE (section 3.1), few and many experts for the same slots from Implicit Bias in Soft MoE (section 4).
+    """
+    tokens, experts = scale.base.model.tokens(), scale.experts
+    kinds: dict[str, Arm] = {
+        "dense": {},
+        "token": token_choice(experts, 1),
+        "token-priority": token_choice(experts, 1, priority="max"),
+        "expert": expert_choice(experts, 1.0),
+        # The papers' scale of 1 makes the routing of small models nearly uniform.
+        f"soft-e{experts}": soft(experts, 1, tokens, scale_init=8.0),
+        f"soft-e{2 * experts}": soft(2 * experts, 1, tokens, scale_init=8.0),
+    }
+    arms = {f"{name}-{kind}": size | arm for name, size in scale.sizes.items() for kind, arm in kinds.items()}
+    claims = ("family=soft beats family=dense at equal size",)
+    return Sweep(base=scale.base, arms=arms, seeds=tuple(range(5)), claims=claims)
+
+
 SWEEPS: dict[str, NamedSweep] = {
     make.__name__: make
     for make in (
         quickstart,
+        study,
         routers,
         slots_experts,
         ablations,

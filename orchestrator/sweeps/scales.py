@@ -158,6 +158,16 @@ _TINY = RunConfig(
     train=TrainConfig(steps=220, lr=3e-3, report_every=20),  # 10 epochs of the digits
 )
 
+_STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 images
+    "model.image_size": 28,
+    "model.patch_size": 7,
+    "data.batch_size": 128,
+    "data.augment": "flip",
+    "train.steps": 2400,
+    "train.report_every": 100,
+    "train.eval_every": 150,  # the rungs of early stopping, 1/16 and 1/4, are among them
+}
+
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
     data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
@@ -236,6 +246,8 @@ SCALES = {
             "w96d6": size(96, 6, 6),
         },
         experts=8,
+        bases={"study": _STUDY},
+        sizes_of={"study": {f"w{w}": size(w, 2, w // 8 if w < 48 else 3) for w in (16, 32, 48)}},
         embedded=True,
     ),
     "cifar": Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
