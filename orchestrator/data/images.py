@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
@@ -26,6 +28,7 @@ from orchestrator.data.augment import randaugment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SCALED_FROM = 2**19  # pixels; torchvision decodes a smaller JPEG as fast as Pillow does at half its size
+SMALL = 32  # pixels; squares up to this side are kept decoded
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
 # This warning recommends torchcodec.
@@ -123,25 +126,34 @@ class Transform:
         Raises:
             BadImage: for bytes that are not a whole image.
         """
-        picture, rng = Picture(encoded), Random(key)
+        rng = Random(key)
         if self.augment == "inception":
+            picture = Picture(encoded)
             box = inception_box(picture.height, picture.width, rng)
+            image = _cropped(picture, box, self.size)
         else:
-            box = self._central_box(picture.height, picture.width)
-        image = _cropped(picture, box, self.size)
+            central = _small_central if self.size <= SMALL else _central
+            image = central(encoded, self.size, self.eval_resize, self.eval_crop)
         if self.augment in ("flip", "inception") and rng.random() < 0.5:
             image = tv.horizontal_flip(image)
         if self.augment == "shift":
             image = _shifted(image, rng)
         return randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
 
-    def _central_box(self, height: int, width: int) -> Box:
-        """Returns the box that resizing to size / eval_crop and cropping the middle would keep."""
-        if height == width == self.size:
-            return Box(0, 0, height, width)
-        sides = (height, width) if self.eval_resize == "square" else [min(height, width)] * 2
-        h, w = (max(1, round(side * self.eval_crop)) for side in sides)
-        return Box((height - h) // 2, (width - w) // 2, h, w)
+
+def _central(encoded: bytes, size: int, eval_resize: str, eval_crop: float) -> Tensor:
+    """Returns what resizing to size / eval_crop and cropping the middle keeps, as (3, size, size) uint8."""
+    picture = Picture(encoded)
+    height, width = picture.height, picture.width
+    if height == width == size:
+        return picture.pixels()
+    sides = (height, width) if eval_resize == "square" else [min(height, width)] * 2
+    h, w = (max(1, round(side * eval_crop)) for side in sides)
+    return _cropped(picture, Box((height - h) // 2, (width - w) // 2, h, w), size)
+
+
+# Decoding the small images of toy data sets takes longer than training on them. At most 200 MB per process.
+_small_central = lru_cache(maxsize=2**16)(_central)
 
 
 def normalize(images: Tensor) -> Tensor:
@@ -171,7 +183,7 @@ def _shifted(image: Tensor, rng: Random) -> Tensor:
     size = image.shape[-1]
     most = size // 8
     top, left = rng.randint(0, 2 * most), rng.randint(0, 2 * most)
-    return tv.pad(image, [most])[:, top : top + size, left : left + size]
+    return F.pad(image, [most] * 4)[:, top : top + size, left : left + size]
 
 
 def _cropped(picture: Picture, box: Box, size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import math
 import subprocess
 import sys
@@ -271,7 +272,7 @@ def test_large_jpegs_show_the_same_as_when_decoded_whole(
     augment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They differ by up to half a pixel, because the box is rounded to the smaller image's pixels."""
-    content, transform = noise(1203, 1601, "JPEG"), Transform(size=32, augment=augment)
+    content, transform = noise(1203, 1601, "JPEG"), Transform(size=40, augment=augment)
     reduced = [transform(content, str(n)).int() for n in range(8)]
     monkeypatch.setattr("orchestrator.data.images.SCALED_FROM", math.inf)
     whole = [transform(content, str(n)).int() for n in range(8)]
@@ -291,3 +292,32 @@ def test_randaugment_comes_after_crop_and_flip() -> None:
     inception_box(90, 120, rng)
     rng.random()
     assert torch.equal(changed, randaugment(INCEPTION(content, "a"), 2, 10, rng))
+
+
+def test_flips_are_half_of_the_images() -> None:
+    content = encoded(coordinates(16, 16))
+    plain, mirrored = decode(content), decode(content).flip(2)
+    found = [Transform(size=16, augment="flip")(content, str(n)) for n in range(300)]
+    assert all(torch.equal(image, plain) or torch.equal(image, mirrored) for image in found)
+    assert 0.4 < sum(torch.equal(image, mirrored) for image in found) / 300 < 0.6
+
+
+def test_shifts_are_every_one_of_up_to_an_eighth_of_the_side() -> None:
+    content = noise(16, 16)
+    plain, found = decode(content), set()
+    for n in range(400):
+        shifted = Transform(size=16, augment="shift")(content, str(n))
+        for down, right in itertools.product(range(-2, 3), repeat=2):
+            expected = tv.affine(plain, 0, [right, down], 1, [0])
+            if torch.equal(shifted, expected):
+                found.add((down, right))
+                break
+        else:
+            raise AssertionError(f"image {n} is not the plain one, shifted")
+    assert len(found) == 25
+
+
+def test_kept_images_are_not_changed() -> None:
+    content, transform = noise(16, 16), Transform(size=16, randaugment=2)
+    transform(content, "a")
+    assert torch.equal(Transform(size=16)(content), decode(content))
