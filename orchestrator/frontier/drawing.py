@@ -108,8 +108,11 @@ def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
     """Draws a trace and returns the artist that explains it in a legend."""
     label = unescape(trace["name"]).replace(", ", ",\n").replace(" with ", " with\n")
     x, y = trace["x"], trace["y"]
-    if trace["mode"] == "lines":
+    if "line" in trace:
         look = {"color": trace["line"]["color"], "linestyle": _DASHES[trace["line"]["dash"]]}
+        if "text" in trace:
+            words = unescape(trace["text"][0])
+            axes.text(x[0], y[0], words, size=9.5, color=MUTED, va="bottom", parse_math=False)
         (line,) = axes.plot(x, y, linewidth=1.2, label=label, zorder=z_order, **look)
         return line
     marker = trace["marker"]
@@ -140,10 +143,10 @@ def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
 def _name_points(axes: Axes, points: Sequence[Json], traces: Sequence[Json]) -> None:
     """Names points where the name touches no mark, line or other name. The first point is the knee."""
     axes.autoscale(False)
-    taken, along = [], [np.zeros((0, 2))]
+    taken, along = [text.get_window_extent() for text in axes.texts], [np.zeros((0, 2))]
     for trace in traces:
         pixels = axes.transData.transform(np.stack([trace["x"], trace["y"]], 1))
-        if trace["mode"] == "lines":
+        if "line" in trace:
             steps = np.linspace(0, len(pixels) - 1, 100 * len(pixels))
             along.append(np.stack([np.interp(steps, np.arange(len(pixels)), axis) for axis in pixels.T], 1))
         elif trace["yaxis"] == "y":

@@ -5,7 +5,7 @@ deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ SIZE_TITLE = "Expert slots per token"
 # What marks and lines mean, from the back to the front, and a sign for each. The statuses of points are among
 # these roles.
 ROLES = {
+    "baseline": ("Baseline, not counted", "┈"),
     "family": ("Frontier of each family", "┈"),
     "dense": ("Dense alone", "╌"),
     "published": ("Published, not counted", "○"),
@@ -95,6 +96,7 @@ def frontier_plot(
     quality_name: str,
     entries: Sequence[tuple[Point, str]],
     operating_front: Sequence[Point] = (),
+    baselines: Mapping[str, float] = {},
 ) -> Json:
     """The plot of quality against one cost: `data` and `layout` of a plotly figure.
 
@@ -104,6 +106,7 @@ def frontier_plot(
 
     Args:
         entries: all points with their status (`Frontier.statuses`), or as `published`.
+        baselines: name -> quality of what has no cost here: a horizontal line each.
     """
     drawn: dict[tuple[str, str], list[Point]] = {}
     for point, status in entries:
@@ -125,6 +128,8 @@ def frontier_plot(
         if (role, family) in drawn
     ]
     traces = [trace for trace in traces if trace["x"]]
+    costs = [cost for trace in traces for cost in trace["x"]]
+    traces[:0] = [_baseline(baseline, quality, costs) for baseline, quality in baselines.items() if costs]
     explained: set[str] = set()
     for trace in traces:
         trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in explained}
@@ -194,6 +199,22 @@ def _line(
         "meta": {"role": role, "family": family},
         "line": {"color": colour, "dash": dash, "width": 1.8},
         "visible": "legendonly" if role == "family" else True,
+        "hoverinfo": "skip",
+    }
+
+
+def _baseline(name: str, quality: float, costs: Sequence[float]) -> Json:
+    """A horizontal line over the drawn costs, labelled at its cheap end, where few points are as good."""
+    return {
+        "type": "scatter",
+        "mode": "lines+text",
+        "name": ROLES["baseline"][0],
+        "x": [min(costs), max(costs)],
+        "y": [quality, quality],
+        "text": [plain(f"{name}: {quality:.3f}"), ""],
+        "textposition": "top right",
+        "meta": {"role": "baseline", "family": ""},
+        "line": {"color": GREY, "dash": "dot", "width": 1.4},
         "hoverinfo": "skip",
     }
 

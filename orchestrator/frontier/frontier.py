@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +40,7 @@ class Frontier:
     retrained: tuple[Point, ...] = ()  # trained again for longer: shown, never counted
     operating: tuple[Point, ...] = ()  # trained models at other settings of their routers: see `gains`
     papers: tuple[Point, ...] = ()  # of papers, with the same quality on the same data: drawn, never counted
+    baselines: Mapping[str, float] = field(default_factory=dict)  # of other methods, by name: drawn as lines
     claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
     spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds): see `hypervolume_by_budget`
     note: str = ""  # a sentence for the reader, such as how shared training is charged
@@ -131,7 +132,9 @@ class Frontier:
         """The plot of quality against the cost: see `figure.frontier_plot`."""
         entries = list(zip(self.all_points, self.statuses(), strict=True))
         entries += [(point, "published") for point in self.papers]
-        return frontier_plot(self.name, self.cost_name, self.quality_name, entries, operating_front(self))
+        return frontier_plot(
+            self.name, self.cost_name, self.quality_name, entries, operating_front(self), self.baselines
+        )
 
     def figure(self) -> go.Figure:
         """The plot as a plotly figure, which a notebook shows."""

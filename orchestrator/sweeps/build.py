@@ -134,6 +134,7 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         seeds=list(range(int(parent.tags.get("seeds", "1")))),
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
         reference=json.loads(parent.tags.get("reference", "{}")),
+        baselines=json.loads(parent.tags.get("baselines", "{}")),
     )
     return with_operating(build_frontier(sweep, [_from_mlflow(run) for run in runs]), read_operating(parent))
 
@@ -178,6 +179,7 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord]) -> Frontie
         retrained=retrained,
         papers=_papers(sweep, [trial.config for trial in trials]),
         reference=complete_reference(sweep, points, trials),
+        baselines=sweep.baselines,
         claims=tuple(sweep.claims),
         spending=tuple((run_id, spent) for _, run_id, spent in pieces),
         note=note,

@@ -98,6 +98,7 @@ def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Project
         "seeds": str(max(1, len(record.seeds))),
         **({"claims": "\n".join(record.claims)} if record.claims else {}),
         **({"reference": json.dumps(record.reference)} if record.reference else {}),
+        **({"baselines": json.dumps(record.baselines)} if record.baselines else {}),
         **summary.get("tags", {}),
     }
     if note := summary.get("note"):

@@ -166,6 +166,7 @@ class SweepRecord:
         arms: name -> dotted changes of the base.
         drawn: names of the arms that a search has drawn.
         reference: metric -> the worst value that hypervolumes count; measured costs are added once known.
+        baselines: what is no arm of the sweep -> its quality, such as a linear classifier on pixels.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
         status: ``running`` until the command ends.
@@ -184,6 +185,7 @@ class SweepRecord:
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     reference: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     status: Literal["running", "finished", "failed", "killed"] = "running"
