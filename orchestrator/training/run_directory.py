@@ -161,6 +161,7 @@ class SweepRecord:
     Attributes:
         key: names this start of the sweep; a sweep that starts over gets another key.
         base: the run that every arm changes, as `codec.to_dict` writes it.
+        val_images: images of the val split of the base's data; 0 in records that do not know it.
         quality, cost: the metrics to maximise and to minimise, with their units in their names.
         seeds: every arm is trained with each; if empty, once, with the base's seed.
         arms: name -> dotted changes of the base.
@@ -179,6 +180,7 @@ class SweepRecord:
     data_digest: str
     quality: str
     cost: str
+    val_images: int = 0
     seeds: list[int] = field(default_factory=list)
     trunk: dict[str, Any] | None = None
     claims: list[str] = field(default_factory=list)

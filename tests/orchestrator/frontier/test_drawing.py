@@ -52,14 +52,14 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
     dense = (point("d1", "dense", 100, 0.6), point("d2", "dense", 200, 0.7))
     seeds = replace(point("soft of two seeds", "soft", 150, 0.75), qualities=(0.7, 0.8))
     burnt = point("burnt", "soft", 300, NAN, "diverged")
-    linear = {"linear classifier": 0.65}
+    linear = {"linear": 0.65}
     replace(DAYS, points=(*dense, seeds, burnt), baselines=linear).save_picture(tmp_path / "frontier.svg")
     drawn = ElementTree.parse(tmp_path / "frontier.svg").getroot()
     assert (drawn.get("width"), drawn.get("height")) == ("720pt", "450pt")
     lines = (tmp_path / "frontier.svg").read_text().splitlines()
     comments = "".join(line for line in lines if "<!--" in line)
     for entry in (
-        "linear classifier: 0.650",
+        "linear: 0.650",
         "Frontier",
         "Dense alone",
         "Published",
