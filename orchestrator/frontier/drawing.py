@@ -1,6 +1,7 @@
 """Pictures by matplotlib, with no global state of pyplot: their style, and the plot of a frontier."""
 
 import io
+import textwrap
 from collections.abc import Sequence
 from html import unescape
 from itertools import product
@@ -48,14 +49,17 @@ def new_figure(width: float, height: float, *, dpi: float = 130) -> Figure:
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
-def style_axes(axes: Axes, title: str = "", x: str = "", y: str = "", *, size: float = 9.5) -> None:
+def style_axes(
+    axes: Axes, title: str = "", x: str = "", y: str = "", *, size: float = 9.5, pad: float | None = None
+) -> None:
     """Sets titles, a light frame and a grid behind the data. A `$` in a name is no formula.
 
     Args:
         size: of the axes' titles, in points.
+        pad: points between the axes and their title; default: `size`.
     """
     text: Json = {"color": INK, "fontweight": "bold", "fontsize": size + 1, "parse_math": False}
-    axes.set_title(title, loc="left", pad=size, **text)
+    axes.set_title(title, loc="left", pad=size if pad is None else pad, **text)
     axes.set_xlabel(x, fontsize=size, color=MUTED, parse_math=False)
     axes.set_ylabel(y, fontsize=size, color=MUTED, parse_math=False)
     axes.grid(color=GRID)
@@ -79,7 +83,10 @@ def frontier_picture(plot: Json) -> Figure:
     canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
     axes.set_xscale("log")
     titles = (unescape(part["title"]["text"]) for part in (layout, layout["xaxis"], layout["yaxis"]))
-    style_axes(axes, *titles, size=11)
+    subtitle = textwrap.wrap(unescape(layout["title"]["subtitle"]["text"]), 100)
+    style_axes(axes, *titles, size=11, pad=11 + 13 * len(subtitle))
+    above = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+    axes.annotate("\n".join(subtitle), **above, va="bottom", size=9, color=MUTED, parse_math=False)
     # The last trace of a label is in front and explains it. Families stand before other marks.
     traces = [trace for trace in plot["data"] if trace.get("visible") != "legendonly"]
     drawn = {trace["name"]: _draw(axes, trace, order) for order, trace in enumerate(traces, start=2)}
@@ -106,10 +113,13 @@ def frontier_picture(plot: Json) -> Figure:
 
 def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
     """Draws a trace and returns the artist that explains it in a legend."""
-    label = unescape(trace["name"]).replace(", ", ",\n").replace(" with ", " with\n")
+    label = textwrap.fill(unescape(trace["name"]), 20)
     x, y = trace["x"], trace["y"]
-    if trace["mode"] == "lines":
+    if "line" in trace:
         look = {"color": trace["line"]["color"], "linestyle": _DASHES[trace["line"]["dash"]]}
+        if "text" in trace:
+            words = unescape(trace["text"][0].replace("<br>", "\n"))
+            axes.text(x[0], y[0], words, size=9.5, color=MUTED, va="bottom", parse_math=False)
         (line,) = axes.plot(x, y, linewidth=1.2, label=label, zorder=z_order, **look)
         return line
     marker = trace["marker"]
@@ -140,10 +150,10 @@ def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
 def _name_points(axes: Axes, points: Sequence[Json], traces: Sequence[Json]) -> None:
     """Names points where the name touches no mark, line or other name. The first point is the knee."""
     axes.autoscale(False)
-    taken, along = [], [np.zeros((0, 2))]
+    taken, along = [text.get_window_extent() for text in axes.texts], [np.zeros((0, 2))]
     for trace in traces:
         pixels = axes.transData.transform(np.stack([trace["x"], trace["y"]], 1))
-        if trace["mode"] == "lines":
+        if "line" in trace:
             steps = np.linspace(0, len(pixels) - 1, 100 * len(pixels))
             along.append(np.stack([np.interp(steps, np.arange(len(pixels)), axis) for axis in pixels.T], 1))
         elif trace["yaxis"] == "y":

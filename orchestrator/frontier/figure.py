@@ -5,7 +5,8 @@ deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ SIZE_TITLE = "Expert slots per token"
 # What marks and lines mean, from the back to the front, and a sign for each. The statuses of points are among
 # these roles.
 ROLES = {
+    "baseline": ("Baseline, not counted", "┈"),
     "family": ("Frontier of each family", "┈"),
     "dense": ("Dense alone", "╌"),
     "published": ("Published, not counted", "○"),
@@ -94,16 +96,20 @@ def frontier_plot(
     cost_name: str,
     quality_name: str,
     entries: Sequence[tuple[Point, str]],
+    *,
     operating_front: Sequence[Point] = (),
+    baselines: Mapping[str, float] = {},
+    subtitle: str = "",
 ) -> Json:
     """The plot of quality against one cost: `data` and `layout` of a plotly figure.
 
-    A trace's `meta` has its role and family, its `customdata` the addresses of runs. The layout's `meta` has
+    A trace's `meta` has its role and family, its `customdata` addresses of runs. The layout's `meta` has
     the sizes that a key explains, and the points on the front, the knee first.
     Trials that stopped, failed or run have no final quality and are not drawn.
 
     Args:
         entries: all points with their status (`Frontier.statuses`), or as `published`.
+        baselines: name -> quality of what has no cost here: a horizontal line each.
     """
     drawn: dict[tuple[str, str], list[Point]] = {}
     for point, status in entries:
@@ -125,6 +131,8 @@ def frontier_plot(
         if (role, family) in drawn
     ]
     traces = [trace for trace in traces if trace["x"]]
+    costs = [cost for trace in traces for cost in trace["x"]]
+    traces[:0] = [_baseline(baseline, quality, costs) for baseline, quality in baselines.items() if costs]
     explained: set[str] = set()
     for trace in traces:
         trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in explained}
@@ -136,6 +144,7 @@ def frontier_plot(
         for point in (*knees, *(point for point in front if point not in knees))
     ]
     layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
+    layout["title"]["subtitle"] = {"text": plain(subtitle)}
     layout["meta"] = {"sizes": sizes, "front": named}
     layout["xaxis"] |= {"type": "log", "nticks": 6, "exponentformat": "power"}
     if front:
@@ -167,8 +176,8 @@ def budget_plot(curve: NDArray[np.float64]) -> Json:
 def _layout(title: str, x_title: str, y_title: str) -> Json:
     return {
         "title": {"text": plain(title)},
-        "xaxis": {**_AXIS, "title": {"text": plain(x_title), "standoff": 10}},
-        "yaxis": {**_AXIS, "title": {"text": plain(y_title), "standoff": 10}},
+        "xaxis": {**_AXIS, "title": {"text": plain(x_title), "standoff": 10, "font": _FONT}},
+        "yaxis": {**_AXIS, "title": {"text": plain(y_title), "standoff": 10, "font": _FONT}},
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
         "font": _FONT,
         "hovermode": "closest",
@@ -198,16 +207,34 @@ def _line(
     }
 
 
+def _baseline(name: str, quality: float, costs: Sequence[float]) -> Json:
+    """A horizontal line over the drawn costs, labelled at its cheap end, where few points are as good."""
+    return {
+        "type": "scatter",
+        "mode": "lines+text",
+        "name": ROLES["baseline"][0],
+        "x": [min(costs), max(costs)],
+        "y": [quality, quality],
+        "text": ["<br>".join(map(plain, textwrap.wrap(f"{name}: {quality:.3f}", 22))), ""],
+        "textposition": "top right",
+        "meta": {"role": "baseline", "family": ""},
+        "line": {"color": GREY, "dash": "dot", "width": 1.4},
+        "hoverinfo": "skip",
+    }
+
+
 def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: str, quality_name: str) -> Json:
-    """The points of one family that have one role, with bars over quartiles of costs and over seeds."""
+    """The points of one family that have one role, with bars over quartiles of costs, and of the standard
+    error of their qualities.
+    """
     symbol, size = _MARKS.get(role, (None, 0))
     on_axis, hollow = role == "diverged", role in _MARKS
-    seeds = [(point.qualities or (point.quality,), point.quality) for point in points]
+    errors = [(p.quality, p.standard_error if len(p.qualities) > 1 else 0.0) for p in points]
     marker = {
         "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
         "color": style.colour,
         "size": [size or marker_px(point.size) for point in points],
-        "opacity": 0.4 if role == "dominated" else 1,
+        "opacity": 0.55 if role == "dominated" else 1,
         "line": {"width": 1.4 if hollow else 0},
     }
     return {
@@ -222,9 +249,10 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
         "cliponaxis": not on_axis,
         "hoverinfo": "text",
         "hovertext": [_hover_text(point, role, cost_name, quality_name) for point in points],
-        "customdata": [web_link(point.run_url) for point in points],
+        # A mean has no run of its own.
+        "customdata": [web_link(None if point.runs else point.run_url) for point in points],
         "error_x": _bars([(*quartiles(point, cost_name), point.cost) for point in points]),
-        "error_y": _bars([] if on_axis else [(min(found), max(found), mean) for found, mean in seeds]),
+        "error_y": _bars([] if on_axis else [(mean - error, mean + error, mean) for mean, error in errors]),
     }
 
 

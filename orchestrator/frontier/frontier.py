@@ -1,8 +1,9 @@
 """The result of a sweep: its points, their front and knee, as numbers, as a table and as figures."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from orchestrator.frontier.drawing import frontier_picture
-from orchestrator.frontier.figure import Json, frontier_plot
+from orchestrator.frontier.figure import TIMES, Json, axis_title, frontier_plot
 from orchestrator.frontier.points import (
     Point,
     front_points,
@@ -37,9 +38,12 @@ class Frontier:
     quality_name: str
     points: tuple[Point, ...]
     reference: Mapping[str, float]
+    data: str = ""  # what quality is measured on, such as "367 images of digits (val split)"
+    trials: tuple[tuple[str, str], ...] = ()  # (arm, state) of each trial of a sweep, begun or not
     retrained: tuple[Point, ...] = ()  # trained again for longer: shown, never counted
     operating: tuple[Point, ...] = ()  # trained models at other settings of their routers: see `gains`
     papers: tuple[Point, ...] = ()  # of papers, with the same quality on the same data: drawn, never counted
+    baselines: Mapping[str, float] = field(default_factory=dict)  # of other methods, by name: drawn as lines
     claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
     spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds): see `hypervolume_by_budget`
     note: str = ""  # a sentence for the reader, such as how shared training is charged
@@ -63,6 +67,21 @@ class Frontier:
         finished = [point for point in self.points if point.status == "finished"]
         further = [name for name in self.reference if name not in (self.cost_name, self.quality_name)]
         return tuple(name for name in further if finished and all(name in point.costs for point in finished))
+
+    @property
+    def subtitle(self) -> str:
+        """Arms, seeds and trials, what is measured on which images, and its error; empty without trials."""
+        if not self.trials:
+            return ""
+        arms = Counter(arm for arm, _ in self.trials)
+        seeds = max(arms.values())
+        each = f" {TIMES} {_count(seeds, 'seed')} =" if {*arms.values()} == {seeds} else ","
+        measured = " on ".join(filter(None, [axis_title(self.quality_name), self.data]))
+        error = f"mean of {seeds} seeds, bars: standard error of the mean"
+        return (
+            f"{_count(len(arms), 'arm')}{each} {_count(len(self.trials), 'trial')}."
+            f" {measured}: {error if seeds > 1 else 'one seed, no error known'}."
+        )
 
     @property
     def all_points(self) -> tuple[Point, ...]:
@@ -131,7 +150,15 @@ class Frontier:
         """The plot of quality against the cost: see `figure.frontier_plot`."""
         entries = list(zip(self.all_points, self.statuses(), strict=True))
         entries += [(point, "published") for point in self.papers]
-        return frontier_plot(self.name, self.cost_name, self.quality_name, entries, operating_front(self))
+        return frontier_plot(
+            self.name,
+            self.cost_name,
+            self.quality_name,
+            entries,
+            operating_front=operating_front(self),
+            baselines=self.baselines,
+            subtitle=self.subtitle,
+        )
 
     def figure(self) -> go.Figure:
         """The plot as a plotly figure, which a notebook shows."""
@@ -140,6 +167,10 @@ class Frontier:
     def save_picture(self, path: Path) -> None:
         """Writes the plot as PNG or SVG, by the suffix."""
         frontier_picture(self.plot()).savefig(path)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,20 +25,40 @@ function draw() {
     row.hidden = !shown(row.dataset) || !words.every(word => row.textContent.toLowerCase().includes(word));
   filters.querySelector("output").textContent = `${rows.filter(row => !row.hidden).length} of ${rows.length} listed`;
   const style = getComputedStyle(document.documentElement);
+  const printing = document.documentElement.classList.contains("print");  // plotly would resize too late
   const colour = name => style.getPropertyValue(name).trim();
   const axis = { gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line") };
   const ink = { color: colour("--ink") }, clear = "rgba(0,0,0,0)";
   plots.forEach(({ data, layout }, i) => {
-    const traces = data.map(trace => ({ ...trace, visible: shown(trace.meta) }));
-    const themed = { ...layout, title: undefined, showlegend: false, paper_bgcolor: clear, plot_bgcolor: clear,
+    const traces = data.map(trace =>
+      ({ ...trace, visible: shown(trace.meta), ...(trace.hovertext && { hoverinfo: "none" }),
+        ...(trace.text && i && { mode: "lines" }) }));  // small plots have no room for labels
+    const plot = document.getElementById("plot" + i), first = !plot.on;
+    const sheet = { width: plot.clientWidth, height: plot.clientHeight };
+    const themed = { ...layout, ...(printing && sheet),
+      title: undefined, showlegend: false, paper_bgcolor: clear, plot_bgcolor: clear,
       xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis }, font: { ...layout.font, ...ink },
       hoverlabel: { ...layout.hoverlabel, bgcolor: colour("--paper"), bordercolor: colour("--muted"), font: ink },
       modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: clear },
       margin: { l: 70, r: 24, t: 30, b: 48 } };
-    const plot = document.getElementById("plot" + i), first = !plot.on;
     Plotly.react(plot, traces, themed, config);
-    if (first) plot.on("plotly_click", ({ points: [{ customdata: url }] }) => url && window.open(url, "_blank", "noopener"));
+    if (!first) return;
+    plot.on("plotly_click", ({ points: [{ customdata: url }] }) => url && window.open(url, "_blank", "noopener"));
+    plot.on("plotly_hover", showHover);
+    plot.on("plotly_unhover", () => hover.hidden = true);
   });
+}
+
+// Shows the text of a point beside the pointer and within the window, which plotly's own labels may leave.
+const hover = document.getElementById("hover");
+function showHover({ points: [{ hovertext }], event: { clientX, clientY } }) {
+  if (!hovertext) return;
+  hover.innerHTML = hovertext;  // escaped by figure.py
+  hover.hidden = false;
+  const { width, height } = hover.getBoundingClientRect(), { clientWidth, clientHeight } = document.documentElement;
+  const besides = clientX + 16 + width <= clientWidth ? clientX + 16 : clientX - 16 - width;
+  hover.style.left = Math.max(4, Math.min(besides, clientWidth - width - 4)) + "px";
+  hover.style.top = Math.max(4, Math.min(clientY + 16, clientHeight - height - 4)) + "px";
 }
 
 // Unknown numbers stay last, whichever the direction.
@@ -57,6 +77,12 @@ function sortBy(column, head) {
   head.querySelector("button").addEventListener("click", () => sortBy(column, head)));
 filters.addEventListener("input", draw);
 filters.addEventListener("submit", event => event.preventDefault());
+for (const event of ["beforeprint", "afterprint"])
+  addEventListener(event, () => {
+    document.documentElement.classList.toggle("print");
+    draw();
+    dispatchEvent(new Event("resize"));  // after printing, plots take the size of the window again
+  });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 sortBy(2, document.querySelectorAll("th")[2]);
 draw();

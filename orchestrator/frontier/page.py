@@ -5,6 +5,7 @@ sorts the table. The content security policy of the file forbids network access.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
@@ -47,7 +48,7 @@ def frontier_page(frontier: Frontier) -> str:
     environment.filters.update({function.__name__: function for function in _FILTERS})
     return environment.from_string(_file("page.html")).render(
         frontier=frontier,
-        counts=_counts(frontier),
+        states=_states(frontier),
         space=SPACE,
         styles=figure.family_styles([*families, *(point.family for point in frontier.all_points)]),
         roles={
@@ -77,13 +78,11 @@ def _file(name: str) -> str:
     return files("orchestrator.frontier").joinpath(name).read_text(encoding="utf-8")
 
 
-def _counts(frontier: Frontier) -> dict[str, int]:
-    counts = {"trials": len(frontier.points)}
-    for status in ("finished", "stopped", "failed", "diverged", "running"):
-        counts[status] = sum(point.status == status for point in frontier.points)
-    counts |= {"on the frontier": len(frontier.front), "retrained": len(frontier.retrained)}
-    always = {"trials", "finished", "failed", "diverged", "on the frontier"}
-    return {name: count for name, count in counts.items() if count or name in always}
+def _states(frontier: Frontier) -> dict[str, int]:
+    """State -> trials in it; not arms, which have a trial for each seed."""
+    found = Counter(state for _, state in frontier.trials)
+    states = ("finished", "failed", "diverged", "stopped", "running", "not started")
+    return {state: found[state] for state in states if found[state] or state in states[:3]}
 
 
 def _rows(panels: list[Frontier]) -> Iterator[tuple[Point, str, str, Sequence[tuple[float | str, str]]]]:

@@ -7,7 +7,6 @@ another reference, changes hypervolumes and their order.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import stdev
 from typing import Literal
 
 import numpy as np
@@ -50,7 +49,7 @@ class Point:
     def standard_error(self) -> float:
         """Standard error of the quality's mean over seeds; NaN for a single seed."""
         count = len(self.qualities)
-        return stdev(self.qualities) / math.sqrt(count) if count > 1 else math.nan
+        return float(np.std(self.qualities, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
 
     @property
     def quality_text(self) -> str:

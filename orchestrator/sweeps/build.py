@@ -131,9 +131,12 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         data_digest="",
         quality=parent.tags["objective.quality"],
         cost=parent.tags["objective.cost"],
+        val_images=int(parent.tags.get("val_images", "0")),
         seeds=list(range(int(parent.tags.get("seeds", "1")))),
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
         reference=json.loads(parent.tags.get("reference", "{}")),
+        baselines=json.loads(parent.tags.get("baselines", "{}")),
+        status="running" if parent.status == "RUNNING" else "finished",
     )
     return with_operating(build_frontier(sweep, [_from_mlflow(run) for run in runs]), read_operating(parent))
 
@@ -169,27 +172,47 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord]) -> Frontie
         marginal = "marginal" in sweep.cost
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
+    begun = {trial.run_id for trial in trials}
+    states: list[tuple[str, str]] = [(trial.labels["arm"], trial.status) for trial in by_role["trial"]]
+    for name, labels in sweep.trials.items():
+        if labels["role"] == "trial" and name not in begun:
+            states.append((labels["arm"], "not started"))
     pieces = sorted((time_s, t.run_id, spent) for t in trials for time_s, spent in t.spending)
     return Frontier(
         name=sweep.name,
         cost_name=sweep.cost,
         quality_name=sweep.quality,
+        data=_judged_on(sweep, [trial.config for trial in trials]),
+        trials=tuple(states),
         points=points,
         retrained=retrained,
         papers=_papers(sweep, [trial.config for trial in trials]),
         reference=complete_reference(sweep, points, trials),
+        baselines=sweep.baselines,
         claims=tuple(sweep.claims),
         spending=tuple((run_id, spent) for _, run_id, spent in pieces),
         note=note,
     )
 
 
+def _judged_on(sweep: SweepRecord, runs: Sequence[RunConfig]) -> str:
+    """The images that quality is measured on: their number if it is known, data set and split."""
+    paths = dict.fromkeys(path for run in runs for path in _judged_paths(sweep, run))
+    names = ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+    counted = sweep.val_images and len(paths) == 1 and {*paths} == {run.data.path for run in runs}
+    return f"{sweep.val_images} images of {names} (val split)" if counted else f"{names} (val split)"
+
+
+def _judged_paths(sweep: SweepRecord, run: RunConfig) -> tuple[str, ...]:
+    fewshot = run.train.fewshot if sweep.quality.startswith("fewshot/") else None
+    return (fewshot and fewshot.paths) or (run.data.path,)
+
+
 def _papers(sweep: SweepRecord, runs: Iterable[RunConfig]) -> tuple[Point, ...]:
     """The papers' points, if all runs measured the sweep's quality on the papers' data and nothing else."""
     found = set[str | None]()
     for run in runs:
-        fewshot = run.train.fewshot
-        paths = (fewshot and fewshot.paths) or (run.data.path,)
+        paths = _judged_paths(sweep, run)
         classes = run.model.num_classes if paths[0] == run.data.path else None
         found.add(papers_metric(sweep.quality, paths[0], classes) if len(paths) == 1 else None)
     metric = found.pop() if len(found) == 1 else None
@@ -222,7 +245,7 @@ def _point(arm: str, same: Sequence[TrialRecord], sweep: SweepRecord, seeds: int
     found = settings(config)
     status: Status = min((trial.status for trial in same), key=lambda status: WORST_FIRST.index(status))
     if len(same) < seeds and status == "finished":
-        status = "stopped"  # before all of its seeds had begun
+        status = "running" if sweep.status == "running" else "stopped"  # before all of its seeds had begun
     whole = status == "finished"
     qualities = tuple(trial.metrics.get(sweep.quality, math.nan) for trial in same)
     point = Point(

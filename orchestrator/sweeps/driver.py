@@ -233,12 +233,14 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     """
     directory, base = run_directory(sweep.base), sweep.base
     check_kind(directory, "sweep")
+    manifest = open_manifest(base.data.path)
     now = SweepRecord(
         key=new_key(),
         name=base.name,
         began_s=time.time(),
         base=to_dict(base),
-        data_digest=open_manifest(base.data.path).digest(),
+        data_digest=manifest.digest(),
+        val_images=manifest.rows("val"),
         quality=sweep.quality,
         cost=sweep.cost,
         seeds=list(sweep.seeds),

@@ -19,6 +19,12 @@ from orchestrator.training.run_directory import SweepRecord, read_json, write_js
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
 FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "confirmed"
+_PLACES = {
+    FAST: "the cheapest of the frontier",
+    KNEE: "the knee of the frontier",
+    BEST: "the best of the frontier",
+    CONFIRMED: "retrained for longer than the sweep's trials",
+}
 
 
 def write_files(frontier: Frontier, folder: str) -> list[str]:
@@ -111,20 +117,19 @@ def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:
         quality += f" (mean of {len(point.qualities)} seeds: {each}; this is {run}, nearest to the mean)"
     else:
         quality += " (one seed)"
-    longer = ", retrained for longer than the sweep's trials" if alias == CONFIRMED else ""
     return (
-        f"Sweep {frontier.name}, arm {point.arm}{longer}: {quality}; {frontier.cost_name} {point.cost:.4g}."
+        f"Sweep {frontier.name}, arm {point.arm}, {_PLACES[alias]}: {quality};"
+        f" {frontier.cost_name} {point.cost:.4g}."
     )
 
 
 def _note(frontier: Frontier, sweep: SweepRecord) -> str:
     """The description of the sweep's MLflow run, in markdown."""
-    seeds = f"{len(sweep.seeds)} seeds each" if len(sweep.seeds) > 1 else "one seed each"
     data = sweep.base.get("data", {}).get("path", "")
     lines = [
         f"# Sweep {sweep.name}",
         "",
-        f"{len(frontier.points)} arms, {seeds}; {sweep.quality} against {sweep.cost}. Data: `{data}`"
+        f"{frontier.subtitle} {sweep.quality} against {sweep.cost}. Data: `{data}`"
         f" (digest `{sweep.data_digest[:12]}`). Hypervolume {frontier.hypervolume:.4f}, in decades of cost"
         f" times fractions of quality, from {frontier.quality_name}={frontier.bound[1]:g} at"
         f" {frontier.cost_name}={frontier.bound[0]:.4g}.",
@@ -133,6 +138,6 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         "|---|---|---|",
     ]
     for point in frontier.front:
-        spread = f" ({min(point.qualities):.4f} to {max(point.qualities):.4f})" if point.qualities else ""
-        lines.append(f"| {point.arm} | {point.quality:.4f}{spread} | {point.cost:.4g} |")
+        knee = " (knee)" if point is frontier.knee else ""
+        lines.append(f"| {point.arm}{knee} | {point.quality_text} | {point.cost:.4g} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])

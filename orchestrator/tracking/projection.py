@@ -96,8 +96,10 @@ def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Project
         "objective.quality": record.quality,
         "objective.cost": record.cost,
         "seeds": str(max(1, len(record.seeds))),
+        "val_images": str(record.val_images),
         **({"claims": "\n".join(record.claims)} if record.claims else {}),
         **({"reference": json.dumps(record.reference)} if record.reference else {}),
+        **({"baselines": json.dumps(record.baselines)} if record.baselines else {}),
         **summary.get("tags", {}),
     }
     if note := summary.get("note"):

@@ -161,11 +161,13 @@ class SweepRecord:
     Attributes:
         key: names this start of the sweep; a sweep that starts over gets another key.
         base: the run that every arm changes, as `codec.to_dict` writes it.
+        val_images: images of the val split of the base's data; 0 in records that do not know it.
         quality, cost: the metrics to maximise and to minimise, with their units in their names.
         seeds: every arm is trained with each; if empty, once, with the base's seed.
         arms: name -> dotted changes of the base.
         drawn: names of the arms that a search has drawn.
         reference: metric -> the worst value that hypervolumes count; measured costs are added once known.
+        baselines: what is no arm of the sweep -> its quality, such as a linear classifier on pixels.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
         status: ``running`` until the command ends.
@@ -178,12 +180,14 @@ class SweepRecord:
     data_digest: str
     quality: str
     cost: str
+    val_images: int = 0
     seeds: list[int] = field(default_factory=list)
     trunk: dict[str, Any] | None = None
     claims: list[str] = field(default_factory=list)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
     reference: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     status: Literal["running", "finished", "failed", "killed"] = "running"

@@ -52,12 +52,20 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
     dense = (point("d1", "dense", 100, 0.6), point("d2", "dense", 200, 0.7))
     seeds = replace(point("soft of two seeds", "soft", 150, 0.75), qualities=(0.7, 0.8))
     burnt = point("burnt", "soft", 300, NAN, "diverged")
-    replace(DAYS, points=(*dense, seeds, burnt)).save_picture(tmp_path / "frontier.svg")
+    linear = {"linear": 0.65}
+    replace(DAYS, points=(*dense, seeds, burnt), baselines=linear).save_picture(tmp_path / "frontier.svg")
     drawn = ElementTree.parse(tmp_path / "frontier.svg").getroot()
     assert (drawn.get("width"), drawn.get("height")) == ("720pt", "450pt")
     lines = (tmp_path / "frontier.svg").read_text().splitlines()
     comments = "".join(line for line in lines if "<!--" in line)
-    for entry in ("Frontier", "Dense alone", "Published", "Diverged", "Knee: soft of two seeds"):
+    for entry in (
+        "linear: 0.650",
+        "Frontier",
+        "Dense alone",
+        "Published",
+        "Diverged",
+        "Knee: soft of two seeds",
+    ):
         assert entry in comments
 
 

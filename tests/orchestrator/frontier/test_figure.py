@@ -70,6 +70,15 @@ def test_lines_of_the_front_and_of_the_families() -> None:
     assert of_role(alone, "dense", "lines") == of_role(alone, "family", "lines") == {}
 
 
+def test_a_baseline_is_a_labelled_line_that_does_not_count() -> None:
+    linear = replace(FRONTIER, baselines={"<linear>": 0.8765})
+    trace = of_role(linear.plot(), "baseline", "lines+text")[""]
+    assert (trace["x"], trace["y"]) == ([2e10, 9e11], [0.8765, 0.8765])
+    assert (trace["text"][0], trace["line"]["dash"]) == ("&lt;linear&gt;: 0.876", "dot")
+    assert (linear.front, linear.hypervolume) == (FRONTIER.front, FRONTIER.hypervolume)
+    assert of_role(replace(linear, points=(), retrained=()).plot(), "baseline", "lines+text") == {}
+
+
 def test_bars_over_seeds_and_over_quartiles_of_measured_costs() -> None:
     seeds = replace(FRONTIER.points[0], qualities=(0.7, 0.9), spreads={FLOPS: (1e10, 3e10)})
     plot = replace(FRONTIER, points=(seeds, *FRONTIER.points[1:])).plot()

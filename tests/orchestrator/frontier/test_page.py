@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.frontier.figure import TIMES
-from orchestrator.frontier.frontier import gains
+from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.page import frontier_page
 from tests.orchestrator.frontier.samples import EVIL, FRONTIER, SECONDS, many, point
 from tests.orchestrator.frontier.test_frontier import POINTS, timed, times
@@ -31,15 +31,31 @@ def test_page_loads_nothing() -> None:
     assert "default-src 'none'" in page
 
 
-def test_summary_counts() -> None:
-    summary = re.sub("<[^>]+>", "", frontier_page(FRONTIER).split("<p>")[1].split("</p>")[0])
-    summary = " ".join(summary.split())
-    counts = {"finished": 7, "stopped": 1, "failed": 1, "diverged": 1, "running": 1, "on the frontier": 4}
-    for fact in ("11 trials", "1 retrained", *(f"{count} {what}" for what, count in counts.items())):
-        assert fact in summary
-    assert "knee soft-1 &middot;" in summary
+def summary(frontier: Frontier) -> list[str]:
+    head = frontier_page(frontier).split("</h1>")[1].split("<form")[0]
+    return [" ".join(part.split()) for part in re.sub("<(?!p>)[^>]+>", "", head).split("<p>")[1:]]
+
+
+def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
+    states = (*[("a", "finished")] * 2, ("b", "finished"), ("b", "failed"), *[("c", "not started")] * 2)
+    seeded = replace(FRONTIER, trials=states, data="367 images of digits (val split)")
+    subtitle, counts = summary(seeded)
+    assert subtitle == (
+        f"3 arms {TIMES} 2 seeds = 6 trials. Validation accuracy @1 on 367 images of digits (val split): mean"
+        " of 2 seeds, bars: standard error of the mean."
+    )
+    assert counts.startswith(
+        "Trials: 3 finished, 1 failed, 0 diverged, 2 not started &middot; 4 of 11 arms on"
+    )
+    assert "1 retrained &middot; knee soft-1 &middot;" in counts
     reference = f"(1.00{TIMES}10¹², 0.1)"
-    assert f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}" in summary
+    area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
+    assert counts.endswith(f"{area}, fixed for the whole sweep")
+    (counts,) = summary(FRONTIER)
+    assert counts.startswith("4 of 11 points on the frontier")
+    assert counts.endswith(area)
+    single, _ = summary(replace(FRONTIER, trials=states[:1]))
+    assert single == (f"1 arm {TIMES} 1 seed = 1 trial. Validation accuracy @1: one seed, no error known.")
 
 
 def test_a_plot_for_each_cost_and_one_for_the_budget() -> None:
@@ -70,7 +86,10 @@ def test_a_row_has_numbers_texts_and_links() -> None:
     assert "affinity&nbsp;softmax" in row
     assert "seeds&nbsp;2, from 0.7000 to 0.9000" in row
     assert re.findall('href="([^"]*)"', row) == [seeds.run_url]
-    assert '<code title="second">second</code>' in row
+    assert re.findall('<code title="([^"]*)">([^<]*)<', row) == [
+        ("dense-s-0123456789abcdef", "0123456789abcdef"),
+        ("second", "second"),
+    ]
 
 
 def test_claims_are_checked_and_other_cells_are_named() -> None:

@@ -108,9 +108,7 @@ def test_hover_tells_and_a_click_opens_the_run(browser: webdriver.Chrome, tmp_pa
     wait_for_marks(browser, 9)
     marker = marks(browser)[-2]  # the last one is the diverged point: another axis, on top
     webdriver.ActionChains(browser).move_to_element(marker).pause(0.3).perform()
-    label = WebDriverWait(browser, 5).until(
-        lambda page: page.find_element(By.CSS_SELECTOR, "#plot0 .hoverlayer .hovertext").text
-    )
+    label = WebDriverWait(browser, 5).until(lambda page: page.find_element(By.ID, "hover").text)
     for fact in ("soft-2-long", "retrained", "Validation accuracy @1: 0.9700", "affinity: softmax"):
         assert fact in label
     webdriver.ActionChains(browser).click().perform()
@@ -118,6 +116,47 @@ def test_hover_tells_and_a_click_opens_the_run(browser: webdriver.Chrome, tmp_pa
     assert opened == [f"{LINK}soft-2-long", "_blank", "noopener"]
     links = browser.find_elements(By.CSS_SELECTOR, "td a")
     assert {link.get_attribute("href") for link in links} == {LINK + p.arm for p in FRONTIER.all_points}
+
+
+def test_hover_texts_fit_a_narrow_window(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    long = point("a-very-long-name-" * 9, "soft", 9.9e11, 0.99, details={f"n{i}": "1" for i in range(20)})
+    open_page(
+        browser, tmp_path / "page.html", frontier_page(replace(FRONTIER, points=(*FRONTIER.points, long)))
+    )
+    window = {"width": 390, "height": 700, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
+    plot = "return document.querySelector('#plot0 .main-svg').getBoundingClientRect().right"
+    WebDriverWait(browser, 5).until(lambda page: page.execute_script(plot) < 390)
+    for marker in marks(browser):
+        browser.execute_script("arguments[0].scrollIntoView()", marker)
+        webdriver.ActionChains(browser).move_to_element(marker).pause(0.2).perform()
+        box = browser.find_element(By.ID, "hover")
+        assert box.is_displayed()
+        left, top, right, bottom = browser.execute_script(
+            "const box = arguments[0].getBoundingClientRect();"
+            "return [box.left, box.top, box.right, box.bottom]",
+            box,
+        )
+        assert left >= 0 <= top
+        assert right <= 390
+        assert bottom <= 700
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_printed_page_is_light_and_as_wide_as_a_sheet(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    open_page(browser, tmp_path / "page.html", frontier_page(TWO_COSTS))
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    state = """return [[...document.querySelectorAll('.main-svg')].every(svg => svg.clientWidth <= 700),
+        document.querySelector('.wide').scrollWidth <= 700, getComputedStyle(document.body).backgroundColor,
+        getComputedStyle(document.querySelector('.xtitle')).fill, filters.checkVisibility()]"""
+    printed = [True, True, "rgb(255, 255, 255)", "rgb(29, 36, 48)", False]
+    before = browser.execute_script(state)
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(state) == printed
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    WebDriverWait(browser, 5).until(lambda page: page.execute_script(state) == before != printed)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {})
 
 
 def test_the_page_follows_the_theme(browser: webdriver.Chrome, tmp_path: Path) -> None:

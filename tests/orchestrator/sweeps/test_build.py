@@ -10,6 +10,7 @@ import pytest
 
 from moe.cost import train_flops_6mac
 from orchestrator.errors import UsageError
+from orchestrator.frontier.figure import TIMES
 from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
 from orchestrator.sweeps.sweep import Sweep, Trunk
@@ -36,6 +37,10 @@ def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: P
     assert math.isnan(b.quality)
     assert (c.arm, c.status) == ("c", "stopped"), "its second seed never began"
     assert [p.arm for p in frontier.front] == ["a"]
+    states = ["finished"] * 3 + ["failed", "finished", "not started"]
+    assert frontier.trials == tuple(zip("aabbcc", states, strict=True))
+    write_sweep(f"{tmp_path}/s", replace(sweep_record(f"{tmp_path}/s"), status="running"))
+    assert sweep_frontier(f"{tmp_path}/s")[0].points[2].status == "running", "its second seed will begin"
 
 
 @pytest.mark.parametrize("how", ["stopped", "diverged", "failed"])
@@ -108,7 +113,10 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     write_sweep(directory, replace(record, trials={**record.trials, "confirm/b": labels}))
     publish(directory)
     summary = json.loads(Path(directory, SUMMARY).read_text())
-    for part in ("# Sweep s", "4 arms, 3 seeds each", "/shards/digits", "| b | 0.8367 (0.8000 to 0.9000) |"):
+    arms = (
+        f"4 arms {TIMES} 3 seeds = 12 trials. Validation accuracy @1 on digits (val split): mean of 3 seeds"
+    )
+    for part in ("# Sweep s", arms, "/shards/digits", "| b (knee) | 0.8367 ± 0.0318 |"):
         assert part in summary["note"]
     named = {alias: model["run"] for alias, model in summary["aliases"].items()}
     assert named == {
@@ -119,7 +127,12 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     }
     knee = summary["aliases"]["pareto-knee"]
     assert (knee["weights"], knee["checkpoint"]) == ("b1", "checkpoints/step-00000004")
-    for part in ("Sweep s, arm b", "val/acc1 0.8367", "mean of 3 seeds: 0.8000, 0.8100, 0.9000", "b-seed1"):
+    for part in (
+        "Sweep s, arm b, the knee of the frontier",
+        "val/acc1 0.8367",
+        "mean of 3 seeds: 0.8000, 0.8100, 0.9000",
+        "b-seed1",
+    ):
         assert part in knee["description"]
     assert "retrained for longer" in summary["aliases"]["confirmed"]["description"]
 
@@ -135,6 +148,7 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
     sweep = sweep_at(tmp_path, "it's", seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
     directory = end_sweep(sweep, ends)
+    write_sweep(directory, replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367))
     first = publish(directory)
     tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
     Sync(tracking, directory).update()
@@ -143,6 +157,9 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
         (p.arm, p.status, p.qualities, p.cost, p.costs) for p in first.points
     ]
     assert again.hypervolume == first.hypervolume
+    assert (again.baselines, again.data) == ({"linear": 0.7}, "367 images of digits (val split)")
+    assert again.subtitle == first.subtitle
+    assert "linear <b>0.7000</b>" in (tmp_path / "it's/frontier.html").read_text()
     write_files(again, str(tmp_path / "again"))
     assert (tmp_path / "again/frontier.html").stat().st_size > 1000
     with pytest.raises(UsageError, match="no sweep 'other'"):
