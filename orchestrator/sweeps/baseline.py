@@ -1,0 +1,43 @@
+"""What a linear classifier reaches on the images of a sweep: a scale for the qualities of its models."""
+
+import warnings
+from dataclasses import replace
+
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+
+from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.stream import Split, in_order, in_process
+
+NAME = "linear classifier on pixels"
+MOST_VALUES = 2e7  # of training pixels: some seconds
+ITERATIONS = 100
+
+
+def linear_baseline(run: RunConfig) -> dict[str, float]:
+    """Returns `NAME` -> ``val/acc1`` of logistic regression on the pixels that the run's model sees, without
+    augmentation; nothing for data sets of more than `MOST_VALUES` values, or whose images have several labels.
+    """
+    manifest = open_manifest(run.data.path)
+    values = manifest.rows("train") * 3 * run.model.image_size**2
+    if values > MOST_VALUES or manifest.labels > 1:
+        return {}
+    (pixels, labels), (val_pixels, val_labels) = (_images(run, split) for split in ("train", "val"))
+    model = LogisticRegression(max_iter=ITERATIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model.fit(pixels, labels)
+    return {NAME: float(model.score(val_pixels, val_labels))}
+
+
+def _images(run: RunConfig, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pixels (N, values) of a split in 0..1, of grey images once, and the labels (N,)."""
+    stream = in_order(replace(run, scale=replace(run.scale, workers=1, ep=1)), split)
+    batches = list(in_process(stream, stream.steps()))
+    valid = torch.cat([batch.valid for batch in batches]) > 0
+    images = torch.cat([batch.image for batch in batches])[valid]
+    if (images == images[:, :1]).all():
+        images = images[:, :1]
+    return images.flatten(1) / 255, torch.cat([batch.label for batch in batches])[valid]
