@@ -110,6 +110,7 @@ def frontier_plot(
     Args:
         entries: all points with their status (`Frontier.statuses`), or as `published`.
         baselines: name -> quality of what has no cost here: a horizontal line each.
+        subtitle: what the numbers are: `Frontier.subtitle`.
     """
     drawn: dict[tuple[str, str], list[Point]] = {}
     for point, status in entries:

@@ -50,7 +50,7 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
     assert counts.endswith(f"{area}, fixed for the whole sweep")
     (counts,) = summary(FRONTIER)
-    assert counts.startswith("4 points on the frontier")
+    assert counts.startswith("4 of 11 points on the frontier")
     assert counts.endswith(area)
     single, _ = summary(replace(FRONTIER, trials=states[:1]))
     assert single == (f"1 arm {TIMES} 1 seed = 1 trial. Validation accuracy @1: one seed, no error known.")
