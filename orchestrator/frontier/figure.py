@@ -110,6 +110,7 @@ def frontier_plot(
     Args:
         entries: all points with their status (`Frontier.statuses`), or as `published`.
         baselines: name -> quality of what has no cost here: a horizontal line each.
+        subtitle: what the numbers are: `Frontier.subtitle`.
     """
     drawn: dict[tuple[str, str], list[Point]] = {}
     for point, status in entries:
@@ -234,7 +235,7 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
         "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
         "color": style.colour,
         "size": [size or marker_px(point.size) for point in points],
-        "opacity": 0.55 if role == "dominated" else 1,
+        "opacity": 0.65 if role == "dominated" else 1,
         "line": {"width": 1.4 if hollow else 0},
     }
     return {

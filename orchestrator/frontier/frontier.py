@@ -138,7 +138,7 @@ class Frontier:
                 self.cost_name: point.cost,
                 self.quality_name: point.quality,
                 "standard_error": point.standard_error,
-                "seeds": max(1, len(point.qualities)),
+                "seeds": len(point.run_ids),
                 **{name: point.costs.get(name, math.nan) for name in self.panels},
                 "run": ", ".join(point.run_ids),
             }

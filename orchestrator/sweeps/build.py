@@ -136,7 +136,6 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
         reference=json.loads(parent.tags.get("reference", "{}")),
         baselines=json.loads(parent.tags.get("baselines", "{}")),
-        status="running" if parent.status == "RUNNING" else "finished",
     )
     return with_operating(build_frontier(sweep, [_from_mlflow(run) for run in runs]), read_operating(parent))
 
@@ -231,21 +230,25 @@ def complete_reference(
     return {sweep.cost: 1.0, **found, **sweep.reference}
 
 
-def _points(trials: Iterable[TrialRecord], sweep: SweepRecord, *, seeds: int) -> tuple[Point, ...]:
+def _points(trials: Sequence[TrialRecord], sweep: SweepRecord, *, seeds: int) -> tuple[Point, ...]:
     arms: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         arms.setdefault(trial.labels["arm"], []).append(trial)
-    return tuple(_point(arm, same, sweep, seeds) for arm, same in arms.items())
+    # Seeds that have not begun will not begin once no trial runs.
+    incomplete: Status = "running" if any(trial.status == "running" for trial in trials) else "stopped"
+    return tuple(_point(arm, same, sweep, seeds, incomplete) for arm, same in arms.items())
 
 
-def _point(arm: str, same: Sequence[TrialRecord], sweep: SweepRecord, seeds: int) -> Point:
+def _point(
+    arm: str, same: Sequence[TrialRecord], sweep: SweepRecord, seeds: int, incomplete: Status
+) -> Point:
     first = same[0]
     config = first.config
     known = costs(config, config.train.steps)  # a failed trial has a place on the cost axis all the same
     found = settings(config)
     status: Status = min((trial.status for trial in same), key=lambda status: WORST_FIRST.index(status))
     if len(same) < seeds and status == "finished":
-        status = "running" if sweep.status == "running" else "stopped"  # before all of its seeds had begun
+        status = incomplete
     whole = status == "finished"
     qualities = tuple(trial.metrics.get(sweep.quality, math.nan) for trial in same)
     point = Point(

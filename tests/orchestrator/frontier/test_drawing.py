@@ -53,12 +53,15 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
     seeds = replace(point("soft of two seeds", "soft", 150, 0.75), qualities=(0.7, 0.8))
     burnt = point("burnt", "soft", 300, NAN, "diverged")
     linear = {"linear": 0.65}
-    replace(DAYS, points=(*dense, seeds, burnt), baselines=linear).save_picture(tmp_path / "frontier.svg")
+    states = (("d1", "finished"), ("d2", "failed"))
+    everything = replace(DAYS, points=(*dense, seeds, burnt), baselines=linear, trials=states)
+    everything.save_picture(tmp_path / "frontier.svg")
     drawn = ElementTree.parse(tmp_path / "frontier.svg").getroot()
     assert (drawn.get("width"), drawn.get("height")) == ("720pt", "450pt")
     lines = (tmp_path / "frontier.svg").read_text().splitlines()
     comments = "".join(line for line in lines if "<!--" in line)
     for entry in (
+        "1 seed = 2 trials. ",
         "linear: 0.650",
         "Frontier",
         "Dense alone",

@@ -151,11 +151,12 @@ def test_the_printed_page_is_light_and_as_wide_as_a_sheet(browser: webdriver.Chr
         document.querySelector('.wide').scrollWidth <= 700, getComputedStyle(document.body).backgroundColor,
         getComputedStyle(document.querySelector('.xtitle')).fill, filters.checkVisibility()]"""
     printed = [True, True, "rgb(255, 255, 255)", "rgb(29, 36, 48)", False]
-    before = browser.execute_script(state)
+    shown = [False, False, "rgb(20, 23, 28)", "rgb(230, 233, 238)", True]
+    WebDriverWait(browser, 5).until(lambda page: page.execute_script(state) == shown)
     browser.execute_script("dispatchEvent(new Event('beforeprint'))")
     assert browser.execute_script(state) == printed
     browser.execute_script("dispatchEvent(new Event('afterprint'))")
-    WebDriverWait(browser, 5).until(lambda page: page.execute_script(state) == before != printed)
+    WebDriverWait(browser, 5).until(lambda page: page.execute_script(state) == shown)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {})
 
 

@@ -40,6 +40,7 @@ def test_a_point_is_the_mean_of_its_seeds_which_all_must_be_complete(tmp_path: P
     states = ["finished"] * 3 + ["failed", "finished", "not started"]
     assert frontier.trials == tuple(zip("aabbcc", states, strict=True))
     write_sweep(f"{tmp_path}/s", replace(sweep_record(f"{tmp_path}/s"), status="running"))
+    (tmp_path / "s/trials/b-seed1/error.txt").unlink()
     assert sweep_frontier(f"{tmp_path}/s")[0].points[2].status == "running", "its second seed will begin"
 
 

@@ -15,6 +15,7 @@ from jobs._progress import ended_line
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
@@ -189,6 +190,7 @@ def test_more_arms_and_seeds_may_come_but_none_may_change(sweep):
     record = read_sweep(run_directory(sweep.base))
     assert record is not None
     assert (list(record.arms), record.seeds, len(record.trials)) == ([*ARMS, "plain", "wide"], [0, 1], 10)
+    assert record.val_images == open_manifest(sweep.base.data.path).rows("val")
     for changed, what in (
         (replace(more, base=override(more.base, {"train.lr": 1.0})), r"train\.lr: 0\.001 -> 1\.0"),
         (replace(more, seeds=(1, 2)), r"seeds: \[0, 1\] -> \[1, 2\]"),
