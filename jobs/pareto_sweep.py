@@ -91,7 +91,7 @@ class SweepFlags:
         None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
     )
     stop_early: bool = flag(
-        False, "pause trials that are not expected to reach the frontier (docs/sweeps.md: what it saves)"
+        False, "pause trials that are not expected to reach the frontier (docs/early_stopping.md: what it saves)"
     )
     search: Literal["random", "tpe", "nsga2"] | None = flag(None, "draw arms from the sweep's space")
     trials: int | None = flag(None, f"arms that a search draws; default: {TRIALS}", least=1)
