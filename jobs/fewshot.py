@@ -2,10 +2,10 @@
 
   python jobs/fewshot.py soft
   python jobs/fewshot.py soft quickstart/trials/dense --data /data/flowers --data /data/pets --shots 1,5,10,25
-  python jobs/fewshot.py sweep:quickstart models:/moe-frontier@pareto-knee --seeds 5
+  python jobs/fewshot.py sweep:quickstart models:/quickstart@pareto-knee --seeds 5
 
-The train split of each data set gives the shots, its val split is tested. The same during training:
-`--set train.fewshot={}` of train.py and pareto_sweep.py.
+The train split of each data set gives the shots, and its val split is tested. To measure it during training,
+use `--set train.fewshot={}` with train.py or pareto_sweep.py.
 """
 
 from __future__ import annotations

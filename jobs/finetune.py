@@ -1,7 +1,7 @@
 """Fine-tune a trained model on other data sets, several times each, beside a linear probe of the model.
 
   python jobs/finetune.py soft --data /data/flowers --image-size 16
-  python jobs/finetune.py models:/moe-frontier@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
+  python jobs/finetune.py models:/quickstart@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
       --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
 
 The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the experts, capacity 1.5 if tokens

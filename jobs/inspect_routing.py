@@ -1,11 +1,11 @@
-"""Look into the routers of a trained model: what they follow, what they discard, how much they matter.
+"""Show how the routers of a trained model decide, what they discard, and how much they matter.
 
   python jobs/inspect_routing.py soft                               a run below the storage
-  python jobs/inspect_routing.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --split train
+  python jobs/inspect_routing.py models:/quickstart@pareto-knee --data /data/flowers-shards --split train
   python jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
 
-Prints a row per MoE layer. Below --out lie routing.html, one page that needs nothing else, its pictures and
-the tables behind them; all of it goes to the model's MLflow run too, below `routing`.
+Prints a row per MoE layer. Writes routing.html (one page that needs no network), its pictures and its tables
+below --out, and sends them to the model's MLflow run, below `routing`.
 """
 
 from __future__ import annotations

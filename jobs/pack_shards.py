@@ -40,7 +40,7 @@ SHOWN = 20  # lines about skipped files
 class PackFlags:
     source: str = flag(help="see above")
     out: str = flag(help="directory or URI for train/, val/ and manifest.json")
-    val_frac: float = flag(0.2, "fraction for validation, of a source without a split")
+    val_frac: float = flag(0.2, "fraction of images for validation, if the source has no split")
     overwrite: bool = flag(False, "replace an earlier data set at --out")
     root: str = flag("data", "where torchvision keeps its files")
     download: bool = flag(False, "let torchvision fetch what is missing")

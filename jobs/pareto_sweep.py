@@ -7,7 +7,7 @@
   python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40 --warm-start quickstart
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
-The same command again continues: finished trials stay, interrupted trials go on from their checkpoints.
+Run the same command again to continue: finished trials stay, interrupted trials go on from their checkpoints.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SweepFlags:
         None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
     )
     stop_early: bool = flag(
-        False, "pause trials that are not expected to reach the frontier (docs/sweeps.md: what it saves)"
+        False, "pause trials that are not expected to reach the frontier (docs/early_stopping.md)"
     )
     search: Literal["random", "tpe", "nsga2"] | None = flag(None, "draw arms from the sweep's space")
     trials: int | None = flag(None, f"arms that a search draws; default: {TRIALS}", least=1)

@@ -4,7 +4,7 @@ python jobs/soup.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --ev
 python jobs/soup.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
 python jobs/soup.py a.safetensors b.safetensors --out soup.safetensors --evaluate --data s3://bucket/shards
 
-All commands take the file for a model: python jobs/evaluate.py soup.safetensors
+Every command accepts the file as a model: python jobs/evaluate.py soup.safetensors
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Claims of the papers about trained routers, each trained and measured here on digits in minutes.
+"""Train small models on the digits in minutes, and measure what the papers claim about trained routers.
 
 python jobs/study.py capacity
 python jobs/study.py specialisation --seeds 5 --stop-at 0.94 --out /tmp/specialisation
 python jobs/study.py faster-inference
 
-Prints the table; table and picture go to --out and to a run of MLflow. Seeds decide everything but times.
+Prints a table; writes table and picture to --out and to a run of MLflow. Seeds decide everything but times.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
   python jobs/train.py --data s3://bucket/shards --model soft-S/14-256e
   python jobs/train.py --list
 
-The same command again continues from the last checkpoint, or says that the run is complete. Exit code 1 if
-the run failed, or diverged: its loss or its weights were not finite any more.
+Run the same command again to continue from the last checkpoint. The exit code is 1 if the run failed, or
+diverged: its loss or its weights were no longer finite.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RunFlags:
         read=assignment,
         nargs="+",
     )
-    list: bool = flag(False, "print what can be named, and end")
+    list: bool = flag(False, "print the models, sweeps and scales by name, and exit")
     verify: bool = flag(False, "read all shards and check their SHA-256 before training")
-    resume: bool = flag(False, "insist on continuing an earlier run")
+    resume: bool = flag(False, "fail if there is no earlier run to continue")
     fresh: bool = flag(False, "move an earlier run aside and start over")
     places: Places
 

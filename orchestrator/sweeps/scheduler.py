@@ -1,6 +1,6 @@
 """A queue of trials as a scheduler of Ray Tune, and early stopping for any `ray.tune.Tuner`.
 
-docs/scheduler.md shows its use, and what Tune lacks for it.
+docs/early_stopping.md shows its use, and what Tune lacks for it.
 """
 
 import math
