@@ -2,10 +2,10 @@
 
   python bench/curves.py routers --out bench/results/curves-routers-tiny.json
   python bench/curves.py pareto --out bench/results/curves-pareto-moved.json
-  python bench/curves.py quickstart --out bench/results/curves-quickstart-textures.json
+  python bench/curves.py textures --out bench/results/curves-quickstart-textures.json
 
 `routers`: 65 arms x 3 seeds on the digits. `pareto`: 36 arms x 3 seeds of other families, in other sizes and
-on other images: the digits, moved and with noise. `quickstart`: its 15 arms in 2 widths, on made-up textures
+on other images: the digits, moved and with noise. `textures`: 15 arms in 2 widths, on made-up textures
 of 16 x 16 pixels; 21 of these arms are recorded, with 2 seeds. The validation accuracy of every arm is
 recorded after every 10 steps, with the cost of its training.
 """
@@ -35,7 +35,8 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process
-from orchestrator.sweeps.catalog import pareto, quickstart, routers
+from orchestrator.sweeps.arms import Arm, expert_choice, moe, token_choice
+from orchestrator.sweeps.catalog import pareto, routers
 from orchestrator.sweeps.scales import SCALES, Scale, size
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
@@ -98,7 +99,7 @@ def make(name: str, folder: str) -> Sweep:
         case "pareto":
             sweep, images = pareto(MOVED), moved_digits()
         case _:
-            sweep, images = quickstart_in_widths(), textures()
+            sweep, images = families_in_widths(), textures()
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
     for split, sample in images:
         splits[split].append(sample)
@@ -106,18 +107,22 @@ def make(name: str, folder: str) -> Sweep:
     return replace(sweep, base=override(sweep.base, {"data.path": f"{folder}/data"}))
 
 
-def quickstart_in_widths() -> Sweep:
+def families_in_widths() -> Sweep:
     base = override(
         SCALES["tiny"].base,
         {"train.steps": 160, "model.image_size": 16, "model.patch_size": 4, "model.num_classes": 8},
     )
-    sweep = quickstart(Scale(base=base, sizes={}, experts=8))
+    kinds: dict[str, Arm] = {f"dense-d{depth}": {"model.depth": depth} for depth in (2, 4)}
+    for e, s in ((4, 1), (8, 1), (4, 2), (8, 2), (8, 4)):
+        kinds[f"soft-e{e}-s{s}"] = moe("soft", e, slots_per_expert=s, scale_init=8.0)
+    for k, c in ((1, 0.5), (1, 1.0), (1, 2.0), (2, 0.5), (2, 1.0)):
+        kinds[f"token-k{k}-c{c}"] = token_choice(8, k, c)
+    for c in (0.5, 1.0, 2.0):
+        kinds[f"expert-c{c}"] = expert_choice(8, c, images=1)
     widths = {f"w{width}": size(width, 4, heads) for width, heads in ((24, 2), (60, 3))}
-    # The arms come last: two of them change the depth.
-    arms = {
-        f"{w}-{name}": {**fields, **arm} for w, fields in widths.items() for name, arm in sweep.arms.items()
-    }
-    return replace(sweep, base=base, arms=arms)
+    # The kinds come last: two of them change the depth.
+    arms = {f"{w}-{name}": {**fields, **kind} for w, fields in widths.items() for name, kind in kinds.items()}
+    return Sweep(base=base, arms=arms)
 
 
 def curve(run: RunConfig) -> list[float]:
@@ -159,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sweep", choices=("routers", "pareto", "quickstart"))
+    parser.add_argument("sweep", choices=("routers", "pareto", "textures"))
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="(%(default)s)")

@@ -4,7 +4,7 @@
   python jobs/pareto_sweep.py --sweep routers --seeds 3 --stop-early --budget-hours 2
   python jobs/pareto_sweep.py --list
   python jobs/pareto_sweep.py --sweep pareto --scale jft --plan --mfu 0.35 --device H100-80
-  python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40 --warm-start quickstart
+  python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40
   ray job submit --working-dir . -- python jobs/pareto_sweep.py
 
 Run the same command again to continue: finished trials stay, interrupted trials go on from their checkpoints.
@@ -134,7 +134,7 @@ class SweepFlags:
         """Returns whether there are images; a plan can do without."""
         from orchestrator.sweeps.scales import SCALES
 
-        return self.run.data is not None or SCALES[self.scale].embedded
+        return self.run.data is not None or (SCALES[self.scale].embedded and self.sweep != "study")
 
     def retrain(self) -> int:
         """Returns the number of knees to train again."""
@@ -163,7 +163,7 @@ class SweepFlags:
         from orchestrator.sweeps.sweep import Trunk
 
         if not self.has_data() and not self.plan:
-            raise UsageError(f"--scale {self.scale} has no data of its own: give --data")
+            raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
         sweep = self.named_sweep()
         sweep = self.named_sweep(self.run.changes(sweep.base.name, data=self.has_data()))
         if self.quality:
@@ -322,14 +322,13 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
 def print_frontier(frontier: Frontier) -> None:
     from orchestrator.frontier.claims import check_claim
 
-    front = frontier.front
-    rows = [
-        ("*" * (p in front), p.arm, p.quality, f"{p.cost:.3g}", f"{p.size:g}", p.status, p.run_id)
-        for p in sorted(frontier.points, key=lambda point: point.cost)
-    ]
-    columns = ("", "arm", frontier.quality_name, frontier.cost_name, "slots/token", "status", "MLflow run")
-    title = f"{frontier.name}: * on the frontier, hypervolume {frontier.hypervolume:.4f}"
+    listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
+    rows = [(p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}", status) for p, status in listed]
+    columns = ("arm", frontier.quality_name, frontier.cost_name, "slots/token", "status")
+    title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
+    for name, quality in frontier.baselines.items():
+        print(f"{name}: {frontier.quality_name} {quality:.4f}")
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
 

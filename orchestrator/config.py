@@ -35,9 +35,9 @@ class DataConfig:
             S3 fetches. 1 shuffles best; with hundreds of GPUs, 8 saves most requests.
         tail: what happens to images at the end of an epoch that do not fill a batch. ``wrap`` fills the batch
             from the next epoch; ``drop`` leaves them out, different images in each epoch.
-        augment: ``none``; ``flip``: half of the images are mirrored; ``shift``: images move by up to an eighth
-            of their side; or ``inception``, the papers' pre-training: a random crop of 5-100 % of the area,
-            and flips.
+        augment: ``none``; ``flip``: half of the images are mirrored; ``shift``: images move by up to an
+            eighth of their side; or ``inception``, the papers' pre-training: a random crop of 5-100 % of the
+            area, and flips.
         eval_resize: what is resized before the central crop of evaluation: the ``shorter`` side, keeping the
             aspect, or both sides to a ``square``, as in the papers' few-shot and fine-tuning.
         eval_crop: fraction of these sides that the central crop keeps.

@@ -94,9 +94,8 @@ def knee_point(points: Sequence[Point]) -> Point:
 
 
 def knee_points(points: Sequence[Point], count: int) -> list[Point]:
-    """The knee of the MoE points, then the knee of the rest, and so on. Without MoE points all count."""
-    complete = [point for point in points if is_complete(point)]
-    left = [point for point in complete if point.family != "dense"] or complete
+    """The knee of the points, then the knee of the others, and so on."""
+    left = [point for point in points if is_complete(point)]
     knees: list[Point] = []
     while left and len(knees) < count:
         knees.append(knee_point(left))

@@ -69,6 +69,12 @@ def soft(num_experts: int, slots_per_token: float, tokens: int, **others: Any) -
     return moe("soft", num_experts, slots_per_expert=slots, **others)
 
 
+def seeds(scale: Scale, count: int) -> tuple[int, ...]:
+    """Returns `count` seeds that follow from the seed of the base: others for every base."""
+    first = count * scale.base.train.seed
+    return tuple(range(first, first + count))
+
+
 def last_half(depth: int) -> str:
     return f"last_{depth // 2}"
 

@@ -18,7 +18,7 @@ ITERATIONS = 100
 
 def linear_baseline(run: RunConfig) -> dict[str, float]:
     """Returns `NAME` -> ``val/acc1`` of logistic regression on the pixels that the run's model sees, without
-    augmentation; nothing for data sets of more than `MOST_VALUES` values, or whose images have several labels.
+    augmentation; nothing for data sets of more than `MOST_VALUES` values, or with several labels per image.
     """
     manifest = open_manifest(run.data.path)
     values = manifest.rows("train") * 3 * run.model.image_size**2

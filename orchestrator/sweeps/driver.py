@@ -23,6 +23,7 @@ from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
+from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.estimate import settled
 from orchestrator.sweeps.preflight import preflight, require
@@ -253,7 +254,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     was = read_sweep(directory)
     if was is None:
         check_resumable(directory, "resume" if resume else "auto")
-        now = replace(now, reference=_reference(sweep))
+        baselines = linear_baseline(base) if sweep.quality == "val/acc1" else {}
+        now = replace(now, reference=_reference(sweep), baselines=baselines)
     else:
         more_seeds = was.seeds and set(was.seeds) <= set(now.seeds)
         as_written = SweepRecord(**json.loads(json.dumps(asdict(now))))  # lists in place of tuples
@@ -267,6 +269,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             key=was.key,
             began_s=was.began_s,
             reference=was.reference,
+            baselines=was.baselines,
             drawn=was.drawn,
             arms={name: was.arms[name] for name in was.drawn} | now.arms,
             trials=was.trials | now.trials,

@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator import storage
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.points import Point, is_complete, knee_points
+from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.build import TrialRecord, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
@@ -86,9 +86,8 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
     if not front:
         return {}
     named = {FAST: front[0], KNEE: frontier.knee, BEST: front[-1]}
-    (worth_retraining,) = knee_points(frontier.points, 1)
     for point in frontier.retrained:
-        if is_complete(point) and point.arm == worth_retraining.arm:
+        if is_complete(point) and point.arm == frontier.knee.arm:
             named[CONFIRMED] = point
     found = {}
     for alias, point in named.items():

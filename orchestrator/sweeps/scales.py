@@ -158,6 +158,12 @@ _TINY = RunConfig(
     train=TrainConfig(steps=220, lr=3e-3, report_every=20),  # 10 epochs of the digits
 )
 
+_QUICKSTART = {  # 54 epochs of the digits
+    "data.augment": "shift",
+    "train.steps": 1200,
+    "train.lr": 6e-3,
+    "train.report_every": 200,
+}
 _STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 images
     "model.image_size": 28,
     "model.patch_size": 7,
@@ -246,8 +252,11 @@ SCALES = {
             "w96d6": size(96, 6, 6),
         },
         experts=8,
-        bases={"study": _STUDY},
-        sizes_of={"study": {f"w{w}": size(w, 2, w // 8 if w < 48 else 3) for w in (16, 32, 48)}},
+        bases={"quickstart": _QUICKSTART, "study": _STUDY},
+        sizes_of={
+            "quickstart": {"w8": size(8, 2, 1), "w16": size(16, 2, 2), "w32": size(32, 2, 4)},
+            "study": {"w16": size(16, 2, 2), "w32": size(32, 2, 4), "w48": size(48, 2, 3)},
+        },
         embedded=True,
     ),
     "cifar": Scale(  # 32 x 32: an hour per arm on a GPU, by the planner

@@ -172,13 +172,13 @@ class Sweep:
         return {name: trial.run for name, trial in self.trials().items()}
 
     def retrain_config(self, trial: Trial) -> RunConfig:
-        """The trial's run for twice its steps, on at least two workers, which share the experts."""
+        """The trial's run for twice its steps, on at least two workers, which share experts if it has any."""
         changes: dict[str, Any] = {
             "name": f"{self.base.name}/confirm/{trial.arm}",
             "train.steps": 2 * trial.run.train.steps,
         }
         if trial.run.scale.workers == 1:
-            changes |= {"scale.workers": 2, "scale.ep": 2}
+            changes |= {"scale.workers": 2, "scale.ep": 2 if trial.run.model.moe else 1}
         return override(trial.run, changes)
 
 

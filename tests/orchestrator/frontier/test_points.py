@@ -61,13 +61,12 @@ def test_knee_is_judged_in_log_cost() -> None:
     assert knee_point(points).arm == "middle"
 
 
-def test_knees_of_moe_points() -> None:
-    """The best dense point and a diverged one are left out; after the knee comes the knee of the others."""
-    dense, burnt = point("dense", "dense", 1e9, 0.99), soft("burnt", 1e9, 0.99, "diverged")
-    moe = [soft("a", 1e9, 0.2), soft("b", 2e9, 0.8), soft("c", 4e9, 0.9)]
-    assert [p.arm for p in knee_points([dense, burnt, *moe], 1)] == ["b"]
-    assert {p.arm for p in knee_points([dense, burnt, *moe], 9)} == {"a", "b", "c"}
-    assert knee_points([dense, burnt], 2) == [dense]
+def test_the_knee_and_then_the_knee_of_the_others() -> None:
+    """A diverged point is left out, a dense point is not."""
+    burnt = soft("burnt", 1e9, 0.99, "diverged")
+    points = [soft("a", 1e9, 0.2), point("b", "dense", 2e9, 0.8), soft("c", 4e9, 0.9)]
+    assert [p.arm for p in knee_points([burnt, *points], 1)] == ["b"]
+    assert {p.arm for p in knee_points([burnt, *points], 9)} == {"a", "b", "c"}
 
 
 def test_standard_error_and_quality_text() -> None:
