@@ -142,9 +142,11 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
     for field in changes:
         if sweep.arms and field.startswith(("model.", "train.")):
             others = {other: value for other, value in changes.items() if other != field}
-            runs, without = sweep.runs(), _changed(name, scale, others).runs()
-            has_it = all(flat(run).get(field) == changes[field] for run in runs.values())
-            if runs == without and not has_it:
+            without = _changed(name, scale, others)
+            runs, value = sweep.runs(), changes[field]
+            had_it = flat(without.base).get(field) == value
+            has_it = had_it or all(flat(run).get(field) == value for run in runs.values())
+            if runs == without.runs() and not has_it:
                 raise UsageError(
                     f"--set {field} changes nothing: every arm of {name} that could have it sets it"
                 )
