@@ -1,7 +1,7 @@
 """Fine-tune a trained model on other data sets, several times each, beside a linear probe of the model.
 
   python jobs/finetune.py soft --data /data/flowers --image-size 16
-  python jobs/finetune.py models:/moe-frontier@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
+  python jobs/finetune.py models:/quickstart@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
       --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
 
 The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the experts, capacity 1.5 if tokens
@@ -46,6 +46,7 @@ class FineTuneFlags:
         " model.moe.router.capacity_factor=1.5",
         metavar="FIELD=VALUE",
         read=assignment,
+        nargs="+",
     )
     workers: int | None = flag(None, "processes that train one model together (scale.workers)")
     ep: str | None = flag(None, "number of workers that share one set of experts, or auto (scale.ep)")

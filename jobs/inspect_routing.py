@@ -1,7 +1,7 @@
 """Look into the routers of a trained model: what they follow, what they discard, how much they matter.
 
   python jobs/inspect_routing.py soft                               a run below the storage
-  python jobs/inspect_routing.py models:/moe-frontier@pareto-knee --data /data/flowers-shards --split train
+  python jobs/inspect_routing.py models:/quickstart@pareto-knee --data /data/flowers-shards --split train
   python jobs/inspect_routing.py tc --capacities 0.05,0.1,0.3 --examples 12 --layers 5 --out /tmp/tc
 
 Prints a row per MoE layer. Below --out lie routing.html, one page that needs nothing else, its pictures and
