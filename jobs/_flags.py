@@ -27,7 +27,8 @@ RESERVED = (  # names below the storage that no run may have
 )
 MODEL = (
     "a run below the storage (soft, quickstart/trials/soft-e4-s1), a directory of checkpoints, the folder of"
-    " a checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of MLflow"
+    " a checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of"
+    " MLflow"
 )
 MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
 POINT = (
