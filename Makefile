@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make sweep` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+PORT ?= 5000
 export MOE_FRONTIER_HOME ?= $(CURDIR)/runs
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
@@ -46,8 +47,8 @@ bench: setup
 	$(BIN)/python bench/stopping.py
 	$(BIN)/python bench/control_plane.py
 
-ui: setup  ## MLflow on http://127.0.0.1:5000
-	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port 5000
+ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT
+	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port $(PORT)
 
 clean:  ## what can be made again; not ./runs
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -4,8 +4,8 @@
 
 Images/s of whole training steps (forward, backward, update) of a small, a middle and a large Soft MoE on CPU:
 with one thread, with torch's default (all cores, whose threads spin for milliseconds while they wait), and as
-`orchestrator.threads` and `orchestrator/__init__.py` set it. Each figure is a process of its own; settings
-take turns; medians over rounds, and each setting against the best of its row.
+`orchestrator.training.loop` and `orchestrator/__init__.py` set it. Each figure is a process of its own;
+settings take turns; medians over rounds, and each setting against the best of its row.
 """
 
 import argparse

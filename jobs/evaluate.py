@@ -1,6 +1,6 @@
 """Evaluate trained models on any shards, as they were trained or at another operating point.
 
-  python jobs/evaluate.py quickstart/trials/ARM
+  python jobs/evaluate.py quickstart/trials/w16-soft-seed0
   python jobs/evaluate.py models:/quickstart@pareto-knee --data /data/flowers-shards --per-class
   python jobs/evaluate.py sweep:quickstart --set routing.experts=2 --random-subsets 10
   python jobs/evaluate.py vmoe --set routing.k=1 routing.capacity=0.3 routing.priority=max

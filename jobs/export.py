@@ -3,7 +3,7 @@
 
 python jobs/export.py --name soft --out soft.safetensors        the newest whole checkpoint of a run
 python jobs/export.py --name soft --out soft                    model.safetensors and config.json
-python jobs/export.py --name quickstart/trials/ARM --step 120 --out arm.safetensors
+python jobs/export.py --name quickstart/trials/w16-soft-seed0 --step 120 --out arm.safetensors
 python jobs/export.py --checkpoint s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py --name soft --list                        exit code 1 if a checkpoint is damaged
 """

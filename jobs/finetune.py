@@ -46,6 +46,7 @@ class FineTuneFlags:
         " model.moe.router.capacity_factor=1.5",
         metavar="FIELD=VALUE",
         read=assignment,
+        nargs="+",
     )
     workers: int | None = flag(None, "processes that train one model together (scale.workers)")
     ep: str | None = flag(None, "number of workers that share one set of experts, or auto (scale.ep)")

@@ -43,6 +43,7 @@ class PlanFlags:
         "any field of train.py, e.g. train.microbatch=8 (repeatable)",
         metavar="FIELD=VALUE",
         read=assignment,
+        nargs="+",
     )
 
 

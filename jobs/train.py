@@ -31,8 +31,8 @@ class RunFlags:
     name: str | None = flag(None, "name of the directory and of the MLflow run", read=run_name)
     data: str | None = flag(
         None,
-        "directory or URI of shards, or of WebDataset tars or parquet files of other projects; default: the"
-        " digits, packed below the storage",
+        "directory or URI of shards, or of WebDataset tars or parquet files of other projects, whose classes"
+        " become the model's; default: the digits, packed below the storage",
     )
     model: str | None = flag(
         None,

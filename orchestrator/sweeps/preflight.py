@@ -274,6 +274,8 @@ def _look_at(alive: list[dict[str, Any]], root: str, data: str) -> dict[str, Nod
         found = on_every_node(examine, root, marker, data)
     finally:
         storage.delete(marker)
+    silent = {name: str(answer) for name, answer in found.items() if isinstance(answer, TimeoutError)}
+    _refuse(silent, found, "These nodes hang or are too busy: try again, or remove them")
     _refuse(
         {n: str(e).strip().splitlines()[-1] for n, e in found.items() if isinstance(e, Exception)},
         found,

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator import storage
@@ -17,7 +18,7 @@ from orchestrator.errors import UsageError
 DECLARED = "MOE_FRONTIER_MAX_RESOURCES"  # JSON: {"CPU": 56, "GPU": 6}
 CPU_PER_WORKER = 0.5  # without a GPU
 CPU_FOR_DATA = 1  # decodes for all workers of a run; an inline worker reads its own data
-ANSWER_S = 60.0  # a node may have to start its first worker process
+ANSWER_S = 180.0  # a busy node starts its first worker process, which loads libraries
 
 
 def most_resources() -> dict[str, float]:
@@ -84,7 +85,7 @@ def check_resources(run: RunConfig, most: Mapping[str, float] | None = None) -> 
 def on_every_node(work: Callable[..., Any], *args: Any) -> dict[str, Any]:
     """Runs ``work(*args)``, which is picklable, once on every node that is up: name -> result or exception.
 
-    It reserves no CPU, so busy nodes answer too. After `ANSWER_S` a missing answer is a timeout.
+    It reserves no CPU, so busy nodes answer too. After `ANSWER_S` a missing answer is a TimeoutError.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(work)
     asked = {
@@ -124,5 +125,7 @@ def check_shared(root: str) -> None:
 def _answer(answer: Any, timeout_s: float) -> Any:
     try:
         return ray.get(answer, timeout=timeout_s)
+    except GetTimeoutError:
+        return TimeoutError(f"no answer within {ANSWER_S:.0f} s")
     except Exception as error:
         return error

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 
-from jobs import fewshot, inspect_routing, pareto_sweep, predict, study, train
+from jobs import fewshot, finetune, inspect_routing, pareto_sweep, plan, predict, study, train
 from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
@@ -125,6 +125,16 @@ def test_mistakes_of_commands(
     flags: type, words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(flags, words.split(), monkeypatch, capsys)
+
+
+def test_one_set_takes_several_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, words in (
+        (train.RunFlags, []),
+        (finetune.FineTuneFlags, ["soft", "--data", "d"]),
+        (plan.PlanFlags, []),
+    ):
+        monkeypatch.setattr(sys, "argv", ["job", *words, "--set", "train.steps=9", "train.lr=1"])
+        assert parse(flags, "").set == (("train.steps", "9"), ("train.lr", "1"))
 
 
 def test_the_names_are_those_of_the_catalog() -> None:

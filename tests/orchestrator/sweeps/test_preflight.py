@@ -15,6 +15,7 @@ from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.sweeps import preflight as preflight_file
 from orchestrator.sweeps.preflight import (
     Finding,
     NodeFacts,
@@ -73,6 +74,15 @@ def test_faults_here_are_all_found_before_the_cluster_is_joined(digits: str, tmp
         UsageError, match=r"(?s)cannot start:.*sweep: .*parquet .*storage: .*tracking: no MLflow"
     ):
         require(found.values())
+
+
+def test_a_node_that_does_not_answer(digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its versions may be right: it is not told to install others."""
+    silent = {"a": NODE, "b": TimeoutError("no answer within 180 s")}
+    monkeypatch.setattr(preflight_file.ray, "nodes", lambda: 2 * [{"Alive": True}])
+    monkeypatch.setattr(preflight_file, "on_every_node", lambda *_: silent)
+    found = checked(sweep_of(digits, tmp_path))["nodes"]
+    assert found.message.startswith("1 of 2 nodes: b: no answer within 180 s. These nodes hang or are too")
 
 
 @pytest.mark.usefixtures("cluster")

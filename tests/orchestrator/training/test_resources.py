@@ -5,7 +5,6 @@ import time
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -67,7 +66,7 @@ def test_nodes_that_do_not_answer_share_one_time_limit(monkeypatch):
 
     began = time.monotonic()
     answers = on_every_node(hang)
-    assert [type(answer) for answer in answers.values()] == [GetTimeoutError] * 3
+    assert list(map(repr, answers.values())) == ["TimeoutError('no answer within 1 s')"] * 3
     assert time.monotonic() - began < 3
 
 
