@@ -136,9 +136,12 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
     for field in changes:
         if sweep.arms and field.startswith(("model.", "train.")):
             others = {other: value for other, value in changes.items() if other != field}
-            runs, without = sweep.runs(), _changed(name, scale, others).runs()
-            has_it = all(flat(run).get(field) == changes[field] for run in runs.values())
-            if runs == without and not has_it:
+            runs, value = sweep.runs(), flat(sweep.base).get(field)
+            try:
+                without = _changed(name, scale, others).runs()
+            except UsageError:  # The other changes need this one, as a patch size needs its image size.
+                continue
+            if runs == without and any(flat(run).get(field) != value for run in runs.values()):
                 raise UsageError(
                     f"--set {field} changes nothing: every arm of {name} that could have it sets it"
                 )
