@@ -43,8 +43,8 @@ def config_page() -> str:
     lines = [
         "# Fields of a run",
         "Every field that `--set FIELD=VALUE` of `jobs/train.py` and `jobs/pareto_sweep.py` changes, with its"
-        " type and the default of `train.py`. `--set help` of a command prints the fields with the defaults of"
-        " that command. Where a group has several kinds, `kind` chooses one of them, whose fields then start"
+        " type and the default of `train.py`. `--set help` of a command prints the fields with its own"
+        " defaults. Where a group has several kinds, `kind` chooses one of them, whose fields then start"
         " from their defaults.",
         *config_lines(RunConfig(), ""),
     ]
