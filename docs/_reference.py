@@ -55,6 +55,8 @@ def config_lines(config: Any, path: str) -> Iterator[str]:
     """The fields of a config, and below them its groups."""
     hints, meaning, groups, rows = hints_of(type(config)), meanings(type(config)), [], []
     for name, hint in hints.items():
+        if name == "kind":
+            continue
         value, members = getattr(config, name), dataclasses_of(hint)
         groups += [(value if isinstance(value, member) else member(), f"{path}{name}.") for member in members]
         if not members:
@@ -63,7 +65,7 @@ def config_lines(config: Any, path: str) -> Iterator[str]:
             shown = f"null, or the group `{path}{name}`"
         else:
             shown = f"the group `{path}{name}`"
-        rows.append(f"- **{path}{name}** {shown}<br>{meaning.get(name, '')}".removesuffix("<br>"))
+        rows.append(f"- **{path}{name}** {shown}" + ("" if members else f"<br>{meaning[name]}"))
     yield f"## {path.rstrip('.') or 'The run'}" + (f" of kind {config.kind}" if "kind" in hints else "")
     yield summary(type(config))
     yield "\n".join(rows)
@@ -93,7 +95,7 @@ def meanings(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
         for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+            found |= dict.fromkeys(names.split(", "), re.sub(r"\bNone\b", "`null`", " ".join(text.split())))
     return found
 
 

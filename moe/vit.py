@@ -28,6 +28,12 @@ class ViTConfig:
     """A Vision Transformer; with `moe`, some of its blocks have experts in place of the MLP.
 
     Attributes:
+        image_size, patch_size: pixels of a side; a patch becomes a token.
+        width: numbers of a token.
+        depth: blocks, each of attention and an MLP or experts.
+        heads: attention heads.
+        mlp_dim: hidden units of a dense MLP.
+        num_classes: outputs of the head; commands take the number of classes of the data.
         stem: ``conv`` makes tokens by convolutions (`moe.dense.ConvStem`); None by one projection per patch.
         pooling: the head's input: the mean of the tokens (``gap``), a class token (``token``: the first,
             routed like any other), or the output of a learned probe that attends to the tokens (``map``).
