@@ -28,8 +28,9 @@ class ViTConfig:
     """A Vision Transformer; with `moe`, some of its blocks have experts in place of the MLP.
 
     Attributes:
-        image_size, patch_size: pixels of a side; a patch becomes a token.
-        width: numbers of a token.
+        image_size: pixels of an image's side.
+        patch_size: pixels of a patch's side; it divides `image_size`, and each patch becomes a token.
+        width: length of the vector of a token.
         depth: blocks, each of attention and an MLP or experts.
         heads: attention heads.
         mlp_dim: hidden units of a dense MLP.

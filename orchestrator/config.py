@@ -222,7 +222,7 @@ class RunConfig:
     """A whole run. Its directory is ``<storage>/<name>``.
 
     Attributes:
-        name: of the run and of its directory; set by ``--name``.
+        name: name of the run and of its directory; set by ``--name``.
         storage: directory or URI below which runs lie; set by ``--storage``.
     """
 

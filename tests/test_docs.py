@@ -84,6 +84,7 @@ SHELL = {
     "set",
     "source",
     "umask",
+    "unset",
 }
 BLOCK = re.compile(
     r'(?:<!-- needs: (?P<needs>[^>]+) -->\n\n?)?^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n'
@@ -220,10 +221,10 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
     copytree(ROOT, copy, ignore=leave)
     (copy / ".venv").symlink_to(sys.prefix)
     # What README takes for the user's own: images by class, and photos.
-    for number in range(60):
+    for number in range(120):
         for folder in (f"flowers/{'abc'[number % 3]}", "photos"):
             (copy / "data" / folder).mkdir(parents=True, exist_ok=True)
-            image = png(np.full((8, 8), 4 * number))
+            image = png(np.full((8, 8), 2 * number))
             (copy / "data" / folder / f"{number}.png").write_bytes(image)
     cluster = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
     Path(cluster, "token").write_text(secrets.token_hex(32))
