@@ -106,7 +106,10 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The words of each command; comments, redirections and assignments are left out."""
+    """The words of each command; comments, redirections and assignments are left out.
+
+    A line that begins with a flag is read as flags of `jobs/train.py`.
+    """
     script = re.sub(r"\)/\S+", ")", script.replace("\\\n", " "))  # the rest of a word behind $(..)
     script = re.sub(r"(^|\s)#\s.*$", "", script, flags=re.MULTILINE)
     words = shlex.shlex(script, posix=True, punctuation_chars="();<>|&\n")
@@ -118,7 +121,7 @@ def commands(script: str) -> Iterator[list[str]]:
             skip = not skip
         elif set(word) <= set("();|&\n"):
             if command:
-                yield command
+                yield ["jobs/train.py", *command] if command[0].startswith("--") else command
             command = []
         elif command or not re.match(r"\w+=", word):
             command.append(word)
