@@ -108,7 +108,7 @@ def blocks(page: Path) -> list[Block]:
 def commands(script: str) -> Iterator[list[str]]:
     """The words of each command; comments, redirections and assignments are left out.
 
-    A line that begins with a flag is read as flags of `jobs/train.py`.
+    A line that begins with a flag is read as flags of `jobs/train.py`, for a model with many blocks.
     """
     script = re.sub(r"\)/\S+", ")", script.replace("\\\n", " "))  # the rest of a word behind $(..)
     script = re.sub(r"(^|\s)#\s.*$", "", script, flags=re.MULTILINE)
@@ -121,7 +121,9 @@ def commands(script: str) -> Iterator[list[str]]:
             skip = not skip
         elif set(word) <= set("();|&\n"):
             if command:
-                yield ["jobs/train.py", *command] if command[0].startswith("--") else command
+                yield (
+                    ["jobs/train.py", "--model", "S/16", *command] if command[0].startswith("--") else command
+                )
             command = []
         elif command or not re.match(r"\w+=", word):
             command.append(word)
