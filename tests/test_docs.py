@@ -50,6 +50,7 @@ INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the pro
     "/data/": "COPY/data/",
     '"train.steps": 200': '"train.steps": 10',
     "train.steps=500": "train.steps=10",
+    "train.steps=200": "train.steps=10",
     "train.steps=250": "train.steps=10",
     "train.steps=100": "train.steps=10",
     "--name on-cluster": "--name on-cluster --set train.steps=10",
@@ -86,6 +87,7 @@ SHELL = {
     "umask",
     "unset",
 }
+LONG_RUN = ["jobs/train.py", "--model", "S/16", "--set", "train.steps=10000"]
 BLOCK = re.compile(
     r'(?:<!-- needs: (?P<needs>[^>]+) -->\n\n?)?^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n'
     r"(?P<text>.*?)^```$",
@@ -108,7 +110,7 @@ def blocks(page: Path) -> list[Block]:
 def commands(script: str) -> Iterator[list[str]]:
     """The words of each command; comments, redirections and assignments are left out.
 
-    A line that begins with a flag is read as flags of `jobs/train.py`, for a model with many blocks.
+    A line that begins with a flag is read as flags of `LONG_RUN`.
     """
     script = re.sub(r"\)/\S+", ")", script.replace("\\\n", " "))  # the rest of a word behind $(..)
     script = re.sub(r"(^|\s)#\s.*$", "", script, flags=re.MULTILINE)
@@ -121,9 +123,7 @@ def commands(script: str) -> Iterator[list[str]]:
             skip = not skip
         elif set(word) <= set("();|&\n"):
             if command:
-                yield (
-                    ["jobs/train.py", "--model", "S/16", *command] if command[0].startswith("--") else command
-                )
+                yield [*LONG_RUN, *command] if command[0].startswith("--") else command
             command = []
         elif command or not re.match(r"\w+=", word):
             command.append(word)
