@@ -138,10 +138,12 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
             others = {other: value for other, value in changes.items() if other != field}
             runs, value = sweep.runs(), flat(sweep.base).get(field)
             try:
-                without = _changed(name, scale, others).runs()
+                without = _changed(name, scale, others)
+                same = runs == without.runs()
             except UsageError:  # The other changes need this one, as a patch size needs its image size.
                 continue
-            if runs == without and any(flat(run).get(field) != value for run in runs.values()):
+            has_it = all(flat(run).get(field) == value for run in runs.values())
+            if same and not has_it and flat(without.base).get(field) != value:
                 raise UsageError(
                     f"--set {field} changes nothing: every arm of {name} that could have it sets it"
                 )
