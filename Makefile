@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export MLFLOW_DISABLE_TELEMETRY ?= true
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: setup sweep test test-smoke test-all check bench ui cluster-local cluster-local-stop clean
+.PHONY: setup sweep test test-smoke test-all check bench docs ui cluster-local cluster-local-stop clean
 
 setup: .venv/.installed
 
@@ -47,9 +47,14 @@ bench: setup
 	$(BIN)/python bench/stopping.py
 	$(BIN)/python bench/control_plane.py
 
+docs: setup  ## these pages as a site, with a reference that is made from the code: site/index.html
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000"
+
 ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT
 	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port $(PORT)
 
 clean:  ## what can be made again; not ./runs
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

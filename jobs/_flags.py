@@ -26,8 +26,9 @@ RESERVED = (  # names below the storage that no run may have
     "studies",
 )
 MODEL = (
-    "a run below the storage (soft, quickstart/trials/w16-soft-seed0), a directory of checkpoints, the folder of a"
-    " checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of MLflow"
+    "a run below the storage (soft, quickstart/trials/w16-soft-seed0), a directory of checkpoints, the"
+    " folder of a checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or"
+    " runs:/ID of MLflow"
 )
 MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
 POINT = (

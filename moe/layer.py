@@ -22,6 +22,7 @@ class MoEConfig:
     Attributes:
         layers: the MoE blocks, counted from 0: ``every_2`` (1, 3, 5, .., as V-MoE), ``last_<n>`` (the last n
             blocks, as Soft MoE), ``last_<n>_odd`` (the last n odd blocks, as V-MoE's Last-n), or indices.
+        num_experts: experts of each MoE layer.
         images_per_group: number of images that are routed together and compete for capacity. Results depend
             on it, and not on the number of ranks.
         expert_dim: hidden units per expert; None: as many as the dense MLPs have.

@@ -28,6 +28,13 @@ class ViTConfig:
     """A Vision Transformer; with `moe`, some of its blocks have experts in place of the MLP.
 
     Attributes:
+        image_size: pixels of an image's side.
+        patch_size: pixels of a patch's side; it divides `image_size`, and each patch becomes a token.
+        width: length of the vector of a token.
+        depth: blocks, each of attention and an MLP or experts.
+        heads: attention heads.
+        mlp_dim: hidden units of a dense MLP.
+        num_classes: outputs of the head; commands take the number of classes of the data.
         stem: ``conv`` makes tokens by convolutions (`moe.dense.ConvStem`); None by one projection per patch.
         pooling: the head's input: the mean of the tokens (``gap``), a class token (``token``: the first,
             routed like any other), or the output of a learned probe that attends to the tokens (``map``).

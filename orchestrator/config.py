@@ -100,11 +100,13 @@ class TrainConfig:
     Attributes:
         steps: optimiser updates.
         lr: peak of the learning rate's schedule.
+        seed: the number from which initial weights, router noise and the order of the images are drawn.
         init_from: weights to start from, as far as they fit: a directory of checkpoints, one checkpoint's
             folder or an exported file. None: all weights are drawn from `seed`.
         init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
         trunk: checkpoint folder of another run that this run continues with its optimiser and its place in
             the data, as a cooldown does. None: the run starts at step 0.
+        report_every: steps between reports.
         eval_every: steps between evaluations; None: only at the end.
         stop_at: ``val/acc1`` at which the run finishes early, to compare models at one quality (Implicit Bias
             in Soft MoE, section 4.2). None: the run takes all its steps.
@@ -217,7 +219,12 @@ class ScaleConfig(ParallelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. Its directory is ``<storage>/<name>``."""
+    """A whole run. Its directory is ``<storage>/<name>``.
+
+    Attributes:
+        name: name of the run and of its directory; set by ``--name``.
+        storage: directory or URI below which runs lie; set by ``--storage``.
+    """
 
     name: str = "train"
     storage: str = "runs"

@@ -49,6 +49,7 @@ class AdamWConfig(DecayConfig):
     """Adam with decoupled weight decay. Source: the Soft MoE recipe (betas .9 / .999, kernels .03).
 
     Attributes:
+        beta1, beta2: decay of the first and of the second moment.
         state_dtype: data type in which the first moment is held, as `mu_dtype` of big_vision and optax. The
             second moment stays float32: in bfloat16 it could not fall, because an update lowers it by at most
             1 - beta2 = 1e-3 of itself, and rounding to 8 bits undoes that.
@@ -67,7 +68,11 @@ class AdamWConfig(DecayConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(DecayConfig):
-    """SGD with momentum. Source: the fine-tuning recipe of V-MoE."""
+    """SGD with momentum. Source: the fine-tuning recipe of V-MoE.
+
+    Attributes:
+        momentum: fraction of the last update that is added to the next.
+    """
 
     kind: Literal["sgd"] = "sgd"
     momentum: float = 0.9
@@ -86,6 +91,7 @@ class AdafactorConfig(DecayConfig):
     changes is constant in `orchestrator.training.adafactor`.
 
     Attributes:
+        beta1: decay of the first moment.
         beta2_cap: the second moment decays by 1 - t^-0.8 at update t, and by at most this. big_vision takes
             0.95 where training is unstable.
         min_dim_to_factor: matrices with fewer rows or columns keep their whole second moment.
@@ -110,7 +116,12 @@ OptimizerConfig = AdamWConfig | SGDConfig | AdafactorConfig
 class RsqrtConfig:
     """Linear warm-up, peak / sqrt(1 + t / timescale), linear cooldown to 0 from the rate at its start.
 
-    Source: Soft MoE section 3.3. The defaults are a tenth of the run for warm-up and a fifth for cooldown.
+    Source: Soft MoE section 3.3.
+
+    Attributes:
+        warmup_steps: steps of warm-up; None: a tenth of the run.
+        cooldown_steps: steps of cooldown; None: a fifth of the run.
+        timescale: steps t after which the rate has fallen to 1 / sqrt(2) of its peak.
     """
 
     kind: Literal["rsqrt"] = "rsqrt"
@@ -124,7 +135,11 @@ class RsqrtConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantConfig:
-    """Linear warm-up, the peak, linear cooldown to 0, with the defaults of `RsqrtConfig`."""
+    """Linear warm-up, the peak, linear cooldown to 0.
+
+    Attributes:
+        warmup_steps, cooldown_steps: as in `RsqrtConfig`.
+    """
 
     kind: Literal["constant"] = "constant"
     warmup_steps: int | None = None
@@ -133,7 +148,12 @@ class ConstantConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CosineConfig:
-    """Linear warm-up (a tenth of the run by default), then half a cosine down to `end_frac` of the peak."""
+    """Linear warm-up, then half a cosine.
+
+    Attributes:
+        warmup_steps: steps of warm-up; None: a tenth of the run.
+        end_frac: the last rate as a fraction of the peak.
+    """
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: int | None = None
@@ -145,7 +165,11 @@ class CosineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """Linear warm-up (a tenth of the run by default), then linear decay to `end_frac` of the peak."""
+    """Linear warm-up, then linear decay.
+
+    Attributes:
+        warmup_steps, end_frac: as in `CosineConfig`.
+    """
 
     kind: Literal["linear"] = "linear"
     warmup_steps: int | None = None

@@ -27,6 +27,7 @@ class MixtureConfig:
         level: ``token``: each token weighs the experts; ``image``: the mean token of a routing group weighs
             them for all its tokens (a group is an image if images_per_group is 1); ``hierarchical``: each
             token weighs `clusters` of experts, and then the experts within each cluster.
+        clusters: groups of experts of a hierarchical mixture.
         gate: logits by one matrix (``linear``), or by two with SiLU between them (``mlp``), as in the
             article's optimised layer.
         scale_inputs: experts see tokens times their weight, f(w x), as the article's formula has it.

@@ -28,6 +28,7 @@ class TokenChoiceConfig(CapacityConfig):
     """Token choice.
 
     Attributes:
+        k: experts that each token chooses.
         affinity: the score by which tokens choose.
         combine: weigh outputs by the softmax (V-MoE; Routers, section 2.2) or by the affinity itself.
         topk: whether the k largest gates of the softmax over all experts weigh the outputs (``after``), or a

@@ -142,11 +142,14 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
     for field in changes:
         if sweep.arms and field.startswith(("model.", "train.")):
             others = {other: value for other, value in changes.items() if other != field}
-            without = _changed(name, scale, others)
-            runs, value = sweep.runs(), changes[field]
-            had_it = flat(without.base).get(field) == value
-            has_it = had_it or all(flat(run).get(field) == value for run in runs.values())
-            if runs == without.runs() and not has_it:
+            runs, value = sweep.runs(), flat(sweep.base).get(field)
+            try:
+                without = _changed(name, scale, others)
+                same = runs == without.runs()
+            except UsageError:  # The other changes need this one, as a patch size needs its image size.
+                continue
+            has_it = all(flat(run).get(field) == value for run in runs.values())
+            if same and not has_it and flat(without.base).get(field) != value:
                 raise UsageError(
                     f"--set {field} changes nothing: every arm of {name} that could have it sets it"
                 )

@@ -25,6 +25,61 @@ MIN_COUNTED = 1000  # images; of fewer images, a single bad one would be a large
 LISTED = 20  # bad images in an error message
 GIB = 2**30
 
+# Unit and meaning of every name in `metrics.jsonl`; docs/_reference.py makes a page of it.
+METRICS = {
+    "train/loss": ("nats", "mean loss over the global batch, with the routers' auxiliary losses"),
+    "train/loss_class": ("nats", "its part from the classes"),
+    "train/loss_router": ("nats", "its part from the routers"),
+    "train/acc1": ("fraction", "training images of the batch that the model classifies correctly"),
+    "train/grad_norm": ("-", "norm of the gradient before clipping"),
+    "train/lr": ("-", "learning rate"),
+    "val/acc1": ("fraction", "validation images that the model classifies correctly"),
+    "val/loss": ("nats", "mean loss over the validation images, without auxiliary losses"),
+    "fewshot/acc_<n>shot": (
+        "fraction",
+        "test images that ridge regression on frozen features, fitted to n"
+        " images per class, classifies correctly",
+    ),
+    "perf/images_per_s": ("1/s", "training images of all workers, without evaluation and checkpoints"),
+    "perf/ms_per_image": ("ms", "median time of a forward pass of one worker, divided by its images"),
+    "perf/cpu_cores": ("cores", "cores that the workers' processes used on average"),
+    "perf/memory_gib": ("GiB", "memory of the workers' processes"),
+    "perf/gpu_memory_gib": ("GiB", "peak memory of tensors per GPU"),
+    "perf/gpu_util": ("percent", "time in which a kernel ran, mean over the GPUs"),
+    "cost/train_flops_6mac": ("FLOPs", "training so far, 6 per multiply-add, computed from the config"),
+    "cost/forward_gflops_2mac": (
+        "GFLOPs",
+        "forward pass of one image, 2 per multiply-add, computed from the config",
+    ),
+    "cost/params": ("-", "number of parameters"),
+    "cost/device_s": ("s", "time of training without evaluation and checkpoints, times workers"),
+    "cost/marginal_train_flops_6mac": ("FLOPs", "of a cooldown run: its own steps alone"),
+    "cost/marginal_device_s": ("s", "of a cooldown run: its own steps alone"),
+    "data/wait_frac": ("fraction", "training time in which the workers waited for images"),
+    "data/fingerprint": ("-", "hash of the samples read so far and of their places; equal for equal orders"),
+    "data/bad_images": ("-", "images that could not be decoded"),
+    "data/s3_requests": ("-", "requests for parts of shards on S3"),
+    "data/s3_gb": ("GB", "bytes that these requests fetched"),
+    "checkpoint/failed": ("-", "checkpoints that could not be written"),
+    "resumed/step": ("steps", "step at which the run continued"),
+    "moe/unchosen_frac": (
+        "fraction",
+        "tokens that choose no expert or that no expert chooses, before capacity",
+    ),
+    "moe/dropped_frac": ("fraction", "tokens in no slot, after capacity"),
+    "moe/load_mean": ("tokens", "tokens per expert and routing group"),
+    "moe/load_cv": ("-", "standard deviation of the experts' load, divided by its mean"),
+    "moe/load_min": ("tokens", "load of the least used expert"),
+    "moe/load_max": ("tokens", "load of the most used expert"),
+    "moe/seats_mean": ("slots", "slots that hold a token"),
+    "moe/seats_max": ("slots", "the most slots that hold one token"),
+    "moe/gate_entropy_nats": ("nats", "entropy of a token's gates over the experts"),
+    "moe/flip_frac": ("fraction", "choices that router noise changed"),
+    "moe/transport_residual": ("-", "largest violation of a transport plan's constraints"),
+    "moe/slot_similarity": ("-", "mean cosine between the dispatch weights of two slots"),
+    "system/*": ("-", "load of the driver's machine, under the names of MLflow's system metrics"),
+}
+
 
 class Meter:
     """Measures training speed, and device-seconds: seconds of training times the number of workers.

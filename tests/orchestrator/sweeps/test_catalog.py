@@ -178,3 +178,14 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         make_sweep("router", "tiny")
     with pytest.raises(UsageError, match="unknown scale 'huge'; known: tiny, cifar, in1k, in21k, jft"):
         make_sweep("routers", "huge")
+
+
+def test_changes_that_need_each_other_are_taken_together() -> None:
+    """No image of 8 x 8 is cut into patches of 7 x 7: without the image's size there would be no sweep."""
+    sweep = make_sweep("quickstart", "tiny", {"model.image_size": "28", "model.patch_size": "7"})
+    assert {(run.model.image_size, run.model.patch_size) for run in sweep.runs().values()} == {(28, 7)}
+
+
+def test_a_change_to_the_value_that_is_there_is_no_mistake() -> None:
+    steps = make_sweep("quickstart", "tiny").base.train.steps
+    assert make_sweep("quickstart", "tiny", {"train.steps": str(steps)}).base.train.steps == steps

@@ -1,0 +1,197 @@
+"""Makes the reference pages from the code while mkdocs builds the site, which calls it as a hook."""
+
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import moe
+import orchestrator
+from jobs._list import description, what
+from moe.codec import dataclasses_of, hints_of, to_dict
+from moe.cost import forward_gflops_2mac, num_params
+from moe.presets import PRESETS
+from orchestrator.config import RunConfig
+from orchestrator.sweeps.catalog import SWEEPS, make_sweep
+from orchestrator.sweeps.scales import SCALES
+from orchestrator.training.metrics import METRICS
+
+JOBS = Path(__file__).parents[1] / "jobs"
+HELP_WIDTH = "92"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated pages; mkdocs calls it before it reads the others."""
+    pages = {"config": config_page, "commands": commands_page, "metrics": metrics_page}
+    for name, make in (pages | {"sweeps": sweeps_page, "api": api_page}).items():
+        files.append(File.generated(config, f"reference_{name}.md", content=make()))
+    return files
+
+
+def config_page() -> str:
+    lines = [
+        "# Fields of a run",
+        "Every field that `--set FIELD=VALUE` of `jobs/train.py` and `jobs/pareto_sweep.py` changes, with its"
+        " type and the default of `train.py`. `--set help` of a command prints the fields with its own"
+        " defaults. Where a group has several kinds, `kind` chooses one of them, whose fields then start"
+        " from their defaults.",
+        *config_lines(RunConfig(), ""),
+    ]
+    return "\n\n".join(lines)
+
+
+def config_lines(config: Any, path: str) -> Iterator[str]:
+    """The fields of a config, and below them its groups."""
+    hints, meaning, groups, rows = hints_of(type(config)), meanings(type(config)), [], []
+    for name, hint in hints.items():
+        if name == "kind":
+            continue
+        value, members = getattr(config, name), dataclasses_of(hint)
+        groups += [(value if isinstance(value, member) else member(), f"{path}{name}.") for member in members]
+        if not members:
+            shown = f"`{type_name(hint)} = {json.dumps(to_dict(value))}`"
+        elif value is None:
+            shown = f"null, or the group `{path}{name}`"
+        else:
+            shown = f"the group `{path}{name}`"
+        rows.append(f"- **{path}{name}** {shown}" + ("" if members else f"<br>{meaning[name]}"))
+    yield f"## {path.rstrip('.') or 'The run'}" + (f" of kind {config.kind}" if "kind" in hints else "")
+    yield summary(type(config))
+    yield "\n".join(rows)
+    for group, inner in groups:
+        yield from config_lines(group, inner)
+
+
+def type_name(hint: Any) -> str:
+    """The type as a user writes its values: the words of a Literal, `null` for None."""
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"list of {type_name(get_args(hint)[0])}"
+    if members := get_args(hint):
+        return " | ".join(type_name(member) for member in members)
+    return "null" if hint is NoneType else hint.__name__
+
+
+def summary(cls: type) -> str:
+    """The docstring without its section of attributes."""
+    return inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[0]
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """The text of each field in the sections `Attributes` of a class and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), re.sub(r"\bNone\b", "`null`", " ".join(text.split())))
+    return found
+
+
+def commands_page() -> str:
+    lines = ["# Commands", "What `--help` of each command prints."]
+    os.environ["COLUMNS"] = HELP_WIDTH
+    for name in sorted(path.stem for path in JOBS.glob("[a-z]*.py")):
+        lines += [f"## {name}", f"```text\n{help_of(name)}```"]
+    return "\n\n".join(lines)
+
+
+def help_of(command: str) -> str:
+    job, text, argv = importlib.import_module(f"jobs.{command}"), StringIO(), sys.argv
+    sys.argv = [f"{command}.py", "--help"]
+    try:
+        with redirect_stdout(text), suppress(SystemExit):
+            job.main()
+    finally:
+        sys.argv = argv
+    return text.getvalue()
+
+
+def metrics_page() -> str:
+    rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items())
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            "Names in `metrics.jsonl` of a run and in MLflow. The step axis of MLflow is images seen.",
+            "",
+            "| metric | unit | meaning |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def sweeps_page() -> str:
+    lines = [
+        "# Sweeps, scales, models",
+        "What `--sweep`, `--scale` and `--model` name; `python jobs/pareto_sweep.py --list` prints it too.",
+        "## Sweeps",
+        table(
+            ("--sweep", "question", "arms at tiny"),
+            (
+                (f"[{name}](#{name})", what(name), len(make_sweep(name, "tiny").arms) or "drawn")
+                for name in SWEEPS
+            ),
+        ),
+        "## Scales",
+        "The numbers before a sweep's own recipe.",
+        table(
+            ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"),
+            (
+                (
+                    f"`{name}`",
+                    " ".join(scale.sizes),
+                    scale.base.model.image_size,
+                    scale.base.model.num_classes,
+                    scale.experts,
+                    f"{scale.base.train.steps:,} x {scale.base.data.batch_size}",
+                    scale.base.train.loss,
+                )
+                for name, scale in SCALES.items()
+            ),
+        ),
+        "## Models",
+        "The models of the papers, with ImageNet's classes.",
+        table(
+            ("--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)"),
+            (
+                (
+                    f"`{name}`",
+                    model.family(),
+                    model.image_size,
+                    f"{num_params(model) / 1e6:,.1f}M",
+                    f"{forward_gflops_2mac(model):.3g}",
+                )
+                for name, model in PRESETS.items()
+            ),
+        ),
+        "## Each sweep",
+    ]
+    for name in SWEEPS:
+        lines += [f"### {name} {{ #{name} }}", description(name)]
+    return "\n\n".join(lines)
+
+
+def table(columns: Any, rows: Any) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def api_page() -> str:
+    lines = ["# Python API", "What `orchestrator` and `moe` export."]
+    for package in (orchestrator, moe):
+        lines.append(f"## {package.__name__}")
+        lines += [f"::: {package.__name__}.{name}" for name in package.__all__]
+    return "\n\n".join(lines)

@@ -1,0 +1,264 @@
+"""The commands of README and docs: the tutorials run, and every other command at least parses.
+
+A block that its page cannot run has a comment above it: <!-- needs: what it needs -->.
+"""
+
+import importlib
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs.evaluate import EvaluateFlags
+from jobs.finetune import FineTuneFlags
+from jobs.pareto_sweep import SweepFlags
+from jobs.plan import PlanFlags
+from jobs.predict import PredictFlags
+from jobs.train import RunFlags, preset
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.evaluation.points import parse_point
+from orchestrator.training.metrics import METRICS
+from orchestrator.training.metrics_file import read_metrics
+from tests.parts import png
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = (  # each line is run in one shell, in a copy of the project
+    ("first_frontier.md", "read_a_frontier.md", "../README.md"),
+    ("own_images.md",),
+    ("own_router.md",),
+    ("cluster_from_zero.md",),
+)
+INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the project
+    "make sweep": "python jobs/pareto_sweep.py",
+    "make cluster-local-stop": "cluster/local.sh stop",
+    "make cluster-local": "cluster/local.sh start",
+    "/tmp/moe-ray-$(id -u)": "$CLUSTER_DIR",
+    "/tmp/demo": "COPY/demo",
+    "/data/": "COPY/data/",
+    '"train.steps": 200': '"train.steps": 10',
+    "train.steps=500": "train.steps=10",
+    "train.steps=200": "train.steps=10",
+    "train.steps=250": "train.steps=10",
+    "train.steps=100": "train.steps=10",
+    "--name on-cluster": "--name on-cluster --set train.steps=10",
+}
+NEEDS = {  # programs on the other pages -> what they need
+    "aws": "an account of AWS",
+    "cluster/local.sh": "three nodes: cluster_from_zero.md runs it",
+    "cluster/mlflow/serve.sh": "a database",
+    "cp": "a trained model",
+    "curl": "a server",
+    "docker": "Docker",
+    "gcloud": "an account of Google Cloud",
+    "helm": "Kubernetes",
+    "kubectl": "Kubernetes",
+    "pg_dump": "a database",
+    "pip": "the network",
+    "prometheus": "a cluster",
+    "ray": "a cluster",
+    "sudo": "a cluster",
+}
+SHELL = {
+    "cd",
+    "date",
+    "do",
+    "done",
+    "echo",
+    "export",
+    "for",
+    "grep",
+    "id",
+    "printf",
+    "set",
+    "source",
+    "umask",
+    "unset",
+}
+LONG_RUN = ["jobs/train.py", "--model", "S/16", "--set", "train.steps=10000"]
+BLOCK = re.compile(
+    r'(?:<!-- needs: (?P<needs>[^>]+) -->\n\n?)?^```(?P<kind>\w+)(?: title="(?P<title>[^"]+)")?\n'
+    r"(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    kind: str
+    title: str | None
+    text: str
+    needs: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(**found.groupdict()) for found in BLOCK.finditer(page.read_text())]
+
+
+def commands(script: str) -> Iterator[list[str]]:
+    """The words of each command; comments, redirections and assignments are left out.
+
+    A line that begins with a flag is read as flags of `LONG_RUN`.
+    """
+    script = re.sub(r"\)/\S+", ")", script.replace("\\\n", " "))  # the rest of a word behind $(..)
+    script = re.sub(r"(^|\s)#\s.*$", "", script, flags=re.MULTILINE)
+    words = shlex.shlex(script, posix=True, punctuation_chars="();<>|&\n")
+    words.whitespace, words.whitespace_split, words.commenters = " \t", True, ""
+    command: list[str] = []
+    skip = False
+    for word in [*words, "\n"]:
+        if skip or re.fullmatch(r"[<>]+", word):
+            skip = not skip
+        elif set(word) <= set("();|&\n"):
+            if command:
+                yield [*LONG_RUN, *command] if command[0].startswith("--") else command
+            command = []
+        elif command or not re.match(r"\w+=", word):
+            command.append(word)
+
+
+class Parsed(Exception):
+    """Ends a command once its flags are read."""
+
+
+def flags_of(job: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The flags that a command reads from these words."""
+    module = importlib.import_module(f"jobs.{job}")
+    parse = module.parse
+    found = []
+
+    def record(*args: Any, **options: Any) -> None:
+        found.append(parse(*args, **options))
+        raise Parsed
+
+    monkeypatch.setattr(module, "parse", record)
+    monkeypatch.setattr(sys, "argv", [job, *words])
+    with pytest.raises(Parsed):
+        module.main()
+    monkeypatch.setattr(module, "parse", parse)
+    return found[0]
+
+
+def check_settings(flags: Any) -> None:
+    """Fails for a field that --set does not know, or a value that it refuses."""
+    run = flags.run if isinstance(flags, SweepFlags) else flags
+    if isinstance(flags, EvaluateFlags | PredictFlags):
+        parse_point(flags.set)
+    elif isinstance(run, RunFlags | FineTuneFlags | PlanFlags):
+        changes = {field: value for field, value in run.set if field != "help"}
+        if isinstance(flags, SweepFlags):
+            flags.named_sweep(changes)
+        else:
+            model = preset(flags.model) if isinstance(flags, RunFlags) and flags.model else RunConfig().model
+            override(replace(RunConfig(), model=model), changes)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_parse_or_need_something_that_is_named(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page):
+        if "def make" in block.text:
+            Path(block.title or "my_sweep.py").write_text(block.text)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    tutorial = any(page.name in Path("/".join(names)).parts for names in TUTORIALS)
+    for block in blocks(page):
+        if block.kind != "bash":
+            continue
+        for command in commands(block.text):
+            program, rest = command[0], command[1:]
+            job = next((word for word in command if re.fullmatch(r"jobs/\w+\.py", word)), None)
+            if job:
+                words = command[command.index(job) + 1 :]
+                try:
+                    flags = flags_of(Path(job).stem, words, monkeypatch)
+                    if not tutorial:  # which may have made the field, as a router
+                        check_settings(flags)
+                except SystemExit as end:
+                    pytest.fail(f"{page.name}: {shlex.join(command)}: exit code {end.code}")
+            elif program == "make":
+                assert set(rest) <= {*targets}, f"{page.name}: {shlex.join(command)}"
+            elif program.endswith("python"):
+                script = rest[0]
+                known = script.startswith(("-", "$")) or (ROOT / script).is_file() or tutorial
+                assert known, f"{page.name}: {shlex.join(command)}"
+            else:
+                known = program in NEEDS or program in SHELL or block.needs or tutorial
+                assert known, f"{page.name}: say in NEEDS what {program!r} needs, or mark the block"
+
+
+def script(page: Path, copy: Path) -> str:
+    """The blocks of a page as one shell script: commands, files, changes of files and pieces of Python."""
+    lines = []
+    for block in blocks(page):
+        if block.title:
+            lines.append(f"cat > {block.title} <<'END_OF_FILE'\n{block.text}END_OF_FILE")
+        elif block.kind == "diff":
+            lines.append(f"git apply <<'END_OF_FILE'\n{block.text}END_OF_FILE")
+        elif block.kind == "python":
+            lines.append(f"python - <<'END_OF_FILE'\n{block.text}END_OF_FILE")
+        elif block.kind == "bash" and not block.needs:
+            lines.append(block.text)
+    text = "\n".join(lines)
+    for said, done in INSTEAD.items():
+        text = text.replace(said, done.replace("COPY", str(copy)))
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", TUTORIALS, ids=lambda pages: Path(pages[0]).stem)
+def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    leave = ignore_patterns(".*", "__pycache__", "runs", "site")
+    copytree(ROOT, copy, ignore=leave)
+    (copy / ".venv").symlink_to(sys.prefix)
+    # What README takes for the user's own: images by class, and photos.
+    for number in range(120):
+        for folder in (f"flowers/{'abc'[number % 3]}", "photos"):
+            (copy / "data" / folder).mkdir(parents=True, exist_ok=True)
+            image = png(np.full((8, 8), 2 * number))
+            (copy / "data" / folder / f"{number}.png").write_bytes(image)
+    cluster = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
+    Path(cluster, "token").write_text(secrets.token_hex(32))
+    env = os.environ | {
+        "PATH": f"{copy}/.venv/bin:{os.environ['PATH']}",
+        "PYTHONPATH": str(copy),
+        "MOE_FRONTIER_HOME": f"{copy}/runs",
+        "CLUSTER_DIR": cluster,
+        "RAY_AUTH_TOKEN_PATH": f"{cluster}/token",
+    }
+    try:
+        for page in pages:
+            done = subprocess.run(
+                ["bash", "-euxo", "pipefail", "-c", script(ROOT / "docs" / page, copy)],
+                cwd=copy,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            print(done.stdout)
+            assert done.returncode == 0, f"{page}: {done.stdout[-3000:]}"
+    finally:
+        subprocess.run([str(copy / "cluster/local.sh"), "stop"], env=env, check=True, capture_output=True)
+
+
+def test_every_metric_is_described(trained_home: Path) -> None:
+    files = [*trained_home.rglob("metrics.jsonl")]
+    assert files
+    names = {name for file in files for line in read_metrics(str(file.parent)) for name in line.metrics}
+    assert names <= METRICS.keys()
