@@ -1,7 +1,7 @@
 """Classify from a few images per class, on the frozen features of trained models.
 
   python jobs/fewshot.py soft
-  python jobs/fewshot.py soft quickstart/trials/w16-dense-seed0 --data /data/flowers --data /data/pets --shots 1,5
+  python jobs/fewshot.py soft quickstart/trials/w16-dense-seed0 --data /data/flowers --shots 1,5
   python jobs/fewshot.py sweep:quickstart models:/quickstart@pareto-knee --seeds 5
 
 The train split of each data set gives the shots, and its val split is tested. To measure it during training,

@@ -63,7 +63,9 @@ def quickstart(scale: Scale) -> Sweep:
         "expert": expert_choice(experts, 1.0, images=1),
         "soft": soft(tokens, 1, tokens, scale_init=SHARP),
     }
-    arms = {f"{name}-{kind}": size | arm for name, size in scale.sizes.items() for kind, arm in kinds.items()}
+    arms = {
+        f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
+    }
     claims = ("family=soft beats family=dense at equal size",)
     return Sweep(
         base=scale.base, arms=arms, seeds=seeds(scale, 2), claims=claims, space=families_space(scale)
@@ -87,7 +89,9 @@ def study(scale: Scale) -> Sweep:
         f"soft-e{experts}": soft(experts, 1, tokens, scale_init=SHARP),
         f"soft-e{2 * experts}": soft(2 * experts, 1, tokens, scale_init=SHARP),
     }
-    arms = {f"{name}-{kind}": size | arm for name, size in scale.sizes.items() for kind, arm in kinds.items()}
+    arms = {
+        f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
+    }
     claims = ("family=soft beats family=dense at equal size",)
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 

@@ -107,7 +107,7 @@ def test_a_search_learns_from_its_own_data_alone(
             asked.drawing(asked.make())
 
 
-@pytest.mark.smoke  # 15 trials, and a confirmation on two workers
+@pytest.mark.smoke  # 24 trials, and a confirmation on two workers
 def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     """`make sweep` with fewer steps."""
     command = ["jobs/pareto_sweep.py", "--set", "train.steps=12", "--set", "train.report_every=6"]
@@ -121,7 +121,7 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "[15/15]" in done.stdout
+    assert "[24/24]" in done.stdout
     assert "confirming" in done.stdout
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
@@ -129,15 +129,17 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment
     runs = client.search_runs([experiment.experiment_id])
-    assert Counter(run.data.tags["role"] for run in runs) == {"sweep": 1, "trial": 15, "confirm": 1}
+    assert Counter(run.data.tags["role"] for run in runs) == {"sweep": 1, "trial": 24, "confirm": 1}
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert any(run.data.tags.get("pareto") == "true" for run in runs)
     confirmed = next(run for run in runs if run.data.tags["role"] == "confirm")
     assert "pareto" not in confirmed.data.tags
-    assert confirmed.data.params["scale.ep"] == "2"
+    assert confirmed.data.params["scale.workers"] == "2"
+    knee = client.get_model_version_by_alias("quickstart", "pareto-knee")
+    assert client.get_run(str(knee.run_id)).data.tags["arm"] == confirmed.data.tags["arm"]
+    assert "linear classifier on pixels: val/acc1 0.97" in done.stdout
 
     model = load_model("models:/quickstart@confirmed", tracking_uri=uri)
-    assert model.config.moe is not None
     version = client.get_model_version_by_alias("quickstart", "confirmed")
     assert version.run_id == confirmed.info.run_id
     same = load_model(f"models:/quickstart/{version.version}", tracking_uri=uri)

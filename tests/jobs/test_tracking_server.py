@@ -17,7 +17,7 @@ from orchestrator.tracking.store import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
 from tests.orchestrator.tracking.stores import Postgres
 
-pytestmark = pytest.mark.slow  # two minutes: the quickstart's 15 trials, and a server that starts twice
+pytestmark = pytest.mark.slow  # some minutes: the quickstart's 24 trials, and a server that starts twice
 
 ARMS = 15
 SWEEP = ("jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0")

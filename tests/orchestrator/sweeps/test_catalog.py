@@ -20,7 +20,7 @@ def test_every_arm_is_a_config_and_every_claim_is_about_them(name: str) -> None:
     for scale in SCALES:
         sweep = make_sweep(name, scale)
         assert sweep.base.name == name
-        assert len(sweep.runs()) == len(sweep.arms) > 3
+        assert len(sweep.runs()) == len(sweep.arms) * max(1, len(sweep.seeds)) > 3
         counts = check_claims(sweep)
         assert list(counts) == [*sweep.claims]
         for claim, count in counts.items():
@@ -103,22 +103,16 @@ def test_arms_follow_the_tokens_of_a_changed_base() -> None:
 
 
 def test_a_change_that_arms_set_themselves_is_theirs() -> None:
-    runs = make_sweep("quickstart", "tiny", {"model.depth": 6}).runs()
-    assert {
-        name: run.model.depth for name, run in runs.items() if name.startswith(("dense", "soft-e8-s1"))
-    } == {
-        "dense-d3": 3,
-        "dense-d6": 6,
-        "soft-e8-s1": 6,
-    }
+    runs = make_sweep("ablations", "tiny", {"model.depth": 6}).runs()
+    assert {run.model.depth for run in runs.values()} == {6}
     with pytest.raises(UsageError) as refused:
         make_sweep("routers", "jft", {"model.patch_size": 14})
     assert str(refused.value) == (
         "--set model.patch_size changes nothing: every arm of routers that could have it sets it"
     )
     moe = make_sweep("quickstart", "tiny", {"model.moe.expert_dim": 8}).runs()
-    assert moe["dense-d2"].model.moe is None
-    assert moe["soft-e8-s1"].model.expert_dim() == 8
+    assert moe["w8-dense-seed0"].model.moe is None
+    assert moe["w8-soft-seed0"].model.expert_dim() == 8
 
 
 @pytest.mark.parametrize(
@@ -134,6 +128,13 @@ def test_a_change_without_effect_is_refused_though_dense_arms_cannot_have_it(
 ) -> None:
     with pytest.raises(UsageError, match="changes nothing: every arm"):
         make_sweep(name, scale, changes)
+
+
+def test_other_base_seeds_are_other_seeds() -> None:
+    for base, seeds in ((0, (0, 1)), (3, (6, 7))):
+        sweep = make_sweep("quickstart", "tiny", {"train.seed": base})
+        assert sweep.seeds == seeds
+        assert {run.train.seed for run in sweep.runs().values()} == {*seeds}
 
 
 def test_steps_of_long_runs_are_shares_of_the_bases() -> None:

@@ -1,0 +1,269 @@
+"""The study on Fashion-MNIST: its table of runs, and what docs/study.md shows of it.
+
+  python bench/study.py                  writes the numbers of docs/study.md, and docs/study.png
+  python bench/study.py --collect DIR    first reads what the sweep's directory has by now
+  python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
+  python bench/study.py --stopped DIR    first adds what a sweep with early stopping trained
+
+docs/study.md has every command, in order. The table is `bench/results/study.json`. In docs/study.md, text
+between `<!-- NAME -->` and `<!-- end -->` is replaced.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from bench.provenance import provenance
+from bench.stopping import judge
+from orchestrator.frontier.frontier import Frontier
+from orchestrator.frontier.points import Point, hypervolume
+from orchestrator.sweeps.build import read_trials
+from orchestrator.sweeps.catalog import make_sweep, study
+from orchestrator.sweeps.scales import Scale
+from orchestrator.sweeps.sweep import Sweep, settings
+from orchestrator.training.metrics_file import read_metrics
+from orchestrator.training.run_directory import read_sweep
+
+ROOT = Path(__file__).parent.parent
+TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
+COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
+TEST_IMAGES = 10_000
+POLICIES = ("ours", "oracle", "random subset", "cheapest first", "MO-ASHA, promotion")
+
+Arms = dict[str, dict[str, Any]]
+
+
+def narrow(scale: Scale) -> Sweep:
+    """Returns the study at its smallest width."""
+    sweep, (width, *_) = study(scale), scale.sizes
+    arms = {name: arm for name, arm in sweep.arms.items() if name.startswith(f"{width}-")}
+    return replace(sweep, arms=arms)
+
+
+def collect(directory: str) -> dict[str, Any]:
+    """Returns the table of the arms whose seeds are all complete, from a sweep's directory."""
+    record = read_sweep(directory)
+    assert record, f"no sweep in {directory}"
+    train, arms = record.base["train"], Arms()
+    for trial in read_trials(directory, record):
+        if trial.status == "finished":
+            rows = read_metrics(f"{directory}/{trial.labels['directory']}")
+            entry = arms.setdefault(trial.labels["arm"], {COST: trial.metrics[COST]})
+            curve = [round(row.metrics[VAL], 5) for row in rows if VAL in row.metrics]
+            for name, value in ((VAL, curve), ("val/loss", trial.metrics["val/loss"])):
+                entry.setdefault(name, []).append(value)
+            entry.setdefault("device_s", []).append(round(trial.metrics["cost/device_s"], 1))
+    complete = {arm: entry for arm, entry in arms.items() if len(entry[VAL]) == len(record.seeds)}
+    about = {"steps": train["steps"], "every": train["eval_every"], "seeds": record.seeds}
+    about |= {"classes": record.base["model"]["num_classes"], "val_images": record.val_images}
+    return provenance("torch", "ray") | about | {"data_digest": record.data_digest, "arms": complete}
+
+
+def test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
+    """Adds the accuracy of every run on the test images, from the file of `jobs/evaluate.py --out`."""
+    for arm, entry in arms.items():
+        seeds = range(len(entry[VAL]))
+        named = [f"/{arm}-seed{seed}/" for seed in seeds]
+        metrics = [next(r["metrics"] for r in reports if name in r["location"]) for name in named]
+        entry[TEST] = [found["acc1"] for found in metrics]
+        entry["test/loss"] = [round(found["loss"], 5) for found in metrics]
+
+
+def stopped_runs(directory: str) -> dict[str, list[int]]:
+    """Returns arm -> the steps that each seed was trained in a sweep with early stopping."""
+    record = read_sweep(directory)
+    assert record, f"no sweep in {directory}"
+    found: dict[str, list[int]] = {arm: [0] * len(record.seeds) for arm in record.arms}
+    for trial in read_trials(directory, record):
+        rows = read_metrics(f"{directory}/{trial.labels['directory']}")
+        found[trial.labels["arm"]][record.seeds.index(int(trial.labels["seed"]))] = rows[-1].step
+    return found
+
+
+def final(entry: Mapping[str, Any]) -> list[float]:
+    return [curve[-1] for curve in entry[VAL]]
+
+
+def frontier_of(table: Mapping[str, Any]) -> Frontier:
+    """Returns the frontier of validation accuracy over the complete arms."""
+    sweep, points, trials = make_sweep("study", "tiny"), list[Point](), list[tuple[str, str]]()
+    for name, trial in sweep.trials().items():
+        entry = table["arms"].get(trial.arm)
+        if entry is None:
+            continue
+        trials.append((trial.arm, "finished"))
+        if trial.run.train.seed == 0:
+            found = settings(trial.run)
+            points.append(
+                Point(
+                    arm=trial.arm,
+                    family=trial.run.model.family(),
+                    cost=entry[COST],
+                    quality=fmean(final(entry)),
+                    qualities=tuple(final(entry)),
+                    size=float(found["capacity"]),
+                    run_id=name,
+                    status="finished",
+                    settings=found,
+                )
+            )
+    reference = {VAL: 1 / table["classes"], COST: 1.1 * max(point.cost for point in points)}
+    return Frontier(
+        name="study",
+        cost_name=COST,
+        quality_name=VAL,
+        points=tuple(points),
+        reference=reference,
+        data=f"{table['val_images']:,} images of Fashion-MNIST (val split)",
+        trials=tuple(trials),
+    )
+
+
+def percent(values: Sequence[float]) -> str:
+    """Mean and standard error in percent."""
+    return f"{100 * fmean(values):.2f} ± {100 * stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def runs_block(table: Mapping[str, Any], frontier: Frontier) -> str:
+    lines = ["| arm | training FLOPs | validation, % | test, % | by validation |", "|---|--:|--:|--:|---|"]
+    for point, status in sorted(
+        zip(frontier.points, frontier.statuses(), strict=True), key=lambda each: each[0].cost
+    ):
+        entry = table["arms"][point.arm]
+        test = percent(entry[TEST]) if TEST in entry else "-"
+        place = "" if status == "dominated" else f"**{status}**"
+        lines.append(f"| {point.arm} | {point.cost:.3g} | {percent(final(entry))} | {test} | {place} |")
+    return "\n".join(lines)
+
+
+def differences(table: Mapping[str, Any], quality: str) -> dict[str, list[float]]:
+    """Returns arm -> for each seed, its quality minus that of the dense models at the same cost.
+
+    The quality of dense models between two widths is interpolated over the logarithm of their costs, for each
+    seed; beyond the largest width it follows the line of the last two.
+    """
+    arms: Arms = table["arms"]
+    values = {arm: final(entry) if quality == VAL else entry[quality] for arm, entry in arms.items()}
+    dense = sorted((arm for arm in arms if arm.endswith("-dense")), key=lambda arm: arms[arm][COST])
+    log_costs = np.log10([arms[arm][COST] for arm in dense])
+    found: dict[str, list[float]] = {}
+    for arm in arms.keys() - set(dense):
+        at = math.log10(arms[arm][COST])
+        right = min(int(np.searchsorted(log_costs, at)), len(dense) - 1)
+        part = (at - log_costs[right - 1]) / (log_costs[right] - log_costs[right - 1])
+        low, high = values[dense[right - 1]], values[dense[right]]
+        found[arm] = [v - (a + part * (b - a)) for v, a, b in zip(values[arm], low, high, strict=True)]
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean by Student's t."""
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def differences_block(table: Mapping[str, Any]) -> str:
+    quality = TEST if all(TEST in entry for entry in table["arms"].values()) else VAL
+    found = differences(table, quality)
+    widths = sorted({arm.split("-")[0] for arm in found}, key=lambda width: int(width[1:]))
+    kinds = [arm.removeprefix(f"{widths[0]}-") for arm in table["arms"] if arm.startswith(widths[0])][1:]
+    lines = [f"| {quality}, points of % | {' | '.join(widths)} |", f"|---|{'--:|' * len(widths)}"]
+    for kind in kinds:
+        cells = []
+        for width in widths:
+            values = found.get(f"{width}-{kind}")
+            if values is None:
+                cells.append("-")
+                continue
+            low, high = interval(values)
+            cell = f"{100 * fmean(values):+.2f} ({100 * low:+.2f} to {100 * high:+.2f})"
+            cells.append(f"**{cell}**" if low > 0 or high < 0 else cell)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def replay_block() -> str:
+    lines = ["| scheduler | cost, % of all | hypervolume lost, % |", "|---|--:|--:|"]
+    for name in POLICIES:
+        record = judge(name, TABLE, single=False, replays=10)
+        cells = [
+            "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in record[f"{what} without a budget"]))
+            for what in ("cost", "regret")
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def stopped_block(table: Mapping[str, Any], frontier: Frontier) -> str:
+    """What the sweep with early stopping spent and lost, against all runs of the same arms."""
+    stopped, arms = table["stopped"], table["arms"]
+    spent = sum(arms[arm][COST] * sum(steps) / table["steps"] for arm, steps in stopped.items())
+    whole = sum(arms[arm][COST] * len(steps) for arm, steps in stopped.items())
+    points = [point for point in frontier.points if point.arm in stopped]
+    left = [point for point in points if min(stopped[point.arm]) == table["steps"]]
+    full, found = (hypervolume(group, frontier.bound) for group in (points, left))
+    complete = sum(step == table["steps"] for steps in stopped.values() for step in steps)
+    trials = sum(map(len, stopped.values()))
+    return (
+        f"With `--stop-early`, {complete} of {trials} trials of the smallest width were trained to their end,"
+        f" for {spent / whole:.0%} of the FLOPs of all. The hypervolume of its complete arms is {found:.4f},"
+        f" against {full:.4f} of all arms: {1 - found / full:.2%} less."
+    )
+
+
+def time_block(table: Mapping[str, Any]) -> str:
+    seconds = sum(sum(entry["device_s"]) for entry in table["arms"].values())
+    runs = sum(len(entry[VAL]) for entry in table["arms"].values())
+    return f"{runs} runs, {seconds / 3600:.1f} core-hours of training ({table['hardware']})."
+
+
+def write_page(table: Mapping[str, Any]) -> None:
+    frontier = frontier_of(table)
+    blocks = {
+        "runs": runs_block(table, frontier),
+        "differences": differences_block(table),
+        "replay": replay_block(),
+        "time": time_block(table),
+    }
+    if "stopped" in table:
+        blocks["stopped"] = stopped_block(table, frontier)
+    text = PAGE.read_text()
+    for name, block in blocks.items():
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>\n{block}\n\2", text, flags=re.DOTALL
+        )
+    PAGE.write_text(text)
+    frontier.save_picture(PAGE.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--collect", metavar="DIR", help="directory of the sweep `study`")
+    parser.add_argument("--test", metavar="FILE", type=Path, help="figures of jobs/evaluate.py")
+    parser.add_argument("--stopped", metavar="DIR", help="directory of the sweep with early stopping")
+    args = parser.parse_args()
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    if args.collect:
+        table = {name: table[name] for name in ("stopped",) if name in table} | collect(args.collect)
+    if args.test:
+        test_figures(json.loads(args.test.read_text()), table["arms"])
+    if args.stopped:
+        table["stopped"] = stopped_runs(args.stopped)
+    if args.collect or args.test or args.stopped:
+        TABLE.write_text(json.dumps(table, separators=(",", ":")) + "\n")
+    write_page(table)
+
+
+if __name__ == "__main__":
+    main()
