@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -24,6 +24,7 @@ from scipy import stats
 
 from bench.provenance import provenance
 from bench.stopping import judge
+from orchestrator.data.manifest import open_manifest
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, hypervolume
 from orchestrator.sweeps.build import read_trials
@@ -36,10 +37,10 @@ from orchestrator.training.run_directory import read_sweep
 ROOT = Path(__file__).parent.parent
 TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
-TEST_IMAGES = 10_000
 POLICIES = ("ours", "oracle", "random subset", "cheapest first", "MO-ASHA, promotion")
 
 Arms = dict[str, dict[str, Any]]
+Table = Mapping[str, Any]
 
 
 def narrow(scale: Scale) -> Sweep:
@@ -64,7 +65,8 @@ def collect(directory: str) -> dict[str, Any]:
             entry.setdefault("device_s", []).append(round(trial.metrics["cost/device_s"], 1))
     complete = {arm: entry for arm, entry in arms.items() if len(entry[VAL]) == len(record.seeds)}
     about = {"steps": train["steps"], "every": train["eval_every"], "seeds": record.seeds}
-    about |= {"classes": record.base["model"]["num_classes"], "val_images": record.val_images}
+    val_images = open_manifest(record.base["data"]["path"]).rows("val")
+    about |= {"classes": record.base["model"]["num_classes"], "val_images": val_images}
     return provenance("torch", "ray") | about | {"data_digest": record.data_digest, "arms": complete}
 
 
@@ -93,7 +95,7 @@ def final(entry: Mapping[str, Any]) -> list[float]:
     return [curve[-1] for curve in entry[VAL]]
 
 
-def frontier_of(table: Mapping[str, Any]) -> Frontier:
+def frontier_of(table: Table) -> Frontier:
     """Returns the frontier of validation accuracy over the complete arms."""
     sweep, points, trials = make_sweep("study", "tiny"), list[Point](), list[tuple[str, str]]()
     for name, trial in sweep.trials().items():
@@ -133,7 +135,8 @@ def percent(values: Sequence[float]) -> str:
     return f"{100 * fmean(values):.2f} ± {100 * stdev(values) / math.sqrt(len(values)):.2f}"
 
 
-def runs_block(table: Mapping[str, Any], frontier: Frontier) -> str:
+def runs_block(table: Table) -> str:
+    frontier = frontier_of(table)
     lines = ["| arm | training FLOPs | validation, % | test, % | by validation |", "|---|--:|--:|--:|---|"]
     for point, status in sorted(
         zip(frontier.points, frontier.statuses(), strict=True), key=lambda each: each[0].cost
@@ -145,7 +148,7 @@ def runs_block(table: Mapping[str, Any], frontier: Frontier) -> str:
     return "\n".join(lines)
 
 
-def differences(table: Mapping[str, Any], quality: str) -> dict[str, list[float]]:
+def differences(table: Table, quality: str) -> dict[str, list[float]]:
     """Returns arm -> for each seed, its quality minus that of the dense models at the same cost.
 
     The quality of dense models between two widths is interpolated over the logarithm of their costs, for each
@@ -171,7 +174,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values) - half, fmean(values) + half
 
 
-def differences_block(table: Mapping[str, Any]) -> str:
+def differences_block(table: Table) -> str:
     quality = TEST if all(TEST in entry for entry in table["arms"].values()) else VAL
     found = differences(table, quality)
     widths = sorted({arm.split("-")[0] for arm in found}, key=lambda width: int(width[1:]))
@@ -191,7 +194,7 @@ def differences_block(table: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def replay_block() -> str:
+def replay_block(table: Table) -> str:
     lines = ["| scheduler | cost, % of all | hypervolume lost, % |", "|---|--:|--:|"]
     for name in POLICIES:
         record = judge(name, TABLE, single=False, replays=10)
@@ -203,9 +206,9 @@ def replay_block() -> str:
     return "\n".join(lines)
 
 
-def stopped_block(table: Mapping[str, Any], frontier: Frontier) -> str:
+def stopped_block(table: Table) -> str:
     """What the sweep with early stopping spent and lost, against all runs of the same arms."""
-    stopped, arms = table["stopped"], table["arms"]
+    frontier, stopped, arms = frontier_of(table), table["stopped"], table["arms"]
     spent = sum(arms[arm][COST] * sum(steps) / table["steps"] for arm, steps in stopped.items())
     whole = sum(arms[arm][COST] * len(steps) for arm, steps in stopped.items())
     points = [point for point in frontier.points if point.arm in stopped]
@@ -220,29 +223,24 @@ def stopped_block(table: Mapping[str, Any], frontier: Frontier) -> str:
     )
 
 
-def time_block(table: Mapping[str, Any]) -> str:
+def time_block(table: Table) -> str:
     seconds = sum(sum(entry["device_s"]) for entry in table["arms"].values())
     runs = sum(len(entry[VAL]) for entry in table["arms"].values())
     return f"{runs} runs, {seconds / 3600:.1f} core-hours of training ({table['hardware']})."
 
 
-def write_page(table: Mapping[str, Any]) -> None:
-    frontier = frontier_of(table)
-    blocks = {
-        "runs": runs_block(table, frontier),
-        "differences": differences_block(table),
-        "replay": replay_block(),
-        "time": time_block(table),
-    }
-    if "stopped" in table:
-        blocks["stopped"] = stopped_block(table, frontier)
-    text = PAGE.read_text()
-    for name, block in blocks.items():
-        text = re.sub(
-            rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>\n{block}\n\2", text, flags=re.DOTALL
-        )
-    PAGE.write_text(text)
-    frontier.save_picture(PAGE.with_suffix(".png"))
+BLOCKS: dict[str, Callable[[Table], str]] = {
+    "runs": runs_block,
+    "differences": differences_block,
+    "replay": replay_block,
+    "stopped": stopped_block,
+    "time": time_block,
+}
+
+
+def with_block(page: str, name: str, block: str) -> str:
+    """Returns the page with the text of a block replaced."""
+    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{block}\n\n\2", page, flags=re.DOTALL)
 
 
 def main() -> None:
@@ -262,7 +260,11 @@ def main() -> None:
         table["stopped"] = stopped_runs(args.stopped)
     if args.collect or args.test or args.stopped:
         TABLE.write_text(json.dumps(table, separators=(",", ":")) + "\n")
-    write_page(table)
+    page = PAGE.read_text()
+    for name, block in BLOCKS.items():
+        page = with_block(page, name, block(table))
+    PAGE.write_text(page)
+    frontier_of(table).save_picture(PAGE.with_suffix(".png"))
 
 
 if __name__ == "__main__":

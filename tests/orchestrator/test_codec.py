@@ -119,7 +119,10 @@ def test_a_field_below_none_starts_that_group() -> None:
         ({"train.lr": "nan"}, "train.lr='nan': Input should be a finite number"),
         ({"train.clip_norm": "inf"}, "train.clip_norm='inf': Input should be a finite number"),
         ({"data.path": None}, "data.path=None: Input should be a valid string"),
-        ({"data.augment": "mixup"}, "data.augment='mixup': Input should be 'none', 'flip', 'shift' or 'inception'"),
+        (
+            {"data.augment": "mixup"},
+            "data.augment='mixup': Input should be 'none', 'flip', 'shift' or 'inception'",
+        ),
         ({"scale.use_gpu": "maybe"}, "scale.use_gpu='maybe': Input should be a valid boolean"),
         (
             {"scale.ep": "all"},
