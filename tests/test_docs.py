@@ -51,7 +51,7 @@ INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the pro
     '"train.steps": 200': '"train.steps": 10',
     "train.steps=500": "train.steps=10",
     "train.steps=200": "train.steps=10",
-    "train.steps=250": "train.steps=10",
+    "train.steps=300": "train.steps=10",
     "train.steps=100": "train.steps=10",
     "--name on-cluster": "--name on-cluster --set train.steps=10",
 }
