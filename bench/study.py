@@ -45,7 +45,8 @@ Table = Mapping[str, Any]
 
 def narrow(scale: Scale) -> Sweep:
     """Returns the study at its smallest width."""
-    sweep, (width, *_) = study(scale), scale.sizes
+    sweep = study(scale)
+    width, _, _ = next(iter(sweep.arms)).partition("-")
     arms = {name: arm for name, arm in sweep.arms.items() if name.startswith(f"{width}-")}
     return replace(sweep, arms=arms)
 
