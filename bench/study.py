@@ -37,6 +37,7 @@ from orchestrator.training.run_directory import read_sweep
 ROOT = Path(__file__).parent.parent
 TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
+EXPERTS = "soft-e16 minus soft-e8"
 POLICIES = ("ours", "oracle", "random subset", "cheapest first", "MO-ASHA, promotion")
 
 Arms = dict[str, dict[str, Any]]
@@ -143,9 +144,10 @@ def runs_block(table: Table) -> str:
         zip(frontier.points, frontier.statuses(), strict=True), key=lambda each: each[0].cost
     ):
         entry = table["arms"][point.arm]
-        test = percent(entry[TEST]) if TEST in entry else "-"
         place = "" if status == "dominated" else f"**{status}**"
-        lines.append(f"| {point.arm} | {point.cost:.3g} | {percent(final(entry))} | {test} | {place} |")
+        lines.append(
+            f"| {point.arm} | {point.cost:.3g} | {percent(final(entry))} | {percent(entry[TEST])} | {place} |"
+        )
     return "\n".join(lines)
 
 
@@ -176,22 +178,21 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def differences_block(table: Table) -> str:
-    quality = TEST if all(TEST in entry for entry in table["arms"].values()) else VAL
-    found = differences(table, quality)
+    arms, found = table["arms"], differences(table, TEST)
+    for width in (arm.removesuffix("-dense") for arm in arms if arm.endswith("-dense")):
+        many, few = (arms[f"{width}-soft-{experts}"][TEST] for experts in ("e16", "e8"))
+        found[f"{width}-{EXPERTS}"] = [a - b for a, b in zip(many, few, strict=True)]
     widths = sorted({arm.split("-")[0] for arm in found}, key=lambda width: int(width[1:]))
-    kinds = [arm.removeprefix(f"{widths[0]}-") for arm in table["arms"] if arm.startswith(widths[0])][1:]
-    lines = [f"| {quality}, points of % | {' | '.join(widths)} |", f"|---|{'--:|' * len(widths)}"]
+    kinds = [arm.removeprefix(f"{widths[0]}-") for arm in (*arms, f"{widths[0]}-{EXPERTS}")]
+    lines = [f"| test accuracy, points of % | {' | '.join(widths)} |", f"|---|{'--:|' * len(widths)}"]
     for kind in kinds:
         cells = []
-        for width in widths:
-            values = found.get(f"{width}-{kind}")
-            if values is None:
-                cells.append("-")
-                continue
+        for values in (found[f"{width}-{kind}"] for width in widths if f"{width}-{kind}" in found):
             low, high = interval(values)
             cell = f"{100 * fmean(values):+.2f} ({100 * low:+.2f} to {100 * high:+.2f})"
             cells.append(f"**{cell}**" if low > 0 or high < 0 else cell)
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+        if cells:
+            lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
