@@ -215,7 +215,8 @@ def stopped_block(table: Table) -> str:
     whole = sum(arms[arm][COST] * len(steps) for arm, steps in stopped.items())
     points = [point for point in frontier.points if point.arm in stopped]
     left = [point for point in points if min(stopped[point.arm]) == table["steps"]]
-    full, found = (hypervolume(group, frontier.bound) for group in (points, left))
+    reference = (1.1 * max(point.cost for point in points), frontier.bound[1])
+    full, found = (hypervolume(group, reference) for group in (points, left))
     complete = sum(step == table["steps"] for steps in stopped.values() for step in steps)
     trials = sum(map(len, stopped.values()))
     return (

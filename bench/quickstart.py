@@ -1,0 +1,60 @@
+"""The frontier of the quickstart over base seeds: how many points it has, and which arms they are.
+
+  for seed in 0 1 2 3 4 5 6 7 8 9; do
+      python jobs/pareto_sweep.py --seed $seed --name q$seed --storage /tmp/quickstarts --confirm 0
+  done
+  python bench/quickstart.py /tmp/quickstarts/q* --out bench/results/quickstart.json
+
+Prints the table of docs/first_frontier.md. A base seed stands for two seeds of each arm.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bench.provenance import provenance
+from orchestrator.sweeps.build import sweep_frontier
+
+
+def described(directory: str) -> dict[str, Any]:
+    frontier, record, _ = sweep_frontier(directory)
+    assert record.status == "finished", f"{directory} is {record.status}"
+    return {
+        "base_seed": record.base["train"]["seed"],
+        "hypervolume": round(frontier.hypervolume, 4),
+        "knee": frontier.knee.arm,
+        "frontier": {point.arm: [round(q, 4) for q in point.qualities] for point in frontier.front},
+        "arms": {point.arm: [round(q, 4) for q in point.qualities] for point in frontier.points},
+        "baselines": record.baselines,
+    }
+
+
+def table(sweeps: list[dict[str, Any]]) -> str:
+    lines = ["| base seed | points | of them mixtures | knee | best, % |", "|--:|--:|--:|---|--:|"]
+    for sweep in sorted(sweeps, key=lambda sweep: sweep["base_seed"]):
+        front = sweep["frontier"]
+        mixtures = sum(not arm.endswith("-dense") for arm in front)
+        best = max(fmean(qualities) for qualities in front.values())
+        lines.append(
+            f"| {sweep['base_seed']} | {len(front)} | {mixtures} | {sweep['knee']} | {100 * best:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directories", nargs="+", help="directories of finished sweeps")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    sweeps = [described(directory) for directory in args.directories]
+    print(table(sweeps))
+    if args.out:
+        args.out.write_text(json.dumps(provenance() | {"sweeps": sweeps}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
