@@ -170,6 +170,7 @@ def test_commands_parse_or_need_something_that_is_named(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("bench").symlink_to(ROOT / "bench")  # with a sweep of its own
     for block in blocks(page):
         if "def make" in block.text:
             Path(block.title or "my_sweep.py").write_text(block.text)

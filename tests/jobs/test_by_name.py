@@ -56,7 +56,7 @@ def test_a_plan_needs_no_data(empty_home: Path, call: Call) -> None:
     row = next(line for line in printed.splitlines() if "S14-soft-256e-10M-cooldown50k" in line)
     assert row.split()[3::2] == ["1.61e+21", "1.63e+21", "-1.0", "494.7"]
     stopped, _ = call(pareto_sweep.main, "--sweep", "long_runs", "--scale", "jft")
-    assert stopped == "error: --sweep pareto --scale jft has no data of its own: give --data"
+    assert stopped == "error: --sweep long_runs --scale jft has no data of its own: give --data"
 
 
 @pytest.mark.parametrize("name", ["pareto", "long_runs"])

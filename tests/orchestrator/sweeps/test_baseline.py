@@ -1,4 +1,4 @@
-"""The linear classifier beside a sweep: scikit-learn's own on the same images, and none for large data sets."""
+"""The linear classifier beside a sweep: scikit-learn's own on the same images; none for large data sets."""
 
 from typing import Any
 
