@@ -14,26 +14,23 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # which torch reads when it is imported
 
-import torch  # noqa: E402 - the number of threads comes first
-from torch import nn  # noqa: E402
+import torch
+from torch import nn
 
-from bench.provenance import provenance  # noqa: E402
-from moe.layer import MoEConfig  # noqa: E402
-from moe.routers import SoftConfig  # noqa: E402
-from moe.vit import ViT, ViTConfig  # noqa: E402
-from orchestrator.checkpoint.manager import Checkpoints  # noqa: E402
-from orchestrator.config import CheckpointConfig  # noqa: E402
+from bench.provenance import provenance
+from moe.layer import MoEConfig
+from moe.routers import SoftConfig
+from moe.vit import ViT, ViTConfig
+from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.config import CheckpointConfig
 
 S = ViTConfig(image_size=224, patch_size=32, width=384, depth=12, heads=6, mlp_dim=1536)
 MODELS = {

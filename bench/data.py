@@ -16,19 +16,17 @@ import os
 import re
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.images import jpegs, pack, prepare, small_png
+from bench.loaders import PEERS, Job
+from bench.processes import CORES, Limit, Record, peak_bytes, run_loader, start
+from bench.provenance import provenance
 
-from bench.images import jpegs, pack, prepare, small_png  # noqa: E402 - the path comes first
-from bench.loaders import PEERS, Job  # noqa: E402
-from bench.processes import CORES, Limit, Record, peak_bytes, run_loader, start  # noqa: E402
-from bench.provenance import provenance  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 TARGETS = {"in process": 0.9, "Ray Data": 0.7}  # of the limit, steady
 

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -37,17 +36,16 @@ import psutil
 import ray
 import ray.data
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.images import draw, pack
+from bench.provenance import provenance
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data import ray_data
+from orchestrator.data.batch import PartialBatch, Traffic
+from orchestrator.data.read_plan import LARGE_WORKERS, ReadPlan
+from orchestrator.data.stream import open_stream
 
-from bench.images import draw, pack  # noqa: E402 - the path comes first
-from bench.provenance import provenance  # noqa: E402
-from orchestrator.codec import override  # noqa: E402
-from orchestrator.config import RunConfig  # noqa: E402
-from orchestrator.data import ray_data  # noqa: E402
-from orchestrator.data.batch import PartialBatch, Traffic  # noqa: E402
-from orchestrator.data.read_plan import LARGE_WORKERS, ReadPlan  # noqa: E402
-from orchestrator.data.stream import open_stream  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 CORES = os.cpu_count() or 1
 SHARE = 222  # images per worker and step: one block of 32 MiB at 224 px

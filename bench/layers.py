@@ -20,10 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.provenance import provenance
 
-from bench.provenance import provenance  # noqa: E402 - the path comes first
+ROOT = Path(__file__).parent.parent
 
 DIM, HIDDEN, TOKENS, IMAGES, SLOTS = 384, 1536, 196, 16, 256  # as in peers.py
 MODEL_IMAGES, MANY_IMAGES = 8, 64

@@ -29,18 +29,17 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.images import draw
+from bench.provenance import provenance
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data import packing, shards
+from orchestrator.data.cache import CACHE_FOLDER, cached
+from orchestrator.data.manifest import locate
+from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.stream import in_process, open_stream
 
-from bench.images import draw  # noqa: E402 - the path comes first
-from bench.provenance import provenance  # noqa: E402
-from orchestrator.codec import override  # noqa: E402
-from orchestrator.config import RunConfig  # noqa: E402
-from orchestrator.data import packing, shards  # noqa: E402
-from orchestrator.data.cache import CACHE_FOLDER, cached  # noqa: E402
-from orchestrator.data.manifest import locate  # noqa: E402
-from orchestrator.data.packing import Sample, write_shards  # noqa: E402
-from orchestrator.data.stream import in_process, open_stream  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 ROWS, DISTINCT, BATCH = 128, 1000, 256
 FORMS = ("ranges", "runs", "both", "whole", "warm")

@@ -22,17 +22,16 @@ from typing import BinaryIO
 import numpy as np
 import psutil
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.images import draw
+from bench.provenance import provenance
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached
+from orchestrator.data.index import RECORD
+from orchestrator.data.manifest import Manifest, Shard, save_manifest
+from orchestrator.data.stream import Stream, in_process, open_stream
 
-from bench.images import draw  # noqa: E402 - the path comes first
-from bench.provenance import provenance  # noqa: E402
-from orchestrator.codec import override  # noqa: E402
-from orchestrator.config import RunConfig  # noqa: E402
-from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached  # noqa: E402
-from orchestrator.data.index import RECORD  # noqa: E402
-from orchestrator.data.manifest import Manifest, Shard, save_manifest  # noqa: E402
-from orchestrator.data.stream import Stream, in_process, open_stream  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 SHARDS, ROWS = 100_000, 40_000
 BATCH, LANES = 512, 512

@@ -1,6 +1,6 @@
 """The study on Fashion-MNIST: its table of runs, and what docs/study.md shows of it.
 
-  python bench/study.py                  writes the numbers of docs/study.md, and docs/study.png
+  python bench/study.py                  writes the numbers and pictures of docs/study.md
   python bench/study.py --collect DIR    first reads what the sweep's directory has by now
   python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
   python bench/study.py --stopped DIR    first adds what a sweep with early stopping trained
@@ -25,18 +25,20 @@ from scipy import stats
 from bench.provenance import provenance
 from bench.stopping import judge
 from orchestrator.data.manifest import open_manifest
-from orchestrator.frontier.frontier import Frontier
-from orchestrator.frontier.points import Point, hypervolume
+from orchestrator.frontier.frontier import Frontier, gains
+from orchestrator.frontier.points import Point, front_points, hypervolume
+from orchestrator.sweeps import operating
 from orchestrator.sweeps.build import read_trials
 from orchestrator.sweeps.catalog import make_sweep, study
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import read_sweep
+from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep
 
 ROOT = Path(__file__).parent.parent
 TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
+FORWARD = operating.COSTS[0]
 EXPERTS = "soft-e16 minus soft-e8"
 POLICIES = ("ours", "oracle", "random subset", "cheapest first", "MO-ASHA, promotion")
 
@@ -69,7 +71,19 @@ def collect(directory: str) -> dict[str, Any]:
     about = {"steps": train["steps"], "every": train["eval_every"], "seeds": record.seeds}
     val_images = open_manifest(record.base["data"]["path"]).rows("val")
     about |= {"classes": record.base["model"]["num_classes"], "val_images": val_images}
+    about |= {"operating": operating_points(directory, record)}
     return provenance("torch", "ray") | about | {"data_digest": record.data_digest, "arms": complete}
+
+
+def operating_points(directory: str, record: SweepRecord) -> dict[str, dict[str, Any]]:
+    """Returns arm -> operating point -> its cost and the quality of each seed, if they were measured."""
+    rows: list[dict[str, Any]] = read_json(f"{directory}/{operating.TABLE}") or []
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        points = found.setdefault(record.trials[row["run"]]["arm"], {})
+        entry = points.setdefault(row["point"], {FORWARD: row[FORWARD], VAL: []})
+        entry[VAL].append(round(row[VAL], 5))
+    return found
 
 
 def test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
@@ -98,35 +112,49 @@ def final(entry: Mapping[str, Any]) -> list[float]:
 
 
 def frontier_of(table: Table) -> Frontier:
-    """Returns the frontier of validation accuracy over the complete arms."""
+    """Returns the frontier of validation accuracy over the complete arms, with their operating points."""
     sweep, points, trials = make_sweep("study", "tiny"), list[Point](), list[tuple[str, str]]()
+    others = list[Point]()
     for name, trial in sweep.trials().items():
         entry = table["arms"].get(trial.arm)
         if entry is None:
             continue
         trials.append((trial.arm, "finished"))
         if trial.run.train.seed == 0:
-            found = settings(trial.run)
-            points.append(
-                Point(
-                    arm=trial.arm,
-                    family=trial.run.model.family(),
-                    cost=entry[COST],
-                    quality=fmean(final(entry)),
-                    qualities=tuple(final(entry)),
-                    size=float(found["capacity"]),
-                    run_id=name,
-                    status="finished",
-                    settings=found,
-                )
+            found, measured = settings(trial.run), dict(table["operating"][trial.arm])
+            point = Point(
+                arm=trial.arm,
+                family=trial.run.model.family(),
+                cost=entry[COST],
+                costs={FORWARD: measured.pop(operating.AS_TRAINED)[FORWARD]},
+                quality=fmean(final(entry)),
+                qualities=tuple(final(entry)),
+                size=float(found["capacity"]),
+                run_id=name,
+                status="finished",
+                settings=found,
             )
+            points.append(point)
+            others += [
+                replace(
+                    point,
+                    arm=f"{trial.arm}: {setting}",
+                    cost=math.nan,  # of training, which it had none of
+                    costs={FORWARD: at[FORWARD]},
+                    quality=fmean(at[VAL]),
+                    qualities=(),
+                )
+                for setting, at in measured.items()
+            ]
     reference = {VAL: 1 / table["classes"], COST: 1.1 * max(point.cost for point in points)}
+    reference[FORWARD] = 1.1 * max(point.costs[FORWARD] for point in points)
     return Frontier(
         name="study",
         cost_name=COST,
         quality_name=VAL,
         points=tuple(points),
         reference=reference,
+        operating=tuple(others),
         data=f"{table['val_images']:,} images of Fashion-MNIST (val split)",
         trials=tuple(trials),
     )
@@ -140,9 +168,8 @@ def percent(values: Sequence[float]) -> str:
 def runs_block(table: Table) -> str:
     frontier = frontier_of(table)
     lines = ["| arm | training FLOPs | validation, % | test, % | by validation |", "|---|--:|--:|--:|---|"]
-    for point, status in sorted(
-        zip(frontier.points, frontier.statuses(), strict=True), key=lambda each: each[0].cost
-    ):
+    statuses = frontier.statuses()[: len(frontier.points)]
+    for point, status in sorted(zip(frontier.points, statuses, strict=True), key=lambda each: each[0].cost):
         entry = table["arms"][point.arm]
         place = "" if status == "dominated" else f"**{status}**"
         lines.append(
@@ -196,6 +223,21 @@ def differences_block(table: Table) -> str:
     return "\n".join(lines)
 
 
+def operating_block(table: Table) -> str:
+    """The frontier over the forward FLOPs of all trained models and their operating points."""
+    frontier = frontier_of(table).at_cost(FORWARD)
+    lines = ["| arm: setting | forward MFLOPs per image | validation, % |", "|---|--:|--:|"]
+    for point in front_points(frontier.points + frontier.operating):
+        arm, _, setting = point.arm.partition(": ")
+        values = table["operating"][arm][setting or operating.AS_TRAINED][VAL]
+        name = f"**{arm}: {setting}**" if setting else arm
+        lines.append(f"| {name} | {1e3 * point.cost:.3f} | {percent(values)} |")
+    found = "; ".join(f"{gain.models}: {gain}" for gain in gains(frontier) if gain.cost_name == FORWARD)
+    arms, others = len(frontier.points), len(frontier.operating)
+    lines += ["", f"{arms} arms as trained and {others} other settings. Gain in hypervolume: {found}."]
+    return "\n".join(lines)
+
+
 def replay_block(table: Table) -> str:
     lines = ["| scheduler | cost, % of all | hypervolume lost, % |", "|---|--:|--:|"]
     for name in POLICIES:
@@ -235,6 +277,7 @@ def time_block(table: Table) -> str:
 BLOCKS: dict[str, Callable[[Table], str]] = {
     "runs": runs_block,
     "differences": differences_block,
+    "operating": operating_block,
     "replay": replay_block,
     "stopped": stopped_block,
     "time": time_block,
@@ -267,7 +310,9 @@ def main() -> None:
     for name, block in BLOCKS.items():
         page = with_block(page, name, block(table))
     PAGE.write_text(page)
-    frontier_of(table).save_picture(PAGE.with_suffix(".png"))
+    frontier = frontier_of(table)
+    replace(frontier, operating=()).save_picture(PAGE.with_suffix(".png"))
+    frontier.at_cost(FORWARD).save_picture(PAGE.with_name("study-operating.png"))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,13 @@ and quartiles; the lower quartile is nearer to what this machine can do where ot
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench.provenance import provenance  # noqa: E402 - the path comes first
-from experiments.studies.faster_inference import EXPERTS, measure, published_model, wide_model  # noqa: E402
+from bench.provenance import provenance
+from experiments.studies.faster_inference import EXPERTS, measure, published_model, wide_model
 
 TARGET = (1, 2, 2.0)  # batch, experts that run, times faster than all
 

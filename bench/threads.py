@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+from bench.provenance import provenance
 
-from bench.provenance import provenance  # noqa: E402 - the path comes first
+ROOT = Path(__file__).parent.parent
 
 BUSY = 2  # loops
 SPIN_OF_LIBGOMP = "300000"  # its default, where nothing is set

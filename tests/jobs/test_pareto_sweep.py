@@ -50,7 +50,7 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == ""
     assert "2/2]" in said
-    assert "hypervolume" in said
+    assert "Hypervolume" in said
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
