@@ -147,7 +147,7 @@ def replay(policy: Policy, curves: Curves, order: Sequence[str]) -> Replay:
             state = job.state
             cost = state.cost * (job.until - state.begins_at) / curves.steps
             state.running, state.until = True, job.until
-            heapq.heappush(running, (now + cost, id(state), state, cost))
+            heapq.heappush(running, (now + cost, states.index(state), state, cost))
         if not running:
             break
         now, _, state, cost = heapq.heappop(running)

@@ -3,6 +3,7 @@
   python bench/study.py                  writes the numbers and pictures of docs/study.md
   python bench/study.py --collect DIR    first reads what the sweep's directory has by now
   python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
+  python bench/study.py --routing DIR    first adds what `jobs/inspect_routing.py --out DIR/TRIAL` measured
   python bench/study.py --stopped DIR    first adds what a sweep with early stopping trained
 
 docs/study.md has every command, in order. The table is `bench/results/study.json`. In docs/study.md, text
@@ -23,7 +24,7 @@ import numpy as np
 from scipy import stats
 
 from bench.provenance import provenance
-from bench.stopping import judge
+from bench.stopping import PARTS, judge
 from orchestrator.data.manifest import open_manifest
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import Point, front_points, hypervolume
@@ -40,7 +41,12 @@ TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
 FORWARD = operating.COSTS[0]
 EXPERTS = "soft-e16 minus soft-e8"
-POLICIES = ("ours", "oracle", "random subset", "cheapest first", "MO-ASHA, promotion")
+ROUTING = {  # figure of jobs/inspect_routing.py -> its column
+    "acc_lost": "accuracy lost by random routing, points",
+    "discarded_frac": "patches no expert sees, %",
+    "contribution_ratio": "size of the output, % of the input's",
+}
+POLICIES = ("ours", "oracle", "cheapest first", "random subset")
 
 Arms = dict[str, dict[str, Any]]
 Table = Mapping[str, Any]
@@ -94,6 +100,18 @@ def test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
         metrics = [next(r["metrics"] for r in reports if name in r["location"]) for name in named]
         entry[TEST] = [found["acc1"] for found in metrics]
         entry["test/loss"] = [round(found["loss"], 5) for found in metrics]
+
+
+def routing_figures(directory: Path, seeds: int) -> dict[str, dict[str, list[float]]]:
+    """Returns arm -> figure of its MoE block -> the value of each seed."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for trial in sorted(path.name for path in directory.glob("*-seed*")):
+        arm, _, seed = trial.rpartition("-seed")
+        figures = json.loads((directory / trial / "layers.json").read_text())
+        for name in ROUTING:
+            (value,) = figures[name]
+            found.setdefault(arm, {}).setdefault(name, [math.nan] * seeds)[int(seed)] = round(value, 5)
+    return found
 
 
 def stopped_runs(directory: str) -> dict[str, list[int]]:
@@ -238,14 +256,23 @@ def operating_block(table: Table) -> str:
     return "\n".join(lines)
 
 
+def routing_block(table: Table) -> str:
+    lines = [f"| arm | {' | '.join(ROUTING.values())} |", f"|---|{'--:|' * len(ROUTING)}"]
+    lines += [
+        f"| {arm} | {' | '.join(percent(figures[name]) for name in ROUTING)} |"
+        for arm, figures in table["routing"].items()
+    ]
+    return "\n".join(lines)
+
+
 def replay_block(table: Table) -> str:
-    lines = ["| scheduler | cost, % of all | hypervolume lost, % |", "|---|--:|--:|"]
+    columns = [*(f"lost at {part:.0%} of the cost" for part in PARTS), "at its end"]
+    lines = [f"| scheduler | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
     for name in POLICIES:
         record = judge(name, TABLE, single=False, replays=10)
-        cells = [
-            "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in record[f"{what} without a budget"]))
-            for what in ("cost", "regret")
-        ]
+        mean = {what: 100 * values[0] for what, values in record.items() if what != "scheduler"}
+        cells = [f"{mean[f'regret at {part:g}']:.1f}" for part in PARTS]
+        cells.append(f"{mean['regret without a budget']:.1f} at {mean['cost without a budget']:.0f} %")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -278,6 +305,7 @@ BLOCKS: dict[str, Callable[[Table], str]] = {
     "runs": runs_block,
     "differences": differences_block,
     "operating": operating_block,
+    "routing": routing_block,
     "replay": replay_block,
     "stopped": stopped_block,
     "time": time_block,
@@ -295,16 +323,19 @@ def main() -> None:
     )
     parser.add_argument("--collect", metavar="DIR", help="directory of the sweep `study`")
     parser.add_argument("--test", metavar="FILE", type=Path, help="figures of jobs/evaluate.py")
+    parser.add_argument("--routing", metavar="DIR", type=Path, help="folders of jobs/inspect_routing.py")
     parser.add_argument("--stopped", metavar="DIR", help="directory of the sweep with early stopping")
     args = parser.parse_args()
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     if args.collect:
-        table = {name: table[name] for name in ("stopped",) if name in table} | collect(args.collect)
+        table = {name: table[name] for name in ("routing", "stopped") if name in table} | collect(args.collect)
     if args.test:
         test_figures(json.loads(args.test.read_text()), table["arms"])
+    if args.routing:
+        table["routing"] = routing_figures(args.routing, len(table["seeds"]))
     if args.stopped:
         table["stopped"] = stopped_runs(args.stopped)
-    if args.collect or args.test or args.stopped:
+    if args.collect or args.test or args.routing or args.stopped:
         TABLE.write_text(json.dumps(table, separators=(",", ":")) + "\n")
     page = PAGE.read_text()
     for name, block in BLOCKS.items():

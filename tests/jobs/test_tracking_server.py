@@ -19,7 +19,7 @@ from tests.orchestrator.tracking.stores import Postgres
 
 pytestmark = pytest.mark.slow  # some minutes: the quickstart's 24 trials, and a server that starts twice
 
-ARMS = 15
+TRIALS = 24
 SWEEP = ("jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0")
 TRAIN = ("jobs/train.py", "--name", "one", "--set", "train.steps=2")
 
@@ -100,12 +100,12 @@ def test_all_of_the_sweep_is_there(server: TeamServer, sweep: str, client: Mlflo
     assert (parent.info.run_name, parent.info.status) == ("quickstart", "FINISHED")
     of_parent = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
     children = client.search_runs([experiment.experiment_id], of_parent)
-    assert [run.info.status for run in children] == ["FINISHED"] * ARMS
+    assert [run.info.status for run in children] == ["FINISHED"] * TRIALS
     page = Path(client.download_artifacts(parent.info.run_id, "frontier.html")).read_bytes()
     written = server.bucket().Object("runs/quickstart/frontier.html").get()["Body"].read()
     key = f"mlflow/{experiment.experiment_id}/{parent.info.run_id}/artifacts/frontier.html"
     assert page == written == server.bucket().Object(key).get()["Body"].read()
-    model = client.get_registered_model("moe-frontier")
+    model = client.get_registered_model("quickstart")
     assert set(model.aliases) == {"pareto-fast", "pareto-knee", "pareto-best"}
     assert not any(secret in sweep for secret in server.secrets)
 
@@ -155,10 +155,10 @@ def test_a_backup_is_the_whole_of_it(
         connection.execute("CREATE DATABASE restored")
     subprocess.run(["pg_restore", "--no-owner", "--dbname", copy, dump], check=True)
     again = MlflowClient(copy)
-    assert len(again.search_runs(["1"])) == len(client.search_runs(["1"])) >= ARMS + 1
-    versions = again.get_registered_model("moe-frontier").aliases  # numbers here, text by way of a server
+    assert len(again.search_runs(["1"])) == len(client.search_runs(["1"])) >= TRIALS + 1
+    versions = again.get_registered_model("quickstart").aliases  # numbers here, text by way of a server
     assert {alias: str(version) for alias, version in versions.items()} == client.get_registered_model(
-        "moe-frontier"
+        "quickstart"
     ).aliases
     with psycopg.connect(copy) as connection:
         names = [name for (name,) in connection.execute("SELECT username FROM users ORDER BY username")]
