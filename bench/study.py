@@ -328,7 +328,9 @@ def main() -> None:
     args = parser.parse_args()
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     if args.collect:
-        table = {name: table[name] for name in ("routing", "stopped") if name in table} | collect(args.collect)
+        table = {name: table[name] for name in ("routing", "stopped") if name in table} | collect(
+            args.collect
+        )
     if args.test:
         test_figures(json.loads(args.test.read_text()), table["arms"])
     if args.routing:
