@@ -218,6 +218,7 @@ def _baseline(name: str, quality: float, costs: Sequence[float]) -> Json:
         "y": [quality, quality],
         "text": ["<br>".join(map(plain, textwrap.wrap(f"{name}: {quality:.3f}", 22))), ""],
         "textposition": "top right",
+        "cliponaxis": False,  # the highest line has little room above it
         "meta": {"role": "baseline", "family": ""},
         "line": {"color": GREY, "dash": "dot", "width": 1.4},
         "hoverinfo": "skip",
