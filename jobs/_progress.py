@@ -38,7 +38,7 @@ def describe_data(run: RunConfig) -> str:
     manifest, size = open_manifest(run.data.path), run.model.image_size
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
     own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
-    scaled = "" if own in (None, (size, size)) else f" (the data's own: {own[0]} x {own[1]} px)"
+    scaled = "" if own in (None, (size, size)) else f" (the data's median: {own[0]} x {own[1]} px)"
     floor = manifest.val_majority and manifest.val_majority / manifest.rows("val")
     floors = f"; always guessing the largest class: val/acc1 {floor:.4f}" if floor else ""
     repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""

@@ -83,7 +83,9 @@ class SweepFlags:
     quality: str | None = flag(
         None, "metric to maximise, e.g. val/acc1 or fewshot/acc_10shot; default: the sweep's own"
     )
-    seeds: int | None = flag(None, "train every arm with seeds 0 .. N-1; default: once", least=1, metavar="N")
+    seeds: int | None = flag(
+        None, "train every arm with seeds 0 .. N-1; default: the sweep's own", least=1, metavar="N"
+    )
     max_concurrent: int | None = flag(
         None, "trials at the same time; default: as many as the cluster holds", least=1
     )

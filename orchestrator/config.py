@@ -223,7 +223,8 @@ class RunConfig:
 
     Attributes:
         name: name of the run and of its directory; set by ``--name``.
-        storage: directory or URI below which runs lie; set by ``--storage``.
+        storage: directory or URI below which runs lie. The commands set it: ``--storage``, else
+            ``$MOE_FRONTIER_HOME``, else ``~/moe-frontier``.
     """
 
     name: str = "train"

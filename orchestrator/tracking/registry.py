@@ -160,4 +160,7 @@ def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunCo
         run = find_run(tracking, str(version.run_id)).config()
         return version.tags[CHECKPOINT], run, version.tags[WEIGHTS]
     except (MlflowException, KeyError) as error:
-        raise UsageError(f"no model {uri} of ours at {redact_uri(tracking.uri)}: {error}") from None
+        models = client.search_registered_models(max_results=20)
+        known = ", ".join(f"models:/{model.name}@{alias}" for model in models for alias in model.aliases)
+        there = f"no model {uri} at {redact_uri(tracking.uri)}, which has {known or 'none'}"
+        raise UsageError(f"{there}: {error}") from None

@@ -47,7 +47,7 @@ def test_what_is_trained_is_said_first(home, call):
     assert re.search(r"step 2/4  train/loss", said)
     stopped, said = call(train.main, "--name", "large", *SHORT, "--set", "model.image_size=16")
     assert "dense ViT without experts (" in said
-    assert "images of 16 x 16 px (the data's own: 8 x 8 px), batch" in said
+    assert "images of 16 x 16 px (the data's median: 8 x 8 px), batch" in said
 
 
 def test_data_that_repeat_often_are_named(home, call):

@@ -138,7 +138,7 @@ def test_labels_must_mean_what_the_model_learned(
     [
         ("nothing", "no trained model 'nothing': neither .* has a checkpoint; name a run"),
         ("/nowhere/weights.safetensors", "no file /nowhere/weights.safetensors"),
-        ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow of ours"),
+        ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow at sqlite:"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),
         ("sweep:none", "no sweep 'none'"),
         ("runs:/SWEEP", "has no config of ours"),

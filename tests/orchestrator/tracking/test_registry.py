@@ -59,7 +59,7 @@ def test_models_that_are_not_there(sqlite: Sqlite, tmp_path: Path, monkeypatch: 
     assert register(tracking, "empty", {"knee": (run_id, unknown)}) == {}
     for name in ("nothing@best", "nothing/1", "empty@knee", "empty/999"):
         for uri in (sqlite.uri, None):
-            with pytest.raises(UsageError, match=f"no model models:/{name} of ours at sqlite:"):
+            with pytest.raises(UsageError, match=f"no model models:/{name} at sqlite:"):
                 checkpoint_of(f"models:/{name}", uri)
     with pytest.raises(
         UsageError, match="models:/x names no version: write models:/x@ALIAS or models:/x/VERS"
