@@ -53,7 +53,8 @@ def main() -> None:
     sweeps = [described(directory) for directory in args.directories]
     print(table(sweeps))
     if args.out:
-        args.out.write_text(json.dumps(provenance() | {"sweeps": sweeps}, indent=1) + "\n")
+        table_of_runs = provenance() | {"sweeps": sweeps}
+        args.out.write_text(json.dumps(table_of_runs, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -227,10 +227,10 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
     copytree(ROOT, copy, ignore=leave)
     (copy / ".venv").symlink_to(sys.prefix)
     # What README takes for the user's own: images by class, and photos.
-    for number in range(120):
+    for number in range(240):
         for folder in (f"flowers/{'abc'[number % 3]}", "photos"):
             (copy / "data" / folder).mkdir(parents=True, exist_ok=True)
-            image = png(np.full((8, 8), 2 * number))
+            image = png(np.full((8, 8), number))
             (copy / "data" / folder / f"{number}.png").write_bytes(image)
     cluster = tempfile.mkdtemp(prefix="ray")  # short: sockets lie in it
     Path(cluster, "token").write_text(secrets.token_hex(32))
