@@ -218,11 +218,12 @@ def test_errors_arrive_after_the_batches_before_them() -> None:
 
 
 def test_the_prefetching_thread_ends_with_its_consumer() -> None:
+    others = threading.enumerate()  # of an earlier test's training, which ended by an error
     batches = prefetched(numbered(1000, []), CPU)
     next(batches)
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("prefetch") and t not in others)
     batches.close()
-    while any(thread.name.startswith("prefetch") for thread in threading.enumerate()):
-        time.sleep(0.05)
+    thread.join()
 
 
 @pytest.mark.gpu
