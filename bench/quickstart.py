@@ -25,7 +25,7 @@ def described(directory: str) -> dict[str, Any]:
         "base_seed": record.base["train"]["seed"],
         "hypervolume": round(frontier.hypervolume, 4),
         "knee": frontier.knee.arm,
-        "frontier": {point.arm: [round(q, 4) for q in point.qualities] for point in frontier.front},
+        "frontier": [point.arm for point in frontier.front],
         "arms": {point.arm: [round(q, 4) for q in point.qualities] for point in frontier.points},
         "baselines": record.baselines,
     }
@@ -36,7 +36,7 @@ def table(sweeps: list[dict[str, Any]]) -> str:
     for sweep in sorted(sweeps, key=lambda sweep: sweep["base_seed"]):
         front = sweep["frontier"]
         mixtures = sum(not arm.endswith("-dense") for arm in front)
-        best = max(fmean(qualities) for qualities in front.values())
+        best = max(fmean(sweep["arms"][arm]) for arm in front)
         lines.append(
             f"| {sweep['base_seed']} | {len(front)} | {mixtures} | {sweep['knee']} | {100 * best:.1f} |"
         )

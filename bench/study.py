@@ -92,7 +92,7 @@ def operating_points(directory: str, record: SweepRecord) -> dict[str, dict[str,
     return found
 
 
-def test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
+def add_test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
     """Adds the accuracy of every run on the test images, from the file of `jobs/evaluate.py --out`."""
     for arm, entry in arms.items():
         seeds = range(len(entry[VAL]))
@@ -278,7 +278,9 @@ def replay_block(table: Table) -> str:
 
 
 def stopped_block(table: Table) -> str:
-    """What the sweep with early stopping spent and lost, against all runs of the same arms."""
+    """Returns a sentence: the FLOPs that early stopping spent and the hypervolume that it lost, compared with
+    training every trial to its end.
+    """
     frontier, stopped, arms = frontier_of(table), table["stopped"], table["arms"]
     spent = sum(arms[arm][COST] * sum(steps) / table["steps"] for arm, steps in stopped.items())
     whole = sum(arms[arm][COST] * len(steps) for arm, steps in stopped.items())
@@ -332,7 +334,7 @@ def main() -> None:
             args.collect
         )
     if args.test:
-        test_figures(json.loads(args.test.read_text()), table["arms"])
+        add_test_figures(json.loads(args.test.read_text()), table["arms"])
     if args.routing:
         table["routing"] = routing_figures(args.routing, len(table["seeds"]))
     if args.stopped:
