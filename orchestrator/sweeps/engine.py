@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import ray.tune
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.search import Searcher
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
@@ -117,7 +118,22 @@ def _reserved(config: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
     """Returns the resources of the trial's own process: almost none if it starts workers of its own."""
     need = config["need"]
     bundle: dict[str, float] = {"memory": 1 << 20} if need is None else need  # all zero is refused
-    return ray.tune.PlacementGroupFactory([bundle])
+    return _Reservation([bundle])
+
+
+class _Reservation(ray.tune.PlacementGroupFactory):
+    """Resources that are not lost when Tune gives them back at once, because it can reuse a process.
+
+    A placement group that is removed while Ray 2.60 places it keeps its resources until the cluster ends
+    (ray-project/ray issue 64693).
+    """
+
+    def to_placement_group(self) -> PlacementGroup:
+        """Returns once Ray has placed the group, or has found no room for it: after a millisecond or two."""
+        group: PlacementGroup = super().to_placement_group()
+        while placement_group_table(group)["stats"]["scheduling_state"] in ("QUEUED", "SCHEDULING_STARTED"):
+            time.sleep(0.001)
+        return group
 
 
 class SweepScheduler(QueueScheduler):

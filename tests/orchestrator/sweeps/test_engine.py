@@ -1,5 +1,6 @@
 """What the driver is told of Tune's trials, and real trials whose processes do not do as Tune expects."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.util.placement_group import remove_placement_group
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -93,6 +95,21 @@ def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
     """Its workers would wait for ever for a GPU that the process which started them holds."""
     _, _, config = suggested(**changes)
     assert _reserved(config).bundles == [reserved]
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("no_cluster")
+def test_resources_that_are_given_back_at_once_are_not_lost() -> None:
+    """Ray would lose those of one group in a few hundred: the one it was placing when it was removed."""
+    start_ray()
+    _, _, config = suggested()
+    for _ in range(1000):
+        remove_placement_group(_reserved(config).to_placement_group())
+    for _ in range(100):
+        if ray.available_resources().get("CPU") == 2:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"still taken: all but {ray.available_resources().get('CPU', 0)} of 2 CPUs")
 
 
 @pytest.mark.smoke
