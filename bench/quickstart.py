@@ -53,7 +53,7 @@ def main() -> None:
     sweeps = [described(directory) for directory in args.directories]
     print(table(sweeps))
     if args.out:
-        table_of_runs = provenance() | {"sweeps": sweeps}
+        table_of_runs = provenance("ray", "torch") | {"sweeps": sweeps}
         args.out.write_text(json.dumps(table_of_runs, separators=(",", ":")) + "\n")
 
 
