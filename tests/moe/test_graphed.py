@@ -1,7 +1,9 @@
 """Solvers as CUDA graphs: they never wait for the device, and a replay computes what a plain call does."""
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from moe.routers import graphed
 from moe.routers.affinity import _alternate
-from moe.routers.graphed import MAX_GRAPHS, graphed_call
+from moe.routers.graphed import MAX_GRAPHS, graphed_call, in_backward
 from moe.routers.sparse_transport import _solve
 
 G, S, E = 2, 24, 4
@@ -59,6 +62,39 @@ def test_solvers_wait_for_nothing(solver):
         with OnDevice():
             outputs = function(scores, valid, *rest)
     assert outputs[0].shape == scores.shape
+
+
+def test_the_recomputation_of_activations_is_in_backward():
+    seen = []
+
+    def layer(x: Tensor) -> Tensor:
+        seen.append(in_backward())
+        return x.sin()
+
+    checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen == [False, True]
+    assert not in_backward()
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> list[int]:
+    """Returns the signatures among `calls` that have a graph after them, on a stand-in for the device."""
+    counts, graphs = Counter(), {}
+    monkeypatch.setattr(graphed, "_calls", counts)
+    monkeypatch.setattr(graphed, "_graphs", graphs)
+    for signature in calls:
+        counts[signature] += 1
+        if signature not in graphs and graphed._make_room(signature):
+            graphs[signature] = SimpleNamespace(replayed=SimpleNamespace(synchronize=lambda: None))
+    return sorted(graphs)
+
+
+def test_more_signatures_than_graphs_do_not_displace_each_other(monkeypatch):
+    """The first call of a signature is plain. One more signature than there is room for stays plain, until it
+    has been called more often than a captured one."""
+    every = list(range(MAX_GRAPHS + 1))
+    assert captured(monkeypatch, every) == []
+    assert captured(monkeypatch, every * 5) == every[:-1]
+    assert captured(monkeypatch, every * 5 + [MAX_GRAPHS]) == every[1:]
 
 
 @pytest.mark.gpu
@@ -108,9 +144,19 @@ def test_a_capture_around_it_takes_the_plain_call():
 
 
 @pytest.mark.gpu
+def test_graphs_share_their_working_memory():
+    """Replays in turn, by graphs of one pool, are those of plain calls, also of the graph captured first."""
+    calls = [arguments("assignment", tokens, seed) for seed in range(4) for tokens in (S, 2 * S, 4 * S)]
+    results = [graphed_call(_solve, *args) for args in calls]
+    for args, outputs in zip(calls, results, strict=True):
+        assert_plain(outputs, "assignment", args)
+    assert len({graph.graph.pool() for graph in graphed._graphs.values()}) == 1
+
+
+@pytest.mark.gpu
 def test_few_graphs_are_kept():
     for tokens in range(S, S + 2 * MAX_GRAPHS):
         for seed in range(3):
             args = arguments("sinkhorn", tokens, seed)
             assert_plain(graphed_call(_alternate, *args), "sinkhorn", args)
-    assert len(graphed._graphs) == MAX_GRAPHS
+    assert len(graphed._graphs) <= MAX_GRAPHS
