@@ -84,7 +84,7 @@ class GatherRouting(Routing):
         G, S, _ = self.gates_GSE.shape
         weight_EN = self.weight_GEC.transpose(0, 1).flatten(1).unsqueeze(-1)
         weighted = (y_END * weight_EN.to(y_END.dtype)).flatten(0, 1)
-        out = weighted.new_zeros(G * (S + 1), y_END.shape[-1]).index_add(0, self._rows_EN(), weighted)
+        out = weighted.new_zeros(G * (S + 1), y_END.shape[-1]).index_add_(0, self._rows_EN(), weighted)
         return out.view(G, S + 1, -1)[:, :S]
 
     def _rows_EN(self) -> Tensor:
@@ -116,8 +116,9 @@ class SoftRouting(Routing):
 
     def combine(self, y_END: Tensor) -> Tensor:
         G, _, _, C = self.combine_GSEC.shape
-        y_EGCD = y_END.unflatten(1, (G, C))
-        return torch.einsum("gsec,egcd->gsd", self.combine_GSEC.to(y_END.dtype), y_EGCD)
+        # With one slot per expert both are views; einsum would also copy the weights with more.
+        y_slots = y_END.unflatten(1, (G, C)).transpose(0, 1).flatten(1, 2)
+        return torch.bmm(self.combine_GSEC.to(y_END.dtype).flatten(2), y_slots)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
 """Dispatch and combine of seats by hand, and each logged statistic by hand."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.routing import GatherRouting, routing_stats
+from moe.routing import GatherRouting, SoftRouting, routing_stats
 
 X = torch.tensor([[[1.0], [2.0], [3.0]], [[10.0], [20.0], [30.0]]])  # two groups of three tokens, D = 1
 TOKENS = torch.tensor([[[2, 0], [0, 3]], [[1, 3], [3, 3]]])  # two experts, two slots per group; 3 is empty
@@ -105,3 +107,33 @@ def test_stats_count_exactly_under_a_bfloat16_mask():
     assert stats["seats_mean"].item() == pytest.approx(1)
     assert stats["seats_max"].item() == 257
     assert stats["load_mean"].item() == 258
+
+
+def copies_of(function: Callable[[], torch.Tensor]) -> list[tuple[int, ...]]:
+    """Returns the shapes of the tensors that a call copies."""
+    shapes = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+                shapes.append(tuple(output.shape))
+            return output
+
+    with Copies():
+        function()
+    return shapes
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_soft_routing_copies_slots_only_where_an_expert_has_several(slots):
+    """Slots of a group are not adjacent in the buffer of an expert; the weights are never copied."""
+    G, S, E, D = 4, 9, 3, 8
+    weight = torch.rand(G, S, E, slots)
+    routing = SoftRouting(
+        gates_GSE=weight[..., 0], aux_G=torch.zeros(G), dispatch_GSEC=weight, combine_GSEC=weight
+    )
+    x_GSD, y_END = torch.rand(G, S, D), torch.rand(E, G * slots, D)
+    expected = [] if slots == 1 else [(E, G, slots, D)]
+    assert [sorted(shape) for shape in copies_of(lambda: routing.dispatch(x_GSD))] == [*map(sorted, expected)]
+    assert [sorted(shape) for shape in copies_of(lambda: routing.combine(y_END))] == [*map(sorted, expected)]
