@@ -7,7 +7,7 @@ microbatches to the mean over the batch, however it is split.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -31,7 +31,9 @@ from orchestrator.training.profile import phase
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
 # About two milliseconds of a matmul; with less, threads wait longer than they compute.
 FLOPS_PER_THREAD = 100e6
-TIMED = 5  # forward passes of an evaluation
+# Forward passes of an evaluation that are not timed, because they compile, capture and allocate, and of
+# those after them that are.
+WARM_UP, TIMED = 2, 5
 
 
 class Diverged(Exception):
@@ -127,7 +129,7 @@ def train_step(
         grad_norm = update(model, optimizer, run.train.clip_norm)
     metrics = {name: torch.stack([values[name] for values in passes]).sum() for name in passes[0]}
     # These are the same on every worker, and all metrics are summed over workers.
-    shared = {"train/grad_norm": grad_norm, "train/lr": torch.tensor(rate)}
+    shared = {"train/grad_norm": grad_norm, "train/lr": grad_norm.new_full((), rate)}
     return metrics | {name: value / run.scale.workers for name, value in shared.items()}
 
 
@@ -165,25 +167,26 @@ def _microbatches(batch: Batch, images: int) -> list[Batch]:
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
     """Returns accuracy and loss over the valid images of all workers, and this worker's forward time per
-    image: the median over the first `TIMED` passes, on one thread. Without any valid image, accuracy and loss
-    are NaN.
+    image: the median over `TIMED` passes on one thread, after `WARM_UP` others. An evaluation of few passes
+    repeats its last one until a pass is timed. Without any valid image, accuracy and loss are NaN.
     """
     model.eval()
     sums: list[Tensor] = []
     seconds: list[float] = []
-    for batch in batches:
-        for part in _microbatches(batch, run.images_per_pass()):
-            timed = len(seconds) < TIMED
-            with one_thread() if timed else nullcontext():
-                device_sync()
-                began = time.perf_counter()
-                logits = model(normalize(part.image), part.valid).logits
-                device_sync()
-                if timed:
-                    seconds.append((time.perf_counter() - began) / len(part.label))
-            labels = part.label_sets()
-            loss, correct = image_losses(run.train.loss, logits, labels), hits(logits, labels).float()
-            sums.append(torch.stack([correct, loss, torch.ones_like(loss)]) @ part.valid)
+    part = None
+    for part in (part for batch in batches for part in _microbatches(batch, run.images_per_pass())):
+        timed = WARM_UP <= len(sums) < WARM_UP + TIMED
+        if timed:
+            logits, time_per_image = _timed_pass(model, part)
+            seconds.append(time_per_image)
+        else:
+            logits = _logits(model, part)
+        labels = part.label_sets()
+        loss, correct = image_losses(run.train.loss, logits, labels), hits(logits, labels).float()
+        sums.append(torch.stack([correct, loss, torch.ones_like(loss)]) @ part.valid)
+    assert part is not None
+    for _ in range(len(sums), WARM_UP + 1):
+        seconds = [_timed_pass(model, part)[1]]
     model.train()
     # As tensors, because 0 / 0 of numbers raises an error.
     correct, loss, count = sum_over_ranks(torch.stack(sums).sum(0)).double().cpu()
@@ -194,8 +197,23 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metr
     }
 
 
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    return model(normalize(batch.image), batch.valid).logits
+
+
+def _timed_pass(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+    """Returns the logits and the seconds per image on one thread."""
+    with one_thread():
+        device_sync()
+        began = time.perf_counter()
+        logits = _logits(model, batch)
+        device_sync()
+        return logits, (time.perf_counter() - began) / len(batch.label)
+
+
 def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
-    values = sum_over_ranks(torch.stack([value.float().cpu() for value in metrics.values()]))
+    # Stacked on the device, so that the host waits for one copy.
+    values = sum_over_ranks(torch.stack([value.float() for value in metrics.values()]).cpu())
     return dict(zip(metrics, values.tolist(), strict=True))
 
 

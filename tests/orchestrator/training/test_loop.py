@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.init import mix
 from moe.vit import ViT, ViTConfig
@@ -325,18 +327,69 @@ def test_padding_takes_no_capacity() -> None:
 
 
 def test_times_are_taken_on_one_thread() -> None:
-    """The median over the first five passes; the rest of the validation uses all threads."""
+    """The median over five passes after two others; the rest of the validation uses all threads."""
     run, seen = small_run(), list[int]()
     model = live_model(run)
     model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        values = evaluate(model, [random_batch(8, seed) for seed in range(7)], run)
+        values = evaluate(model, [random_batch(8, seed) for seed in range(9)], run)
     finally:
         torch.set_num_threads(before)
-    assert seen == [1] * 5 + [2] * 2
+    assert seen == [2] * 2 + [1] * 5 + [2] * 2
     assert values["perf/ms_per_image"] > 0
+
+
+@pytest.mark.parametrize(("passes", "run_in_all"), [(1, 3), (2, 3), (3, 3), (9, 9)])
+def test_the_time_of_a_forward_pass_has_no_warm_up(
+    passes: int, run_in_all: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two passes take as long as a compilation; an evaluation of fewer than three repeats its last
+    pass, which changes no other metric."""
+    run, now, calls = small_run(), [0.0], list[int]()
+    model = live_model(run)
+    batches = [random_batch(8, seed) for seed in range(passes)]
+    expected = plain_evaluation(model, batches)
+
+    def take_time(*_: object) -> None:
+        calls.append(len(calls))
+        now[0] += 100.0 if len(calls) <= 2 else 0.008
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    model.register_forward_pre_hook(take_time)
+    values = evaluate(model, batches, run)
+    assert len(calls) == run_in_all
+    assert values["perf/ms_per_image"] == pytest.approx(1.0)
+    assert (values["val/acc1"], values["val/loss"]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_report_waits_for_one_copy_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are stacked where they are, and copied to the host together. Fake tensors need no GPU."""
+    with FakeTensorMode():
+        metrics = {name: torch.empty((), device="cuda", dtype=dtype) for name, dtype in DTYPES.items()}
+    monkeypatch.setattr(loop, "sum_over_ranks", lambda values: torch.arange(len(values)))
+    with CopiesToHost() as copies:
+        assert loop._sum_over_workers(metrics) == {"a": 0, "b": 1, "c": 2}
+    assert copies.shapes == [(3,)]
+
+
+DTYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64}
+
+
+class CopiesToHost(TorchDispatchMode):
+    """Records the shapes of tensors that are copied from a GPU to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        from_gpu = bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda
+        if from_gpu and isinstance(output, Tensor) and output.device.type == "cpu":
+            self.shapes.append(tuple(output.shape))
+        return output
 
 
 def test_a_sigmoid_loss_is_summed_over_classes() -> None:
