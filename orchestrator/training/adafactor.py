@@ -7,7 +7,7 @@ corrected for its start at zero, updates are not clipped, and weight decay is de
 has none of this. A difference: Flax factors the queries of each head, and here they are rows of one matrix.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from orchestrator.checkpoint.files import local_part
 
 DECAY_EXPONENT = 0.8
 EPSILON = 1e-30
+# Operators on lists of tensors, with which torch's own optimisers take one launch; not in its public types.
+FOREACH: Any = torch
 Sums = dict[nn.Parameter, tuple[Tensor, Tensor]]
 
 
@@ -62,16 +64,30 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         sums = self._sums_of_squares()
+        largest = max(local_part(param).numel() for param in self.dims)
         for group in self.param_groups:
-            for param in (param for param in group["params"] if param.grad is not None):
-                state = self.state[param] or self._start(param)
-                state["step"] += 1
-                update = self._scaled(param, state, sums)
-                weight, mean = local_part(param), local_part(state["exp_avg"])
-                # The first moment is rounded after the update has used it.
-                update.mul_(1 - self.beta1).add_(mean, alpha=self.beta1)
-                mean.copy_(update)
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+            present = [param for param in group["params"] if param.grad is not None]
+            for params in _batches(present, numel=largest):
+                self._update(params, sums, lr=group["lr"], weight_decay=group["weight_decay"])
+
+    def _update(self, params: list[nn.Parameter], sums: Sums, *, lr: float, weight_decay: float) -> None:
+        """Updates a batch of parameters, whose operators are one launch each where shapes allow it."""
+        for param in params:
+            state = self.state[param] or self._start(param)
+            state["step"] += 1
+        factored = [param for param in params if self.dims[param]]
+        whole = [param for param in params if not self.dims[param]]
+        updates = self._scaled_by_factors(factored, sums) + self._scaled(whole)
+        weights = [local_part(param) for param in factored + whole]
+        means = [local_part(self.state[param]["exp_avg"]) for param in factored + whole]
+        before = [torch.empty_like(update) for update in updates]
+        FOREACH._foreach_copy_(before, means)
+        FOREACH._foreach_mul_(updates, 1 - self.beta1)
+        FOREACH._foreach_add_(updates, before, alpha=self.beta1)
+        # The first moment is rounded after the update has used it.
+        FOREACH._foreach_copy_(means, updates)
+        FOREACH._foreach_mul_(weights, 1 - lr * weight_decay)
+        FOREACH._foreach_add_(weights, updates, alpha=-lr)
 
     def _sums_of_squares(self) -> Sums:
         """Returns for factored parameters the sums of the squared gradient over columns and over rows."""
@@ -92,22 +108,46 @@ class Adafactor(torch.optim.Optimizer):
                 part.copy_(whole.view_as(part))
         return sums
 
-    def _scaled(self, param: nn.Parameter, state: dict[str, Tensor], sums: Sums) -> Tensor:
-        """Updates the second moment, and returns this rank's gradient divided by its root."""
-        assert param.grad is not None
-        grad, dims = local_part(param.grad), self.dims[param]
-        new = max(1 - self.beta2_cap, state["step"].item() ** -DECAY_EXPONENT)
-        if dims is None:
-            variance = local_part(state["variance"])
-            return variance.lerp_(grad.square().add_(EPSILON), new).rsqrt().mul_(grad)
-        row, column = dims
-        row_means, col_means = local_part(state["row_var"]), local_part(state["col_var"])
-        row_means.lerp_(sums[param][0] / param.shape[column] + EPSILON, new)
-        col_means.lerp_(sums[param][1] / param.shape[row] + EPSILON, new)
-        rows, columns = row_means.unsqueeze(column), col_means.unsqueeze(row)
-        # The mean of all is that of the column means, which every rank has.
-        rows = rows / columns.mean(column, keepdim=True)
-        return (grad * rows.rsqrt()).mul_(columns.rsqrt())
+    def _scaled(self, params: list[nn.Parameter]) -> list[Tensor]:
+        """Updates whole second moments, and returns this rank's gradients divided by their roots."""
+        if not params:
+            return []
+        grads = [local_part(param.grad) for param in params if param.grad is not None]
+        variances = [local_part(self.state[param]["variance"]) for param in params]
+        squares = FOREACH._foreach_mul(grads, grads)
+        FOREACH._foreach_add_(squares, EPSILON)
+        FOREACH._foreach_lerp_(variances, squares, self._weights_of_new(params))
+        updates = FOREACH._foreach_rsqrt(variances)
+        FOREACH._foreach_mul_(updates, grads)
+        return list(updates)
+
+    def _scaled_by_factors(self, params: list[nn.Parameter], sums: Sums) -> list[Tensor]:
+        """Does the same for factored second moments."""
+        if not params:
+            return []
+        dims = [dims for param in params if (dims := self.dims[param])]
+        row_means = [local_part(self.state[param]["row_var"]) for param in params]
+        col_means = [local_part(self.state[param]["col_var"]) for param in params]
+        for axis, means in ((0, row_means), (1, col_means)):
+            new = FOREACH._foreach_div(
+                [sums[param][axis] for param in params],
+                [float(param.shape[dim[1 - axis]]) for param, dim in zip(params, dims, strict=True)],
+            )
+            FOREACH._foreach_add_(new, EPSILON)
+            FOREACH._foreach_lerp_(means, new, self._weights_of_new(params))
+        updates = []
+        for param, (row, column), row_mean, col_mean in zip(params, dims, row_means, col_means, strict=True):
+            assert param.grad is not None
+            rows, columns = row_mean.unsqueeze(column), col_mean.unsqueeze(row)
+            # The mean of all is that of the column means, which every rank has.
+            rows = rows / columns.mean(column, keepdim=True)
+            updates.append((local_part(param.grad) * rows.rsqrt()).mul_(columns.rsqrt()))
+        return updates
+
+    def _weights_of_new(self, params: list[nn.Parameter]) -> list[float]:
+        """Returns 1 - beta2 of each parameter's update."""
+        steps = [self.state[param]["step"].item() for param in params]
+        return [max(1 - self.beta2_cap, step**-DECAY_EXPONENT) for step in steps]
 
     def _start(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state before the first update."""
@@ -125,6 +165,22 @@ class Adafactor(torch.optim.Optimizer):
         for state in self.state.values():
             # torch has converted it to the parameter's dtype, which is exact.
             state["exp_avg"] = state["exp_avg"].to(torch.bfloat16)
+
+
+def _batches(params: list[nn.Parameter], *, numel: int) -> Iterator[list[nn.Parameter]]:
+    """Yields the parameters in batches of at most `numel` numbers of this rank, so that an update's copies
+    take no more memory than those of the largest parameter.
+    """
+    batch, size = list[nn.Parameter](), 0
+    for param in params:
+        own = local_part(param).numel()
+        if batch and size + own > numel:
+            yield batch
+            batch, size = [], 0
+        batch.append(param)
+        size += own
+    if batch:
+        yield batch
 
 
 def _shard_groups(param: nn.Parameter, dim: int) -> list[dist.ProcessGroup]:
