@@ -9,6 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import first_failure, load, local_part, state_of, write
 from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, gathered, newest
 from orchestrator.config import CheckpointConfig
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 
 log = logging.getLogger(__name__)
 BEST_BY = "val/acc1"
@@ -63,9 +64,27 @@ class Snapshot:
         }
         self._on_gpu = any(live.is_cuda for live in self.live.values())
         if self._on_gpu:
-            cuda: Any = torch.cuda.cudart()
-            address = self.memory.data_ptr()
-            torch.cuda.check_error(cuda.cudaHostRegister(address, size, 0))
+            self._lock_pages()
+
+    def _lock_pages(self) -> None:
+        """Page-locks the memory, so that the GPU copies into it directly. Where that is not allowed, as in a
+        container with a small limit of locked memory, copies are slower.
+        """
+        cuda: Any = torch.cuda.cudart()
+        address = self.memory.data_ptr()
+        try:
+            torch.cuda.check_error(cuda.cudaHostRegister(address, self.memory.numel(), 0))
+        except RuntimeError as error:
+            log.warning(
+                "%.1f GB of memory for checkpoints cannot be page-locked, so copying the state into it takes"
+                " longer; raise the limit of locked memory (ulimit -l): %s",
+                self.memory.numel() / 1e9,
+                reason_of(error),
+            )
+            # CUDA reports the error again at the next launch, which this one takes upon itself.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+        else:
             weakref.finalize(self, cuda.cudaHostUnregister, address).atexit = False
 
     def is_of(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:

@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,22 @@ def blocked() -> Iterator[threading.Event]:
     with before_opening(wait):
         yield gate
         gate.set()
+
+
+def test_memory_that_cannot_be_page_locked_stays_pageable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    linear = torch.nn.Linear(2, 2)
+    snapshot = Snapshot(linear, torch.optim.AdamW(linear.parameters()))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    snapshot._lock_pages()
+    assert "raise the limit of locked memory" in caplog.text
+    snapshot.take()
+    assert torch.equal(snapshot.copies["weight"], linear.weight)
 
 
 @pytest.mark.parametrize("name", RUNS)
