@@ -129,7 +129,7 @@ def train_step(
         grad_norm = update(model, optimizer, run.train.clip_norm)
     metrics = {name: torch.stack([values[name] for values in passes]).sum() for name in passes[0]}
     # These are the same on every worker, and all metrics are summed over workers.
-    shared = {"train/grad_norm": grad_norm, "train/lr": grad_norm.new_full((), rate)}
+    shared = {"train/grad_norm": grad_norm, "train/lr": torch.full_like(grad_norm, rate, dtype=torch.float64)}
     return metrics | {name: value / run.scale.workers for name, value in shared.items()}
 
 
