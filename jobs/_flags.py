@@ -6,7 +6,6 @@ argparse reads the flags, because its errors are one line each; a dataclass carr
 import argparse
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,16 +14,6 @@ from orchestrator.errors import UsageError
 
 T = TypeVar("T")
 
-RESERVED = (  # names below the storage that no run may have
-    "data",
-    "evaluation",
-    "mlartifacts",
-    "mlflow.db",
-    "operating-points",
-    "reports",
-    "routing",
-    "studies",
-)
 MODEL = (
     "a run below the storage (soft, quickstart/trials/w16-soft-seed0), a directory of checkpoints, the"
     " folder of a checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or"
@@ -140,15 +129,6 @@ def _build(flags: type[T], values: dict[str, Any]) -> T:
         else:
             found[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
     return flags(**found)
-
-
-def run_name(text: str) -> str:
-    """Reads --name. Raises UsageError for a name that cannot be a folder below the storage."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text, re.ASCII):
-        raise UsageError(f"{text!r}: begin with a letter or digit, and use letters, digits, '.', '_' and '-'")
-    if text in RESERVED or text.startswith("mlflow.db"):
-        raise UsageError(f"{text!r} is reserved, as are {', '.join(RESERVED)}")
-    return text
 
 
 def assignment(text: str) -> tuple[str, Any]:

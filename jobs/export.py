@@ -12,8 +12,9 @@ import json
 from dataclasses import dataclass
 
 from jobs._cli import Storage, check_file, check_out, command
-from jobs._flags import RESERVED, flag, parse
+from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
+from orchestrator.names import RESERVED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import Places, command, connect, failed, model_of, print_table, source_labels
-from jobs._flags import MODEL, assignment, flag, parse, run_name
+from jobs._flags import MODEL, assignment, flag, parse
 from jobs.train import RunFlags
+from orchestrator.names import run_name
 
 if TYPE_CHECKING:
     from orchestrator.evaluation.finetune import FineTuned, Probe

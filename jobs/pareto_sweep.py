@@ -13,7 +13,6 @@ Run the same command again to continue: finished trials stay, interrupted trials
 from __future__ import annotations
 
 import ast
-import math
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -255,7 +254,7 @@ def sweep(flags: SweepFlags) -> None:
     sweep = flags.make()
     kind, device = flags.priced(sweep)
     budget = Budget(hours=flags.budget_hours, usd=flags.budget_usd, usd_per_hour=device.usd_per_hour)
-    flops_per_s = math.inf if flags.mfu is None else device.flops_per_s(flags.mfu)
+    flops_per_s = None if flags.mfu is None else device.flops_per_s(flags.mfu)
     if not flags.plan:
         check_sweep(sweep, verify=flags.run.verify)
         families = Counter(run.model.family() for run in sweep.runs().values())

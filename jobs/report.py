@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jobs._cli import Places, check_out, command, print_table
-from jobs._flags import flag, parse, run_name
+from jobs._flags import flag, parse
 from jobs.pareto_sweep import print_frontier
+from orchestrator.names import run_name
 
 if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier

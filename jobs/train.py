@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, command, connect, source_labels
-from jobs._flags import MODEL, assignment, flag, parse, run_name
+from jobs._flags import MODEL, assignment, flag, parse
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.names import run_name
 
 if TYPE_CHECKING:
     from moe.vit import ViTConfig
@@ -66,7 +67,7 @@ class RunFlags:
         if self.model and "model" in dict(self.set):
             raise UsageError("--model and --set model exclude each other")
 
-    def mode(self) -> str:
+    def mode(self) -> Literal["auto", "resume", "fresh"]:
         return "resume" if self.resume else "fresh" if self.fresh else "auto"
 
     def asks_for_fields(self) -> bool:

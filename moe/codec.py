@@ -1,14 +1,14 @@
 """Configs as plain JSON values, and back by the types of their fields."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from moe.config import did_you_mean, members
 
 T = TypeVar("T")
-# (type of the field, JSON value, dotted path) -> value
-Parse = Callable[[Any, Any, str], Any]
 
 
 def to_dict(config: Any) -> Any:
@@ -20,13 +20,9 @@ def to_dict(config: Any) -> Any:
     return {f.name: to_dict(getattr(config, f.name)) for f in fields(config)}
 
 
-def plain(hint: Any, value: Any, path: str) -> Any:
-    """Takes a JSON value as it is; a list stands for a tuple."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "", parse: Parse = plain) -> T:
-    """Rebuilds a config, which checks itself.
+def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
+    """Rebuilds a config, which checks itself. A list stands for a tuple, and text is read as the type of its
+    field, as a command line has it.
 
     Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """
@@ -34,8 +30,9 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "", parse: Pars
     if unknown := sorted(data.keys() - hints.keys()):
         raise ValueError(
             f"unknown field {path}{unknown[0]}; {path.rstrip('.') or 'the config'} has: {', '.join(hints)}"
+            f"{did_you_mean(unknown[0], hints)}"
         )
-    values = {name: _value(hints[name], value, f"{path}{name}", parse) for name, value in data.items()}
+    values = {name: _value(hints[name], value, f"{path}{name}") for name, value in data.items()}
     try:
         return cls(**values)
     except ValueError as error:
@@ -63,15 +60,35 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     by_kind = {get_args(hints_of(t)["kind"])[0]: t for t in choices}
     # A list, because a value from JSON may have no hash.
     if value["kind"] not in [*by_kind]:
-        raise ValueError(f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}")
+        raise ValueError(
+            f"unknown {path}.kind {value['kind']!r}; known: {', '.join(sorted(by_kind))}"
+            f"{did_you_mean(value['kind'], by_kind)}"
+        )
     return by_kind[value["kind"]]
 
 
-def _value(hint: Any, value: Any, path: str, parse: Parse) -> Any:
+def _value(hint: Any, value: Any, path: str) -> Any:
     if not dataclasses_of(hint):
-        return parse(hint, value, path)
+        return tuple(value) if isinstance(value, list) else _read(hint, value)
     if value is None and NoneType in get_args(hint):
         return None
     if not isinstance(value, Mapping):
         raise ValueError(f"{path} is a group of fields, not a value; got {value!r}")
-    return from_dict(member_of(hint, value, path), value, f"{path}.", parse)
+    return from_dict(member_of(hint, value, path), value, f"{path}.")
+
+
+def _read(hint: Any, text: Any) -> Any:
+    """Reads text as a number or a bool if the type takes no such text; the config checks the value."""
+    kinds = members(hint)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if not isinstance(text, str) or str in kinds or text in words:
+        return text
+    for kind in kinds:
+        try:
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            if kind in (int, float):
+                return kind(text)
+        except (KeyError, ValueError):
+            continue
+    return text

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
+from moe.config import Bound, Config, DropoutRate, PositiveInt
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -16,7 +18,7 @@ MAX_BLOCKS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Config):
     """The MoE layers of a model: their position, their experts and their router.
 
     Attributes:
@@ -33,23 +35,16 @@ class MoEConfig:
     """
 
     layers: tuple[int, ...] | str = "every_2"
-    num_experts: int = 8
-    images_per_group: int = 1
+    num_experts: Annotated[int, Bound(">=", 2)] = 8
+    images_per_group: PositiveInt = 1
     router: RouterConfig = TokenChoiceConfig()
-    expert_dim: int | None = None
+    expert_dim: PositiveInt | None = None
     equal_init: bool = False
-    expert_dropout: float = 0.0
+    expert_dropout: DropoutRate = 0.0
     residual: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_experts < 2:
-            raise ValueError(f"num_experts must be at least 2, got {self.num_experts}")
-        if self.expert_dim is not None and self.expert_dim < 1:
-            raise ValueError(f"expert_dim must be at least 1, got {self.expert_dim}")
-        if self.images_per_group < 1:
-            raise ValueError(f"images_per_group must be at least 1, got {self.images_per_group}")
-        if not 0 <= self.expert_dropout < 1:
-            raise ValueError(f"expert_dropout must lie in [0, 1), got {self.expert_dropout}")
+        super().__post_init__()
         if isinstance(self.layers, str) and not re.fullmatch(r"every_2|last_[1-9]\d*(_odd)?", self.layers):
             raise ValueError(
                 f"layers must be every_2, last_<n>, last_<n>_odd or block indices, got {self.layers!r}"

@@ -5,20 +5,20 @@ priority, random router at inference); Implicit Bias in Soft MoE section 4.3 (ex
 """
 
 from dataclasses import dataclass, replace
-from types import NoneType
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe.config import Config
 from moe.init import mix, split, uniform
 
 Priority = Literal["none", "max", "sum"]
-Config = TypeVar("Config")
+RouterConfig = TypeVar("RouterConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutingOverrides:
+class RoutingOverrides(Config):
     """Changes to the routers of a model.
 
     Attributes:
@@ -38,22 +38,17 @@ class RoutingOverrides:
     random_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.priority not in (None, *get_args(Priority)):
-            raise ValueError(f"priority must be one of {get_args(Priority)}, got {self.priority!r}")
-        if self.k is not None and type(self.k) is not int:
-            raise ValueError(f"k must be an integer, got {self.k!r}")
-        if type(self.capacity_factor) not in (NoneType, int, float):
-            raise ValueError(f"capacity_factor must be a number, got {self.capacity_factor!r}")
-        if type(self.experts) not in (NoneType, int) and not _distinct(self.experts):
-            raise ValueError(f"experts must be a number or a tuple of distinct indices, got {self.experts!r}")
-        if self.subset_seed is not None and not (type(self.subset_seed) is type(self.experts) is int):
+        super().__post_init__()
+        for name in ("experts", "random_blocks"):
+            indices = getattr(self, name)
+            if isinstance(indices, tuple) and len(set(indices)) < len(indices):
+                raise ValueError(f"{name} must be distinct indices, got {indices}")
+        if self.subset_seed is not None and not isinstance(self.experts, int):
             raise ValueError(
                 f"subset_seed={self.subset_seed!r} draws a number of experts: experts={self.experts!r}"
             )
-        if not _distinct(self.random_blocks):
-            raise ValueError(f"random_blocks must be a tuple of distinct indices, got {self.random_blocks!r}")
 
-    def apply(self, config: Config) -> Config:
+    def apply(self, config: RouterConfig) -> RouterConfig:
         """Returns the router's config with the overrides. Raises ValueError if this kind of router has no
         such setting, or refuses the value."""
         changes = {}
@@ -92,12 +87,6 @@ class RoutingOverrides:
         listed = torch.zeros(weight_GE.shape[-1], dtype=torch.bool, device=weight_GE.device)
         listed[list(self.experts)] = True
         return listed.expand_as(weight_GE)
-
-
-def _distinct(indices: object) -> bool:
-    if not isinstance(indices, tuple) or not all(type(i) is int for i in indices):
-        return False
-    return len(set(indices)) == len(indices)
 
 
 AS_TRAINED = RoutingOverrides()

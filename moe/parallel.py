@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
+from moe.config import Config, PositiveInt
 from moe.experts import Experts
 from moe.init import Region, init_weights
 from moe.layer import MoELayer
@@ -33,7 +34,7 @@ from moe.vit import ViT, ViTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Config):
     """Options that change what a step costs, and no result beyond rounding.
 
     Attributes:
@@ -47,16 +48,11 @@ class ParallelConfig:
         overlap_chunks: number of pieces in which rows are sent to experts, to overlap with computation.
     """
 
-    dp_replicate: int = 1
+    dp_replicate: PositiveInt = 1
     reshard_after_forward: bool = True
     activation_checkpointing: bool = False
     compile: bool = False
-    overlap_chunks: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("dp_replicate", "overlap_chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+    overlap_chunks: PositiveInt = 1
 
 
 def make_mesh(device_type: str, *, ep: int, dp_replicate: int = 1) -> DeviceMesh:

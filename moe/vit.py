@@ -4,7 +4,6 @@ Source: the models of Soft MoE (Puigcerver et al. 2023, sections 3.3-3.4) and V-
 in their released code: LayerNorm with epsilon 1e-6, tanh GELU, a head that starts at zero.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.config import Config, DropoutRate, PositiveInt
 from moe.dense import MLP, Attention, AttentionPooling, ConvStem, Head, sincos2d, stem_channels
 from moe.init import Draw, dropout, init_weights, mix, normal, split, zeros
 from moe.layer import MoEConfig, MoELayer
@@ -24,7 +24,7 @@ DROPOUT_SALT = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(Config):
     """A Vision Transformer; with `moe`, some of its blocks have experts in place of the MLP.
 
     Attributes:
@@ -47,27 +47,24 @@ class ViTConfig:
             a softmax loss is not affected.
     """
 
-    image_size: int = 224
-    patch_size: int = 16
-    width: int = 384
-    depth: int = 12
-    heads: int = 6
-    mlp_dim: int = 1536
-    num_classes: int = 1000
+    image_size: PositiveInt = 224
+    patch_size: PositiveInt = 16
+    width: PositiveInt = 384
+    depth: PositiveInt = 12
+    heads: PositiveInt = 6
+    mlp_dim: PositiveInt = 1536
+    num_classes: PositiveInt = 1000
     stem: Literal["conv"] | None = None
     pooling: Literal["gap", "token", "map"] = "gap"
     position: Literal["learned", "sincos2d", "none"] = "learned"
-    representation_size: int | None = None
+    representation_size: PositiveInt | None = None
     qk_norm: bool = True
-    dropout: float = 0.0
+    dropout: DropoutRate = 0.0
     head_bias: float = 0.0
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        sizes = ["image_size", "patch_size", "width", "depth", "heads", "mlp_dim", "num_classes"]
-        for name in sizes + ["representation_size"] * (self.representation_size is not None):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         if self.stem:
@@ -76,10 +73,6 @@ class ViTConfig:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
         if self.position == "sincos2d" and (self.width % 4 or self.width < 8):
             raise ValueError(f"position='sincos2d' needs a width in multiples of 4 from 8, got {self.width}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if not math.isfinite(self.head_bias):
-            raise ValueError(f"head_bias must be finite, got {self.head_bias}")
         if self.moe:
             self.moe.blocks(self.depth)
             self.slots()

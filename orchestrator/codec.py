@@ -1,19 +1,14 @@
-"""Configs as plain dicts and back, with overrides by dotted names.
-
-`moe.codec` walks over the dataclasses; pydantic checks the leaves here. pydantic's own errors do
-not name the fields and kinds that exist.
-"""
+"""Configs as plain dicts and back (`moe.codec`), with overrides by dotted names."""
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moe import codec
 from moe.codec import dataclasses_of, hints_of, member_of, to_dict
+from moe.config import did_you_mean
 from orchestrator.errors import UsageError
 
 T = TypeVar("T")
@@ -38,15 +33,15 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     Raises:
         UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
     """
-    return codec.from_dict(cls, data, parse=_parse)
+    return codec.from_dict(cls, data)
 
 
 @_usage_errors()
 def override(config: T, changes: Mapping[str, Any]) -> T:
     """Returns `config` with dotted fields replaced: ``{"model.moe.router.k": 2}``.
 
-    A new ``kind`` starts that member of a union from its defaults, whatever the order of the changes; so does
-    a field below a group that is None.
+    A new ``kind`` starts that member of a union from its defaults, whatever the order of the changes. A field
+    below a group that is None starts the group from the default of its field, or else of its class.
 
     Raises:
         UsageError: as `from_dict`.
@@ -57,9 +52,10 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         for depth, name in enumerate(parents, start=1):
             here = ".".join(parents[:depth])
             if name not in hints_of(cls):
-                raise UsageError(f"unknown field {here}; there is: {', '.join(hints_of(cls))}")
+                near = did_you_mean(name, hints_of(cls))
+                raise UsageError(f"unknown field {here}; there is: {', '.join(hints_of(cls))}{near}")
             if node.get(name) is None:
-                node[name] = {}
+                node[name] = _default(cls, name)
             node, hint = node[name], hints_of(cls)[name]
             if not isinstance(node, dict):
                 raise UsageError(f"{here} is a value, not a group: {path} does not exist")
@@ -74,17 +70,10 @@ def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:
     return change[0].count("."), not change[0].endswith(".kind")
 
 
-def _parse(hint: Any, value: Any, path: str) -> Any:
-    try:
-        return _adapter(hint).validate_python(value)
-    except ValidationError as error:
-        why = " or ".join(mistake["msg"] for mistake in error.errors())
-        raise ValueError(f"{path}={value!r}: {why}") from None
-
-
-@cache
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
+def _default(cls: Any, name: str) -> Any:
+    """Returns the tree of a field's default group; without one, the group's class has the defaults."""
+    (default,) = (field.default for field in fields(cls) if field.name == name)
+    return to_dict(default) if is_dataclass(default) else {}
 
 
 def flat(config: Any) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The config of a run: one frozen tree, which `codec.py` turns into JSON and back."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
 from moe.vit import ViTConfig
 from orchestrator.errors import UsageError
+from orchestrator.names import check_run_path
 from orchestrator.recipe import (
     AdamWConfig,
     FewShotConfig,
@@ -15,14 +16,12 @@ from orchestrator.recipe import (
     OptimizerConfig,
     RsqrtConfig,
     ScheduleConfig,
-    at_least_one,
     phases,
-    within,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Config):
     """Which images a run reads, in which order, and how they are changed.
 
     Attributes:
@@ -50,40 +49,28 @@ class DataConfig:
     """
 
     path: str = ""
-    batch_size: int = 64
-    lanes: int | None = None
-    shuffle_window: int = 1024
-    shuffle_run: int = 1
+    batch_size: PositiveInt = 64
+    lanes: PositiveInt | None = None
+    shuffle_window: PositiveInt = 1024
+    shuffle_run: PositiveInt = 1
     tail: Literal["wrap", "drop"] = "wrap"
     augment: Literal["none", "flip", "shift", "inception"] = "none"
     eval_resize: Literal["shorter", "square"] = "shorter"
-    eval_crop: float = 0.875
-    randaugment: int = 0
-    randaugment_magnitude: int = 10
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    max_bad_frac: float = 0.01
-    cache_gb: float = 16.0
+    eval_crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
+    randaugment: Annotated[int, Bound(">=", 0), Bound("<=", 16)] = 0
+    randaugment_magnitude: Annotated[int, Bound(">=", 0), Bound("<=", 30)] = 10
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    max_bad_frac: Fraction = 0.01
+    cache_gb: NonNegativeFloat = 16.0
 
     def __post_init__(self) -> None:
-        at_least_one(
-            self,
-            "batch_size",
-            "shuffle_window",
-            "shuffle_run",
-            *(["lanes"] if self.lanes is not None else []),
-        )
+        super().__post_init__()
         if self.shuffle_run > self.shuffle_window:
             raise ValueError(
                 f"shuffle_run={self.shuffle_run} is more than shuffle_window={self.shuffle_window}: nothing"
                 " would be shuffled"
             )
-        within(self, 0, math.inf, "mixup", "cutmix", "cache_gb")
-        within(self, 0, 16, "randaugment")
-        within(self, 0, 30, "randaugment_magnitude")
-        within(self, 0, 1, "max_bad_frac", "eval_crop")
-        if not self.eval_crop:
-            raise ValueError("eval_crop must be more than 0: it is the fraction of the image that is kept")
         if self.lanes is not None and self.batch_size % self.lanes:
             raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
 
@@ -94,7 +81,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Config):
     """How a model is trained.
 
     Attributes:
@@ -121,42 +108,36 @@ class TrainConfig:
         fewshot: few-shot evaluation of the frozen features at every evaluation; None: none.
     """
 
-    steps: int = 200
-    lr: float = 1e-3
-    seed: int = 0
+    steps: PositiveInt = 200
+    lr: NonNegativeFloat = 1e-3
+    seed: NonNegativeInt = 0
     init_from: str | None = None
     init_without: str | None = None
     trunk: str | None = None
-    report_every: int = 10
-    eval_every: int | None = None
-    stop_at: float | None = None
-    microbatch: int | None = None
+    report_every: PositiveInt = 10
+    eval_every: PositiveInt | None = None
+    stop_at: Fraction | None = None
+    microbatch: PositiveInt | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     loss: Loss = "softmax"
-    clip_norm: float | None = 1.0
+    clip_norm: PositiveFloat | None = 1.0
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = RsqrtConfig()
     fewshot: FewShotConfig | None = None
 
     def __post_init__(self) -> None:
-        optional = (n for n in ("eval_every", "microbatch") if getattr(self, n) is not None)
-        at_least_one(self, "steps", "report_every", *optional)
-        within(self, 0, math.inf, "lr", "seed")
-        if self.stop_at is not None:
-            within(self, 0, 1, "stop_at")
-            if self.eval_every is None:
-                raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+        super().__post_init__()
+        if self.stop_at is not None and self.eval_every is None:
+            raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
         warmup, cooldown = phases(self.schedule, self.steps)
-        if min(warmup, cooldown) < 0 or warmup + cooldown > self.steps:
+        if warmup + cooldown > self.steps:
             raise ValueError(
                 f"warmup_steps={warmup} and cooldown_steps={cooldown} do not fit into steps={self.steps}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Config):
     """When checkpoints are saved and which are kept.
 
     Attributes:
@@ -166,16 +147,11 @@ class CheckpointConfig:
         keep_every: multiples of this many steps are kept too, for cooldowns to branch from (Soft MoE, 3.4).
     """
 
-    every: int | None = None
+    every: PositiveInt | None = None
     asynchronous: bool = True
-    keep_last: int = 2
-    keep_best: int = 1
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        optional = (n for n in ("every", "keep_every") if getattr(self, n) is not None)
-        at_least_one(self, "keep_last", *optional)
-        within(self, 0, math.inf, "keep_best")
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
+    keep_every: PositiveInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,21 +172,17 @@ class ScaleConfig(ParallelConfig):
         profile_steps: steps that the first worker profiles; 0: none (`training.profile`).
     """
 
-    workers: int = 1
-    ep: int | Literal["auto"] = 1
-    workers_per_node: int = 8
+    workers: PositiveInt = 1
+    ep: PositiveInt | Literal["auto"] = 1
+    workers_per_node: PositiveInt = 8
     use_gpu: bool = False
-    min_workers: int = 1
-    wait_s: float = 60
+    min_workers: PositiveInt = 1
+    wait_s: Annotated[float, Bound(">=", 1)] = 60.0
     deterministic: bool = False
-    profile_steps: int = 0
+    profile_steps: Annotated[int, Bound(">=", 0), Bound("<=", 1000)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ep = ["ep"] if self.ep != "auto" else []
-        at_least_one(self, "workers", "workers_per_node", "min_workers", *ep)
-        within(self, 1, math.inf, "wait_s")
-        within(self, 0, 1000, "profile_steps")
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers={self.min_workers} is more than workers={self.workers}")
         if self.ep != "auto" and self.workers % self.ep:
@@ -218,11 +190,12 @@ class ScaleConfig(ParallelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Config):
     """A whole run. Its directory is ``<storage>/<name>``.
 
     Attributes:
-        name: name of the run and of its directory; set by ``--name``.
+        name: name of the run and of its directory; set by ``--name``: letters, digits, ``.``, ``_``, ``-``. A
+            run of a sweep is called ``<sweep>/trials/<arm>``.
         storage: directory or URI below which runs lie. The commands set it: ``--storage``, else
             ``$MOE_FRONTIER_HOME``, else ``~/moe-frontier``.
     """
@@ -236,6 +209,8 @@ class RunConfig:
     scale: ScaleConfig = ScaleConfig()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        check_run_path(self.name)
         workers, batch = self.scale.workers, self.data.batch_size
         if batch % workers:
             raise ValueError(f"data.batch_size={batch} does not divide over workers={workers}")

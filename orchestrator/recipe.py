@@ -1,28 +1,15 @@
 """Configs of optimisers, learning rate schedules and few-shot evaluation."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from moe.config import Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 Loss = Literal["softmax", "sigmoid"]
 
 
-def at_least_one(config: Any, *names: str) -> None:
-    """Raises ValueError for the first of these fields below 1."""
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
-
-
-def within(config: Any, low: float, high: float, *names: str) -> None:
-    """Raises ValueError for the first of these fields outside low .. high."""
-    for name in names:
-        if not low <= getattr(config, name) <= high:
-            raise ValueError(f"{name} must lie in {low} .. {high}, got {getattr(config, name)}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class DecayConfig:
+class DecayConfig(Config):
     """Weight decay by groups of parameters, times the learning rate.
 
     Source: the released configs of Soft MoE (kernels .03, head 3, scale .03) and V-MoE (all parameters .1).
@@ -34,14 +21,10 @@ class DecayConfig:
         decays: whether ``kernels`` decay, or ``all`` parameters as kernels do.
     """
 
-    weight_decay: float = 0.0
-    weight_decay_head: float | None = None
-    weight_decay_scale: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    weight_decay_head: NonNegativeFloat | None = None
+    weight_decay_scale: NonNegativeFloat = 0.0
     decays: Literal["kernels", "all"] = "kernels"
-
-    def __post_init__(self) -> None:
-        head = ["weight_decay_head"] if self.weight_decay_head is not None else []
-        within(self, 0, math.inf, "weight_decay", "weight_decay_scale", *head)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +39,10 @@ class AdamWConfig(DecayConfig):
     """
 
     kind: Literal["adamw"] = "adamw"
-    beta1: float = 0.9
-    beta2: float = 0.999
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    weight_decay: float = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, 0, 1, "beta1", "beta2")
+    weight_decay: NonNegativeFloat = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +54,7 @@ class SGDConfig(DecayConfig):
     """
 
     kind: Literal["sgd"] = "sgd"
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, 0, math.inf, "momentum")
+    momentum: NonNegativeFloat = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +73,17 @@ class AdafactorConfig(DecayConfig):
     """
 
     kind: Literal["adafactor"] = "adafactor"
-    beta1: float = 0.9
-    beta2_cap: float = 0.999
-    min_dim_to_factor: int = 32
-    weight_decay: float = 0.03
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, 0, 1, "beta1", "beta2_cap")
-        at_least_one(self, "min_dim_to_factor")
+    beta1: Fraction = 0.9
+    beta2_cap: Fraction = 0.999
+    min_dim_to_factor: PositiveInt = 32
+    weight_decay: NonNegativeFloat = 0.03
 
 
 OptimizerConfig = AdamWConfig | SGDConfig | AdafactorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RsqrtConfig:
+class RsqrtConfig(Config):
     """Linear warm-up, peak / sqrt(1 + t / timescale), linear cooldown to 0 from the rate at its start.
 
     Source: Soft MoE section 3.3.
@@ -125,16 +95,13 @@ class RsqrtConfig:
     """
 
     kind: Literal["rsqrt"] = "rsqrt"
-    warmup_steps: int | None = None
-    cooldown_steps: int | None = None
-    timescale: int = 10_000
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "timescale")
+    warmup_steps: NonNegativeInt | None = None
+    cooldown_steps: NonNegativeInt | None = None
+    timescale: PositiveInt = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstantConfig:
+class ConstantConfig(Config):
     """Linear warm-up, the peak, linear cooldown to 0.
 
     Attributes:
@@ -142,12 +109,12 @@ class ConstantConfig:
     """
 
     kind: Literal["constant"] = "constant"
-    warmup_steps: int | None = None
-    cooldown_steps: int | None = None
+    warmup_steps: NonNegativeInt | None = None
+    cooldown_steps: NonNegativeInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineConfig:
+class CosineConfig(Config):
     """Linear warm-up, then half a cosine.
 
     Attributes:
@@ -156,15 +123,12 @@ class CosineConfig:
     """
 
     kind: Literal["cosine"] = "cosine"
-    warmup_steps: int | None = None
-    end_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        within(self, 0, 1, "end_frac")
+    warmup_steps: NonNegativeInt | None = None
+    end_frac: Fraction = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig:
+class LinearConfig(Config):
     """Linear warm-up, then linear decay.
 
     Attributes:
@@ -172,11 +136,8 @@ class LinearConfig:
     """
 
     kind: Literal["linear"] = "linear"
-    warmup_steps: int | None = None
-    end_frac: float = 0.0
-
-    def __post_init__(self) -> None:
-        within(self, 0, 1, "end_frac")
+    warmup_steps: NonNegativeInt | None = None
+    end_frac: Fraction = 0.0
 
 
 ScheduleConfig = RsqrtConfig | ConstantConfig | CosineConfig | LinearConfig
@@ -191,7 +152,7 @@ def phases(schedule: ScheduleConfig, steps: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewShotConfig:
+class FewShotConfig(Config):
     """Ridge regression on frozen features from a few images per class, reported as ``fewshot/acc_<n>shot``
     at every evaluation (`orchestrator.training.fewshot`).
 
@@ -203,10 +164,10 @@ class FewShotConfig:
 
     paths: tuple[str, ...] = ()
     shots: tuple[int, ...] = (1, 5, 10, 25)
-    seeds: int = 3
+    seeds: PositiveInt = 3
 
     def __post_init__(self) -> None:
-        at_least_one(self, "seeds")
+        super().__post_init__()
         if not self.shots or min(self.shots) < 1 or len(set(self.shots)) < len(self.shots):
             raise ValueError(f"shots must be different numbers from 1, got {list(self.shots)}")
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.config import Config, PositiveInt
 from moe.init import gaussian, split
 from moe.routers.graphed import graphed_call
 from moe.routers.sparse_transport import sparse_plan
@@ -17,14 +18,14 @@ from moe.routing import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxConfig:
+class SoftmaxConfig(Config):
     """The softmax of the logits over experts."""
 
     kind: Literal["softmax"] = "softmax"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkhornConfig:
+class SinkhornConfig(Config):
     """Entropic transport of the logits.
 
     Attributes:
@@ -32,14 +33,11 @@ class SinkhornConfig:
     """
 
     kind: Literal["sinkhorn"] = "sinkhorn"
-    iterations: int = 20
-
-    def __post_init__(self) -> None:
-        _check_iterations(self.iterations)
+    iterations: PositiveInt = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseTransportConfig:
+class SparseTransportConfig(Config):
     """Quadratic transport of the softmax with at most C tokens per expert.
 
     At 1576 tokens and 32 experts 200 iterations leave the assignment (E*C <= S) within 6e-5 of its optimum,
@@ -50,10 +48,7 @@ class SparseTransportConfig:
     """
 
     kind: Literal["sparse_transport"] = "sparse_transport"
-    iterations: int = 200
-
-    def __post_init__(self) -> None:
-        _check_iterations(self.iterations)
+    iterations: PositiveInt = 200
 
 
 AffinityConfig = SoftmaxConfig | SinkhornConfig | SparseTransportConfig
@@ -120,11 +115,6 @@ def plan(
         plan_GSE, _, residual_G = sparse_plan(gates_GSE, valid_GS, capacity, config.iterations)
         return plan_GSE, residual_G
     return gates_GSE, None
-
-
-def _check_iterations(iterations: int) -> None:
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1, got {iterations}")
 
 
 def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

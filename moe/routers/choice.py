@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from moe.config import Config, PositiveFloat, PositiveInt
 from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers.affinity import Gating, gating, plan
@@ -20,7 +21,7 @@ from moe.routing import GatherRouting, routing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityConfig:
+class CapacityConfig(Config):
     """The number of slots per expert.
 
     Attributes:
@@ -29,18 +30,10 @@ class CapacityConfig:
         capacity_rounding, capacity_multiple_of: how the number of slots per expert becomes an integer.
     """
 
-    capacity_factor: float = 1.0
-    eval_capacity_factor: float | None = None
+    capacity_factor: PositiveFloat = 1.0
+    eval_capacity_factor: PositiveFloat | None = None
     capacity_rounding: Literal["round", "ceil"] = "round"
-    capacity_multiple_of: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if self.capacity_multiple_of < 1:
-            raise ValueError(f"capacity_multiple_of must be at least 1, got {self.capacity_multiple_of}")
+    capacity_multiple_of: PositiveInt = 1
 
     def evaluated(self) -> Self:
         """Returns the config in evaluation mode."""

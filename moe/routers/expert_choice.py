@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moe.config import NonNegativeFloat
 from moe.routers.affinity import AffinityConfig, SoftmaxConfig, SparseTransportConfig
 from moe.routers.choice import CapacityConfig, ChoiceRouter
 from moe.routing import at_least_fp32
@@ -28,12 +29,10 @@ class ExpertChoiceConfig(CapacityConfig):
     kind: Literal["expert_choice"] = "expert_choice"
     affinity: AffinityConfig = SoftmaxConfig()
     combine: Literal["softmax", "affinity"] = "softmax"
-    noise_std: float = 0.0
+    noise_std: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise_std < 0:
-            raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
         if self.combine == "affinity" and isinstance(self.affinity, SparseTransportConfig):
             raise ValueError(
                 "combine='affinity' would train no router: the sparse_transport plan has no gradient;"

@@ -7,12 +7,13 @@ MoE.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.config import Bound, Config, PositiveFloat, PositiveInt
 from moe.init import Draw, constant, lecun_normal, mix
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers.affinity import gate_logits
@@ -20,7 +21,7 @@ from moe.routing import DenseRouting, at_least_fp32, routing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig:
+class MixtureConfig(Config):
     """A dense mixture.
 
     Attributes:
@@ -40,31 +41,25 @@ class MixtureConfig:
 
     kind: Literal["mixture"] = "mixture"
     level: Literal["token", "image", "hierarchical"] = "token"
-    clusters: int = 2
+    clusters: PositiveInt = 2
     gate: Literal["linear", "mlp"] = "linear"
     scale_inputs: bool = False
     learn_temperature: bool = False
-    temperature: float = 1.0
-    temperature_decay: float = 1.0
-    temperature_min: float = 0.1
+    temperature: PositiveFloat = 1.0
+    temperature_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 1.0
+    temperature_min: PositiveFloat = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "temperature_min"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        super().__post_init__()
         if self.temperature < self.temperature_min:
             raise ValueError(
                 f"temperature={self.temperature} is below temperature_min={self.temperature_min};"
                 " lower temperature_min too"
             )
-        if not 0 < self.temperature_decay <= 1:
-            raise ValueError(f"temperature_decay must lie in (0, 1], got {self.temperature_decay}")
         if self.learn_temperature and self.temperature_decay < 1:
             raise ValueError(
                 f"temperature_decay={self.temperature_decay} and a learned temperature exclude each other"
             )
-        if self.clusters < 1:
-            raise ValueError(f"clusters must be at least 1, got {self.clusters}")
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C: every expert has room for every token."""

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moe.config import Config, NonNegativeFloat, PositiveInt
 from moe.init import Draw, constant, gaussian, lecun_normal, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import SoftRouting, at_least_fp32, routing_stats
@@ -20,7 +21,7 @@ Mix = Literal["soft", "uniform", "identity"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftConfig:
+class SoftConfig(Config):
     """Soft MoE and its ablations.
 
     Attributes:
@@ -36,20 +37,13 @@ class SoftConfig:
     """
 
     kind: Literal["soft"] = "soft"
-    slots_per_expert: int = 1
-    total_slots: int | None = None
+    slots_per_expert: PositiveInt = 1
+    total_slots: PositiveInt | None = None
     normalize: Literal["vmoe", "paper", "none"] = "vmoe"
     scale_init: float = 1.0
     dispatch: Mix = "soft"
     combine: Mix = "soft"
-    noise_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("slots_per_expert", "total_slots"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.noise_std < 0:
-            raise ValueError(f"noise_std must not be negative, got {self.noise_std}")
+    noise_std: NonNegativeFloat = 0.0
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert; only ``identity`` depends on `num_tokens`. Raises ValueError if

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.config import NonNegativeFloat, PositiveFloat, PositiveInt
 from moe.overrides import Priority
 from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig
 from moe.routers.choice import CapacityConfig, ChoiceRouter
@@ -42,26 +43,18 @@ class TokenChoiceConfig(CapacityConfig):
     """
 
     kind: Literal["token_choice"] = "token_choice"
-    k: int = 1
-    capacity_factor: float = 1.05  # V-MoE section 3.1
+    k: PositiveInt = 1
+    capacity_factor: PositiveFloat = 1.05  # V-MoE section 3.1
     affinity: SoftmaxConfig | SinkhornConfig = SoftmaxConfig()
     combine: Literal["softmax", "affinity"] = "softmax"
     topk: Literal["after", "before"] = "after"
     priority: Priority = "none"
-    noise_std: float = 1.0  # V-MoE section 2.3
+    noise_std: NonNegativeFloat = 1.0  # V-MoE section 2.3
     # The authors' released configs.
-    importance_weight: float = 0.005
-    load_weight: float = 0.005
-    balance_weight: float = 0.0
-    z_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, got {self.k}")
-        for name in ("noise_std", "importance_weight", "load_weight", "balance_weight", "z_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+    importance_weight: NonNegativeFloat = 0.005
+    load_weight: NonNegativeFloat = 0.005
+    balance_weight: NonNegativeFloat = 0.0
+    z_weight: NonNegativeFloat = 0.0
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert in a group of `num_tokens`."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
+from moe.config import Config, NonNegativeFloat, PositiveFloat
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import from_dict
@@ -21,7 +22,7 @@ NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(Config):
     """The price and the speed of the device of one worker: an entry of the price table.
 
     Attributes:
@@ -29,16 +30,9 @@ class Device:
         memory_gib: None: fitting into memory is not checked.
     """
 
-    usd_per_hour: float
-    peak_tflops: float
-    memory_gib: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.usd_per_hour >= 0:
-            raise ValueError(f"usd_per_hour must be at least 0, got {self.usd_per_hour}")
-        for name, value in (("peak_tflops", self.peak_tflops), ("memory_gib", self.memory_gib)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+    usd_per_hour: NonNegativeFloat
+    peak_tflops: PositiveFloat
+    memory_gib: PositiveFloat | None = None
 
     def flops_per_s(self, mfu: float) -> float:
         """FLOPs per second at `mfu`, the part of the peak that training FLOPs (6mac) reach."""

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import ray
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
+from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
 from orchestrator.codec import changed_fields, flat, to_dict
 from orchestrator.config import RunConfig
@@ -55,9 +56,11 @@ from orchestrator.training.worker import Report, costs
 
 log = logging.getLogger(__name__)
 
+Mode = Literal["auto", "resume", "fresh"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(Config):
     """Options of `run_sweep`.
 
     Attributes:
@@ -66,17 +69,17 @@ class SweepOptions:
         max_concurrent: trials at the same time; None: as many as the cluster holds.
         search: draws arms from the sweep's space, beside those it names.
         retrain: arms at the knee that are trained again, for twice the steps, on several workers.
-        flops_per_s: of a device; predicts how long trials take until the first has ended.
+        flops_per_s: of a device; predicts how long trials take until the first has ended; None: none.
         labels: further tags of the sweep's MLflow run.
     """
 
-    mode: str = "auto"
+    mode: Mode = "auto"
     policy: Policy = RunToCompletion()
-    max_concurrent: int | None = None
+    max_concurrent: PositiveInt | None = None
     search: OptunaSearch | None = None
     budget: Budget = Budget()
-    retrain: int = 0
-    flops_per_s: float = math.inf
+    retrain: NonNegativeInt = 0
+    flops_per_s: PositiveFloat | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,7 +119,7 @@ def connect() -> None:
 def train(
     run: RunConfig,
     *,
-    mode: str = "auto",
+    mode: Mode = "auto",
     report: Report = lambda step, metrics: None,
     store: Tracking | None = None,
     labels: Mapping[str, str] | None = None,
@@ -124,9 +127,11 @@ def train(
     """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
 
     Raises:
-        UsageError: for a run that cannot be trained, or another config in its directory.
+        UsageError: for an unknown mode, a run that cannot be trained, or another config in its directory.
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
     """
+    if mode not in get_args(Mode):
+        raise UsageError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     run = settled(run)
     check_data(run)
     check_start(run)
@@ -192,7 +197,7 @@ def trained_trials(
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
             status = "killed"
             try:
-                budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s)
+                budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
                 run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search, watch)
                 run.work()
                 yield run

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Any, Literal
 
+from moe.config import Config
 from moe.cost import slots_per_token
 from orchestrator.checkpoint.manifest import folder_of
 from orchestrator.codec import flat, override
@@ -20,7 +21,7 @@ Role = Literal["trial", "trunk"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trunk:
+class Trunk(Config):
     """A long run at a slowly falling rate, from which cooldown runs branch off.
 
     Source: Soft MoE, section 3.4.
@@ -34,6 +35,7 @@ class Trunk:
     cooldown: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.at or min(self.at) < 1 or list(self.at) != sorted(set(self.at)):
             raise UsageError(f"branches leave at steps that rise from 1, got {self.at}")
         if self.cooldown < 1:
@@ -109,7 +111,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(Config):
     """Arms to compare by quality and cost.
 
     Attributes:
