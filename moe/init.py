@@ -62,15 +62,19 @@ def lecun_normal(fan_in: int) -> Draw:
 
 
 def init_weights(
-    module: nn.Module, seed: int, local: Callable[[Tensor], tuple[Tensor, Region]] | None = None
+    module: nn.Module,
+    seed: int,
+    local: Callable[[Tensor], tuple[Tensor, Region]] | None = None,
+    *,
+    inside: str = "",
 ) -> None:
     """Sets every parameter and buffer of `module` in place.
 
     Modules of this package define their distributions in `draws()`; torch's linear, convolution and norm
     layers have the usual rules. `local` maps a sharded parameter to this rank's tensor and to the
-    region of the whole that it covers.
+    region of the whole that it covers. `inside` is the name of `module` in its model, e.g. ``blocks.1.mlp``.
     """
-    for prefix, owner in module.named_modules():
+    for prefix, owner in module.named_modules(prefix=inside):
         draws = _draws(owner)
         for name, param in owner.named_parameters(recurse=False):
             tensor, region = local(param) if local else (param, tuple(slice(0, n) for n in param.shape))

@@ -2,17 +2,16 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from moe.config import Bound, Config, DropoutRate, PositiveInt
 from moe.experts import Experts, chosen_alone, run_chosen
-from moe.init import mix, split
+from moe.init import init_weights, mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import RouterConfig, TokenChoiceConfig, build_router
-from moe.routing import Routing
 
 MAX_BLOCKS = 1 << 16
 
@@ -69,40 +68,65 @@ class MoEConfig(Config):
 
 
 class MoELayer(nn.Module):
-    """A router and its experts; `block`, the position in the model, is part of the seed of its noise."""
+    """A router and its experts, in place of an MLP: (B, S, D) -> (B, S, D).
 
-    def __init__(self, config: MoEConfig, *, dim: int, hidden: int, block: int = 0) -> None:
+        block.mlp = MoELayer(MoEConfig(num_experts=8, router=SoftConfig()), dim=384, hidden=1536, block=3)
+
+    The weights are those of block `block` of a `ViT` with this seed, so give each layer of a model its own
+    number; router noise depends on it too. Without a seed, and on the meta device, they are not set. Of the
+    config, `layers` and `residual` concern the model around the layer.
+
+    Args:
+        dim: length D of the vector of a token.
+        hidden: hidden units of each expert, unless `config.expert_dim` has another number.
+        block: position in the model.
+        seed: the number from which the weights are drawn.
+    """
+
+    def __init__(
+        self, config: MoEConfig, *, dim: int, hidden: int, block: int = 0, seed: int | None = 0
+    ) -> None:
         super().__init__()
         self.images_per_group = config.images_per_group
         self.block = block
         # A tensor: a number would be compiled in, and every layer would need a graph of its own.
         self.salt = torch.tensor(block, device="cpu")
-        self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
-        self.experts = Experts(
-            config.num_experts, dim, hidden, dropout=config.expert_dropout, equal_init=config.equal_init
-        )
+        device, hidden = torch.get_default_device(), config.expert_dim or hidden
+        # On the meta device torch's layers do not draw weights from the global generator.
+        with torch.device("meta"):
+            self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
+            self.experts = Experts(
+                config.num_experts, dim, hidden, dropout=config.expert_dropout, equal_init=config.equal_init
+            )
+        if device.type != "meta":
+            self.to_empty(device=device)
+            if seed is not None:
+                init_weights(self, seed, inside=f"blocks.{block}.mlp")
         # Keys of tokens are some 25 kernels, which nothing reads without noise and dropout.
         self.uses_keys = config.expert_dropout > 0 or getattr(config.router, "noise_std", 1) > 0
 
     def forward(
         self,
         x_BSD: Tensor,
-        valid_B: Tensor,
+        valid_B: Tensor | None = None,
         keys_B: Tensor | None = None,
         overrides: RoutingOverrides = AS_TRAINED,
-        return_stats: bool = True,
-    ) -> tuple[Tensor, Routing]:
+        return_stats: bool = False,
+        return_routing: bool = False,
+    ) -> Any:
         """Routes groups of `images_per_group` consecutive images.
 
-        Padding images (0 in `valid_B`) take no slots. `keys_B` (int64) seed router noise and expert dropout;
-        without keys there is neither.
+        Padding images (0 in `valid_B`) take no slots; None: all are valid. `keys_B` (int64) seed router noise
+        and expert dropout; without keys there is neither.
 
         Returns:
-            The output, (B, tokens per image, D), and the routing of the groups.
+            The output, (B, tokens per image, D). With `return_routing`, the output and the routing of the
+            groups, whose `aux_G.mean()` is the auxiliary loss.
 
         Raises ValueError if the images do not fill the groups.
         """
         B, tokens, _ = x_BSD.shape
+        valid_B = x_BSD.new_ones(B) if valid_B is None else valid_B
         if B % self.images_per_group:
             raise ValueError(f"images_per_group={self.images_per_group} does not divide a batch of {B}")
         G = B // self.images_per_group
@@ -120,11 +144,12 @@ class MoELayer(nn.Module):
             overrides = replace(overrides, subset_seed=overrides.subset_seed * MAX_BLOCKS + self.block)
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS, return_stats)
         if keys_B is None and (k := chosen_alone(self.experts, routing, overrides)):
-            return run_chosen(self.experts, routing, x_GSD, k).reshape(x_BSD.shape), routing
+            y_BSD = run_chosen(self.experts, routing, x_GSD, k).reshape(x_BSD.shape)
+            return (y_BSD, routing) if return_routing else y_BSD
         x_END = routing.dispatch(x_GSD)
         keys_EN = None
         if keys_GS is not None and self.experts.dropout:
             E, N, _ = x_END.shape
             keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
-        y_GSD = routing.combine(self.experts(x_END, keys_EN))
-        return y_GSD.reshape(x_BSD.shape), routing
+        y_BSD = routing.combine(self.experts(x_END, keys_EN)).reshape(x_BSD.shape)
+        return (y_BSD, routing) if return_routing else y_BSD

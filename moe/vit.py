@@ -183,7 +183,7 @@ class Block(nn.Module):
             y_BSD = self.mlp(self.norm2(x_BSD), keys_BS)
             return x_BSD + y_BSD, x_BSD.new_zeros((), dtype=torch.float32), {}, None
         y_BSD, routing = self.mlp(
-            self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing
+            self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing, True
         )
         x_BSD = x_BSD + y_BSD if self.residual else y_BSD
         return x_BSD, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None

@@ -43,7 +43,7 @@ def forward_at(
     def second_half(block: Block, x_BSD: Tensor, point: RoutingOverrides) -> Tensor:
         if not isinstance(block.mlp, MoELayer):
             return x_BSD + block.mlp(block.norm2(x_BSD))
-        y_BSD, _ = block.mlp(block.norm2(x_BSD), valid_BP, None, point)
+        y_BSD = block.mlp(block.norm2(x_BSD), valid_BP, None, point)
         return x_BSD + y_BSD if block.residual else y_BSD
 
     def run_from(x_BSD: Tensor, first: int, members: list[int]) -> None:

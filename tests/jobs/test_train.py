@@ -67,7 +67,7 @@ def test_data_that_repeat_often_are_named(home, call):
             ["--set", "model.moe.router.kind=magic"],
             "unknown model.moe.router.kind 'magic'; known: expert_choice",
         ),
-        (["--set", "train.steps=many"], "train.steps='many'"),
+        (["--set", "train.steps=many"], "train: steps must be an integer, got 'many'"),
         (["--workers", "3"], "data.batch_size=64 does not divide over workers=3"),
         (
             ["--workers", "2", "--ep", "2", "--set", "model.moe.num_experts=3"],

@@ -54,6 +54,13 @@ def gate_router(config: RouterConfig, gate_DE: list[list[float]]) -> Any:
     return router
 
 
+class RoutedLayer(MoELayer):
+    """A layer that always returns its routing with statistics."""
+
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args, return_stats=True, return_routing=True)
+
+
 def build_layer(
     config: RouterConfig,
     *,
@@ -65,7 +72,7 @@ def build_layer(
 ) -> Any:
     """A MoE layer whose experts have an output bias, so that empty slots compute something too."""
     moe_config = MoEConfig(num_experts=num_experts, router=config, **fields)
-    layer = MoELayer(moe_config, dim=dim, hidden=hidden, block=block)
+    layer = RoutedLayer(moe_config, dim=dim, hidden=hidden, block=block)
     init_weights(layer, seed=0)
     nn.init.normal_(layer.experts.b_out_ED, generator=torch.Generator().manual_seed(0))
     return layer

@@ -64,9 +64,9 @@ def test_evaluation_may_have_another_capacity(config):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (CapacityConfig, {"capacity_factor": -2.0}, "capacity_factor must be positive and finite, got -2.0"),
-        (CapacityConfig, {"capacity_factor": 0.0}, "capacity_factor must be positive and finite, got 0.0"),
-        (CapacityConfig, {"eval_capacity_factor": 0.0}, "eval_capacity_factor must be positive and finite"),
+        (CapacityConfig, {"capacity_factor": -2.0}, "capacity_factor must be positive, got -2.0"),
+        (CapacityConfig, {"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
+        (CapacityConfig, {"eval_capacity_factor": 0.0}, "eval_capacity_factor must be positive"),
         (CapacityConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
         (TokenChoiceConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
         (TokenChoiceConfig, {"k": 0}, "k must be at least 1, got 0"),

@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from moe.init import mix, split
-from moe.layer import MoEConfig
+from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.presets import PRESETS
+from moe.vit import ViT
 from tests.moe.parts import build_layer, each_kind, randn
 
 S, D = 6, 8
@@ -40,8 +44,8 @@ def test_placement(layers, depth, blocks):
         ({"num_experts": 1}, "num_experts must be at least 2, got 1"),
         ({"expert_dim": 0}, "expert_dim must be at least 1, got 0"),
         ({"images_per_group": 0}, "images_per_group must be at least 1, got 0"),
-        ({"expert_dropout": 1.0}, r"expert_dropout must lie in \[0, 1\), got 1.0"),
-        ({"expert_dropout": -0.1}, r"expert_dropout must lie in \[0, 1\), got -0.1"),
+        ({"expert_dropout": 1.0}, r"expert_dropout must be less than 1, got 1.0"),
+        ({"expert_dropout": -0.1}, r"expert_dropout must not be negative, got -0.1"),
         *(
             ({"layers": layers}, f"layers must be every_2, last_<n>, .* or block indices, got '{layers}'")
             for layers in ("every_3", "last_0", "last_2_even")
@@ -93,3 +97,61 @@ def test_router_gets_keys_of_block_image_and_token(router):
     assert calls[2][2] is calls[2][4] is None
     quiet(x, valid, keys_B)
     assert (calls[3][2] is None) == (getattr(quiet.router.config, "noise_std", 1) == 0)
+
+
+class PlainBlock(nn.Module):
+    """A pre-norm block as timm has it, which knows nothing of experts."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attn = nn.MultiheadAttention(dim, 2, batch_first=True)
+        self.mlp: nn.Module = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+@each_kind
+def test_a_layer_of_its_own_trains_in_a_plain_block(router):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(PlainBlock(D), PlainBlock(D), nn.Flatten(), nn.Linear(S * D, 2))
+        x = torch.randn(32, S, D)
+    label = (x.mean((1, 2)) > 0).long()
+    model[1].mlp = MoELayer(MoEConfig(num_experts=4, router=router), dim=D, hidden=4 * D, block=1)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(10):
+        losses.append(F.cross_entropy(model(x), label))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model[1].mlp.parameters())
+
+
+@each_kind
+def test_a_layer_of_its_own_starts_as_in_a_vit(router):
+    config = replace(
+        PRESETS["debug"], moe=MoEConfig(num_experts=4, router=router, layers=(1,), expert_dim=24)
+    )
+    state = torch.get_rng_state()
+    layer = MoELayer(config.moe, dim=config.width, hidden=config.mlp_dim, block=1, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)  # the global generator is not used
+    expected = ViT(config, seed=3).blocks[1].mlp.state_dict()
+    assert layer.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in layer.state_dict().items())
+    with torch.device("meta"):
+        assert next(MoELayer(config.moe, dim=8, hidden=8).parameters()).is_meta
+
+
+@each_kind
+def test_all_images_are_valid_unless_it_is_said_otherwise(router):
+    layer, x = MoELayer(MoEConfig(num_experts=4, router=router), dim=D, hidden=16), randn(4, S, D)
+    y, routing = layer(x, return_routing=True)
+    assert torch.equal(y, layer(x))
+    assert torch.equal(y, layer(x, torch.ones(4)))
+    assert routing.aux_G.shape == (4,)
+    assert not routing.stats
