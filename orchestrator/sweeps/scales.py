@@ -141,9 +141,13 @@ _ILSVRC2012 = {  # V-MoE-S/32 as released, vmoe_paper/vmoe_s32_last2_ilsvrc2012_
 _EIGHT = {  # experts of the two released V-MoE
     "model.moe.num_experts": 8,
     "model.moe.images_per_group": 8,
+    "model.moe.equal_init": True,  # split_rngs = False
     "model.moe.router.kind": "token_choice",
     "model.moe.router.k": 2,
     "model.moe.router.capacity_factor": 1.05,
+    # The defaults of the dispatcher, vmoe/moe.py, compute_capacity.
+    "model.moe.router.capacity_rounding": "ceil",
+    "model.moe.router.capacity_multiple_of": 4,
 }
 _RELEASED_S32 = _EIGHT | {
     "model.moe.layers": "last_2_odd",

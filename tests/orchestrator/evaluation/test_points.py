@@ -57,11 +57,11 @@ def test_a_grid_is_a_product():
         ("k=1", "an operating point has routing.k, "),
         ("train.lr=1", "an operating point has routing.k, "),
         ("routing.k", "an operating point has routing.k, "),
-        ("routing.k=many", "routing.k=many: k='many': Input should be a valid integer"),
-        ("routing.k=1.5", "k=1.5: Input should be a valid integer"),
+        ("routing.k=many", "routing.k=many: k must be an integer or None, got 'many'"),
+        ("routing.k=1.5", "k must be an integer or None, got 1.5"),
         ("routing.k=1,2", "give one value each; a list is written"),
-        ("routing.priority=best", "Input should be 'none', 'max' or 'sum'"),
-        ("routing.experts=[1,1]", "experts must be a number or a tuple of distinct indices"),
+        ("routing.priority=best", "priority must be 'none', 'max', 'sum' or None, got 'best'"),
+        ("routing.experts=[1,1]", "experts must be distinct indices"),
     ],
 )
 def test_what_is_not_a_point(text: str, message: str):

@@ -221,6 +221,42 @@ def test_an_arm_has_the_printed_size(row: Row) -> None:
         assert forward_gflops_2mac(run.model) == pytest.approx(float(row["forward_gflops"]), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("scale", "arm", "config"),
+    [
+        (
+            "in1k",
+            "S32-last2-8e-released",
+            # vmoe_paper/vmoe_s32_last2_ilsvrc2012_randaug_light1.py and common.py; 8 * 50 * 2 * 1.05 / 8 = 105
+            {"layers": (5, 7), "dropout": 0.2, "capacity": (108, 400), "representation": 512},
+        ),
+        (
+            "in21k",
+            "B16-every2-8e-released",
+            # vmoe_paper/pretrain_imagenet21k.py; 8 * 197 * 2 * 1.05 / 8 = 413.7
+            {"layers": (1, 3, 5, 7, 9, 11), "dropout": 0.0, "capacity": (416, 416), "representation": None},
+        ),
+    ],
+)
+def test_a_released_arm_has_the_values_of_its_config(scale: str, arm: str, config: dict[str, object]) -> None:
+    """Those that the table of published settings has no column for."""
+    model = Arm("vmoe", arm, scale).run().model
+    moe = model.moe
+    assert moe
+    router = moe.router
+    assert isinstance(router, TokenChoiceConfig)
+    # The released code rounds the capacity up, and then up to a multiple of 4.
+    assert (router.capacity_rounding, router.capacity_multiple_of) == ("ceil", 4)
+    assert (model.slots(), model.slots(router.evaluated())) == config["capacity"]
+    # split_rngs = False, "All experts share initialization."
+    assert moe.equal_init
+    assert (router.importance_weight, router.load_weight) == (0.005, 0.005)
+    assert (model.pooling, model.position, model.dropout) == ("token", "learned", 0.0)
+    assert model.moe_blocks() == config["layers"]
+    assert moe.expert_dropout == config["dropout"]
+    assert model.representation_size == config["representation"]
+
+
 def test_every_exception_is_one() -> None:
     for part in NO_ARM:
         assert any(part in row["arm"] for row in ROWS), part

@@ -135,7 +135,9 @@ def test_a_refused_suggestion_is_replaced_and_a_space_without_arms_is_an_error()
     def refused(trial: Any) -> dict[str, Any]:
         return {"train.lr": trial.suggest_float("train.lr", -2, -1)}
 
-    with pytest.raises(UsageError, match=rf"last {DRAWS} suggestions were all refused: .*lr must not be negative"):
+    with pytest.raises(
+        UsageError, match=rf"last {DRAWS} suggestions were all refused: .*lr must not be negative"
+    ):
         search("tpe", count=3, space=refused).next()
     with pytest.raises(UsageError, match="at least 1 trial, got 0"):
         search("tpe", count=0)
