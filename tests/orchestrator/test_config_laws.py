@@ -97,7 +97,7 @@ def test_an_override_below_an_absent_group_changes_one_leaf(cls: Any) -> None:
     """Whichever leaf is named, the group is its field's default, or that of its class, but for this leaf."""
     for field in fields(cls):
         kinds = [hint for name, hint in hints(cls) if name == field.name]
-        groups = [kind for kind in kinds if is_dataclass(kind)]
+        groups: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
         if not groups or type(None) not in kinds or groups[0].__name__ in NEEDED:
             continue
         group = field.default if is_dataclass(field.default) else groups[0]()

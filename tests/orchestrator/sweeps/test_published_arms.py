@@ -227,7 +227,7 @@ def test_an_arm_has_the_printed_size(row: Row) -> None:
         (
             "in1k",
             "S32-last2-8e-released",
-            # vmoe_paper/vmoe_s32_last2_ilsvrc2012_randaug_light1.py and common.py; 8 * 50 * 2 * 1.05 / 8 = 105
+            # vmoe_paper/vmoe_s32_last2_ilsvrc2012_randaug_light1.py; 8 * 50 * 2 * 1.05 / 8 = 105
             {"layers": (5, 7), "dropout": 0.2, "capacity": (108, 400), "representation": 512},
         ),
         (
