@@ -79,9 +79,11 @@ def _value(hint: Any, value: Any, path: str) -> Any:
 
 def _read(hint: Any, text: Any) -> Any:
     """Reads text as a number or a bool if the type takes no such text; the config checks the value."""
+    if not isinstance(text, str):
+        return text
     kinds = members(hint)
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    if not isinstance(text, str) or str in kinds or text in words:
+    if str in kinds or text in words:
         return text
     for kind in kinds:
         try:
