@@ -11,9 +11,10 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from orchestrator.frontier.figure import ROLES, SIZE_TITLE, Json, marker_px, number
+from orchestrator.frontier.figure import FADED, ROLES, SIZE_TITLE, Json, marker_px, number
 
 INK, MUTED, GRID, EDGE = "#1d2430", "#5b6675", "#e9ecf0", "#b8c0ca"
 # Okabe and Ito's colours and lighter ones, distinct in the common colour vision deficiencies.
@@ -82,6 +83,8 @@ def frontier_picture(plot: Json) -> Figure:
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.15)
     canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     titles = (unescape(part["title"]["text"]) for part in (layout, layout["xaxis"], layout["yaxis"]))
     subtitle = textwrap.wrap(unescape(layout["title"]["subtitle"]["text"]), 100)
     style_axes(axes, *titles, size=11, pad=11 + 13 * len(subtitle))
@@ -92,6 +95,9 @@ def frontier_picture(plot: Json) -> Figure:
     drawn = {trace["name"]: _draw(axes, trace, order) for order, trace in enumerate(traces, start=2)}
     roles = {label for label, _ in ROLES.values()}
     keys = [drawn[label] for label in sorted(drawn, key=lambda label: label in roles)]
+    if any(trace["meta"]["role"] == "dominated" for trace in traces):
+        faded = {"alpha": FADED, "linewidths": 0, "label": ROLES["dominated"][0]}
+        keys.append(axes.scatter([], [], (marker_px(1) * _PX) ** 2, MUTED, **faded))
     sizes = layout["meta"]["sizes"]
     if sizes:
         keys += axes.plot([], [], " ", label="\n" + SIZE_TITLE.replace(" per", "\nper"))
@@ -106,6 +112,8 @@ def frontier_picture(plot: Json) -> Figure:
     if not layout["meta"]["front"]:
         message = layout["annotations"][0]["text"]
         axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", color=MUTED)
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     canvas.draw()
     _name_points(axes, layout["meta"]["front"][:MOST_NAMES], traces)
     return figure
@@ -118,9 +126,10 @@ def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
     if "line" in trace:
         look = {"color": trace["line"]["color"], "linestyle": _DASHES[trace["line"]["dash"]]}
         if "text" in trace:
-            words = unescape(trace["text"][0].replace("<br>", "\n"))
-            axes.text(x[0], y[0], words, size=9.5, color=MUTED, va="bottom", parse_math=False)
-        (line,) = axes.plot(x, y, linewidth=1.2, label=label, zorder=z_order, **look)
+            at, side = (0, "left") if trace["text"][0] else (-1, "right")
+            words = unescape(trace["text"][at].replace("<br>", "\n"))
+            axes.text(x[at], y[at], words, size=9.5, color=MUTED, ha=side, va="bottom", parse_math=False)
+        (line,) = axes.plot(*_corners(trace), linewidth=1.2, label=label, zorder=z_order, **look)
         return line
     marker = trace["marker"]
     symbol, hollow = _MARKERS[marker["symbol"].removesuffix("-open")], marker["line"]["width"] > 0
@@ -147,12 +156,21 @@ def _draw(axes: Axes, trace: Json, z_order: float) -> Artist:
     )
 
 
+def _corners(trace: Json) -> tuple[list[float], list[float]]:
+    """Returns the x and y of a line's corners, with those of a staircase."""
+    x, y = trace["x"], trace["y"]
+    if trace["line"].get("shape") != "hv":
+        return x, y
+    return [x[0], *(at for at in x[1:] for _ in "hv")], [*(at for at in y[:-1] for _ in "hv"), y[-1]]
+
+
 def _name_points(axes: Axes, points: Sequence[Json], traces: Sequence[Json]) -> None:
     """Names points where the name touches no mark, line or other name. The first point is the knee."""
     axes.autoscale(False)
     taken, along = [text.get_window_extent() for text in axes.texts], [np.zeros((0, 2))]
     for trace in traces:
-        pixels = axes.transData.transform(np.stack([trace["x"], trace["y"]], 1))
+        corners = _corners(trace) if "line" in trace else (trace["x"], trace["y"])
+        pixels = axes.transData.transform(np.stack(corners, 1))
         if "line" in trace:
             steps = np.linspace(0, len(pixels) - 1, 100 * len(pixels))
             along.append(np.stack([np.interp(steps, np.arange(len(pixels)), axis) for axis in pixels.T], 1))

@@ -19,6 +19,7 @@ from orchestrator.frontier.points import UNKNOWN, Point, front_points, quartiles
 Json = dict[str, Any]
 
 TIMES = "\N{MULTIPLICATION SIGN}"
+FADED = 0.65  # opacity of dominated points
 GREY = "#7d8896"  # of lines, on white and on #14171c
 NOTHING_YET = "No finished trial with a known cost and quality"
 SIZE_TITLE = "Expert slots per token"
@@ -133,7 +134,10 @@ def frontier_plot(
     ]
     traces = [trace for trace in traces if trace["x"]]
     costs = [cost for trace in traces for cost in trace["x"]]
-    traces[:0] = [_baseline(baseline, quality, costs) for baseline, quality in baselines.items() if costs]
+    ends = sorted(counted, key=lambda point: point.cost)[:: max(len(counted) - 1, 1)]
+    traces[:0] = [
+        _baseline(baseline, quality, costs, ends) for baseline, quality in baselines.items() if costs
+    ]
     explained: set[str] = set()
     for trace in traces:
         trace |= {"legendgroup": trace["name"], "showlegend": trace["name"] not in explained}
@@ -147,7 +151,8 @@ def frontier_plot(
     layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
     layout["title"]["subtitle"] = {"text": plain(subtitle)}
     layout["meta"] = {"sizes": sizes, "front": named}
-    layout["xaxis"] |= {"type": "log", "nticks": 6, "exponentformat": "power"}
+    # With a format every tick of a log axis has its whole number: 200G, 500G, 1T.
+    layout["xaxis"] |= {"type": "log", "nticks": 6, "tickformat": "~s"}
     if front:
         layout["annotations"] = [_knee_label(named[0])]
     else:
@@ -202,22 +207,28 @@ def _line(
         "x": [point.cost for point in points],
         "y": [point.quality for point in points],
         "meta": {"role": role, "family": family},
-        "line": {"color": colour, "dash": dash, "width": 1.8},
+        # A staircase: between two models there is none, and the cheaper one is the best until the next.
+        "line": {"color": colour, "dash": dash, "width": 1.8, "shape": "hv"},
         "visible": "legendonly" if role == "family" else True,
         "hoverinfo": "skip",
     }
 
 
-def _baseline(name: str, quality: float, costs: Sequence[float]) -> Json:
-    """A horizontal line over the drawn costs, labelled at its cheap end, where few points are as good."""
+def _baseline(name: str, quality: float, costs: Sequence[float], ends: Sequence[Point]) -> Json:
+    """A horizontal line over the drawn costs, labelled at the end whose point, the cheapest or the dearest of
+    the sweep, is farther away from it.
+    """
+    label = "<br>".join(map(plain, textwrap.wrap(f"{name}: {quality:.3f}", 22)))
+    distances = [abs(point.quality - quality) for point in ends]
+    at_left = not distances or distances[0] >= distances[-1]
     return {
         "type": "scatter",
         "mode": "lines+text",
         "name": ROLES["baseline"][0],
         "x": [min(costs), max(costs)],
         "y": [quality, quality],
-        "text": ["<br>".join(map(plain, textwrap.wrap(f"{name}: {quality:.3f}", 22))), ""],
-        "textposition": "top right",
+        "text": [label, ""] if at_left else ["", label],
+        "textposition": "top right" if at_left else "top left",
         "cliponaxis": False,  # the highest line has little room above it
         "meta": {"role": "baseline", "family": ""},
         "line": {"color": GREY, "dash": "dot", "width": 1.4},
@@ -236,7 +247,7 @@ def _marks(points: Sequence[Point], role: str, style: FamilyStyle, cost_name: st
         "symbol": (symbol or style.symbol) + ("-open" if hollow else ""),
         "color": style.colour,
         "size": [size or marker_px(point.size) for point in points],
-        "opacity": 0.65 if role == "dominated" else 1,
+        "opacity": FADED if role == "dominated" else 1,
         "line": {"width": 1.4 if hollow else 0},
     }
     return {

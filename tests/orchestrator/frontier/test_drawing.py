@@ -72,6 +72,15 @@ def test_picture_as_svg_of_all_there_is(tmp_path: Path) -> None:
         assert entry in comments
 
 
+def test_the_front_is_a_staircase_over_ticks_with_whole_numbers() -> None:
+    axes = frontier_picture(FRONTIER.plot()).axes[0]
+    (front,) = [line for line in axes.lines if line.get_label() == "Frontier"]
+    corners = [(2e10, 0.8), (3e10, 0.8), (3e10, 0.9), (9e10, 0.9), (9e10, 0.93), (8e11, 0.93), (8e11, 0.95)]
+    assert [*zip(*front.get_data(), strict=True)] == corners
+    assert {"20G", "200G", "1T"} <= {tick.get_text() for tick in axes.get_xticklabels()}
+    assert "Dominated" in [text.get_text() for text in axes.figure.legends[0].get_texts()]
+
+
 def test_names_in_the_picture_do_not_overlap() -> None:
     axes = frontier_picture(many(300).plot()).axes[0]
     texts = [text for text in axes.texts if isinstance(text, Text) and text.get_text()]

@@ -62,7 +62,8 @@ def test_each_complete_point_is_drawn_once() -> None:
 
 def test_lines_of_the_front_and_of_the_families() -> None:
     plot = FRONTIER.plot()
-    assert of_role(plot, "frontier", "lines")[""]["x"] == [2e10, 3e10, 9e10, 8e11]
+    front = of_role(plot, "frontier", "lines")[""]
+    assert (front["x"], front["line"]["shape"]) == ([2e10, 3e10, 9e10, 8e11], "hv")
     assert of_role(plot, "dense", "lines")["dense"]["x"] == [2e10, 3e11]
     soft = of_role(plot, "family", "lines")["soft"]
     assert (soft["x"], soft["visible"]) == ([3e10, 9e10], "legendonly")
@@ -77,6 +78,15 @@ def test_a_baseline_is_a_labelled_line_that_does_not_count() -> None:
     assert (trace["text"][0], trace["line"]["dash"]) == ("&lt;linear&gt;: 0.876", "dot")
     assert (linear.front, linear.hypervolume) == (FRONTIER.front, FRONTIER.hypervolume)
     assert of_role(replace(linear, points=(), retrained=()).plot(), "baseline", "lines+text") == {}
+
+
+def test_a_baseline_is_labelled_where_no_point_covers_it() -> None:
+    """The cheapest point has a quality of 0.8, the dearest one of 0.95."""
+    for quality, texts, side in ((0.8, ["", "b: 0.800"], "left"), (0.95, ["b: 0.950", ""], "right")):
+        (trace,) = of_role(
+            replace(FRONTIER, baselines={"b": quality}).plot(), "baseline", "lines+text"
+        ).values()
+        assert (trace["text"], trace["textposition"]) == (texts, f"top {side}")
 
 
 def test_bars_over_seeds_and_over_quartiles_of_measured_costs() -> None:
