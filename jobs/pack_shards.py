@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jobs._cli import check_writable, command, on_cluster
@@ -46,6 +47,9 @@ class PackFlags:
     download: bool = flag(False, "let torchvision fetch what is missing")
     image_column: str | None = flag(None, "column of parquet files; default: image, img, jpg, ..")
     label_column: str | None = flag(None, "column of parquet files; default: label, cls, class, ..")
+    background: str | None = flag(
+        None, "colour under transparent pixels, as white or #808080; default: alpha is dropped"
+    )
 
 
 def main() -> None:
@@ -58,8 +62,9 @@ def pack_source(flags: PackFlags) -> None:
     """Packs the source and prints a report. Raises UsageError for an --out that cannot be used."""
     from orchestrator import storage
     from orchestrator.data.formats import Columns
-    from orchestrator.data.packing import check_free, pack
+    from orchestrator.data.packing import check_free, encode_for_shard, pack
     from orchestrator.data.sources import open_source
+    from orchestrator.data.transparency import colour
 
     if not flags.out:
         raise UsageError("--out is empty: name a directory or URI")
@@ -71,6 +76,7 @@ def pack_source(flags: PackFlags) -> None:
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
     if not flags.overwrite:
         check_free(out)
+    encode = partial(encode_for_shard, background=colour(flags.background) if flags.background else None)
     check_writable("--out", out)
     source = open_source(
         flags.source,
@@ -80,10 +86,11 @@ def pack_source(flags: PackFlags) -> None:
         columns=Columns(flags.image_column, flags.label_column),
         execute=on_cluster,
     )
-    print_report(out, pack(out, source, overwrite=flags.overwrite, execute=on_cluster))
+    report = pack(out, source, overwrite=flags.overwrite, execute=on_cluster, encode=encode)
+    print_report(out, report, flags.background)
 
 
-def print_report(out: str, report: Report) -> None:
+def print_report(out: str, report: Report, background: str | None) -> None:
     from orchestrator.data.sources import NOT_AN_IMAGE
 
     manifest = report.manifest
@@ -104,6 +111,10 @@ def print_report(out: str, report: Report) -> None:
         if missing:
             print(f"warning: {split} has no image of {len(missing)} classes: {', '.join(missing[:SHOWN])}")
     rows = {split: manifest.rows(split) for split in manifest.splits}
+    if report.transparent:
+        done = f"were put on {background}" if background else "are trained on without their alpha"
+        hint = "" if background else ": --background white shows a colour of your choice below it"
+        print(f"{report.transparent:,} of {sum(rows.values()):,} images have transparency and {done}{hint}")
     if len(report.skipped) > sum(rows.values()):
         print(f"warning: more than half of all files were skipped, see {out}/skipped.txt")
     several = f", up to {manifest.labels} labels per image" if manifest.labels > 1 else ""

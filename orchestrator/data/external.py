@@ -56,7 +56,8 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
     if not has_manifest(data_set):
         log.info("reading %d shards of %s once", len(sizes), folder)
         splits = {storage.join(folder, name): split for name, split in splits_of(sizes, folder).items()}
-        parts = with_progress(execute(index_file, list(splits)), len(splits), "indexed")
+        parts = execute(index_file, list(splits))
+        parts = with_progress(parts, len(splits), "indexed", lambda part: len(part.keys))
         table = Table(parts, splits, VAL_FRAC)
         _check_classes(table, folder)
         save_manifest(data_set, _write(data_set, table))

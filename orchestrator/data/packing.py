@@ -24,6 +24,7 @@ from orchestrator.data.index import IndexedShard, records_of, write_index
 from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
+from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
@@ -37,23 +38,43 @@ KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 log = logging.getLogger(__name__)
 
 
-def encode_for_shard(encoded: bytes) -> bytes:
+class Encoded(NamedTuple):
+    """The bytes of an image in a shard, and whether it had transparent pixels."""
+
+    image: bytes
+    transparent: bool = False
+
+
+def encode_for_shard(encoded: bytes, background: Colour | None = None) -> Encoded:
     """Returns JPEG, PNG and WebP as they are, and any other image as PNG of the pixels that training sees.
+    An image with transparent pixels is put on `background`, if there is one.
 
     Raises:
         BadImage: for an image that training cannot decode.
     """
     pixels = decode(encoded)
-    return encoded if KEPT.match(encoded) else encode_png(pixels.permute(1, 2, 0).numpy())
+    shown = on_background(encoded, background)
+    transparent = shown is not None
+    encoded = shown or encoded
+    if KEPT.match(encoded):
+        return Encoded(encoded, transparent)
+    return Encoded(encode_png(pixels.permute(1, 2, 0).numpy()), transparent)
 
 
 class Packed(NamedTuple):
-    """A packed shard (None if no image was valid), the samples skipped, and the images of each label."""
+    """A packed shard (None if no image was valid), the samples skipped, the images of each label, and the
+    number of images with transparent pixels.
+    """
 
     path: str
     shard: tuple[Shard, IndexedShard] | None
     skipped: tuple[str, ...]
     labels: Counter[int]
+    transparent: int
+
+    @property
+    def images(self) -> int:
+        return self.shard[0].rows if self.shard else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +83,13 @@ class Report:
 
     skipped: all files and samples left out, with the reason; also in `skipped.txt` beside the manifest.
     labels: split -> how many images have each label.
+    transparent: number of images with transparent pixels, whose alpha is dropped or was put on a background.
     """
 
     manifest: Manifest
     skipped: tuple[str, ...]
     labels: Mapping[str, Counter[int]]
+    transparent: int = 0
 
 
 def pack(
@@ -75,7 +98,7 @@ def pack(
     *,
     overwrite: bool = False,
     execute: Execute = map,
-    encode: Callable[[bytes], bytes] = encode_for_shard,
+    encode: Callable[[bytes], Encoded] = encode_for_shard,
 ) -> Report:
     """Packs a source's valid images; the manifest is written last. The same source gives the same bytes.
 
@@ -96,8 +119,8 @@ def pack(
     warn_if_sorted(labels_of, "the source", SORTED_HINT)
     most_labels = max((1 + len(s.others) for _, samples in tasks for s in samples), default=1)
     work = partial(pack_shard, out, source.fetch, encode, most_labels=most_labels)
-    results = execute(work, tasks)
-    done = sorted(with_progress(results, len(tasks), "packed"), key=lambda packed: packed.path)
+    results = with_progress(execute(work, tasks), len(tasks), "packed", lambda packed: packed.images)
+    done = sorted(results, key=lambda packed: packed.path)
     skipped = (*source.skipped, *(line for packed in done for line in packed.skipped))
     if skipped:
         storage.write_bytes(storage.join(out, "skipped.txt"), "".join(f"{s}\n" for s in skipped).encode())
@@ -117,13 +140,14 @@ def pack(
     )
     save_manifest(out, manifest)
     storage.delete(storage.join(out, UNFINISHED))
-    return Report(manifest=manifest, skipped=skipped, labels=labels)
+    transparent = sum(packed.transparent for packed in done)
+    return Report(manifest=manifest, skipped=skipped, labels=labels, transparent=transparent)
 
 
 def pack_shard(
     out: str,
     fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
-    encode: Callable[[bytes], bytes],
+    encode: Callable[[bytes], Encoded],
     task: tuple[str, Sequence[Sample]],
     *,
     most_labels: int = 1,
@@ -133,23 +157,25 @@ def pack_shard(
     `most_labels`: the most labels of an image of the data set.
     """
     path, samples = task
-    valid, skipped = [], []
+    valid, skipped, transparent = [], [], 0
     for sample, content in zip(samples, fetch([sample.image for sample in samples]), strict=True):
         try:
             if isinstance(content, BadImage):
                 raise content
-            valid.append(sample._replace(image=encode(content)))
+            encoded = encode(content)
+            valid.append(sample._replace(image=encoded.image))
+            transparent += encoded.transparent
         except BadImage as error:
             skipped.append(f"{sample.key}: {error}")
     shard = write_shard(out, path, valid, most_labels) if valid else None
     labels = Counter(label for sample in valid for label in (sample.label, *sample.others))
-    return Packed(path, shard, tuple(skipped), labels)
+    return Packed(path, shard, tuple(skipped), labels, transparent)
 
 
 def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]]) -> Manifest:
     """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
-    return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=bytes).manifest
+    return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=Encoded).manifest
 
 
 def write_shard(

@@ -309,14 +309,19 @@ def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str
     return {name: names[split] for name, split in hints.items() if split in names}
 
 
-def with_progress(results: Iterable[Any], tasks: int, done: str) -> Iterator[Any]:
-    """Yields the results of `tasks` tasks, a shard each, and logs the rate."""
+def with_progress(
+    results: Iterable[Any], tasks: int, done: str, images: Callable[[Any], int]
+) -> Iterator[Any]:
+    """Yields the results of `tasks` tasks, a shard each, and logs how many `images` they hold per second."""
     began = reported = time.monotonic()
+    count = 0
     for number, result in enumerate(results, start=1):
+        count += images(result)
         now = time.monotonic()
         if now - reported >= PROGRESS_EVERY_S:
             reported = now
-            log.info("%s %d of %d shards, %.1f/s", done, number, tasks, number / (now - began))
+            rate = count / (now - began)
+            log.info("%s %d of %d shards, %d images, %.0f images/s", done, number, tasks, count, rate)
         yield result
 
 

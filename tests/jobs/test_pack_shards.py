@@ -6,12 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from jobs import pack_shards
 from orchestrator.data import packing
+from orchestrator.data.images import decode
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import pack
 from orchestrator.data.sources import open_source
@@ -42,6 +46,34 @@ def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.
     assert train.endswith(" MB in 2 shards")
     assert val.startswith("val: 907 images, 0.")
     assert end == f"{tmp_path}: 890 training and 907 validation images, 10 classes, 0 skipped"
+
+
+def test_transparency_is_named_and_can_be_put_on_a_background(call: Call, tmp_path: Path) -> None:
+    """The pixel is blue under full transparency, which training would show without a background."""
+    glass, opaque = BytesIO(), BytesIO()
+    Image.new("RGBA", (8, 8), (0, 0, 255, 0)).save(glass, "PNG")
+    Image.new("RGBA", (8, 8), (0, 0, 255, 255)).save(opaque, "PNG")
+    pictures = {f"{c}/{n}.png": glass.getvalue() for c in "ab" for n in range(4)}
+    write(tmp_path / "in", pictures | {"a/opaque.png": opaque.getvalue()})
+    source = ("--source", f"folder:{tmp_path / 'in'}", "--out", str(tmp_path / "out"), "--val-frac", "0.5")
+    error, lines = call(*source)
+    assert error == ""
+    assert (
+        "8 of 9 images have transparency and are trained on without their alpha: --background white shows a"
+        " colour of your choice below it" in lines
+    )
+    assert corners(tmp_path / "out") == {(0, 0, 255)}
+    _, lines = call(*source, "--overwrite", "--background", "white")
+    assert "8 of 9 images have transparency and were put on white" in lines
+    assert corners(tmp_path / "out") == {(0, 0, 255), (255, 255, 255)}
+    error, _ = call(*source, "--overwrite", "--background", "whyte")
+    assert "unknown colour 'whyte'" in str(error)
+
+
+def corners(data_set: Path) -> set[tuple[int, ...]]:
+    """Returns the first pixels of all images as training sees them."""
+    tables = [pq.read_table(path) for path in data_set.glob("*/*.parquet")]
+    return {tuple(decode(x)[:, 0, 0].tolist()) for table in tables for x in table["image"].to_pylist()}
 
 
 def test_several_labels_per_image(call: Call, tmp_path: Path) -> None:

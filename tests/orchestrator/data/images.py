@@ -147,7 +147,7 @@ def everything(source: Source) -> tuple[dict[str, Taken], list[str]]:
             try:
                 if isinstance(content, BadImage):
                     raise content
-                taken[sample.key] = Taken(split, sample.label, encode_for_shard(content))
+                taken[sample.key] = Taken(split, sample.label, encode_for_shard(content).image)
             except BadImage:
                 skipped.append(sample.key)
     return taken, skipped

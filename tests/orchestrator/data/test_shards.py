@@ -15,7 +15,7 @@ from orchestrator.data import shards
 from orchestrator.data.cache import CACHE_FOLDER, TOTAL
 from orchestrator.data.index import RECORD, IndexedShard, records_of, sample_ids, write_index
 from orchestrator.data.manifest import Manifest, Shard, open_manifest
-from orchestrator.data.packing import pack_shard, write_shards
+from orchestrator.data.packing import Encoded, pack_shard, write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.shards import DataSet, fetch_whole
 from orchestrator.errors import UsageError
@@ -47,7 +47,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def data_set(root: str, *, whole: bool = False) -> DataSet:
     """Packs `IMAGES` into three shards."""
     samples = [Sample(*each) for each in zip(IMAGES, LABELS, KEYS, strict=True)]
-    done = [pack_shard(root, iter, bytes, (f"{i}", samples[i : i + 7])) for i in range(0, 20, 7)]
+    done = [pack_shard(root, iter, Encoded, (f"{i}", samples[i : i + 7])) for i in range(0, 20, 7)]
     found, indexed = zip(*(packed.shard for packed in done if packed.shard), strict=True)
     index = {split: write_index(root, split, indexed) for split in ("train", "val")}
     splits = {"train": found, "val": found}
