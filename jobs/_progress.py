@@ -141,7 +141,7 @@ class SweepProgress(Watch):
     """Follows the trials of a sweep: a bar for each on a terminal, else a line for each now and then.
 
     Args:
-        trials: the number of trials of a search, which draws them one by one.
+        trials: arms that a search draws one by one; each is a trial for every seed.
     """
 
     def __init__(self, sweep: Sweep, *, trials: int | None = None) -> None:
@@ -155,7 +155,8 @@ class SweepProgress(Watch):
         self._bars = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
 
     def trials(self) -> int:
-        return self._trials or (len(self.run.queue.states) if self.run else 0)
+        known = len(self.run.queue.states) if self.run else 0
+        return max(known, (self._trials or 0) * max(1, len(self._sweep.seeds)))
 
     def __enter__(self) -> Self:
         self._bars.start()

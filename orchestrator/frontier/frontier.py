@@ -30,7 +30,7 @@ class Frontier:
 
     `reference` maps the quality metric, the cost metric and further costs to the worst values that
     hypervolumes count. It belongs to the sweep, so hypervolumes of the same sweep compare, whichever trials
-    have ended.
+    have ended, until an arm is added that costs more than all before.
     """
 
     name: str

@@ -81,7 +81,7 @@ def _file(name: str) -> str:
 def _states(frontier: Frontier) -> dict[str, int]:
     """State -> trials in it; not arms, which have a trial for each seed."""
     found = Counter(state for _, state in frontier.trials)
-    states = ("finished", "failed", "diverged", "stopped", "running", "not started")
+    states = ("finished", "failed", "diverged", "stopped", "interrupted", "running", "not started")
     return {state: found[state] for state in states if found[state] or state in states[:3]}
 
 

@@ -17,8 +17,8 @@ from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
 UNKNOWN = "\N{EN DASH}"
 SPACE = "log10 cost, 1 - quality"
 
-# A stopped trial ended early and has no final quality.
-Status = Literal["finished", "stopped", "diverged", "failed", "running"]
+# Only a finished trial has a final quality. Early stopping ended a stopped one; an interrupted one may go on.
+Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,12 +86,12 @@ class MultiObjectiveASHA:
                 yield Job(state=first, until=first.steps if small else self._next_rung(first))
 
     def predictions(self, states: Sequence[TrialState]) -> dict[Hashable, float]:
-        """Returns arm -> its predicted final quality, for arms that have reached a rung."""
+        """Returns arm -> its predicted final quality, for arms that have reached a rung and did not fail."""
         if not states:
             return {}
         arms = _by_arm(states)
         _, mean, _ = self._predict_arms(arms)
-        tried = [any(s.reached for s in seeds) for seeds in arms]
+        tried = [any(s.reached for s in seeds) and not any(s.failed for s in seeds) for seeds in arms]
         return {seeds[0].arm: float(m) for seeds, m, yes in zip(arms, mean, tried, strict=True) if yes}
 
     def _predict_arms(self, arms: Sequence[Sequence[TrialState]]) -> tuple[Floats, Floats, Floats]:

@@ -1,11 +1,9 @@
 """The budget of a sweep, in device-hours or money: what was spent, and whether the next job still fits."""
 
-import json
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import yaml
@@ -16,8 +14,9 @@ from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import from_dict
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
-from orchestrator.training.run_directory import Result, checkpoint_directory
+from orchestrator.training.run_directory import Result, checkpoint_directory, read_json, write_json
 
+SAVE_EVERY_S = 30.0
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
 
 
@@ -88,20 +87,37 @@ class Budget:
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
 
-class RunningJob(NamedTuple):
+@dataclass(kw_only=True)
+class RunningJob:
+    """A running job; `reports` has the step and the time of its first and its last report."""
+
+    state: TrialState
     began: float
     predicted_s: float
-    workers: int
     first_step: int
+    reports: list[tuple[int, float]] = field(default_factory=list)
 
     def held_s(self) -> float:
-        return (time.monotonic() - self.began) * self.workers
+        """Device-seconds since its start."""
+        return self._device_s(time.monotonic() - self.began)
+
+    def pace(self) -> list[tuple[float, float]]:
+        """FLOPs and device-seconds between its reports, without the start of its process; none before two."""
+        if len(self.reports) < 2:
+            return []
+        (first, began), (last, now) = self.reports
+        return [(_flops(self.state, first, last), self._device_s(now - began))]
+
+    def _device_s(self, seconds: float) -> float:
+        return seconds * self.state.trial.run.scale.workers
 
 
 class BudgetTracker:
     """Counts the device-seconds that jobs hold, from start to end, over all processes that run the sweep.
 
-    The duration of a job is predicted from the ended jobs nearest in FLOPs.
+    The duration of a job is predicted from the ended jobs nearest in FLOPs. A job that did not end before its
+    process did is charged all the same, and teaches its pace: by `leave`, or by the next process from what
+    the last `save` wrote.
 
     Args:
         directory: of the sweep; its file ``spent.json`` survives the process.
@@ -113,10 +129,13 @@ class BudgetTracker:
         self.budget = budget
         self.flops_per_s = flops_per_s
         self._file = storage.join(directory, "spent.json")
-        kept = json.loads(storage.read_bytes(self._file)) if storage.size(self._file) else {}
+        kept = read_json(self._file) or {}
         self.spent_s: float = kept.get("device_s", 0.0)
         self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
         self._running: dict[str, RunningJob] = {}
+        self._saved_s = time.monotonic()
+        for left in kept.get("running", ()):
+            self._charge(left["device_s"], left["pace"])
 
     def admits(self, job: Job, state: TrialState) -> bool:
         """Whether the job fits beside what is spent and what running jobs still need."""
@@ -129,8 +148,17 @@ class BudgetTracker:
         saved = checkpoints.steps(checkpoint_directory(job.trial.run))
         first = max([job.state.begins_at, *saved])
         predicted = self.predict_s(_flops(job.state, first, job.until))
-        workers = job.trial.run.scale.workers
-        self._running[job.trial.name] = RunningJob(time.monotonic(), predicted, workers, first)
+        self._running[job.trial.name] = RunningJob(
+            state=job.state, began=time.monotonic(), predicted_s=predicted, first_step=first
+        )
+        self.save()
+
+    def report(self, name: str, step: int) -> None:
+        """Notes that a running job has reached a step."""
+        if job := self._running.get(name):
+            job.reports[1:] = [(step, time.monotonic())]
+        if time.monotonic() - self._saved_s > SAVE_EVERY_S:
+            self.save()
 
     def record(self, job: Job, outcome: Outcome) -> None:
         """Notes the end of a job: the device-seconds that it held are spent.
@@ -139,11 +167,26 @@ class BudgetTracker:
         """
         ended = self._running.pop(job.trial.name)
         held_s = ended.held_s()
+        flops = _flops(job.state, ended.first_step, outcome.step) if isinstance(outcome, Result) else 0.0
+        self._charge(held_s, [(flops, held_s)] if flops else [])
+        self.save()
+
+    def leave(self) -> None:
+        """Notes that this process ends, and with it all jobs that still run."""
+        for job in self._running.values():
+            self._charge(job.held_s(), job.pace())
+        self._running.clear()
+        self.save()
+
+    def save(self) -> None:
+        """Writes what is spent, and what running jobs hold so far: every half minute while they run."""
+        self._saved_s = time.monotonic()
+        running = [{"device_s": job.held_s(), "pace": job.pace()} for job in self._running.values()]
+        write_json(self._file, {"device_s": self.spent_s, "jobs": self._ended, "running": running})
+
+    def _charge(self, held_s: float, pace: Iterable[tuple[float, float]]) -> None:
         self.spent_s += held_s
-        if isinstance(outcome, Result) and (flops := _flops(job.state, ended.first_step, outcome.step)):
-            self._ended.append((flops, held_s))
-        kept = {"device_s": self.spent_s, "jobs": self._ended}
-        storage.write_bytes(self._file, json.dumps(kept).encode())
+        self._ended += pace
 
     def predict_s(self, flops: float) -> float:
         """Device-seconds of a job with that many FLOPs.

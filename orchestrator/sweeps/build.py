@@ -1,6 +1,7 @@
 """The frontier of a sweep, from its directory or from MLflow."""
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +17,19 @@ from orchestrator.frontier.published import papers_metric, published
 from orchestrator.sweeps.operating import TABLE, read_operating, with_operating
 from orchestrator.sweeps.sweep import settings
 from orchestrator.tracking.find import RunInfo, children, find_sweep
-from orchestrator.tracking.projection import CONSTANT
+from orchestrator.tracking.projection import CONSTANT, status_of
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.run_directory import (
     Result,
     SweepRecord,
-    read_error,
     read_json,
-    read_pauses,
-    read_result,
     read_run,
+    read_state,
     read_sweep,
 )
 from orchestrator.training.worker import costs
+
+log = logging.getLogger(__name__)
 
 PANELS = (  # costs that are drawn where every complete trial has them
     "cost/train_flops_6mac",
@@ -43,7 +44,7 @@ MEASURED = (  # metric, label in the hover and the table
     ("cost/params", "parameters"),
     ("moe/dropped_frac", "dropped tokens"),
 )
-WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "stopped", "finished")
+WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "interrupted", "stopped", "finished")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,30 +70,23 @@ class TrialRecord:
     weights: str = ""
 
 
-def read_trials(directory: str, sweep: SweepRecord) -> list[TrialRecord]:
-    """The trials of a sweep that have begun, from their directories."""
+def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> list[TrialRecord]:
+    """The trials of a sweep that have begun, from their directories. `live`: a command trains them."""
     found = []
     for name, labels in sweep.trials.items():
         folder = storage.join(directory, labels["directory"])
         if (record := read_run(folder)) is None:
             continue
-        result, pauses = read_result(folder), read_pauses(folder)
-        status: Status = "running" if sweep.status == "running" else "failed"
-        if result is not None:
-            status = "finished" if result.status == "finished" else "diverged"
-        elif read_error(folder):
-            status = "failed"
-        elif pauses:
-            status = "stopped"
-        last = result or (pauses[-1] if pauses else None)
+        state = read_state(folder, live=live, over=sweep.is_over(), quality=sweep.quality)
+        result, ends = state.result, [*state.pauses, *([state.result] if state.result else [])]
         found.append(
             TrialRecord(
                 run_id=name,
                 labels=labels,
                 config=from_dict(RunConfig, record.config),
-                status=status,
-                metrics=last.metrics if last else {},
-                spending=_spending([*pauses, *([result] if result else [])]),
+                status=state.status,
+                metrics=ends[-1].metrics if ends else {},
+                spending=_spending(ends),
                 checkpoint=result.checkpoint if result else "",
                 weights=result.weights if result else "",
             )
@@ -100,18 +94,18 @@ def read_trials(directory: str, sweep: SweepRecord) -> list[TrialRecord]:
     return found
 
 
-def sweep_frontier(directory: str) -> tuple[Frontier, SweepRecord, list[TrialRecord]]:
-    """The frontier of the sweep in a directory, and what it is made from.
+def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, SweepRecord, list[TrialRecord]]:
+    """The frontier of the sweep in a directory, and what it is made from. `live`: a command trains there.
 
     Raises:
         UsageError: if there is no sweep, or none of its trials has begun.
     """
     if (sweep := read_sweep(directory)) is None:
         raise UsageError(f"no sweep in {directory}")
-    if not (trials := read_trials(directory, sweep)):
+    if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
     rows = read_json(storage.join(directory, TABLE)) or []
-    return with_operating(build_frontier(sweep, trials), rows), sweep, trials
+    return with_operating(build_frontier(sweep, trials, live=live), rows), sweep, trials
 
 
 def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
@@ -136,8 +130,10 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
         reference=json.loads(parent.tags.get("reference", "{}")),
         baselines=json.loads(parent.tags.get("baselines", "{}")),
+        status="finished" if parent.status in ("FINISHED", "FAILED") else "interrupted",
     )
-    return with_operating(build_frontier(sweep, [_from_mlflow(run) for run in runs]), read_operating(parent))
+    frontier = build_frontier(sweep, [_from_mlflow(run) for run in runs], live=parent.status == "RUNNING")
+    return with_operating(frontier, read_operating(parent))
 
 
 def _from_mlflow(run: RunInfo) -> TrialRecord:
@@ -146,26 +142,21 @@ def _from_mlflow(run: RunInfo) -> TrialRecord:
         run_id=run.tags.get("trial", run.name),
         labels=run.tags,
         config=run.config(),
-        status=_mlflow_status(run),
+        status=status_of(run),
         metrics={**run.metrics, **constants},
         spending=((run.end_s or math.inf, own_seconds(run.metrics)),),
         url=run.url,
     )
 
 
-def _mlflow_status(run: RunInfo) -> Status:
-    if run.tags.get("diverged") == "true":
-        return "diverged"
-    if run.status != "FINISHED" and (run.tags.get("stopped") or run.tags.get("paused")):
-        return "stopped"
-    return {"FINISHED": "finished", "RUNNING": "running"}.get(run.status, "failed")  # pyright: ignore
-
-
-def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord]) -> Frontier:
-    """The points of a sweep: an arm is the mean over its seeds, which all must be complete to be judged."""
+def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: bool) -> Frontier:
+    """The points of a sweep: an arm is the mean over its seeds, which all must be complete to be judged.
+    `live`: a command trains it.
+    """
     by_role = {r: [t for t in trials if t.labels["role"] == r] for r in ("trial", "confirm", "trunk")}
-    points = _points(by_role["trial"], sweep, seeds=max(1, len(sweep.seeds)))
-    retrained = _points(by_role["confirm"], sweep, seeds=1)
+    incomplete: Status = "running" if live else "stopped" if sweep.is_over() else "interrupted"
+    points = _points(by_role["trial"], sweep, max(1, len(sweep.seeds)), incomplete)
+    retrained = _points(by_role["confirm"], sweep, 1, incomplete)
     note = ""
     if by_role["trunk"]:
         marginal = "marginal" in sweep.cost
@@ -221,21 +212,43 @@ def _papers(sweep: SweepRecord, runs: Iterable[RunConfig]) -> tuple[Point, ...]:
 def complete_reference(
     sweep: SweepRecord, points: Sequence[Point], trials: Sequence[TrialRecord]
 ) -> dict[str, float]:
-    """The sweep's reference, and for costs that it lacks 1.1 times the highest of these points."""
-    found = {sweep.quality: 1 / min(trial.config.model.num_classes for trial in trials)}
+    """The sweep's reference, raised to these points; costs of which no point is known yet count from 1."""
+    highest = dict[str, float]()
     for name in (sweep.cost, *PANELS):
         known = [p.cost if name == sweep.cost else p.costs.get(name, math.nan) for p in points]
         if positive := [cost for cost in known if 0 < cost < math.inf]:
-            found[name] = 1.1 * max(positive)
-    return {sweep.cost: 1.0, **found, **sweep.reference}
+            highest[name] = max(positive)
+    chance = 1 / min(trial.config.model.num_classes for trial in trials)
+    return {sweep.cost: 1.0, sweep.quality: chance, **raised_reference(sweep.reference, highest)}
 
 
-def _points(trials: Sequence[TrialRecord], sweep: SweepRecord, *, seeds: int) -> tuple[Point, ...]:
+def raised_reference(reference: Mapping[str, float], highest: Mapping[str, float]) -> dict[str, float]:
+    """The reference, or 1.1 times the highest cost where that is not below it: such an arm would count
+    nothing.
+    """
+    raised = {name: 1.1 * cost for name, cost in highest.items() if cost >= reference.get(name, 0.0)}
+    return {**reference, **raised}
+
+
+def say_raised(before: Mapping[str, float], after: Mapping[str, float], cost_name: str) -> None:
+    """Warns that hypervolumes from before a raise of the reference do not compare."""
+    if before.get(cost_name, math.inf) < after[cost_name]:
+        log.warning(
+            "the reference of hypervolumes rises from %.4g to %.4g %s, because an arm costs more than all"
+            " before: hypervolumes from before and from now on do not compare",
+            before[cost_name],
+            after[cost_name],
+            cost_name,
+        )
+
+
+def _points(
+    trials: Sequence[TrialRecord], sweep: SweepRecord, seeds: int, incomplete: Status
+) -> tuple[Point, ...]:
+    """`incomplete`: the status of an arm of which a seed has not begun."""
     arms: dict[str, list[TrialRecord]] = {}
     for trial in trials:
         arms.setdefault(trial.labels["arm"], []).append(trial)
-    # Seeds that have not begun will not begin once no trial runs.
-    incomplete: Status = "running" if any(trial.status == "running" for trial in trials) else "stopped"
     return tuple(_point(arm, same, sweep, seeds, incomplete) for arm, same in arms.items())
 
 

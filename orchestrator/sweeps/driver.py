@@ -26,17 +26,19 @@ from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.build import raised_reference, say_raised
 from orchestrator.sweeps.estimate import settled
 from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.publish import publish
-from orchestrator.sweeps.queue import Policy, RunToCompletion
+from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
-from orchestrator.sweeps.search import OptunaSearch
-from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.search import OptunaSearch, sample
+from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.fit import check_data, check_start, fit, start
+from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.run_directory import (
     DATA,
@@ -48,6 +50,7 @@ from orchestrator.training.run_directory import (
     new_key,
     raise_changed,
     read_sweep,
+    result_of,
     run_directory,
     write_error,
     write_sweep,
@@ -57,6 +60,7 @@ from orchestrator.training.worker import Report, costs
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "resume", "fresh"]
+SAMPLED = 200  # draws of a space that set the reference of a search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,17 +199,20 @@ def trained_trials(
     with _working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
-            status = "killed"
+            status = "interrupted"
+            budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
             try:
-                budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
                 run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search, watch)
                 run.work()
+                status = run.end()
+                update_sweep(directory, lambda was: {"status": status})
                 yield run
-                status = "failed" if run.failures() else "finished"
+                status = run.end()
             except Exception:
                 status = "failed"
                 raise
             finally:
+                budget.leave()
                 update_sweep(directory, lambda was: {"status": status})
 
 
@@ -239,6 +246,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     """
     directory, base = run_directory(sweep.base), sweep.base
     check_kind(directory, "sweep")
+    was = read_sweep(directory)
+    drawn = was.drawn_arms() if was else {}
     manifest = open_manifest(base.data.path)
     now = SweepRecord(
         key=new_key(),
@@ -252,15 +261,20 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         seeds=list(sweep.seeds),
         trunk=asdict(sweep.trunk) if sweep.trunk else None,
         claims=list(sweep.claims),
-        arms={name: dict(changes) for name, changes in sweep.arms.items()},
-        trials={trial.name: trial.labels(bool(sweep.seeds)) for trial in sweep.trials().values()},
+        arms=drawn | {name: dict(changes) for name, changes in sweep.arms.items()},
+        drawn=list(drawn),
+        trials={t.name: t.labels(bool(sweep.seeds)) for t in sweep.trials(drawn).values()},
         labels=dict(labels),
     )
-    was = read_sweep(directory)
     if was is None:
         check_resumable(directory, "resume" if resume else "auto")
         baselines = linear_baseline(base) if sweep.quality == "val/acc1" else {}
-        now = replace(now, reference=_reference(sweep), baselines=baselines)
+        # It rises only when an arm costs more, so that hypervolumes of a sweep compare. A search has no arms
+        # yet. Measured costs are added when results are published first.
+        runs = list(sweep.runs().values()) or (sample(sweep.space, base, SAMPLED) if sweep.space else [])
+        chance = {sweep.quality: 1 / base.model.num_classes}
+        reference = raised_reference(chance, _highest_costs(runs))
+        now = replace(now, reference=reference, baselines=baselines)
     else:
         more_seeds = was.seeds and set(was.seeds) <= set(now.seeds)
         as_written = SweepRecord(**json.loads(json.dumps(asdict(now))))  # lists in place of tuples
@@ -273,13 +287,14 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             now,
             key=was.key,
             began_s=was.began_s,
-            reference=was.reference,
+            reference=raised_reference(
+                was.reference, _highest_costs(trial.run for trial in sweep.trials(drawn).values())
+            ),
             baselines=was.baselines,
-            drawn=was.drawn,
-            arms={name: was.arms[name] for name in was.drawn} | now.arms,
             trials=was.trials | now.trials,
             labels=now.labels or was.labels,
         )
+        say_raised(was.reference, now.reference, now.cost)
     write_sweep(directory, now)
     return now
 
@@ -294,16 +309,12 @@ def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _reference(sweep: Sweep) -> dict[str, float]:
-    """The worst quality and costs that hypervolumes count: chance, at 1.1 times the highest cost of an arm.
-
-    Fixed when the sweep starts, so that its hypervolumes can be compared at any time. Costs that are only
-    measured get theirs when the sweep's results are first published.
-    """
-    found = {sweep.quality: 1 / sweep.base.model.num_classes}
-    for run in sweep.runs().values():
+def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
+    """The highest of each computed cost."""
+    found = dict[str, float]()
+    for run in runs:
         for name, cost in costs(run, run.train.steps).items():
-            found[name] = max(found.get(name, 0.0), 1.1 * cost)
+            found[name] = max(found.get(name, 0.0), cost)
     return found
 
 
@@ -314,19 +325,31 @@ def update_sweep(directory: str, changes: Callable[[SweepRecord], dict[str, Any]
 
 
 def _retrain(run: SweepRun, arm: str) -> None:
-    """Trains `Sweep.retrain_config` of an arm as a child outside the frontier."""
+    """Trains `Sweep.retrain_config` of an arm as a child outside the frontier, if the budget holds it."""
     sweep, watch, name = run.sweep, run.watch, f"confirm/{arm}"
     longer, labels = (
         sweep.retrain_config(run.trial_of(arm)),
         {"directory": name, "role": "confirm", "arm": arm},
     )
+    state = run.state_of(Trial(name=name, arm=arm, changes={}, run=longer))
+    job = Job(state=state, until=state.steps)
+    if result_of(longer) is None and not run.budget.admits(job, state):
+        watch.say(f"{arm} is not trained again: the budget does not hold it")
+        return
     update_sweep(run_directory(sweep.base), lambda was: {"trials": {**was.trials, name: labels}})
+
+    def report(step: int, metrics: Metrics) -> None:
+        run.budget.report(name, step)
+        watch.report(name, step, metrics)
+
     watch.retraining(arm, longer)
+    run.budget.begin(job)
     try:
         check_resources(longer)
         with _recording_errors(run_directory(longer)):
-            outcome = fit(longer, lambda step, metrics: watch.report(name, step, metrics))
+            outcome = fit(longer, report)
     except (UsageError, TrainingFailedError, RayError) as error:
         outcome = reason_of(error)
+    run.budget.record(job, outcome)
     run.retrained[name] = outcome
     watch.ended(name, outcome)

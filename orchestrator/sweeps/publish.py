@@ -10,7 +10,7 @@ from orchestrator import storage
 from orchestrator.frontier.frontier import Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, is_complete
-from orchestrator.sweeps.build import TrialRecord, sweep_frontier
+from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
@@ -46,7 +46,8 @@ def publish(directory: str) -> Frontier:
     """Writes page, pictures, table and summary of a sweep to its directory, from where MLflow gets them."""
     frontier, sweep, trials = sweep_frontier(directory)
     files = write_files(frontier, directory)
-    if frontier.reference != sweep.reference:  # from now on it stays
+    if frontier.reference != sweep.reference:
+        say_raised(sweep.reference, frontier.reference, frontier.cost_name)
         write_sweep(directory, replace(sweep, reference=dict(frontier.reference)))
     members = [run for point in frontier.front for run in point.run_ids]
     metrics = {"hypervolume": frontier.hypervolume, "frontier/points": float(len(frontier.front))}

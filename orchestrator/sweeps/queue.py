@@ -185,6 +185,10 @@ class TrialQueue:
         self._take(job.state.need, -1)
         return job
 
+    def judge(self, outcome: Outcome) -> Outcome:
+        """Returns the outcome, or why its quality makes it a failure."""
+        return (outcome.without(self.quality) or outcome) if isinstance(outcome, Result) else outcome
+
     def done(self, name: str, outcome: Outcome) -> None:
         """Records that the running job of a trial ended, for good or with a pause."""
         state = self.states[name]
@@ -199,12 +203,13 @@ class TrialQueue:
         """Records the outcome or a pause of a trial, also of an earlier process."""
         state = self.states[name]
         self._idle = False
+        outcome = self.judge(outcome)
         if isinstance(outcome, Result) and outcome.status == "paused":
-            state.reached[outcome.step] = outcome.metrics.get(self.quality, math.nan)
+            state.reached[outcome.step] = outcome.metrics[self.quality]
             return
         state.outcome = outcome
         if isinstance(outcome, Result) and outcome.status == "finished":
-            state.reached[state.steps] = outcome.metrics.get(self.quality, math.nan)
+            state.reached[state.steps] = outcome.metrics[self.quality]
         if state.failed:
             for branch in self.states.values():
                 if branch.after == name and branch.waiting:

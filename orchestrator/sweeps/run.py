@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -112,10 +112,8 @@ class SweepRun:
         self.retrained: dict[str, Outcome] = {}
         self._predicted = set[Hashable]()
         self._directory = run_directory(sweep.base)
-        trials = list(sweep.trials().values())
-        trials += [t for arm, changes in self._drawn().items() for t in sweep.of_arm(arm, changes)]
         self.queue = TrialQueue(
-            map(self._state, trials),
+            map(self.state_of, sweep.trials(self._drawn()).values()),
             policy,
             cluster_resources=most_resources(),
             quality=sweep.quality,
@@ -129,6 +127,9 @@ class SweepRun:
         processes have written to the directory.
         """
         trials = [state.trial for state in self.queue.states.values()]
+        record = read_sweep(self._directory)
+        assert record is not None
+        assert self.queue.states.keys() <= record.trials.keys(), "what is trained must be in sweep.json"
         with ThreadPoolExecutor(16) as pool:
             for trial, ends in zip(trials, pool.map(_ends_of, trials), strict=True):
                 for outcome in ends:
@@ -144,10 +145,12 @@ class SweepRun:
         self.watch.began(job)
 
     def report(self, trial: Trial, step: int, metrics: Metrics) -> None:
+        self.budget.report(trial.name, step)
         self.watch.report(trial.name, step, metrics)
 
     def done(self, job: Job, outcome: Outcome) -> None:
         self.budget.record(job, outcome)
+        outcome = self.queue.judge(outcome)
         if isinstance(outcome, str):
             write_error(run_directory(job.trial.run), outcome)
         self.queue.done(job.trial.name, outcome)
@@ -157,6 +160,7 @@ class SweepRun:
         self.watch.ended(job.trial.name, outcome)
 
     def status(self) -> None:
+        self.budget.save()
         self.watch.status()
 
     def snapshot(self) -> Snapshot:
@@ -191,6 +195,10 @@ class SweepRun:
         waiting = sum(state.outcome is None for state in self.queue.states.values())
         return waiting if self.queue.out_of_budget else 0
 
+    def end(self) -> Literal["interrupted", "failed", "finished"]:
+        """Returns how the sweep has ended, once no trial runs."""
+        return "interrupted" if self.trials_left() else "failed" if self.failures() else "finished"
+
     def failures(self) -> dict[str, str]:
         """run -> why it failed, of trials and retrained arms."""
         ends = {**self.outcomes(), **self.retrained}
@@ -206,7 +214,8 @@ class SweepRun:
         states = self.queue.states.items()
         return {name: state.outcome for name, state in states if state.outcome is not None}
 
-    def _state(self, trial: Trial) -> TrialState:
+    def state_of(self, trial: Trial) -> TrialState:
+        """The state of a trial that has not begun."""
         own = trial.run.train.steps - branch_step(trial.run)
         flops = costs(trial.run, own)["cost/train_flops_6mac"]
         known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
@@ -247,12 +256,12 @@ class SweepRun:
                 trials=record.trials | {t.name: t.labels(bool(self.sweep.seeds)) for t in trials},
             ),
         )
-        return [self._state(trial) for trial in trials]
+        return [self.state_of(trial) for trial in trials]
 
     def _drawn(self) -> dict[str, dict[str, Any]]:
         """Arms that a search has drawn, by name."""
         record = read_sweep(self._directory)
-        return {arm: record.arms[arm] for arm in record.drawn} if record else {}
+        return record.drawn_arms() if record else {}
 
     def _values(self, arm: str) -> tuple[float | None, float | None]:
         """Quality and cost of an arm as the sweep measures them, means over its seeds: both None while it is

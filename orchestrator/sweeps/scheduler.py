@@ -81,11 +81,12 @@ class QueueScheduler(TrialScheduler, ABC):
         if (job := self._fetch()) is not None and job.state is state:
             self._due.remove(job)
             return self.CONTINUE
-        return self.PAUSE
+        return self.STOP if state.failed else self.PAUSE
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
         state = self._states[trial.trial_id]
-        self.ended(state, self._result("finished", state.steps, result))
+        if not state.failed:
+            self.ended(state, self._result("finished", state.steps, result))
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
         # Before a restart Tune calls this too, and has set the status by then.

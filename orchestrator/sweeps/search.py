@@ -9,6 +9,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -234,6 +235,17 @@ class OptunaSearch:
         if isinstance(sampler, NSGAIISampler):
             sampler.get_trial_generation(self._study, self._study.get_trials(deepcopy=False)[asked.number])
         return asked
+
+
+def sample(space: Space, base: RunConfig, count: int) -> list[RunConfig]:
+    """Returns the runs of `count` random draws from a space, the same in every call; refused draws are left
+    out.
+    """
+    study, runs = optuna.create_study(sampler=RandomSampler(seed=0)), list[RunConfig]()
+    for _ in range(count):
+        with suppress(UsageError):
+            runs.append(override(base, space(study.ask())))
+    return runs
 
 
 class ArmSearcher(Searcher):

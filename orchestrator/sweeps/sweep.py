@@ -136,12 +136,15 @@ class Sweep(Config):
     space: Space | None = None
     published: Mapping[str, str] = field(default_factory=dict)
 
-    def trials(self) -> dict[str, Trial]:
+    def trials(self, drawn: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Trial]:
         """Returns name -> trial, trunks before their branches. Raises UsageError naming the arm whose config
         or name is refused.
+
+        Args:
+            drawn: further arms, which a search has drawn: name -> dotted changes of the base.
         """
         found: dict[str, Trial] = {}
-        for arm, changes in self.arms.items():
+        for arm, changes in {**(drawn or {}), **self.arms}.items():
             if not re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", arm):
                 raise UsageError(f"arm {arm!r}: use letters, digits and . _ - + @, for it names a directory")
             for trial in self.of_arm(arm, changes):

@@ -160,8 +160,9 @@ def find_run(tracking: Tracking, run_id: str) -> RunInfo:
 
 
 def children(tracking: Tracking, parent_run_id: str) -> list[RunInfo]:
-    """Returns the runs of a sweep, oldest first."""
-    return list(_search(tracking, f"tags.`mlflow.parentRunId` = '{parent_run_id}'", OLDEST))
+    """Returns the trials of a sweep, oldest first, without runs that others have put below it."""
+    found = _search(tracking, f"tags.`mlflow.parentRunId` = '{parent_run_id}'", OLDEST)
+    return [run for run in found if "trial" in run.tags]
 
 
 def newest_of(tracking: Tracking, directory: str) -> RunInfo | None:

@@ -10,7 +10,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from orchestrator import storage
 from orchestrator.codec import flat
-from orchestrator.tracking.find import CONFIG
+from orchestrator.tracking.find import CONFIG, RunInfo
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
 
@@ -22,6 +22,16 @@ SUMMARY = "summary.json"  # a sweep's frontier: note, metrics, tags, members, al
 TAG_LENGTH = 5000  # that every MLflow store accepts
 
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+
+# MLflow's word for the status of a run; the tags `diverged` and `stopped` tell the rest.
+STATUSES: dict[runs.Status, Status] = {
+    "running": "RUNNING",
+    "finished": "FINISHED",
+    "diverged": "FAILED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+    "interrupted": "KILLED",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +60,38 @@ class Projection:
     result: Result | None = None
 
 
-def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str], live: bool) -> Projection:
-    """`live`: the process that trains the run is running; otherwise a run without a result was killed."""
-    result, error = runs.read_result(directory), runs.read_error(directory)
-    pauses = runs.read_pauses(directory)
+def status_of(run: RunInfo) -> runs.Status:
+    """Returns the status of a run from MLflow, as `project_run` has written it."""
+    for status in ("diverged", "stopped"):
+        if status in run.tags:
+            return status
+    return next(status for status, theirs in reversed(STATUSES.items()) if theirs == run.status)
+
+
+def project_run(
+    directory: str,
+    record: RunRecord,
+    *,
+    labels: Mapping[str, str],
+    live: bool,
+    over: bool = True,
+    quality: str = "",
+) -> Projection:
+    """`live`, `over`, `quality`: as of `run_directory.read_state`."""
+    state = runs.read_state(directory, live=live, over=over, quality=quality)
+    result = state.result
     tags = {**labels, "directory": directory}
     params = {name: str(value) for name, value in flat(record.config).items()}
-    status: Status = "RUNNING" if live else "KILLED"
     if result is not None:
-        status = "FINISHED" if result.status == "finished" else "FAILED"
         params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
         if FINGERPRINT in result.metrics:
             tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
         if result.status == "diverged":
             tags |= {"diverged": "true", "error": f"diverged at step {result.step}"}
-    elif error:
-        status, tags["error"] = "FAILED", error
-    elif pauses:
-        tags["paused" if live else "stopped"] = str(pauses[-1].step)
+    elif state.pauses:
+        tags["stopped" if state.status == "stopped" else "paused"] = str(state.pauses[-1].step)
+    if state.status == "failed":
+        tags["error"] = state.reason
     text = json.dumps(record.config, separators=(",", ":"))
     parts = [text[i : i + TAG_LENGTH] for i in range(0, len(text), TAG_LENGTH)]
     tags |= {f"{CONFIG}.{i}" if i else CONFIG: part for i, part in enumerate(parts)}
@@ -76,7 +100,7 @@ def project_run(directory: str, record: RunRecord, *, labels: Mapping[str, str],
         key=record.key,
         name=str(record.config["name"]).rsplit("/", 1)[-1],
         began_s=record.began_s,
-        status=status,
+        status=STATUSES[state.status],
         ended_s=result.time_s if result else time.time(),
         tags=tags,
         params=params,

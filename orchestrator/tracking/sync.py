@@ -113,7 +113,12 @@ class Sync:
             tags = {k: v for k, v in labels.items() if k != "directory"}
             tags |= {"trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id}
             child = project_run(
-                directory, record, labels=tags | ({"pareto": "true"} if member else {}), live=live
+                directory,
+                record,
+                labels=tags | ({"pareto": "true"} if member else {}),
+                live=live,
+                over=sweep.is_over(),
+                quality=sweep.quality,
             )
             mirror = self._send(child)
             if mirror and child.result is not None:

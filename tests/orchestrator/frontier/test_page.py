@@ -48,7 +48,8 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     assert "1 retrained &middot; knee soft-1 &middot;" in counts
     reference = f"(1.00{TIMES}10¹², 0.1)"
     area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
-    assert counts.endswith(f"{area}, fixed for the whole sweep")
+    rises = "which rises if an arm is added that costs more than all before: hypervolumes compare only with"
+    assert counts.endswith(f"{area}, {rises} the same reference")
     (counts,) = summary(FRONTIER)
     assert counts.startswith("4 of 11 points on the frontier")
     assert counts.endswith(area)

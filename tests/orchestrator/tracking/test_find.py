@@ -31,6 +31,7 @@ def test_a_sweep_and_its_children(
     reader = open_reader(tracking.uri)
     found = find_sweep(reader, name)
     assert (found.name, found.status) == (name, "FINISHED")
+    create_run(tracking, "notes", {"mlflow.parentRunId": found.run_id})
     trials = children(reader, found.run_id)
     assert {trial.name: trial.config() for trial in trials} == sweep.runs()
     with pytest.raises(UsageError, match="no sweep 'nothing' at"):
