@@ -146,9 +146,8 @@ def drawn(flags: GridFlags, store: Tracking, tasks: list[EvalTask], rows: dict[s
     """
     from orchestrator import storage
     from orchestrator.sweeps.operating import TABLE, frontier_of_models, with_operating
-    from orchestrator.sweeps.publish import publish, write_files
-    from orchestrator.tracking.sync import Sync
-    from orchestrator.training.run_directory import locked, read_sweep, write_json
+    from orchestrator.sweeps.publish import publish_and_send, write_files
+    from orchestrator.training.run_directory import read_sweep, write_json
 
     root = flags.on.places.root()
     out = storage.absolute(flags.out) if flags.out else storage.join(root, "operating-points")
@@ -157,10 +156,11 @@ def drawn(flags: GridFlags, store: Tracking, tasks: list[EvalTask], rows: dict[s
     folder = storage.join(root, sweep) if sweep else out
     if sweep and read_sweep(folder) is not None and on_images_of_training(tasks):
         found = [{"run": task.model.name, **row} for task in tasks for row in rows[task.model.location]]
-        with locked(folder):
-            write_json(storage.join(folder, TABLE), found)
-            frontier = publish(folder)
-            Sync(store, folder).update()
+        # Without the lock: a command that trains there reads the table when it draws the page at its end.
+        write_json(storage.join(folder, TABLE), found)
+        frontier, sent = publish_and_send(folder, lambda: store)
+        if not sent:
+            print(f"a command trains in {folder}: it draws these points at its end")
         if flags.out:
             write_files(frontier, out)
     else:

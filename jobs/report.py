@@ -9,15 +9,11 @@ python jobs/report.py --published softmoe-figure3    # as a paper printed it; --
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jobs._cli import Places, check_out, command, print_table
 from jobs._flags import flag, parse
 from jobs.pareto_sweep import print_frontier
 from orchestrator.names import run_name
-
-if TYPE_CHECKING:
-    from orchestrator.frontier.frontier import Frontier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +35,24 @@ def report(flags: ReportFlags) -> None:
     from orchestrator import storage
     from orchestrator.frontier.points import is_complete
     from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
-    from orchestrator.sweeps.publish import FILES, write_files
-    from orchestrator.tracking.store import open_reader
+    from orchestrator.sweeps.publish import FILES, publish_and_send, trains, write_files
+    from orchestrator.tracking.store import open_reader, redact_uri
     from orchestrator.training.run_directory import read_sweep
 
     directory = flags.places.below(flags.name)
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
-    record = read_sweep(directory)
-    frontier = publish_and_send(directory, flags.places) if record and not flags.out else None
-    if frontier is None:
-        if record:
-            frontier, _, _ = sweep_frontier(directory)
-        else:
-            frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
+    sent = False
+    if read_sweep(directory) is None:
+        frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
+    elif flags.out:
+        frontier, _, _ = sweep_frontier(directory, live=trains(directory))
+    else:
+        frontier, sent = publish_and_send(directory, flags.places.open_store)
+        mlflow = f"MLflow at {redact_uri(flags.places.uri())} has all of {directory}"
+        print(mlflow if sent else f"a command trains in {directory}: it keeps MLflow up to date")
+    if not sent:
         write_files(frontier, out)
     print_frontier(frontier)
     if left_out := sum(p.status == "finished" and not is_complete(p) for p in frontier.points):
@@ -79,25 +78,6 @@ def report_published(flags: ReportFlags, name: str) -> None:
     write_files(frontier, out)
     print_frontier(frontier)
     print(f"{out}/{{{','.join(FILES)}}}: {len(frontier.points)} points of {frontier.name}")
-
-
-def publish_and_send(directory: str, places: Places) -> Frontier | None:
-    """Publishes the sweep and sends MLflow what it lacks; None while the sweep trains, which does both."""
-    from orchestrator.sweeps.publish import publish
-    from orchestrator.tracking.store import redact_uri
-    from orchestrator.tracking.sync import Sync
-    from orchestrator.training.run_directory import InUse, locked
-
-    try:
-        with locked(directory):
-            frontier = publish(directory)
-            store = places.open_store()
-            Sync(store, directory).update()
-    except InUse:
-        print(f"a command trains in {directory}: it keeps MLflow up to date")
-        return None
-    print(f"MLflow at {redact_uri(store.uri)} has all of {directory}")
-    return frontier
 
 
 if __name__ == "__main__":

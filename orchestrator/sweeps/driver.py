@@ -29,7 +29,7 @@ from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import raised_reference, say_raised
 from orchestrator.sweeps.estimate import settled
 from orchestrator.sweeps.preflight import preflight, require
-from orchestrator.sweeps.publish import publish
+from orchestrator.sweeps.publish import publish, wait_for_report
 from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch, sample
@@ -219,6 +219,7 @@ def trained_trials(
 @contextmanager
 def _working_in(directory: str, mode: str, store: Tracking) -> Iterator[None]:
     """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow."""
+    wait_for_report(directory)
     with locked(directory, fresh=mode == "fresh") as aside:
         if aside:
             try:

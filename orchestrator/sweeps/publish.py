@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,22 @@ from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
-from orchestrator.training.run_directory import SweepRecord, read_json, write_json, write_sweep
+from orchestrator.tracking.store import Tracking
+from orchestrator.tracking.sync import Sync
+from orchestrator.training.run_directory import (
+    LOCK,
+    InUse,
+    SweepRecord,
+    locked,
+    read_json,
+    read_sweep,
+    write_json,
+    write_sweep,
+)
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
+REPORT = "report"  # below the sweep: whoever draws and sends it holds the lock of this folder too
 FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "confirmed"
 _PLACES = {
     FAST: "the cheapest of the frontier",
@@ -77,6 +89,42 @@ def publish(directory: str) -> Frontier:
     }
     write_json(storage.join(directory, SUMMARY), summary)
     return frontier
+
+
+def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tuple[Frontier, bool]:
+    """Publishes a sweep and sends MLflow what it lacks; returns the frontier and True. While a command trains
+    there, which does both at its end, only returns the frontier so far and False.
+    """
+    wait_for_report(directory)
+    try:
+        with locked(storage.join(directory, REPORT)), locked(directory):
+            frontier = publish(directory)
+            Sync(open_store(), directory).update()
+    except InUse:
+        return sweep_frontier(directory, live=True)[0], False
+    return frontier, True
+
+
+def wait_for_report(directory: str) -> None:
+    """Waits while another command draws the sweep and sends it: it needs the directory for some seconds."""
+    folder = storage.join(directory, REPORT)
+    while LOCK in storage.names(folder):
+        try:
+            with locked(folder):
+                return
+        except InUse:
+            time.sleep(0.5)
+
+
+def trains(directory: str) -> bool:
+    """Returns whether a command trains the sweep in a directory now."""
+    if (record := read_sweep(directory)) is None or record.status != "running":
+        return False
+    try:
+        with locked(directory):
+            return False  # its driver was killed
+    except InUse:
+        return True
 
 
 def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str, dict[str, str]]:

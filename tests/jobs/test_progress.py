@@ -84,6 +84,14 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
     ]
 
 
+def test_a_search_counts_the_seeds_of_its_arms(capsys):
+    with SweepProgress(Sweep(base=RunConfig(), arms={}, seeds=(0, 1, 2)), trials=20) as shown:
+        shown.start(Work("tpe-0001-seed0"))
+        shown.ended("tpe-0001-seed0", "out of memory")
+    assert capsys.readouterr().out.startswith("[ 0/60] tpe-0001-seed0")
+    assert shown.trials() == 60
+
+
 def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
     sweep = Sweep(base=RunConfig(), arms={})
     paused = Result(status="paused", step=50, metrics={"val/acc1": 0.5, "cost/train_flops_6mac": 1.0})

@@ -178,6 +178,30 @@ def test_only_steps_that_a_job_trained_count(trials: Trials) -> None:
         Path(trials.folder, "spent.json").unlink()
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_runs_when_the_process_ends_is_charged_and_teaches_its_pace(
+    killed: bool, trials: Trials
+) -> None:
+    """Two workers for 60 s, in 40 of which 50 of 100 steps were reported: 160 device-seconds for all steps. A
+    killed process had written that 10 s before.
+    """
+    state = trials.make("a", 1e9, workers=2)
+    tracker = trials.tracker()
+    tracker.begin(job(state))
+    for seconds, step in ((10, 10), (20, 30), (20, 60)):
+        trials.clock[0] += seconds
+        tracker.report("a", step)
+    if not killed:
+        trials.clock[0] += 10
+        tracker.leave()
+    for process in range(2):
+        again = trials.tracker(hours=300 / 3600)
+        assert again.spent_s == (100 if killed else 120), process
+        assert again.predict_s(1e9) == pytest.approx(160)
+        assert not again.admits(job(other := trials.make("b", 2e9)), other)
+        again.save()
+
+
 def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Trials) -> None:
     """While `a` runs its prediction of 90 s leaves no room for `b`; it ends early, and `b` fits."""
     tracker = trials.tracker(hours=100 / 3600, flops_per_s=1e7)

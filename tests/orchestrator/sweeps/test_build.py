@@ -14,6 +14,7 @@ from orchestrator.frontier.figure import TIMES
 from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
 from orchestrator.sweeps.sweep import Sweep, Trunk
+from orchestrator.tracking.find import children, find_sweep
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import open_reader, open_tracking
 from orchestrator.tracking.sync import Sync
@@ -80,6 +81,72 @@ def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
     begin(run)
     end(run, 3, val__acc1=0.5, cost__train_flops_6mac=9e9)
     assert sweep_frontier(directory)[0].hypervolume == before > 0
+
+
+def test_the_reference_rises_when_an_arm_costs_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Else the best arm would count nothing. The command says that hypervolumes do not compare."""
+    sweep = sweep_at(tmp_path)
+    directory = end_sweep(sweep, {"a": 0.8})
+    reference = {"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}
+    write_sweep(directory, replace(sweep_record(directory), reference=reference))
+    before = publish(directory).hypervolume
+    begin(sweep.runs()["b"])
+    end(sweep.runs()["b"], 3, val__acc1=0.9, cost__train_flops_6mac=5e10)
+    assert "do not compare" not in caplog.text
+    for _ in range(2):
+        frontier = publish(directory)
+        assert frontier.reference["cost/train_flops_6mac"] == pytest.approx(5.5e10)
+        assert frontier.hypervolume > before + 0.5
+    assert sweep_record(directory).reference["cost/train_flops_6mac"] == pytest.approx(5.5e10)
+    assert caplog.text.count("rises from 1e+10 to 5.5e+10 cost/train_flops_6mac") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "paused"),
+    [("running", "interrupted"), ("interrupted", "interrupted"), ("finished", "stopped")],
+)
+def test_a_trial_has_one_state_everywhere(
+    status: str, paused: str, empty_store: Callable[[Path], str], tmp_path: Path
+) -> None:
+    """After a kill, after Ctrl-C or the end of the budget, and at the end. What did not fail is not called
+    failed, and a quality that is not finite is a failure.
+    """
+    arms = ("ended", "whole", "paused", "broken", "nan", "hot", "new")
+    sweep = sweep_at(tmp_path, arms=dict.fromkeys(arms, {}))
+    ends = {
+        "ended": 0.8,
+        "paused": "stopped",
+        "broken": "ValueError: bad",
+        "nan": math.nan,
+        "hot": "diverged",
+    }
+    directory = end_sweep(sweep, ends)
+    begin(sweep.runs()["whole"])
+    write_sweep(directory, replace(sweep_record(directory), status=status))  # pyright: ignore
+    states = {
+        "ended": "finished",
+        "whole": "interrupted",
+        "paused": paused,
+        "broken": "failed",
+        "nan": "failed",
+    }
+    states["hot"] = "diverged"
+    frontier = publish(directory)
+    assert {point.arm: point.status for point in frontier.points} == states
+    assert dict(frontier.trials) == states | {"new": "not started"}
+    page = Path(directory, "frontier.html").read_text()
+    assert f"<b>{[*states.values()].count('interrupted')}</b> interrupted" in page
+
+    tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
+    Sync(tracking, directory).update()
+    again = mlflow_frontier(open_reader(tracking.uri), "s")
+    assert {point.arm: point.status for point in again.points} == states
+    runs = {run.name: run for run in children(tracking, find_sweep(tracking, "s").run_id)}
+    assert runs["nan"].tags["error"] == "val/acc1 is nan at step 3"
+    assert {arm for arm, run in runs.items() if run.status == "KILLED"} == {"whole", "paused"}
+    live, *_ = sweep_frontier(directory, live=True)
+    running = {"whole": "running", "paused": "running"}
+    assert {point.arm: point.status for point in live.points} == states | running
 
 
 def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""A search from its draws to its frontier, with trials that end as soon as they begin."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.sweeps import run as run_module
+from orchestrator.sweeps.budget import Budget, BudgetTracker
+from orchestrator.sweeps.build import sweep_frontier
+from orchestrator.sweeps.driver import acquire_sweep_dir
+from orchestrator.sweeps.engine import Hooks
+from orchestrator.sweeps.queue import RunToCompletion, TrialQueue
+from orchestrator.sweeps.run import SweepRun
+from orchestrator.sweeps.search import OptunaSearch
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.run_directory import result_of, run_directory
+from orchestrator.training.worker import costs
+from tests.made_directories import begin, end, sweep_record
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+FLOPS = "cost/train_flops_6mac"
+
+
+def space(trial: Any) -> dict[str, Any]:
+    return {"model.width": trial.suggest_categorical("model.width", [16, 32, 64, 128])}
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The trials of a sweep's jobs, each of which ends with an accuracy that rises with its width."""
+    names = []
+
+    def run_jobs(base: Any, queue: TrialQueue, hooks: Hooks) -> None:
+        while job := queue.next():
+            hooks.began(job)
+            run = job.trial.run
+            begin(run)
+            known = {name.replace("/", "__"): cost for name, cost in costs(run, run.train.steps).items()}
+            end(run, 3, val__acc1=0.5 + run.model.width / 1000, **known)
+            result = result_of(run)
+            assert result
+            hooks.done(job, result)
+            names.append(job.trial.name)
+
+    monkeypatch.setattr(run_module, "run_jobs", run_jobs)
+    return names
+
+
+def search(sweep: Sweep, count: int) -> None:
+    acquire_sweep_dir(sweep, resume=False, labels={})
+    budget = BudgetTracker(Budget(), run_directory(sweep.base))
+    drawing = OptunaSearch(space, base=sweep.base, count=count, sampler="random", seed=0)
+    SweepRun(sweep, budget, RunToCompletion(), search=drawing).work()
+
+
+def test_seeds_and_arms_that_are_added_to_a_search_are_on_its_frontier(
+    digits: str, tmp_path: Path, trained: list[str]
+) -> None:
+    fields = {"name": "s", "data.path": digits, "storage": str(tmp_path)}
+    sweep = Sweep(base=override(RunConfig(), fields), arms={}, space=space, seeds=(0,))
+    directory = run_directory(sweep.base)
+    search(sweep, 2)
+    assert trained == ["random-0001-seed0", "random-0002-seed0"]
+    reference = sweep_record(directory).reference[FLOPS]
+    search(replace(sweep, seeds=(0, 1)), 3)
+    assert trained[2:] == ["random-0001-seed1", "random-0002-seed1", "random-0003-seed0", "random-0003-seed1"]
+    frontier, record, _ = sweep_frontier(directory)
+    assert record.trials.keys() == {*trained}
+    assert [(point.arm, point.status, len(point.qualities)) for point in frontier.points] == [
+        (f"random-000{number}", "finished", 2) for number in (1, 2, 3)
+    ]
+    assert frontier.front
+    widest = override(sweep.base, {"model.width": 128})
+    highest = costs(widest, widest.train.steps)[FLOPS]
+    assert frontier.bound[0] == reference == pytest.approx(1.1 * highest), "of the space, not of the draws"
