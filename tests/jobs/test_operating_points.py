@@ -3,27 +3,34 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
 from jobs import evaluate, operating_points
 from orchestrator.sweeps.build import mlflow_frontier
+from orchestrator.sweeps.operating import COLUMNS
+from orchestrator.sweeps.publish import publish
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.find import children, find_sweep
 from orchestrator.tracking.store import open_reader
+from orchestrator.training.run_directory import locked
+from tests.made_directories import end_sweep, run_at
 from tests.trained_sweep import train_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 Call = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
-def home(tmp_path: Path, digits: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(cluster: None, tmp_path: Path, digits: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     train_sweep(tmp_path / "home", digits)
     monkeypatch.setenv("MOE_FRONTIER_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
     """Nine settings of the token router, none of the others; the page shows them and what they add. The same
     question again is answered from the disk.
@@ -61,6 +68,7 @@ def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
     assert (tmp_path / "again/frontier.html").exists()
 
 
+@pytest.mark.slow
 def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
     """Exported files and steps of one run, which are no sweep: a page of their own, forward GFLOPs as cost,
     and each model's own figures.
@@ -84,6 +92,27 @@ def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
         assert f"accuracy @1: {report['metrics']['acc1']:.4f}<" in drawn
 
 
+def test_points_are_kept_while_a_command_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring takes hours. The page has the points now, and that of the command will have them."""
+    monkeypatch.setattr(operating_points, "on_images_of_training", lambda tasks: True)
+    folder = end_sweep(Sweep(base=run_at(tmp_path, "s"), arms={"a": {}}), {"a": 0.5})
+    row = dict.fromkeys(COLUMNS, 0.6) | {"batch": 1, "device": "CPU", "rounds": 1, "repeats": 1}
+    task: Any = SimpleNamespace(model=SimpleNamespace(name="a", location="there"))
+    flags: Any = SimpleNamespace(
+        on=SimpleNamespace(places=SimpleNamespace(root=lambda: str(tmp_path))), out=None, model=["sweep:s"]
+    )
+    store: Any = None  # it is not written to
+    rows = {"there": [row | {"run": "a", "point": point} for point in ("as trained", "k=1")]}
+    with locked(folder):
+        frontier = operating_points.drawn(flags, store, [task], rows)
+    assert [point.arm for point in frontier.operating] == ["a: k=1"]
+    assert f"a command trains in {folder}" in capsys.readouterr().out
+    assert [point.arm for point in publish(folder).operating] == ["a: k=1"]
+
+
+@pytest.mark.slow
 def test_points_on_training_images_stay_off_the_sweeps_frontier(home: Path, call: Call):
     """They get a page of their own."""
     arguments = ["sweep:tiny", "--split", "train", "--repeats", "1", "--grid", "routing.experts=2"]

@@ -123,6 +123,8 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[24/24]" in done.stdout
     assert "confirming" in done.stdout
+    spent = json.loads((empty_home / "quickstart/spent.json").read_text())
+    assert (len(spent["jobs"]), spent["running"]) == (25, []), "the confirmation is paid for too"
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
     client = MlflowClient(uri)

@@ -1,13 +1,18 @@
 """`jobs/report.py` as a user runs it, on a sweep that is trained."""
 
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from jobs import report
-from orchestrator.sweeps.publish import FILES
-from orchestrator.training.run_directory import locked, read_sweep, write_sweep
+from orchestrator.sweeps import driver
+from orchestrator.sweeps.publish import FILES, REPORT
+from orchestrator.training.run_directory import InUse, locked, read_sweep, write_sweep
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]
@@ -40,6 +45,23 @@ def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
     assert f"a command trains in {directory}" in printed
     _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)
     assert f"MLflow at {store} has all of {directory}" in printed
+
+
+def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
+    directory = f"{home}/tiny"
+
+    def begin() -> None:
+        with driver._working_in(directory, "auto", open_store(home)):
+            pass
+
+    with ThreadPoolExecutor() as pool:
+        with locked(f"{directory}/{REPORT}"), locked(directory):
+            waiting = pool.submit(begin)
+            time.sleep(0.3)
+            assert not waiting.done()
+        waiting.result()
+    with locked(directory), pytest.raises(InUse):
+        begin()
 
 
 def test_the_page_of_a_sweep_whose_directory_is_away(

@@ -111,26 +111,14 @@ def test_a_trial_has_one_state_everywhere(
     """After a kill, after Ctrl-C or the end of the budget, and at the end. What did not fail is not called
     failed, and a quality that is not finite is a failure.
     """
-    arms = ("ended", "whole", "paused", "broken", "nan", "hot", "new")
-    sweep = sweep_at(tmp_path, arms=dict.fromkeys(arms, {}))
-    ends = {
-        "ended": 0.8,
-        "paused": "stopped",
-        "broken": "ValueError: bad",
-        "nan": math.nan,
-        "hot": "diverged",
-    }
+    arms = ("good", "begun", "paused", "broken", "nan", "hot", "new")
+    sweep = sweep_at(tmp_path, arms={arm: {} for arm in arms})
+    ends = {"good": 0.8, "paused": "stopped", "broken": "bad", "nan": math.nan, "hot": "diverged"}
     directory = end_sweep(sweep, ends)
-    begin(sweep.runs()["whole"])
+    begin(sweep.runs()["begun"])
     write_sweep(directory, replace(sweep_record(directory), status=status))  # pyright: ignore
-    states = {
-        "ended": "finished",
-        "whole": "interrupted",
-        "paused": paused,
-        "broken": "failed",
-        "nan": "failed",
-    }
-    states["hot"] = "diverged"
+    states = {"good": "finished", "begun": "interrupted", "paused": paused}
+    states |= {"broken": "failed", "nan": "failed", "hot": "diverged"}
     frontier = publish(directory)
     assert {point.arm: point.status for point in frontier.points} == states
     assert dict(frontier.trials) == states | {"new": "not started"}
@@ -143,9 +131,9 @@ def test_a_trial_has_one_state_everywhere(
     assert {point.arm: point.status for point in again.points} == states
     runs = {run.name: run for run in children(tracking, find_sweep(tracking, "s").run_id)}
     assert runs["nan"].tags["error"] == "val/acc1 is nan at step 3"
-    assert {arm for arm, run in runs.items() if run.status == "KILLED"} == {"whole", "paused"}
+    assert {arm for arm, run in runs.items() if run.status == "KILLED"} == {"begun", "paused"}
     live, *_ = sweep_frontier(directory, live=True)
-    running = {"whole": "running", "paused": "running"}
+    running = dict.fromkeys(("begun", "paused"), "running")
     assert {point.arm: point.status for point in live.points} == states | running
 
 

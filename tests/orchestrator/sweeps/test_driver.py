@@ -20,10 +20,11 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import driver
+from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
 from orchestrator.sweeps.preflight import check_sweep, unfit
-from orchestrator.sweeps.queue import Job, Outcome
+from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import SCALES
 from orchestrator.sweeps.search import OptunaSearch
@@ -239,6 +240,23 @@ def test_arms_are_retrained_once_no_trial_is_left(left, retrained, tmp_path, mon
     assert found == retrained
 
 
+class Said(Watch):
+    """Keeps the lines for the user."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_the_knee_is_trained_again_only_within_the_budget(sweep):
+    said, spent = Said(), BudgetTracker(Budget(hours=1), run_directory(sweep.base))
+    spent.spent_s = 3601
+    driver._retrain(SweepRun(sweep, spent, RunToCompletion(), watch=said), "dense")
+    assert said.lines == ["dense is not trained again: the budget does not hold it"]
+
+
 class PauseAll:
     """A policy that trains every trial to its fifth step, and `best` alone to the end."""
 
@@ -292,6 +310,9 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_call_goes_on(sweep, 
     with pytest.raises(KeyboardInterrupt):
         swept(sweep, tracking, watch=Outcomes(interrupt))
     assert "RUNNING" not in shown(tracking, sweep).values()
+    record = read_sweep(run_directory(sweep.base))
+    assert record is not None
+    assert record.status == "interrupted"
     while ray.available_resources()["CPU"] < 2:
         time.sleep(0.2)
     swept(sweep, tracking)

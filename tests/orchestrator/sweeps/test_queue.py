@@ -1,5 +1,6 @@
 """The next trial: order, devices, budget, dependencies."""
 
+import math
 import random
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +10,7 @@ import pytest
 
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.queue import PATIENCE, RunToCompletion, TrialQueue, TrialState, state_of
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
@@ -116,6 +118,22 @@ def test_a_recorded_trial_is_not_done_again(outcome):
     work = queue(state("a"), state("b"), cpus=4)
     work.record("a", outcome)
     assert names(work) == ["b"]
+
+
+@pytest.mark.parametrize("status", ["paused", "finished"])
+@pytest.mark.parametrize("metrics", [{}, {"val/acc1": math.nan}, {"val/acc1": math.inf}])
+def test_a_trial_without_a_quality_has_failed(status, metrics):
+    """Its arm costs nothing more, under early stopping too."""
+    work = TrialQueue(
+        [state("a"), state("b")],
+        MultiObjectiveASHA(chance=0.1),
+        cluster_resources={"CPU": 1},
+        quality="val/acc1",
+    )
+    assert names(work) == ["a"]
+    work.done("a", Result(status=status, step=4, metrics=metrics))
+    assert work.states["a"].outcome == f"val/acc1 is {metrics.get('val/acc1', math.nan)} at step 4"
+    assert (work.states["a"].failed, work.states["a"].reached, names(work)) == (True, {}, ["b"])
 
 
 def test_an_event_that_changes_nothing_does_not_rank_again():

@@ -1,6 +1,7 @@
 """The scheduler in a plain Tuner, with a function that uses nothing of this project."""
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -24,6 +25,8 @@ COST = {f"{name}{size}": 2.0**size for size in range(6) for name in ("good", "ba
 
 
 def quality(arm: str, seed: int, step: int) -> float:
+    if arm == "nan":
+        return math.nan
     final = 0.3 + 0.1 * np.log2(COST[arm]) - (0.25 if arm.startswith("bad") else 0.0)
     return float(final * (1 - 0.6 * step**-0.5)) + 0.002 * seed
 
@@ -50,7 +53,7 @@ def train(config: dict[str, Any]) -> None:
 
 def run(folder: Path, arms: list[str], *, dies_at: int = 0, **options: Any) -> tuple[FrontierScheduler, Any]:
     scheduler = FrontierScheduler(
-        cost=lambda config: COST[config["arm"]],
+        cost=lambda config: COST.get(config["arm"], 1.0),
         steps=lambda config: STEPS,
         metric="quality",
         time_attr="step",
@@ -104,6 +107,16 @@ def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) ->
     assert scheduler.spent == 4
     assert "4\n3\n4\n5" in (tmp_path / "good0-0").read_text()
     assert not results.errors
+
+
+def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
+    """Not even its second seed is tried, and what is expected of an arm without a quality is nothing."""
+    scheduler, results = run(tmp_path, ["nan", "good0"])
+    ended = {(r.config["arm"], r.config["seed"]): r.metrics["step"] for r in results if r.config}
+    assert ended == {("nan", 0): 2, ("good0", 0): STEPS, ("good0", 1): STEPS}
+    (failed,) = [state for state in scheduler.queue.states.values() if state.failed]
+    assert failed.outcome == "quality is nan at step 2"
+    assert scheduler.predicted(failed.name) is None
 
 
 def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
