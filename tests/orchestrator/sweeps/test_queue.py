@@ -124,12 +124,8 @@ def test_a_recorded_trial_is_not_done_again(outcome):
 @pytest.mark.parametrize("metrics", [{}, {"val/acc1": math.nan}, {"val/acc1": math.inf}])
 def test_a_trial_without_a_quality_has_failed(status, metrics):
     """Its arm costs nothing more, under early stopping too."""
-    work = TrialQueue(
-        [state("a"), state("b")],
-        MultiObjectiveASHA(chance=0.1),
-        cluster_resources={"CPU": 1},
-        quality="val/acc1",
-    )
+    work = queue(state("a"), state("b"), cpus=1)
+    work.policy = MultiObjectiveASHA(chance=0.1)
     assert names(work) == ["a"]
     work.done("a", Result(status=status, step=4, metrics=metrics))
     assert work.states["a"].outcome == f"val/acc1 is {metrics.get('val/acc1', math.nan)} at step 4"
