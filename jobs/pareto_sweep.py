@@ -287,12 +287,12 @@ def sweep(flags: SweepFlags) -> None:
     with SweepProgress(sweep, trials=(flags.trials or TRIALS) if flags.search else None) as progress:
         frontier = run_sweep(sweep, options, watch=progress, store=store)
     assert progress.run
-    print_end(flags, sweep, frontier, progress.run, trials=progress.trials())
+    print_end(flags, sweep, frontier, progress.run)
     if reasons := progress.run.failures():
         sys.exit(failed(reasons))
 
 
-def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun, *, trials: int) -> None:
+def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun) -> None:
     """Prints the frontier, and where its page, its pictures and its models are."""
     from orchestrator import storage
     from orchestrator.tracking.projection import SUMMARY
@@ -307,8 +307,9 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
             " --budget-usd to continue."
         )
     if flags.stop_early:
-        paused = sum(state.outcome is None for state in run.queue.states.values())
-        print(f"early stopping: {paused} of {trials} trials stay paused")
+        states = run.queue.states.values()
+        paused = sum(state.outcome is None for state in states)
+        print(f"early stopping: {paused} of {len(states)} trials stay paused")
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {redact_uri(uri)}")
     aliases = (read_json(storage.join(folder, SUMMARY)) or {}).get("aliases", {})

@@ -53,6 +53,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.tracking",
         "orchestrator.training.metrics_file",
         "orchestrator.training.run_directory",
+        "orchestrator.training.run_state",
     },
     "orchestrator.data": {
         "orchestrator.config",

@@ -87,7 +87,7 @@ class Budget:
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunningJob:
     """A running job; `reports` has the step and the time of its first and its last report."""
 

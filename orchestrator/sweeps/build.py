@@ -24,9 +24,9 @@ from orchestrator.training.run_directory import (
     SweepRecord,
     read_json,
     read_run,
-    read_state,
     read_sweep,
 )
+from orchestrator.training.run_state import is_over, read_state
 from orchestrator.training.worker import costs
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
         folder = storage.join(directory, labels["directory"])
         if (record := read_run(folder)) is None:
             continue
-        state = read_state(folder, live=live, over=sweep.is_over(), quality=sweep.quality)
+        state = read_state(folder, live=live, over=is_over(sweep), quality=sweep.quality)
         result, ends = state.result, [*state.pauses, *([state.result] if state.result else [])]
         found.append(
             TrialRecord(
@@ -154,7 +154,7 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
     `live`: a command trains it.
     """
     by_role = {r: [t for t in trials if t.labels["role"] == r] for r in ("trial", "confirm", "trunk")}
-    incomplete: Status = "running" if live else "stopped" if sweep.is_over() else "interrupted"
+    incomplete: Status = "running" if live else "stopped" if is_over(sweep) else "interrupted"
     points = _points(by_role["trial"], sweep, max(1, len(sweep.seeds)), incomplete)
     retrained = _points(by_role["confirm"], sweep, 1, incomplete)
     note = ""

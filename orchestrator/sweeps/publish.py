@@ -1,5 +1,6 @@
 """Files that a sweep writes beside its runs: page, pictures, table, and a summary for MLflow."""
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from orchestrator.training.run_directory import (
     write_json,
     write_sweep,
 )
+
+log = logging.getLogger(__name__)
 
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
@@ -107,12 +110,15 @@ def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tupl
 
 def wait_for_report(directory: str) -> None:
     """Waits while another command draws the sweep and sends it: it needs the directory for some seconds."""
-    folder = storage.join(directory, REPORT)
+    folder, told = storage.join(directory, REPORT), False
     while LOCK in storage.names(folder):
         try:
             with locked(folder):
                 return
         except InUse:
+            if not told:
+                log.info("waiting for a report that is drawn in %s", directory)
+            told = True
             time.sleep(0.5)
 
 

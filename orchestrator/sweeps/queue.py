@@ -13,6 +13,7 @@ from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.resources import fits
 from orchestrator.training.run_directory import Result
+from orchestrator.training.run_state import unknown_quality
 
 # A trial whose devices are not free is passed by so many later ones. Then all wait for it.
 PATIENCE = 8
@@ -187,7 +188,7 @@ class TrialQueue:
 
     def judge(self, outcome: Outcome) -> Outcome:
         """Returns the outcome, or why its quality makes it a failure."""
-        return (outcome.without(self.quality) or outcome) if isinstance(outcome, Result) else outcome
+        return (unknown_quality(outcome, self.quality) or outcome) if isinstance(outcome, Result) else outcome
 
     def done(self, name: str, outcome: Outcome) -> None:
         """Records that the running job of a trial ended, for good or with a pause."""

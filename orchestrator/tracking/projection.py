@@ -13,6 +13,8 @@ from orchestrator.codec import flat
 from orchestrator.tracking.find import CONFIG, RunInfo
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
+from orchestrator.training.run_state import Status as RunStatus
+from orchestrator.training.run_state import read_state
 
 CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
@@ -24,7 +26,7 @@ TAG_LENGTH = 5000  # that every MLflow store accepts
 Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 # MLflow's word for the status of a run; the tags `diverged` and `stopped` tell the rest.
-STATUSES: dict[runs.Status, Status] = {
+STATUSES: dict[RunStatus, Status] = {
     "running": "RUNNING",
     "finished": "FINISHED",
     "diverged": "FAILED",
@@ -60,12 +62,14 @@ class Projection:
     result: Result | None = None
 
 
-def status_of(run: RunInfo) -> runs.Status:
+def status_of(run: RunInfo) -> RunStatus:
     """Returns the status of a run from MLflow, as `project_run` has written it."""
-    for status in ("diverged", "stopped"):
-        if status in run.tags:
-            return status
-    return next(status for status, theirs in reversed(STATUSES.items()) if theirs == run.status)
+    if "diverged" in run.tags:
+        return "diverged"
+    if "stopped" in run.tags:
+        return "stopped"
+    # The others are the last of their word.
+    return {theirs: status for status, theirs in STATUSES.items()}[run.status]
 
 
 def project_run(
@@ -77,8 +81,8 @@ def project_run(
     over: bool = True,
     quality: str = "",
 ) -> Projection:
-    """`live`, `over`, `quality`: as of `run_directory.read_state`."""
-    state = runs.read_state(directory, live=live, over=over, quality=quality)
+    """`live`, `over`, `quality`: as of `run_state.read_state`."""
+    state = read_state(directory, live=live, over=over, quality=quality)
     result = state.result
     tags = {**labels, "directory": directory}
     params = {name: str(value) for name, value in flat(record.config).items()}

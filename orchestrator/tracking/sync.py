@@ -42,6 +42,7 @@ from orchestrator.tracking.store import Tracking, redact_uri
 from orchestrator.training import run_directory as runs
 from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
 from orchestrator.training.run_directory import Result, SweepRecord
+from orchestrator.training.run_state import is_over
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Sync:
                 record,
                 labels=tags | ({"pareto": "true"} if member else {}),
                 live=live,
-                over=sweep.is_over(),
+                over=is_over(sweep),
                 quality=sweep.quality,
             )
             mirror = self._send(child)

@@ -15,7 +15,6 @@ of a step counts; a line ``{"resumed": n}`` takes back the lines before it of st
 import fcntl
 import json
 import logging
-import math
 import os
 import socket
 import threading
@@ -69,59 +68,6 @@ class Result:
     time_s: float = 0.0
     checkpoint: str = ""
     weights: str = ""
-
-    def without(self, quality: str) -> str:
-        """Says that the quality is unknown, which no run that diverged needs; empty if it is finite."""
-        value = self.metrics.get(quality, math.nan)
-        known = math.isfinite(value) or self.status == "diverged"
-        return "" if known else f"{quality} is {value} at step {self.step}"
-
-
-# running      it has begun, and the command that trains it or its sweep runs
-# finished     it has reached its end, and its quality is known
-# diverged     its loss was not finite
-# failed       an exception, or a quality that is not finite
-# stopped      it paused, and early stopping did not go on with it by the end of the sweep
-# interrupted  it has begun, and none of the above: Ctrl-C, a kill, the end of the budget
-Status = Literal["running", "finished", "diverged", "failed", "stopped", "interrupted"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """How far the run in a directory has come.
-
-    Attributes:
-        reason: why it failed; else empty.
-        pauses: by step.
-    """
-
-    status: Status
-    reason: str
-    result: Result | None
-    pauses: list[Result]
-
-
-def read_state(directory: str, *, live: bool, over: bool = True, quality: str = "") -> RunState:
-    """Reads how far a run has come: for MLflow, the frontier and tables alike.
-
-    Args:
-        live: the command that trains there is running.
-        over: the run's sweep has come to its end.
-        quality: a metric without which a result or a pause is a failure; empty: none.
-    """
-    result, reason, pauses = read_result(directory), read_error(directory), read_pauses(directory)
-    last = result or (pauses[-1] if pauses else None)
-    unknown = last.without(quality) if last and quality else ""
-    status: Status
-    if result and not unknown:
-        status, reason = "finished" if result.status == "finished" else "diverged", ""
-    elif reason or unknown:
-        status, reason = "failed", reason or unknown
-    elif live:
-        status = "running"
-    else:
-        status = "stopped" if pauses and over else "interrupted"
-    return RunState(status=status, reason=reason, result=result, pauses=pauses)
 
 
 def run_directory(run: RunConfig) -> str:
@@ -245,10 +191,6 @@ class SweepRecord:
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     status: Literal["running", "finished", "failed", "interrupted"] = "running"
-
-    def is_over(self) -> bool:
-        """Returns whether the sweep has come to its end, at which paused trials are stopped."""
-        return self.status in ("finished", "failed")
 
     def drawn_arms(self) -> dict[str, dict[str, Any]]:
         """Returns the arms that a search has drawn: name -> dotted changes of the base."""
