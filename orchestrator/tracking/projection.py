@@ -69,7 +69,8 @@ def status_of(run: RunInfo) -> RunStatus:
     if "stopped" in run.tags:
         return "stopped"
     # The others are the last of their word.
-    return {theirs: status for status, theirs in STATUSES.items()}[run.status]
+    last: dict[str, RunStatus] = {theirs: status for status, theirs in STATUSES.items()}
+    return last[run.status]
 
 
 def project_run(
