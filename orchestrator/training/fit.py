@@ -7,7 +7,6 @@ lost a run continues with fewer workers, and with all of them once nodes are bac
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd, lcm
@@ -32,7 +31,7 @@ from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data, start_feeds
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LineWriter
+from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LogFile
 from orchestrator.training.resources import CPU_FOR_DATA, here, is_inline, placement, worker_resources
 from orchestrator.training.run_directory import (
     REFUSED,
@@ -350,10 +349,10 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     run = from_dict(RunConfig, config["run"])
     directory = run_directory(run)
     first = ray.train.get_context().get_world_rank() == 0
-    if first:
-        ours = logging.getLogger("orchestrator")
-        ours.setLevel(logging.INFO)
-        ours.addHandler(_LogFile(LineWriter(directory, LOG)))
+    ours = logging.getLogger("orchestrator")  # without Ray's own lines
+    log_file = LogFile(directory) if first else logging.NullHandler()
+    ours.setLevel(logging.INFO)
+    ours.addHandler(log_file)
 
     def should_stop() -> bool:
         """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
@@ -372,15 +371,6 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     except UsageError as error:
         storage.write_bytes(storage.join(directory, REFUSED), str(error).encode())
         raise
-
-
-class _LogFile(logging.Handler):
-    """Writes the log of the first worker to the run's directory, without Ray's own lines."""
-
-    def __init__(self, lines: LineWriter) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append({"time_s": time.time(), "line": self.format(record)})
-        self._lines.flush()
+    finally:
+        ours.removeHandler(log_file)
+        log_file.close()

@@ -4,9 +4,12 @@ S3 cannot append, so a file there is a series of numbered segments: metrics-0000
 """
 
 import json
+import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +19,7 @@ from orchestrator.training.run_directory import run_directory
 
 Metrics = dict[str, float]
 
+log = logging.getLogger(__name__)
 METRICS, LOG, SYSTEM = "metrics", "log", "system"  # names of line files
 SEGMENT_S = 10.0  # between uploads of a line file to S3
 
@@ -31,15 +35,17 @@ class Row:
 
 
 class LineWriter:
-    """Appends JSON lines to the file `name` of a directory. Only one process may write at a time.
+    """Appends JSON lines to the file `name` of a directory. Only one process may write at a time; its threads
+    may append and flush together.
 
-    On a local path a line is in the file when `append` returns, and on the disk after `flush`. On S3 it is
-    there after `flush`, which `append` calls every `SEGMENT_S` seconds.
+    On a local path a line is in the file when `add` returns, and on the disk after `flush`. On S3 it is there
+    after `flush`, which `append` calls every `SEGMENT_S` seconds.
     """
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory, self._name = directory, name
-        self._waiting = b""
+        self._waiting: list[bytes] = []
+        self._uploading = threading.Lock()
         self._flushed_s = time.monotonic()
         self._file = -1
         if not storage.is_local(directory):
@@ -50,27 +56,34 @@ class LineWriter:
         with open(self._file, "rb", closefd=False) as file:  # a killed writer may have written half a line
             os.ftruncate(self._file, file.read().rfind(b"\n") + 1)
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Adds a line, on S3 without writing it. Raises OSError if a local disk is full."""
         line = json.dumps(record).encode() + b"\n"
-        if self._file >= 0:
-            if os.write(self._file, line) < len(line):
-                raise OSError(f"no space left for {self._name}.jsonl in {self._directory}")
-            return
-        self._waiting += line
-        if time.monotonic() - self._flushed_s > SEGMENT_S:
+        if self._file < 0:
+            self._waiting.append(line)
+        elif (written := os.write(self._file, line)) < len(line):
+            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(f"no space left for {self._name}.jsonl in {self._directory}")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self.add(record)
+        if self._file < 0 and time.monotonic() - self._flushed_s > SEGMENT_S:
             self.flush()
 
     def flush(self) -> None:
         if self._file >= 0:
             os.fsync(self._file)
-        while self._waiting:
-            self._number += 1
-            path = storage.join(self._directory, f"{self._name}-{self._number:06d}.jsonl")
-            try:
-                storage.write_new(path, self._waiting)
-            except FileExistsError:  # written by a worker that was taken for dead
-                continue
-            self._waiting, self._flushed_s = b"", time.monotonic()
+        with self._uploading:
+            while self._waiting:
+                lines = self._waiting[:]  # other threads may append meanwhile
+                self._number += 1
+                path = storage.join(self._directory, f"{self._name}-{self._number:06d}.jsonl")
+                try:
+                    storage.write_new(path, b"".join(lines))
+                except FileExistsError:  # written by a worker that was taken for dead
+                    continue
+                del self._waiting[: len(lines)]
+                self._flushed_s = time.monotonic()
 
     def close(self) -> None:
         self.flush()
@@ -80,33 +93,57 @@ class LineWriter:
 
 
 class LineReader:
-    """Reads what `LineWriter` has written, each line once."""
+    """Reads what `LineWriter` has written, each line once.
+
+    A full disk or a power cut may leave half lines and zeros: they are left out, with a warning.
+    """
 
     def __init__(self, directory: str, name: str) -> None:
         self._directory, self._name = directory, name
-        self._offset = 0
+        self._offset = self._lines = 0
         self._read: set[str] = set()
 
     def new(self) -> list[dict[str, Any]]:
         """Returns the complete lines that were added since the last call."""
-        if storage.is_local(self._directory):
-            content = self._new_bytes()
-        else:
-            names = [n for n in _segments(self._directory, self._name) if n not in self._read]
-            content = b"".join(storage.read_bytes(storage.join(self._directory, name)) for name in names)
-            self._read.update(names)
-        return [json.loads(line) for line in content.splitlines()]
+        return [record for path, first, content in self._new() for record in _records(path, first, content)]
 
-    def _new_bytes(self) -> bytes:
+    def _new(self) -> list[tuple[str, int, bytes]]:
+        """Returns the path of each file with new lines, the number of its first new line, and these lines."""
+        if not storage.is_local(self._directory):
+            names = [n for n in _segments(self._directory, self._name) if n not in self._read]
+            paths = [storage.join(self._directory, name) for name in names]
+            found = [(path, 1, storage.read_bytes(path)) for path in paths]
+            self._read.update(names)
+            return found
+        path = _local_path(self._directory, self._name)
         try:
-            with open(_local_path(self._directory, self._name), "rb") as file:
+            with open(path, "rb") as file:
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
-            return b""
-        complete = content[: content.rfind(b"\n") + 1]
+            return []
+        complete, first = content[: content.rfind(b"\n") + 1], self._lines + 1
         self._offset += len(complete)
-        return complete
+        self._lines += complete.count(b"\n")
+        return [(path, first, complete)]
+
+
+def _records(path: str, first: int, content: bytes) -> list[dict[str, Any]]:
+    """Returns the JSON objects in the lines of `content`, and warns of other lines."""
+    found, damaged = [], []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=first):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            found.append(record)
+        else:
+            damaged.append(str(number))
+    if damaged:
+        listed = ", ".join(damaged[:3]) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+        log.warning("%s: line %s was damaged by a full disk or a power cut, and is left out", path, listed)
+    return found
 
 
 def _local_path(directory: str, name: str) -> str:
@@ -115,6 +152,39 @@ def _local_path(directory: str, name: str) -> str:
 
 def _segments(directory: str, name: str) -> list[str]:
     return [n for n in storage.names(directory) if n.startswith(f"{name}-") and n.endswith(".jsonl")]
+
+
+class LogFile(logging.Handler):
+    """Writes log lines to `log.jsonl` of a run's directory.
+
+    A thread flushes them every `SEGMENT_S` seconds, so that training waits for no upload. A line that cannot
+    be written does not end training: on S3 it waits for the next flush.
+    """
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._lines = LineWriter(directory, LOG)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._flush_by_time, daemon=True, name="log")
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.add({"time_s": time.time(), "line": self.format(record)})
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        with suppress(OSError):
+            self._lines.close()
+        super().close()
+
+    def _flush_by_time(self) -> None:
+        while not self._ended.wait(SEGMENT_S):
+            with suppress(OSError):
+                self._lines.flush()
 
 
 class MetricsWriter(LineWriter):

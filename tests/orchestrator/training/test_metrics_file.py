@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import logging
 import math
+import resource
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from orchestrator import storage
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training import metrics_file
-from orchestrator.training.metrics_file import LineReader, LineWriter, MetricsWriter, read_metrics
+from orchestrator.training.metrics_file import LineReader, LineWriter, LogFile, MetricsWriter, read_metrics
 from tests.orchestrator.buckets import Bucket
 
 
@@ -95,3 +99,59 @@ def test_segments_are_uploaded_now_and_then(bucket: Bucket, monkeypatch: pytest.
     monkeypatch.setattr(metrics_file, "SEGMENT_S", 0.0)
     writer.append({"n": 2})
     assert LineReader(folder, "metrics").new() == [{"n": 1}, {"n": 2}]
+
+
+def test_damaged_lines_are_left_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Half a line that another follows, and the zeros of a power cut: one warning names file and lines."""
+    row = b'{"step": %d, "images": 8, "time_s": 0.0, "metrics": {"train/loss": %d}}\n'
+    content = row % (1, 1) + b'{"step": 2, "im' + row % (2, 2) + bytes(40) + b"\nnull\n" + row % (3, 3)
+    name = "metrics.jsonl" if storage.is_local(folder) else "metrics-000001.jsonl"
+    storage.write_bytes(f"{folder}/run/{name}", content)
+    assert losses(folder) == {1: 1.0, 3: 3.0}
+    assert f"{folder}/run/{name}: line 2, 3, 4 was damaged" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
+    writer = LineWriter(str(tmp_path), "metrics")
+    writer.append({"n": 1})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"no space left for metrics\.jsonl"):
+            writer.append({"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
+    writer.append({"n": 3})
+    assert [row["n"] for row in LineReader(str(tmp_path), "metrics").new()] == [1, 3]
+
+
+def test_a_log_is_uploaded_by_time_and_never_ends_training(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logging makes no request; lines that S3 refused come with the next flush."""
+    monkeypatch.setattr(metrics_file, "SEGMENT_S", 0.2)
+    logger, handler = logging.getLogger("test.log"), LogFile(bucket.uri("run"))
+    logger.addHandler(handler)
+    logger.propagate = False
+    reader = LineReader(bucket.uri("run"), "log")
+    bucket.proxy.requests.clear()
+    with bucket.failing("busy"):
+        logger.warning("while S3 is away")
+        assert not bucket.proxy.requests
+        while not bucket.proxy.requests:
+            time.sleep(0.05)
+    logger.warning("later")
+    deadline, lines = time.monotonic() + 20, []
+    while len(lines) < 2 and time.monotonic() < deadline:
+        lines += [row["line"] for row in reader.new()]
+        time.sleep(0.05)
+    assert lines == ["while S3 is away", "later"]
+    logger.warning("last")
+    logger.removeHandler(handler)
+    handler.close()
+    assert [row["line"] for row in reader.new()] == ["last"]
