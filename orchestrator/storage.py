@@ -20,7 +20,7 @@ import pyarrow as pa
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from obstore.auth.boto3 import Boto3CredentialProvider
-from obstore.exceptions import BaseError, NotFoundError
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 from obstore.store import S3Store
 from pyarrow import fs
 
@@ -28,6 +28,8 @@ from pyarrow import fs
 ATTEMPTS = 8
 TIMEOUT_S = 60  # without a byte
 PIECE_BYTES = 16 << 20  # read at once
+
+_refused = set[str]()  # folders on S3 that belong to another process now
 
 
 class Range(NamedTuple):
@@ -119,9 +121,44 @@ def write_new(location: str, content: bytes) -> None:
         os.unlink(_path(temporary))
 
 
+def read_with_etag(location: str) -> tuple[bytes, str]:
+    """Reads a whole file on S3, and its ETag. Raises FileNotFoundError if there is none."""
+    bucket, key = _bucket_and_key(location)
+    with _s3_errors(location):
+        answer = obstore.get(_store(bucket), key)
+        return bytes(answer.bytes()), answer.meta["e_tag"] or ""
+
+
+def write_if(location: str, content: bytes, etag: str | None) -> str:
+    """Writes a file on S3 if the file there has this ETag, or if there is none and `etag` is None. Of several
+    writers one succeeds. Returns the new ETag.
+
+    Raises:
+        FileExistsError: if another file is there.
+        FileNotFoundError: if the file is gone.
+    """
+    bucket, key = _bucket_and_key(location)
+    with _s3_errors(location):
+        try:
+            mode: Any = "create" if etag is None else {"e_tag": etag}
+            return obstore.put(_store(bucket), key, content, mode=mode)["e_tag"] or ""
+        except (AlreadyExistsError, PreconditionError):
+            raise FileExistsError(f"{location} was written by another process") from None
+
+
+def refuse_writes(folder: str) -> None:
+    """Makes all later writes of this process below a folder on S3 fail: another process has taken it over."""
+    _refused.add(f"{folder}/")
+
+
+def allow_writes(folder: str) -> None:
+    _refused.discard(f"{folder}/")
+
+
 @contextmanager
 def open_to_write(location: str) -> Iterator[pa.NativeFile]:
     """Opens a new file in an existing folder (see `make_folder`); it is durable when the block ends."""
+    _check_allowed(location)
     system, path = _resolve(location)
     with system.open_output_stream(path) as stream:
         yield stream
@@ -202,6 +239,7 @@ def delete(location: str) -> None:
         path = Path(_path(location))
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         return
+    _check_allowed(location)
     bucket, key = _bucket_and_key(location)
     with _s3_errors(location):
         for page in _s3().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key):
@@ -291,7 +329,13 @@ def _s3() -> Any:
     return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries))
 
 
+def _check_allowed(location: str) -> None:
+    if location.startswith(tuple(_refused)):
+        raise PermissionError(f"{location} is not written: another process has taken over its folder")
+
+
 def _put(location: str, content: bytes, **condition: str) -> None:
+    _check_allowed(location)
     bucket, key = _bucket_and_key(location)
     with _s3_errors(location):
         try:

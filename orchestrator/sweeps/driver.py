@@ -38,6 +38,7 @@ from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.fit import check_data, check_start, fit, start
+from orchestrator.training.lock import locked
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.run_directory import (
@@ -46,7 +47,6 @@ from orchestrator.training.run_directory import (
     SweepRecord,
     check_kind,
     check_resumable,
-    locked,
     new_key,
     raise_changed,
     read_sweep,

@@ -17,11 +17,10 @@ from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
+from orchestrator.training.lock import InUse, locked
 from orchestrator.training.run_directory import (
     LOCK,
-    InUse,
     SweepRecord,
-    locked,
     read_json,
     read_sweep,
     write_json,

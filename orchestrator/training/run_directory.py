@@ -12,16 +12,13 @@ A report is written before the checkpoint that contains it, so a run that resume
 of a step counts; a line ``{"resumed": n}`` takes back the lines before it of steps above n.
 """
 
-import fcntl
 import json
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -34,19 +31,13 @@ from orchestrator.errors import UsageError, last_line
 Mode = Literal["auto", "resume"]
 
 CONFIG, SWEEP, RESULT, ERROR = "config.json", "sweep.json", "result.json", "error.txt"
-IN_USE = "another process works in {}: wait for it, or end it"
 LOCK = "lock"
 STOP = "stop"  # where this file appears, the workers of the run save and stop
 REFUSED = "refused.txt"  # the error of a worker that the user can correct
 UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
 DATA = "data.digest"
-LEASE_S = 90.0
 
 log = logging.getLogger(__name__)
-
-
-class InUse(UsageError):
-    """Another process works in the directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,81 +299,6 @@ def check_run_dir_visible(directory: str) -> None:
             f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
             " s3://bucket/prefix, or a directory that every node mounts"
         )
-
-
-@contextmanager
-def locked(directory: str, *, fresh: bool = False) -> Iterator[str | None]:
-    """Keeps other processes out of the directory of a run or a sweep while the block lasts.
-
-    With `fresh`, a directory that is there is moved aside first, and its new name is yielded.
-
-    Raises:
-        UsageError: if another process works there. A lock is never waited for.
-    """
-    aside = None
-    if fresh:
-        with locked(directory):
-            aside = move_aside(directory)
-    storage.make_folder(directory)
-    lock = _file_lock if storage.is_local(directory) else _lease
-    with lock(directory, storage.join(directory, LOCK)):
-        yield aside
-
-
-@contextmanager
-def _file_lock(directory: str, path: str) -> Iterator[None]:
-    """A lock of the file system, which ends with the process."""
-    with open(path.removeprefix("file://"), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InUse(IN_USE.format(directory)) from None
-        yield
-
-
-@contextmanager
-def _lease(directory: str, path: str) -> Iterator[None]:
-    """An object on S3 that is renewed every `LEASE_S` / 3 and expires after `LEASE_S` seconds."""
-    holder, ended = uuid.uuid4().hex, threading.Event()
-
-    def content() -> bytes:
-        return json.dumps({"holder": holder, "host": socket.gethostname(), "time_s": time.time()}).encode()
-
-    def is_ours() -> bool:
-        return json.loads(storage.read_bytes(path))["holder"] == holder
-
-    def renew() -> None:
-        while not ended.wait(LEASE_S / 3):
-            with suppress(OSError):  # the next attempt may succeed
-                if not is_ours():  # this process was away for longer than the lease
-                    log.warning("another process has taken over %s", directory)
-                    return
-                storage.write_bytes(path, content())
-
-    try:
-        storage.write_new(path, content())
-    except FileExistsError:
-        other = json.loads(storage.read_bytes(path))
-        age_s = time.time() - other["time_s"]
-        if age_s < LEASE_S:
-            raise InUse(
-                f"a process on {other['host']} works in {directory}, or was killed {age_s:.0f} s ago: its"
-                f" lock, {path}, expires {LEASE_S:.0f} s after its last sign of life"
-            ) from None
-        storage.write_bytes(path, content())
-        time.sleep(1)  # of two processes that find the lease expired, the last to write gets it
-        if not is_ours():
-            raise InUse(IN_USE.format(directory)) from None
-    thread = threading.Thread(target=renew, daemon=True, name="lease")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        with suppress(OSError):
-            if is_ours():
-                storage.delete(path)
 
 
 def new_key() -> str:

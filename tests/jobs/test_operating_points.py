@@ -16,7 +16,7 @@ from orchestrator.sweeps.publish import publish
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.find import children, find_sweep
 from orchestrator.tracking.store import open_reader
-from orchestrator.training.run_directory import locked
+from orchestrator.training.lock import locked
 from tests.made_directories import end_sweep, run_at
 from tests.trained_sweep import train_sweep
 

@@ -12,7 +12,8 @@ import pytest
 from jobs import report
 from orchestrator.sweeps import driver
 from orchestrator.sweeps.publish import FILES, REPORT
-from orchestrator.training.run_directory import InUse, locked, read_sweep, write_sweep
+from orchestrator.training.lock import InUse, locked
+from orchestrator.training.run_directory import read_sweep, write_sweep
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]

@@ -1,25 +1,20 @@
 """A directory starts, continues or is refused; two processes never share it."""
 
-import json
 import os
-import subprocess
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training import run_directory as runs
-from orchestrator.training.run_directory import Mode, Result, acquire_run_dir, locked, move_aside
-from tests.orchestrator.buckets import Bucket
+from orchestrator.training.lock import locked
+from orchestrator.training.run_directory import Mode, Result, acquire_run_dir, move_aside
 
 DIGEST = "71cb"
 
@@ -184,70 +179,3 @@ def test_the_reason_of_a_failure_is_its_last_line(tmp_path: Path) -> None:
     runs.write_error(str(tmp_path), "Traceback ..\n  File ..\nValueError: too large\n")
     runs.write_error(str(tmp_path), "its process died")  # the first error says more
     assert runs.read_error(str(tmp_path)) == "ValueError: too large"
-
-
-LOCKER = """
-import sys
-from orchestrator.training.run_directory import locked
-with locked(sys.argv[1]):
-    print("locked", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
-    """The lock of a killed process is free at once."""
-    directory = f"{tmp_path}/run"
-    with subprocess.Popen(
-        [sys.executable, "-c", LOCKER, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout
-        assert other.stdout.readline() == "locked\n"
-        for fresh in (False, True):
-            with (
-                pytest.raises(UsageError, match=f"another process works in {directory}"),
-                locked(directory, fresh=fresh),
-            ):
-                pass
-        other.kill()
-        other.wait()
-        with locked(directory):
-            pass
-
-
-def test_a_lock_on_s3_expires(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = bucket.uri("sweep")
-    monkeypatch.setattr(runs, "LEASE_S", 60.0)
-    with (
-        locked(directory),
-        pytest.raises(UsageError, match=r"works in s3://.*, or was killed"),
-        locked(directory),
-    ):
-        pass
-    assert storage.names(directory) == []
-    dead = json.dumps({"holder": "dead", "host": "gone", "time_s": 0.0}).encode()
-    storage.write_bytes(f"{directory}/lock", dead)
-    with locked(directory):
-        assert json.loads(storage.read_bytes(f"{directory}/lock"))["holder"] != "dead"
-
-
-def test_a_lock_on_s3_that_another_process_took_over_stays_its_own(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A process that was away for longer than its lease neither renews nor removes the other's lock."""
-    lock = f"{bucket.uri('sweep')}/lock"
-    monkeypatch.setattr(runs, "LEASE_S", 0.3)
-    theirs = json.dumps({"holder": "other", "host": "other", "time_s": time.time()}).encode()
-    with locked(bucket.uri("sweep")):
-        storage.write_bytes(lock, theirs)
-        while "has taken over" not in caplog.text:
-            storage.write_bytes(lock, theirs)  # a renewal that was under way may have come after the first
-            time.sleep(0.1)
-    assert storage.read_bytes(lock) == theirs
-
-
-def test_nothing_is_moved_aside_on_s3(bucket: Bucket) -> None:
-    storage.write_bytes(bucket.uri("run", "result.json"), b"{}")
-    with pytest.raises(UsageError, match="S3 has no rename"), locked(bucket.uri("run"), fresh=True):
-        pass
-    assert storage.names(bucket.uri("run")) == ["result.json"]

@@ -1,0 +1,196 @@
+"""Keeps two processes from working in the directory of one run or sweep.
+
+On a local path the lock is one of the file system, which ends with the process. On S3 it is an object that
+its holder renews: a lease. Each write is conditional on the ETag of the one before, so of two processes one
+succeeds, and no two clocks are compared: a holder counts as dead if another process sees no new ETag for
+`LEASE_S` seconds of its own clock.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from orchestrator import storage
+from orchestrator.errors import UsageError
+from orchestrator.training.run_directory import LOCK, move_aside
+
+IN_USE = "another process works in {}: wait for it, or end it"
+LEASE_S = 90.0  # a lease is renewed nine times in this time
+RELEASED = b"{}"
+
+log = logging.getLogger(__name__)
+
+
+class InUse(UsageError):
+    """Another process works in the directory."""
+
+
+@contextmanager
+def locked(directory: str, *, fresh: bool = False) -> Iterator[str | None]:
+    """Keeps other processes out of the directory of a run or a sweep while the block lasts.
+
+    With `fresh`, a directory that is there is moved aside first, and its new name is yielded.
+
+    If a holder was away for longer than its lease on S3, another process may have taken over: then the block
+    is interrupted, as by Ctrl-C, and this process writes nothing in the directory any more.
+
+    Raises:
+        InUse: if another process works there, which takes up to `LEASE_S` / 9 to see on S3; or if
+            another process has taken over.
+    """
+    aside = None
+    if fresh:
+        with locked(directory):
+            aside = move_aside(directory)
+    lock = _file_lock if storage.is_local(directory) else _lease
+    with lock(directory, storage.join(directory, LOCK)):
+        yield aside
+
+
+@contextmanager
+def _file_lock(directory: str, path: str) -> Iterator[None]:
+    """A lock of the file system, which ends with the process."""
+    path, is_ours = path.removeprefix("file://"), False
+    while not is_ours:
+        storage.make_folder(directory)
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InUse(IN_USE.format(directory)) from None
+            # Another process may have moved the directory aside after this one had opened the file.
+            with suppress(FileNotFoundError):
+                is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+            if is_ours:
+                yield
+
+
+@contextmanager
+def _lease(directory: str, path: str) -> Iterator[None]:
+    """A lease on S3, which a thread renews."""
+    lease = _Lease(directory, path)
+    lease.take()
+    storage.allow_writes(directory)
+    ended, worker = threading.Event(), threading.current_thread()
+    lost: list[InUse] = []
+
+    def renew() -> None:
+        while not ended.wait(LEASE_S / 9):
+            try:
+                lease.renew()
+            except InUse as error:
+                storage.refuse_writes(directory)
+                lost.append(error)
+                log.error("%s", error)
+                if worker is threading.main_thread() and worker.ident:
+                    # Unlike `_thread.interrupt_main` this also ends a system call that the thread waits in.
+                    signal.pthread_kill(worker.ident, signal.SIGINT)
+                return
+            except OSError as error:  # the next attempt may succeed
+                log.warning("the lock of %s could not be renewed: %s", directory, error)
+
+    thread = threading.Thread(target=renew, daemon=True, name="lease")
+    thread.start()
+    try:
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if not lost:
+                with suppress(InUse, OSError):
+                    lease.release()
+    except BaseException:
+        if lost:
+            raise lost[0] from None
+        raise
+    if lost:
+        raise lost[0]
+
+
+class _Lease:
+    def __init__(self, directory: str, path: str) -> None:
+        self._directory, self._path = directory, path
+        self._holder = uuid.uuid4().hex
+        self._renewals = 0
+        self._etag: str | None = None  # of what this process wrote, or may replace
+
+    def take(self) -> None:
+        """Makes this process the holder. Raises InUse if another process is, and lives."""
+        while True:
+            try:
+                self._etag = storage.write_if(self._path, self._content(), self._etag)
+                return
+            except (FileExistsError, FileNotFoundError):
+                self._etag = self._free()
+
+    def renew(self) -> None:
+        """Raises InUse if another process has taken over."""
+        self._write(self._content())
+
+    def release(self) -> None:
+        self._write(RELEASED)
+
+    def _write(self, content: bytes) -> None:
+        while True:
+            try:
+                self._etag = storage.write_if(self._path, content, self._etag)
+                return
+            except FileNotFoundError:  # deleted by hand
+                self._etag = None
+            except FileExistsError:
+                there, self._etag = storage.read_with_etag(self._path)
+                # Of this process: an attempt that came late, or whose answer was lost.
+                if json.loads(there).get("holder") != self._holder:
+                    raise InUse(
+                        f"another process has taken over {self._directory}, because this one was away for"
+                        f" more than {LEASE_S:.0f} s: it stops, and writes nothing there any more"
+                    ) from None
+
+    def _free(self) -> str | None:
+        """Waits until the lock can be taken, and returns its ETag; None if it is gone.
+
+        Raises:
+            InUse: as soon as the holder renews the lock.
+        """
+        seen, since = "", 0.0
+        while True:
+            try:
+                content, etag = storage.read_with_etag(self._path)
+            except FileNotFoundError:
+                return None
+            other = json.loads(content)
+            if other.get("holder") in (None, self._holder):
+                return etag
+            if not seen:
+                seen, since = etag, time.monotonic()
+                log.warning(
+                    "%s is locked by a process on %s, which may have been killed: waiting up to %.0f s for a"
+                    " sign of life of it",
+                    self._directory,
+                    other["host"],
+                    LEASE_S,
+                )
+            elif etag != seen:
+                raise InUse(
+                    f"a process on {other.get('host')} works in {self._directory}: wait for it, or end it"
+                )
+            elif time.monotonic() - since > LEASE_S:
+                log.warning("no sign of life for %.0f s: taking over %s", LEASE_S, self._directory)
+                return etag
+            time.sleep(LEASE_S / 45)
+
+    def _content(self) -> bytes:
+        """Returns other bytes at each call, so that the ETag changes."""
+        self._renewals += 1
+        return json.dumps(
+            {"holder": self._holder, "host": socket.gethostname(), "renewals": self._renewals}
+        ).encode()

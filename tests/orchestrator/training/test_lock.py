@@ -1,0 +1,171 @@
+"""Two processes never work in one directory, whatever their clocks say and whoever was killed."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator import storage
+from orchestrator.errors import UsageError
+from orchestrator.training import lock as lock_file
+from orchestrator.training.lock import InUse, locked
+from orchestrator.training.metrics_file import LineWriter
+from tests.orchestrator.buckets import Bucket
+
+LOCKER = """
+import sys
+from orchestrator.training.lock import locked
+with locked(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
+    """The lock of a killed process is free at once."""
+    directory = f"{tmp_path}/run"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKER, directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "locked\n"
+        for fresh in (False, True):
+            with (
+                pytest.raises(UsageError, match=f"another process works in {directory}"),
+                locked(directory, fresh=fresh),
+            ):
+                pass
+        other.kill()
+        other.wait()
+        with locked(directory):
+            pass
+
+
+def test_a_folder_that_is_moved_aside_between_opening_and_locking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of the folder that was there keeps nobody out of the folder that takes its place."""
+    directory, flock = f"{tmp_path}/run", lock_file.fcntl.flock
+    inside: list[bool] = []
+
+    def moved_before(*args: object) -> None:
+        monkeypatch.setattr(lock_file.fcntl, "flock", flock)
+        os.rename(directory, f"{directory}.old-1")
+        flock(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(lock_file.fcntl, "flock", moved_before)
+    with locked(directory), pytest.raises(InUse), locked(directory):
+        inside.append(True)
+    assert not inside
+
+
+def write_lock(directory: str, holder: str) -> bytes:
+    content = json.dumps({"holder": holder, "host": "elsewhere", "renewals": 1}).encode()
+    storage.write_bytes(f"{directory}/lock", content)
+    return content
+
+
+@pytest.fixture
+def directory(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """On S3, whose leases are short."""
+    monkeypatch.setattr(lock_file, "LEASE_S", 1.0)
+    yield bucket.uri("sweep")
+    storage.allow_writes(bucket.uri("sweep"))
+
+
+def test_a_lease_is_free_once_its_block_has_ended(directory: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also after Ctrl-C: the next command waits for nothing."""
+    with pytest.raises(KeyboardInterrupt), locked(directory):
+        raise KeyboardInterrupt
+    with locked(directory):
+        pass
+    assert "waiting" not in caplog.text
+
+
+def test_a_holder_that_renews_its_lease_is_never_taken_for_dead(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the clock of its machine is days behind: only signs of life count."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 1e6)
+    with locked(directory):
+        monkeypatch.setattr(time, "time", real)
+        with (
+            pytest.raises(UsageError, match=r"a process on .* works in s3://.*: wait for it, or end it"),
+            locked(directory),
+        ):
+            pass
+
+
+def test_the_lease_of_a_killed_process_is_waited_for(
+    directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The command says for what, and for how long; one of two commands that wait gets it."""
+    write_lock(directory, "dead")
+    began, inside = time.monotonic(), []
+
+    def enter() -> None:
+        try:
+            with locked(directory):
+                inside.append("in")
+                time.sleep(0.5)
+                inside.append("out")
+        except InUse:
+            inside.append("refused")
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == ["in", "refused", "out"]
+    assert time.monotonic() - began > lock_file.LEASE_S
+    assert "is locked by a process on elsewhere, which may have been killed: waiting up to 1 s" in caplog.text
+
+
+def test_who_lost_the_lease_stops_and_writes_nothing(
+    directory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is interrupted in its work, and its other threads can neither write nor delete there."""
+    began, lines = time.monotonic(), LineWriter(directory, "metrics")
+
+    def work() -> None:
+        with locked(directory):
+            lines.add({"n": 1})
+            write_lock(directory, "other")
+            try:
+                time.sleep(30)
+            finally:
+                for write in (lines.close, lambda: storage.delete(f"{directory}/lock")):
+                    with pytest.raises(PermissionError, match="another process has taken over"):
+                        write()
+
+    with pytest.raises(InUse, match=r"another process has taken over s3://.* it stops"):
+        work()
+    assert time.monotonic() - began < 20
+    assert storage.names(directory) == ["lock"]
+    assert json.loads(storage.read_bytes(f"{directory}/lock"))["holder"] == "other"
+    assert "another process has taken over" in caplog.text
+    storage.write_bytes(f"{directory}-2/x", b"")  # other folders are not concerned
+
+
+def test_a_renewal_whose_answer_was_lost_is_no_other_process(directory: str) -> None:
+    """The holder finds a lock of its own that it does not know."""
+    with locked(directory):
+        ours = json.loads(storage.read_bytes(f"{directory}/lock"))
+        write_lock(directory, ours["holder"])
+        time.sleep(0.5)
+        assert json.loads(storage.read_bytes(f"{directory}/lock"))["host"] == ours["host"]
+
+
+def test_nothing_is_moved_aside_on_s3(bucket: Bucket) -> None:
+    storage.write_bytes(bucket.uri("run", "result.json"), b"{}")
+    with pytest.raises(UsageError, match="S3 has no rename"), locked(bucket.uri("run"), fresh=True):
+        pass
+    assert storage.names(bucket.uri("run")) == ["lock", "result.json"]
