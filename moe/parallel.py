@@ -32,6 +32,8 @@ from moe.layer import MoELayer
 from moe.precision import compute_in, refresh
 from moe.vit import ViT, ViTConfig
 
+GRAPHS = 64  # of a block's code that torch.compile keeps
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
@@ -174,6 +176,10 @@ def parallelize(
 def _compile(block: nn.Module, options: ParallelConfig) -> None:
     """Replaces methods, not modules: parameter names stay, and FSDP's hooks remain outside."""
     if options.compile:
+        # All blocks share one code object, whose graphs count together: dense or with experts, with or without
+        # statistics, in training and evaluation, for each batch size. Above the limit, 8 by default, blocks run
+        # without compilation.
+        torch._dynamo.config.recompile_limit = GRAPHS
         if isinstance(block.mlp, MoELayer) and isinstance(experts := block.mlp.experts, ExpertParallel):
             # A compiled all-to-all is waited for where it starts. `disable` loses the type.
             experts.forward = torch.compiler.disable(experts.forward)  # pyright: ignore[reportAttributeAccessIssue]

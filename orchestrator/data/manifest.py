@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,6 +101,10 @@ def open_manifest(path: str) -> Manifest:
             val_majority=tree["val_majority"],
             labels=tree.get("labels", 1),
         )
+        for shard in (shard for shards in manifest.splits.values() for shard in shards):
+            # A digest is the name of a file in the cache.
+            if ".." in shard.path.split("/") or not re.fullmatch(r"\w+", shard.sha256):
+                raise UsageError(f"{path}/manifest.json names a file outside of its folder: {shard.path}")
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:

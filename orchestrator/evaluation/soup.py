@@ -27,8 +27,8 @@ def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> 
     Memory holds the average, and one tensor of one model at a time.
 
     Raises:
-        UsageError: if models are damaged or differ in config or tensors, or if `out` is not such a file or
-            exists and is not to be replaced (`force`).
+        UsageError: if models are damaged or differ in config, classes or tensors, or if `out` is not such a
+            file or exists and is not to be replaced (`force`).
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
@@ -40,7 +40,7 @@ def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> 
         "format": "pt",
         "version": VERSION,
         "config": json.dumps(to_dict(replace(models[0].run, name=Path(out).stem))),
-        "classes": json.dumps(models[0].classes),
+        "classes": json.dumps(next((m.classes for m in models if m.classes), None)),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
     write_file(out, average([model.location for model in models]), metadata)
@@ -79,15 +79,29 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
 
 
 def check_alike(models: Sequence[ModelRef]) -> None:
-    """Raises UsageError, naming the first field, if their architectures differ."""
+    """Raises UsageError, naming the first field, if their architectures, their classes or what they see of an
+    image differ. Unknown classes are taken for the same.
+    """
     first = models[0]
     for model in models[1:]:
-        if different := _difference(flat(first.run.model), flat(model.run.model)):
-            field, here, there = different
+        known = first.classes and model.classes
+        here, there = (_described(each, classes=bool(known)) for each in (first, model))
+        if different := _difference(here, there):
+            field, was, now = different
             raise UsageError(
-                f"cannot average different models: model.{field} is {here} in {first.location}, {there} in"
+                f"cannot average different models: {field} is {was} in {first.location}, {now} in"
                 f" {model.location}"
             )
+
+
+def _described(model: ModelRef, *, classes: bool) -> dict[str, Any]:
+    data = model.run.data
+    return {
+        **{f"model.{name}": value for name, value in flat(model.run.model).items()},
+        "data.eval_resize": data.eval_resize,
+        "data.eval_crop": data.eval_crop,
+        **({f"class {label}": name for label, name in enumerate(model.classes or ())} if classes else {}),
+    }
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.parallel import ParallelConfig, build_sharded, check_layout, make_mesh, update
+from moe.parallel import ParallelConfig, build_sharded, build_whole, check_layout, make_mesh, update
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
@@ -198,3 +198,17 @@ def test_graphs_do_not_grow_with_depth(monkeypatch, compute_dtype):
             model(images, keys_B=keys_B).logits.sum().backward()
         found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert found == 2 * [(1 + 5, 2) if compute_dtype is None else (1 + 7, 3)]
+
+
+def test_no_block_runs_uncompiled_however_many_batch_sizes(monkeypatch):
+    """Dense and MoE blocks, here in evaluation alone, share one limit."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    counters.clear()
+    config = replace(TO_COMPILE.config, depth=2)
+    model = build_whole(config, torch.device("cpu"), seed=SEED, options=ParallelConfig(compile=True))
+    with torch.no_grad():
+        for size in (8, 6, 4, 3, 2, 8):
+            model(torch.randn(size, 3, 8, 8), torch.ones(size))
+    assert counters["stats"]["unique_graphs"] > 8
+    assert not [reason for reason in counters["unimplemented"] if "recompile limit" in reason]

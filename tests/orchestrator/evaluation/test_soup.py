@@ -82,12 +82,24 @@ def test_it_is_a_model_like_others(trained, tmp_path):
     [
         ({"model.width": 32}, r"model\.width is 16 in .*seed0\.safetensors, 32 in .*seed1\.safetensors"),
         ({"model.moe.router.kind": "token_choice"}, r"model\.moe\.router\.kind is soft in .*, token_choice"),
+        ({"data.eval_crop": 0.5}, r"data\.eval_crop is 0\.875 in .*, 0\.5 in"),
     ],
 )
 def test_different_models_are_refused(changes, message, trained, tmp_path):
     with pytest.raises(UsageError, match=message):
         soup(tmp_path, trained(0), trained(1, **changes))
     assert not (tmp_path / "soup.safetensors").exists()
+
+
+def test_models_of_other_classes_are_refused(trained, tmp_path):
+    """Known in another order; where only one model's classes are known, they are the soup's."""
+    names = tuple("0123456789")
+    one, two = replace(trained(0), classes=names), trained(1)
+    with pytest.raises(UsageError, match=r"class 0 is 0 in .*seed0\.safetensors, 9 in .*seed1\.safetensors"):
+        soup(tmp_path, one, replace(two, classes=names[::-1]))
+    assert not (tmp_path / "soup.safetensors").exists()
+    soup(tmp_path, replace(two, classes=None), one)
+    assert read_model(f"{tmp_path}/soup.safetensors").classes == names
 
 
 def test_tensors_that_the_config_does_not_describe(trained, tmp_path):
