@@ -30,11 +30,14 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ViT:
             metadata, tensors = file.metadata() or {}, file.get_tensors()
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from None
-    config = json.loads((path / CONFIG).read_text() if path.is_dir() else metadata.get("config", "{}"))
-    if "model" not in config:
-        raise ValueError(f"{path} is not an export: its config has no model")
-    with torch.device("meta"):
-        model = ViT(from_dict(ViTConfig, config["model"], "model."))
+    try:
+        config = json.loads((path / CONFIG).read_text() if path.is_dir() else metadata.get("config", "{}"))
+        if "model" not in config:
+            raise ValueError("its config has no model")
+        with torch.device("meta"):
+            model = ViT(from_dict(ViTConfig, config["model"], "model."))
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{path} is not an export: {error}") from None
     expected = model.state_dict()
     for name, tensor in tensors.items():
         if name in expected and tensor.dtype != expected[name].dtype:

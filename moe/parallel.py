@@ -176,9 +176,9 @@ def parallelize(
 def _compile(block: nn.Module, options: ParallelConfig) -> None:
     """Replaces methods, not modules: parameter names stay, and FSDP's hooks remain outside."""
     if options.compile:
-        # All blocks share one code object, whose graphs count together: dense or with experts, with or without
-        # statistics, in training and evaluation, for each batch size. Above the limit, 8 by default, blocks run
-        # without compilation.
+        # All blocks share one code object, whose graphs count together: dense or with experts, with or
+        # without statistics, in training and evaluation, for each batch size. Above the limit, 8 by default,
+        # blocks run without compilation.
         torch._dynamo.config.recompile_limit = GRAPHS
         if isinstance(block.mlp, MoELayer) and isinstance(experts := block.mlp.experts, ExpertParallel):
             # A compiled all-to-all is waited for where it starts. `disable` loses the type.

@@ -21,6 +21,7 @@ from orchestrator.errors import UsageError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+NAME = re.compile(r"\w[\w.-]*", re.ASCII)  # of a file in the folder, and not of one elsewhere
 
 
 class DamagedError(Exception):
@@ -122,7 +123,7 @@ def read(folder: str) -> Manifest:
     """Reads a checkpoint's manifest.
 
     Raises:
-        DamagedError: if it differs in any byte from what was written.
+        DamagedError: if it differs in any byte from what was written, or names files outside of its folder.
         FileNotFoundError: if there is none.
     """
     content = storage.read_bytes(storage.join(folder, MANIFEST))
@@ -136,6 +137,8 @@ def read(folder: str) -> Manifest:
         raise DamagedError(MANIFEST) from None
     if not same:
         raise DamagedError(MANIFEST)
+    if elsewhere := [name for name in manifest.files if not NAME.fullmatch(name)]:
+        raise DamagedError(f"{MANIFEST} names a file outside of its folder: {elsewhere[0]}")
     if step_of(folder) not in (None, manifest.step):
         raise DamagedError(f"{MANIFEST} is of step {manifest.step}")
     return manifest
@@ -183,20 +186,32 @@ def remove(folder: str) -> None:
     storage.delete(folder)
 
 
-def located(location: str, group: dist.ProcessGroup | None = None) -> tuple[str, Manifest]:
+def located(
+    location: str, group: dist.ProcessGroup | None = None, *, whole: bool = True
+) -> tuple[str, Manifest]:
     """Returns the checkpoint that `location` names, and its manifest: the folder itself, or the newest
     checkpoint with whole weights in a directory of checkpoints.
+
+    whole: hash the weights; without, only the manifest is read.
 
     Raises:
         UsageError: if the folder is damaged.
         FileNotFoundError: if the directory holds no whole checkpoint.
     """
+
+    def checked(folder: str) -> Manifest:
+        return verified(folder, group, weights_only=True) if whole else agreed(lambda: read(folder), group)
+
     if not agreed(lambda: is_there(location), group):
-        return newest(location, group, partial(verified, group=group, weights_only=True))
+        return newest(location, group, checked)
     try:
-        return location, verified(location, group, weights_only=True)
+        return location, checked(location)
     except DamagedError as error:
-        raise UsageError(f"checkpoint {location} is damaged: {error}") from None
+        raise damaged_error(location, error) from None
+
+
+def damaged_error(folder: str, error: DamagedError) -> UsageError:
+    return UsageError(f"checkpoint {folder} is damaged: {error}")
 
 
 def newest(

@@ -25,7 +25,7 @@ from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import SUFFIX, Reader, fill, local_part, open_reader
-from orchestrator.checkpoint.manifest import Manifest, agreed, located
+from orchestrator.checkpoint.manifest import DamagedError, Manifest, agreed, damaged_error, located
 from orchestrator.codec import from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -52,7 +52,7 @@ class Source(NamedTuple):
 @contextmanager
 def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Iterator[Source]:
     """Opens the weights of a checkpoint, as `located` finds it, or of a `SUFFIX` file, on all workers of
-    `group` alike.
+    `group` alike. Each file of a checkpoint is hashed as it is read.
 
     Raises:
         UsageError: if it is damaged, or not a safetensors file.
@@ -65,10 +65,19 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
         # Other programs may write anything there.
         names, step = [name], int(written) if written.isdecimal() else None
     else:
-        location, manifest = located(location, group)
+        whole = not agreed(lambda: manifests.is_there(location), group)  # to find the newest whole one
+        location, manifest = located(location, group, whole=whole)
         folder, names, step = location, manifest.weights(), manifest.step
-    with open_reader(folder, names, group) as reader:
-        yield Source(location, step, reader, manifest)
+    try:
+        with open_reader(folder, names, group, manifest) as reader:
+            yield Source(location, step, reader, manifest)
+    except DamagedError as error:
+        raise damaged_error(location, error) from None
+    except (UsageError, OSError):
+        # A damaged header may look like another model, or be unreadable.
+        if manifest:
+            located(location, group)
+        raise
 
 
 def read_metadata(location: str) -> dict[str, str]:
@@ -82,9 +91,12 @@ def read_metadata(location: str) -> dict[str, str]:
         with storage.open_to_read(location) as file:
             length = int.from_bytes(file.read_at(8, 0), "little")
             header = file.read_at(length, 8) if length < file.size() else b""
-        return json.loads(header).get("__metadata__", {})
-    except (ValueError, AttributeError):
+        metadata = json.loads(header).get("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError
+    except (ValueError, AttributeError, RecursionError):
         raise UsageError(f"{location} is not a safetensors file") from None
+    return metadata
 
 
 def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -53,8 +53,11 @@ class ModelRef:
             UsageError: if the weights are damaged or incomplete.
         """
         set_threads(self.run.model, IMAGES_PER_PASS)
-        with torch.device("meta"):
-            model = ViT(self.run.model)
+        try:
+            with torch.device("meta"):
+                model = ViT(self.run.model)
+        except RuntimeError as error:
+            raise UsageError(f"{self.location} describes a model that cannot be built: {error}") from None
         model.to_empty(device=device or torch.device("cpu"))
         report = start_from(model, self.location)
         if len(report.transfer.copied) < len(model.state_dict()) or report.transfer.unused:
@@ -119,7 +122,11 @@ def load_model(reference: str, *, root: str = "~/moe-frontier", tracking_uri: st
         UsageError: if there is no such model, or its weights are damaged.
     """
     location = model_location(reference, root=storage.absolute(root), tracking_uri=tracking_uri)
-    return read_model(location).load()
+    try:
+        return read_model(location, whole=False).load()
+    except UsageError:
+        # Weights that are damaged: the checkpoint before may be whole.
+        return read_model(location).load()
 
 
 def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelRef]:
@@ -155,7 +162,7 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
         raise UsageError(f"{reference} names several models: name a single trial of it")
     if reference.startswith("models:/"):
         location, _, digest = checkpoint_of(reference, tracking_uri)
-        folder, manifest = located(location)
+        folder, manifest = located(location, whole=False)
         if manifest.weights_digest() != digest:
             raise UsageError(
                 f"{reference}: {folder} holds other weights than were registered under that name"
@@ -181,31 +188,36 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
     )
 
 
-def read_model(location: str) -> ModelRef:
+def read_model(location: str, *, whole: bool = True) -> ModelRef:
     """Reads about the model in a checkpoint's folder, a directory of checkpoints or an exported file.
+
+    Args:
+        whole: hash the weights of a checkpoint; without, they are hashed when they are loaded.
 
     Raises:
         UsageError: if there is no such model, or its checkpoint is damaged.
     """
-    classes = None
+    classes = ()
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
         metadata = read_metadata(location)
         if "config" not in metadata:
             raise UsageError(f"{location} was not exported by jobs/export.py: its metadata has no config")
-        folder, config, step = location, json.loads(metadata["config"]), int(metadata.get("step", -1))
-        classes = json.loads(metadata.get("classes", "null"))
+        try:
+            folder, run = location, from_dict(RunConfig, json.loads(metadata["config"]))
+            step = int(metadata.get("step", -1))
+            classes = tuple(json.loads(metadata.get("classes", "null")) or ())
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"the metadata of {location} are damaged ({error}): export it again") from None
     else:
         try:
-            folder, manifest = located(location)
+            folder, manifest = located(location, whole=whole)
         except FileNotFoundError as error:
             raise UsageError(str(error)) from None
-        config, step = manifest.config, manifest.step
-    run = from_dict(RunConfig, config)
+        run, step = from_dict(RunConfig, manifest.config), manifest.step
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
-    classes = tuple(classes) if classes else class_names(run)
-    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes)
+    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes or class_names(run))
 
 
 def _has_one_run(location: str) -> bool:

@@ -4,12 +4,13 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.checkpoint.manager import Checkpoints, drop_optimizer
 from orchestrator.checkpoint.manifest import DamagedError
 from tests.orchestrator.checkpoint.counted import (
     IN_STEP,
@@ -113,6 +114,22 @@ def test_foreign_manifests(copy):
     for content in FOREIGN:
         (folder(copy, 3) / "manifest.json").write_bytes(content)
         assert step_restored(copy) == 2, content[:12]
+
+
+@pytest.mark.parametrize("name", ["../../victim", "{absolute}", "..", "a/b"])
+def test_names_outside_of_the_folder(name, copy, tmp_path):
+    """Nothing there is read, written or deleted."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    name = name.format(absolute=victim)
+    manifest = manifests.read(str(folder(copy, 3)))
+    foreign = replace(manifest, files={**manifest.files, name: manifests.hashed(str(victim))})
+    (folder(copy, 3) / "manifest.json").write_bytes(manifests.encode(foreign))
+    with pytest.raises(DamagedError, match=f"names a file outside of its folder: {name}"):
+        manifests.read(str(folder(copy, 3)))
+    assert step_restored(copy) == 2
+    drop_optimizer(str(copy))
+    assert victim.read_bytes() == b"mine"
 
 
 def test_no_whole_checkpoint_is_left(copy, caplog):

@@ -2,15 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from moe.load import load
+from orchestrator import storage
 from orchestrator.checkpoint.manifest import located
+from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef, find_models, load_model, read_model
 from orchestrator.evaluation.soup import write_soup
@@ -150,11 +154,77 @@ def test_what_is_not_there(reference: str, message: str, trained_home: Path, sto
         find_models(reference, root=str(trained_home), tracking=store)
 
 
+def flip_last_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_damaged_weights_are_named(trained_home: Path, tmp_path: Path):
     shutil.copytree(f"{trained_home}/tiny/trials/soft/checkpoints/step-00000020", tmp_path / "copy")
     (weights,) = (tmp_path / "copy").glob("weights*")
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    flip_last_bit(weights)
     with pytest.raises(UsageError, match=f"checkpoint {tmp_path}/copy is damaged: {weights.name}"):
         read_model(str(tmp_path / "copy"))
+
+
+def test_loading_reads_the_weights_once(
+    trained_home: Path, store: Tracking, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """They are hashed as they are read. If they are damaged, the checkpoint before is loaded."""
+    read: list[str] = []
+    pieces = storage.pieces
+
+    def counted(location: str) -> Iterator[bytes]:
+        read.append(location)
+        return pieces(location)
+
+    monkeypatch.setattr(storage, "pieces", counted)
+    load_model("tiny/trials/soft", root=str(trained_home))
+    (weights,) = (name for name in read if "weights-" in name)
+    shutil.copytree(f"{trained_home}/tiny/trials/soft/checkpoints", tmp_path / "checkpoints")
+    flip_last_bit(tmp_path / "checkpoints" / "step-00000020" / Path(weights).name)
+    loaded = load_model(str(tmp_path / "checkpoints"))
+    before = found(f"{trained_home}/tiny/trials/soft/checkpoints/step-00000010", trained_home, store).load()
+    assert torch.equal(loaded.head.weight, before.head.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "last"},
+        {"config": "{"},
+        {"config": "[1]"},
+        {"config": "[" * 100_000},
+        {"classes": "x"},
+        {"classes": "5"},
+        {"model.width": "x"},
+        {"model.width": 2**40},
+    ],
+    ids=str,
+)
+def test_damaged_metadata_of_an_export(change: dict[str, Any], trained_home: Path, tmp_path: Path):
+    """One clear error, of `moe.load` too where it reads what is damaged."""
+    whole = read_metadata(f"{trained_home}/soft.safetensors")
+    if width := change.get("model.width"):
+        config = json.loads(whole["config"])
+        change = {"config": json.dumps(config | {"model": config["model"] | {"width": width}})}
+    path = f"{tmp_path}/damaged.safetensors"
+    write_file(path, load_file(f"{trained_home}/soft.safetensors"), whole | change)
+    with pytest.raises(UsageError, match=path):
+        load_model(path)
+    if "config" in change:
+        with pytest.raises(ValueError, match=f"{path} is not an export: "):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    "header", [b'{"__metadata__": null}', b'{"__metadata__": []}', b"[" * 100_000, b"[]"]
+)
+def test_headers_that_are_none(header: bytes, tmp_path: Path):
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UsageError, match=f"{path} is not a safetensors file"):
+        load_model(str(path))
+    with pytest.raises(ValueError, match=str(path)):
+        load(path)
