@@ -1,7 +1,8 @@
 """Reading and writing bytes on local paths and on S3 alike.
 
 A location is a local path or ``s3://bucket/key``, taken as it is written: nothing in it is quoted. Endpoint,
-region and credentials come from the usual AWS variables. Every function raises OSError if storage fails.
+region and credentials come from the usual AWS variables. Every function raises OSError if storage fails, and
+UsageError for any other URI.
 """
 
 import os
@@ -24,6 +25,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, Pre
 from obstore.store import S3Store
 from pyarrow import fs
 
+from orchestrator.errors import UsageError
+
 # Attempts for each request to S3, with pauses that double: an outage of about half a minute is survived.
 ATTEMPTS = 8
 TIMEOUT_S = 60  # without a byte
@@ -41,8 +44,11 @@ class Range(NamedTuple):
 
 
 def absolute(location: str) -> str:
-    """Makes a local path absolute, so that no process depends on its working directory; keeps a URI."""
-    return str(Path(_path(location)).expanduser().resolve()) if is_local(location) else location
+    """Makes a local path absolute, so that no process depends on its working directory; keeps a URI of S3."""
+    if is_local(location):
+        return str(Path(_path(location)).expanduser().resolve())
+    _bucket_and_key(location)
+    return location
 
 
 def is_local(location: str) -> bool:
@@ -63,7 +69,7 @@ def read_range(location: str, offset: int, size: int) -> Range:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        EOFError: if the file ends before.
+        OSError: if the file ends before.
     """
     if is_local(location):
         with open(_path(location), "rb") as file:
@@ -72,10 +78,15 @@ def read_range(location: str, offset: int, size: int) -> Range:
     else:
         bucket, key = _bucket_and_key(location)
         with _s3_errors(location):
-            answer = obstore.get(_store(bucket), key, options={"range": (offset, offset + size)})
-            found = Range(bytes(answer.bytes()), answer.meta["size"], answer.meta["e_tag"])
+            if size:
+                answer = obstore.get(_store(bucket), key, options={"range": (offset, offset + size)})
+                content, meta = bytes(answer.bytes()), answer.meta
+            else:
+                # HTTP has no empty range.
+                content, meta = b"", obstore.head(_store(bucket), key)
+            found = Range(content, meta["size"], meta["e_tag"])
     if len(found.content) != size:
-        raise EOFError(f"{location} has {found.whole_bytes} bytes, not {offset + size}")
+        raise OSError(f"{location} has {found.whole_bytes} bytes, not {offset + size}")
     return found
 
 
@@ -355,7 +366,7 @@ def _put(location: str, content: bytes, **condition: str) -> None:
 def _bucket_and_key(location: str) -> tuple[str, str]:
     scheme, _, rest = location.partition("://")
     if scheme != "s3":
-        raise ValueError(f"{location}: a location is a local path or s3://bucket/key")
+        raise UsageError(f"{location}: {scheme}:// is not supported: name a local path or s3://bucket/key")
     bucket, _, key = rest.partition("/")
     return bucket, key
 

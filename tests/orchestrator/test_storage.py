@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator import storage
+from orchestrator.errors import UsageError
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -34,6 +35,21 @@ def test_reading_a_missing_file(root):
         storage.read_bytes(f"{root}/nothing")
     with pytest.raises(FileNotFoundError), storage.open_to_read(f"{root}/nothing"):
         pass
+
+
+def test_ranges(root):
+    """A range may be empty; one that passes the end is refused."""
+    storage.write_bytes(f"{root}/file", b"content")
+    for offset, size in ((0, 7), (2, 3), (6, 1), (3, 0), (7, 0)):
+        found = storage.read_range(f"{root}/file", offset, size)
+        assert (found.content, found.whole_bytes) == (b"content"[offset : offset + size], 7)
+        assert (found.etag is None) == storage.is_local(root)
+    for offset, size in ((5, 3), (8, 1)):
+        with pytest.raises(OSError, match="file"):
+            storage.read_range(f"{root}/file", offset, size)
+    for size in (0, 1):
+        with pytest.raises(FileNotFoundError):
+            storage.read_range(f"{root}/nothing", 0, size)
 
 
 def test_streams(root):
@@ -254,8 +270,9 @@ def test_file_uris(tmp_path):
 
 @pytest.mark.parametrize("location", ["gs://bucket/key", "http://host/key", "S3://bucket/key"])
 def test_unknown_places(location):
-    for act in (storage.read_bytes, storage.size, storage.names, storage.delete):
-        with pytest.raises(ValueError, match="a location is a local path or s3://bucket/key"):
+    scheme = location.partition(":")[0]
+    for act in (storage.absolute, storage.read_bytes, storage.size, storage.names, storage.delete):
+        with pytest.raises(UsageError, match=f"{scheme}:// is not supported: name a local path or s3://buck"):
             act(location)
 
 
