@@ -11,13 +11,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from hashlib import sha256
 from random import Random
+from threading import Lock
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cachetools import LRUCache, cached
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
@@ -28,7 +30,14 @@ from orchestrator.data.augment import randaugment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SCALED_FROM = 2**19  # pixels; torchvision decodes a smaller JPEG as fast as Pillow does at half its size
+# A decoded image takes up to 10 bytes per pixel while it becomes RGB: 640 MB for each decoding thread.
+MAX_PIXELS = 64_000_000
+# Huffman codes have at least a bit, and a JPEG has a code for each block of 8 x 8 pixels: at most 512 pixels
+# per byte. A header that promises more is damaged, and libjpeg would fill the image with grey. A lossless
+# WebP of one colour has 23,000.
+JPEG_PIXELS_PER_BYTE = 512
 SMALL = 32  # pixels; squares up to this side are kept decoded
+SMALL_BYTES = 256 << 20  # of memory for them, in each process
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
 # This warning recommends torchcodec.
@@ -48,7 +57,7 @@ def decode(encoded: bytes) -> Tensor:
     byte. The first of several frames is taken.
 
     Raises:
-        BadImage: for bytes that are not a whole image, or exceed Pillow's limit of 179 megapixels.
+        BadImage: for bytes that are not a whole image, and for more than `MAX_PIXELS` pixels.
     """
     return Picture(encoded).pixels()
 
@@ -70,6 +79,7 @@ class Picture:
         self._encoded = encoded
         with _damage_as_bad_image():
             self._image: ImageFile = Image.open(io.BytesIO(encoded), formats=FORMATS)
+            _check_size(self._image, len(encoded))
             self._orientation = _orientation(self._image)
             # CMYK JPEGs, made for print, are left to Pillow.
             self._jpeg = self._image.format in ("JPEG", "MPO") and self._image.mode in ("L", "RGB")
@@ -152,8 +162,14 @@ def _central(encoded: bytes, size: int, eval_resize: str, eval_crop: float) -> T
     return _cropped(picture, Box((height - h) // 2, (width - w) // 2, h, w), size)
 
 
-# Decoding the small images of toy data sets takes longer than training on them. At most 200 MB per process.
-_small_central = lru_cache(maxsize=2**16)(_central)
+# Decoding the small images of toy data sets takes longer than training on them. The key is a hash, because
+# the encoded image may be large. An entry takes 0.8 kB beside its pixels.
+_small_central = cached(
+    LRUCache(SMALL_BYTES, getsizeof=lambda pixels: pixels.nbytes + 1024),
+    key=lambda encoded, *options: (sha256(encoded).digest(), *options),
+    lock=Lock(),
+    info=True,
+)(_central)
 
 
 def normalize(images: Tensor) -> Tensor:
@@ -214,6 +230,18 @@ def _damage_as_bad_image() -> Iterator[None]:
         lines = str(error).splitlines() or [""]
         reason = re.sub(r".*\.cpp:\d+, ", "", lines[0])  # torchvision's build path
         raise BadImage(f"{type(error).__name__}: {reason}") from None
+
+
+def _check_size(image: ImageFile, size: int) -> None:
+    """Raises BadImage for an image of `size` bytes whose header promises too many pixels."""
+    pixels = image.width * image.height
+    if pixels > MAX_PIXELS:
+        raise BadImage(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS / 1e6:g} million")
+    if image.format in ("JPEG", "MPO") and pixels > JPEG_PIXELS_PER_BYTE * size:
+        raise BadImage(
+            f"{image.width} x {image.height} pixels in a JPEG of {size} bytes, which holds at most"
+            f" {JPEG_PIXELS_PER_BYTE} per byte: its header is damaged"
+        )
 
 
 def _orientation(image: ImageFile) -> int:

@@ -4,10 +4,11 @@ import hashlib
 import io
 import itertools
 import math
+import struct
 import subprocess
 import sys
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import functional as tv
 
+from orchestrator.data import images
 from orchestrator.data.augment import randaugment
 from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, normalize
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
@@ -72,6 +74,12 @@ def test_orientation_after_the_pixels_and_damaged_exif() -> None:
     assert decode(content).shape == (3, 40, 56)
 
 
+def resized(jpeg: bytes, width: int, height: int) -> bytes:
+    """Returns a JPEG whose header has another size."""
+    at = jpeg.index(b"\xff\xc0") + 5
+    return jpeg[:at] + struct.pack(">HH", height, width) + jpeg[at + 4 :]
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -80,6 +88,8 @@ def test_orientation_after_the_pixels_and_damaged_exif() -> None:
         (JPEG[:-100], "RuntimeError: Image is incomplete or truncated"),
         (IMAGES["plain.png"][:-100], "OSError: .*truncated"),
         (raw_png(width=60_000, height=60_000, bits=8, rows=b""), "3600000000 pixels"),
+        (raw_png(width=8001, height=8000, bits=8, rows=b""), "8001 x 8000 pixels, more than 64 million"),
+        (resized(JPEG, 4000, 3000), rf"4000 x 3000 pixels in a JPEG of {len(JPEG)} bytes, .* 512 per byte"),
         (raw_png(width=0, height=4, bits=8, rows=b""), "."),
         (encoded(Image.fromarray(WORDS.astype("float32")), "TIFF"), r"32 bits \(mode F\)"),
         (encoded(Image.fromarray(WORDS.astype("int32")), "TIFF"), r"32 bits \(mode I\)"),
@@ -88,6 +98,30 @@ def test_orientation_after_the_pixels_and_damaged_exif() -> None:
 def test_reasons(content: bytes, reason: str) -> None:
     with pytest.raises(BadImage, match=f"^.*{reason}.*$"):
         Transform(size=8)(content)
+
+
+@pytest.mark.parametrize(
+    "options", [("JPEG", {"optimize": True}), ("JPEG", {"progressive": True}), ("WEBP", {"lossless": True})]
+)
+def test_one_colour_is_an_image(options: tuple[str, dict[str, Any]]) -> None:
+    """As few bytes as encoders can make of so many pixels."""
+    kind, how = options
+    for mode in ("L", "RGB"):
+        content = encoded(Image.new(mode, (2000, 2000), "white"), kind, **how)
+        assert Transform(size=8)(content).min() == 255
+
+
+def test_small_images_are_kept_in_bounded_memory() -> None:
+    """An image counts with all that is kept of it, and its encoded bytes are not kept."""
+    content = encoded(np.random.default_rng(0).integers(0, 256, (200, 200, 3)))
+    before, references = images._small_central.cache_info(), sys.getrefcount(content)
+    first, second = (Transform(size=8)(content) for _ in range(2))
+    after = images._small_central.cache_info()
+    assert torch.equal(first, second)
+    assert sys.getrefcount(content) == references
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses + 1)
+    assert 3 * 8 * 8 + 800 < after.currsize - before.currsize < 2000
+    assert after.maxsize == images.SMALL_BYTES
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
