@@ -23,8 +23,8 @@ FREED = 0.1  # of the limit
 
 
 def cached(name: str, size: int, make: Callable[[BinaryIO], None], *, limit: int) -> BinaryIO:
-    """Opens a file for reading; if it is missing, `make(file)` writes its `size` bytes. Close it soon: an
-    open file is not removed.
+    """Opens a file for reading; if it is missing, `make(file)` writes its `size` bytes. A file that is open,
+    or mapped from the open file, is not removed.
 
     Raises:
         UsageError: if the file does not fit into `limit` bytes beside the files that are in use.
@@ -34,7 +34,13 @@ def cached(name: str, size: int, make: Callable[[BinaryIO], None], *, limit: int
     part = path.with_name(f"{name}.part")
     while (file := open_cached(name)) is None:
         with part.open("ab") as mine:
-            fcntl.flock(mine, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Waits until the file is made, or its process killed. An exclusive lock would also wait for
+                # the readers of the file.
+                fcntl.flock(mine, fcntl.LOCK_SH)
+                continue
             if not _is_at(mine, part):
                 continue  # the process that had the lock has made or removed the file
             try:
@@ -131,7 +137,7 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"the cache of unpacked and fetched shards cannot be at {folder} ({error.strerror}): set"
+            f"the cache of shards and indexes cannot be at {folder} ({error.strerror}): set"
             f" ${CACHE_FOLDER} to another folder"
         ) from None
     if folder.stat().st_uid != os.getuid():

@@ -14,7 +14,7 @@ import numpy as np
 from orchestrator import storage
 from orchestrator.data.formats import index_file
 from orchestrator.data.index import IndexedShard, records_of, write_index
-from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.manifest import FORMAT, UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.samples import (
     Execute,
     Table,
@@ -51,7 +51,7 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
         ) from None
     if storage.size(storage.join(path, UNFINISHED)) is not None:
         raise UsageError(f"no data set at {path}: packing into it broke off; pack it again")
-    digest = hashlib.sha256(json.dumps([folder, sizes], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([FORMAT, folder, sizes], sort_keys=True).encode()).hexdigest()
     data_set = storage.join(root, "data", "indexed", f"{folder.rpartition('/')[2]}-{digest[:12]}")
     if not has_manifest(data_set):
         log.info("reading %d shards of %s once", len(sizes), folder)
@@ -105,6 +105,5 @@ def _noting(table: Table, split: str, shards: list[Shard], images: Counter[Any])
         assert part.shard
         shards.append(replace(part.shard, rows=len(part.keys)))
         images.update(chain(part.labels, *part.others))
-        offsets, sizes = zip(*part.places, strict=True)
-        fields = offsets, sizes, part.labels, part.keys, part.others, table.most_labels
+        fields = *zip(*part.places, strict=True), part.labels, part.keys, part.others, table.most_labels
         yield IndexedShard(records_of(*fields), part.keys)

@@ -7,9 +7,10 @@ import hashlib
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -34,6 +35,7 @@ TAR_LABELS = ("cls", "cls.txt", "json")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target", "labels")
 CLASS_NUMBERS = re.compile(r"[+-]?\d+(?:[\s,]+[+-]?\d+)*")  # in .cls members
 MAX_LABELS = 64  # of an image; a longer list is probably a number for every class
+SHOWN = 5  # extensions of a sample without an image
 MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)")  # WebDataset's rule: key, extension; no hidden files
 
 
@@ -61,7 +63,8 @@ class _Forward:
         return self._at
 
     def seek(self, position: int) -> None:
-        assert position >= self._at, "what was passed is gone"
+        if position < self._at:
+            raise EOFError(f"byte {position} follows byte {self._at}")
         self._at = position
 
     def read_at(self, offset: int, size: int) -> bytes:
@@ -80,6 +83,23 @@ class _Forward:
             self._at += len(part)
         self.last = b"".join(parts)
         return self.last
+
+    def crc32(self, size: int) -> int:
+        """Reads so many bytes for their CRC-32."""
+        crc = 0
+        while size and (part := self.read(min(size, storage.PIECE_BYTES))):
+            crc = zlib.crc32(part, crc)
+            size -= len(part)
+        return crc
+
+    def skip_zeros(self) -> int | None:
+        """Passes over blocks of zeros, and returns where other bytes begin, None at the end of the file."""
+        while block := self.read(tarfile.BLOCKSIZE):
+            if block.strip(b"\0"):
+                self._piece = block + self._piece[self._at - self._begin :]
+                self._at = self._begin = self._at - len(block)
+                return self._at
+        return None
 
     def shard(self, rows: int, unpacked: int | None = None) -> Shard:
         """Reads what remains, and describes the file."""
@@ -108,49 +128,43 @@ def index_file(location: str) -> Part:
 
 
 def index_tar(location: str) -> Part:
-    """Indexes the samples of a tar, in file order. Members whose names differ only in the extension are one
-    sample.
+    """Indexes the samples of a tar, or of tars that were joined, in file order. Members whose names differ
+    only in the extension are one sample.
 
     Raises:
         UsageError: if the tar is cut short, damaged, compressed or not a tar.
     """
-    samples: dict[str, dict[str, Any]] = {}
-    problems = []
+    samples: list[tuple[str, dict[str, Any]]] = []
+    problems: list[str] = []
     file: Any = _Forward(location)
+    begin: int | None = 0
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while info := tar.next():
-                tar.members = []  # pyright: ignore[reportAttributeAccessIssue] # else it grows with the file
-                match = MEMBER.fullmatch(info.name)
-                if not match or not info.isreg():
-                    continue
-                key, extension = match[1], match[2].lower()
-                parts = samples.setdefault(key, {})
-                if extension in parts:
-                    problems.append(f"{location}: {key}: two members .{extension}, the first is taken")
-                elif extension in TAR_IMAGES:
-                    parts[extension] = (info.offset_data, info.size)
-                elif extension in TAR_LABELS:
-                    content: Any = tar.extractfile(info)
-                    parts[extension] = content.read()
+        while begin is not None:
+            with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
+                samples += _tar_samples(tar, problems).items()
             # What was read last is a header: zeros at the end of a tar, else one that is cut off or damaged.
-            if file.last != bytes(tarfile.BLOCKSIZE):
+            if file.last == bytes(tarfile.BLOCKSIZE):
+                begin = file.skip_zeros()
+            elif begin and tar.offset == begin:
+                break
+            else:
                 raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
     keys, sets, places = [], [], []
-    for key, parts in samples.items():
+    for key, parts in samples:
         try:
-            image = next((parts[extension] for extension in TAR_IMAGES if extension in parts), None)
-            if image is None:
-                raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)})")
+            place = _tar_image(parts)
             sets.append(_tar_labels(parts))
             keys.append(key)
-            places.append(image)
-        except ValueError as error:
-            problems.append(f"{location}: {key}: {error}")
-    labels, others = _distinct(sets, keys, location)
+            places.append(place)
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{key}: {error}")
     shard = file.shard(len(keys))
+    if begin:
+        problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are no tar")
+    labels, others = _distinct(sets, keys, location)
+    problems = [f"{location}: {problem}" for problem in problems]
     return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard)
 
 
@@ -168,9 +182,9 @@ def index_parquet(columns: Columns, location: str) -> Part:
         forward = _Forward(location)
         places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
-            lengths = [pc.call_function("binary_length", [column]) for column in _image_columns(file, image)]
-            sizes = np.concatenate([[0], *(pc.fill_null(each, 0).to_numpy() for each in lengths)])
-            places, unpacked = (np.cumsum(sizes)[:-1], sizes[1:]), int(sizes.sum())
+            measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
+            sizes, crcs = np.array(measured, np.int64).reshape(-1, 2).T
+            places, unpacked = (np.cumsum(sizes) - sizes, sizes, crcs), int(sizes.sum())
     labels = read_column(table, label)
     several = _is_list(labels.type)
     kind = labels.type.value_type if several else labels.type
@@ -179,7 +193,8 @@ def index_parquet(columns: Columns, location: str) -> Part:
             f"{location}: column {label} is {labels.type}: labels are whole numbers or names, or lists of"
             " either"
         )
-    kind = pa.string() if _is_text(kind) else pa.int64()
+    # Arrow's own numbers may exceed int64.
+    kind = pa.string() if _is_text(kind) else pa.int8() if types.is_boolean(kind) else kind
     listed = labels.cast(pa.list_(kind) if several else kind).to_pylist()
     sets = listed if several else [[each] for each in listed]
     name = location.rpartition("/")[2]
@@ -213,15 +228,9 @@ def index_parquet(columns: Columns, location: str) -> Part:
 def unpacked_images(file: pq.ParquetFile, name: str, columns: Columns = BY_NAME) -> Iterator[bytes]:
     """Yields the image of every row, empty where there is none."""
     image, _, _ = find_columns(file.schema_arrow, name, columns)
-    for column in _image_columns(file, image):
-        for value in column:
-            yield value.as_py() or b""
-
-
-def _image_columns(file: pq.ParquetFile, image: str) -> Iterator[pa.ChunkedArray]:
-    """Yields the column of the images, a row group at a time."""
     for group in range(file.num_row_groups):
-        yield read_column(file.read_row_group(group, [image]), image)
+        for value in read_column(file.read_row_group(group, [image]), image):
+            yield value.as_py() or b""
 
 
 def find_columns(schema: pa.Schema, name: str, columns: Columns = BY_NAME) -> tuple[str, str, str | None]:
@@ -290,8 +299,72 @@ def _distinct(
     return [labels[0] for labels in distinct], others if any(others) else []
 
 
-def _tar_labels(parts: Mapping[str, bytes]) -> Sequence[int | str]:
+def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """Reads a tar up to its end mark. Returns for each key its members by extension: the place of an image,
+    the content of a label, or a ValueError that says why it cannot be read.
+    """
+    file: Any = tar.fileobj
+    samples: dict[str, dict[str, Any]] = {}
+    read: dict[tuple[str, bool], Any] = {}  # what hard links may name
+    while info := tar.next():
+        tar.members = []  # pyright: ignore[reportAttributeAccessIssue] # else it grows with the file
+        match = MEMBER.fullmatch(info.name)
+        if not match or info.isdir():
+            continue
+        key, extension = _as_text(match[1]), _as_text(match[2].lower())
+        parts, is_image = samples.setdefault(key, {}), extension in TAR_IMAGES
+        if not is_image and extension not in TAR_LABELS:
+            parts.setdefault(extension, None)
+            continue
+        if info.islnk():
+            missing = ValueError(
+                f".{extension} is a hard link to {_as_text(info.linkname)}, which is not read"
+            )
+            content = read.get((info.linkname, is_image), missing)
+        elif info.issym():
+            content = ValueError(f".{extension} is a symbolic link to {_as_text(info.linkname)}")
+        elif not info.isreg():
+            content = ValueError(f".{extension} is no file (type {info.type!r})")
+        elif is_image and not info.size:
+            content = ValueError(f".{extension} is empty")
+        elif is_image and info.issparse():
+            content = ValueError(f".{extension} is a sparse file, which is not stored in one piece")
+        elif is_image:
+            content = info.offset_data, info.size, file.crc32(info.size)
+        else:
+            content = cast(IO[bytes], tar.extractfile(info)).read()
+        read[info.name, is_image] = content
+        if extension in parts:
+            problems.append(f"{key}: two members .{extension}, the first is taken")
+        else:
+            parts[extension] = content
+    return samples
+
+
+def _as_text(name: str) -> str:
+    """Returns a tar's name as it is if it is UTF-8; other bytes are taken for Latin-1, which has them all."""
+    content = name.encode("utf-8", "surrogateescape")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content.decode("latin-1")
+
+
+def _tar_image(parts: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Returns the place of the sample's image. Raises ValueError if it has none that can be read."""
+    extension = next((extension for extension in TAR_IMAGES if extension in parts), None)
+    if extension is None:
+        raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)}), but .{', .'.join([*parts][:SHOWN])}")
+    if isinstance(parts[extension], ValueError):
+        raise parts[extension]
+    return parts[extension]
+
+
+def _tar_labels(parts: Mapping[str, Any]) -> Sequence[int | str]:
     """Returns the sample's labels as they are listed. Raises ValueError if it has none."""
+    found = next((parts[extension] for extension in TAR_LABELS if extension in parts), None)
+    if isinstance(found, ValueError):
+        raise found
     for extension in ("cls", "cls.txt"):
         if extension in parts:
             text = parts[extension].decode().strip()
@@ -309,6 +382,7 @@ def _tar_labels(parts: Mapping[str, bytes]) -> Sequence[int | str]:
 def _checked_name(label: Any) -> str:
     if not isinstance(label, str) or not label:
         raise ValueError(f"label {label!r} is neither a number nor a name")
+    label.encode()  # JSON can name half a character
     return label
 
 

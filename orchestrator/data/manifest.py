@@ -11,6 +11,7 @@ from orchestrator import storage
 from orchestrator.data.index import record_type
 from orchestrator.errors import UsageError
 
+FORMAT = 2  # of manifest and index; 2 since an index has checksums of images
 CHECKED_AT_ONCE = 32  # shards; most of a check is waiting for storage
 UNFINISHED = "unfinished"  # a file beside shards whose packing goes on, or broke off
 
@@ -53,6 +54,12 @@ class Manifest:
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
 
+    def index_of(self, split: str) -> Shard:
+        """Returns the file of a split's index."""
+        rows = self.rows(split)
+        size = rows * record_type(self.labels).itemsize
+        return Shard(path=f"{split}.index", rows=rows, bytes=size, sha256=self.index[split])
+
     def digest(self) -> str:
         """Returns a SHA-256 over the classes, shards and indexes, equal for equal data sets."""
         return hashlib.sha256(self.to_json()).hexdigest()
@@ -63,6 +70,7 @@ class Manifest:
         An indent would take five times as long.
         """
         tree = {name: value for name, value in vars(self).items() if (name, value) != ("labels", 1)}
+        tree["format"] = FORMAT
         return json.dumps(tree, default=vars, sort_keys=True, separators=(",\n", ": ")).encode()
 
 
@@ -92,8 +100,11 @@ def open_manifest(path: str) -> Manifest:
         raise UsageError(f"no data set at {path}: {error}; pack one with jobs/pack_shards.py") from None
     try:
         tree = json.loads(content)
-        if "splits" in tree and "index" not in tree:
-            raise UsageError(f"{path} has no index of its images, an older version packed it: pack it again")
+        if "splits" in tree and tree.get("format") != FORMAT:
+            raise UsageError(
+                f"{path} was packed by another version, in format {tree.get('format', 1)}, and this version"
+                f" reads format {FORMAT}: pack it again, with --overwrite"
+            )
         manifest = Manifest(
             classes=tuple(tree["classes"]),
             splits={split: tuple(Shard(**s) for s in shards) for split, shards in tree["splits"].items()},
@@ -123,11 +134,7 @@ def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None
         UsageError: naming the first shard that differs from the manifest.
     """
     sizes = storage.files(path)  # one listing instead of a request for each shard
-    record = record_type(manifest.labels).itemsize
-    indexes = [
-        Shard(path=f"{split}.index", rows=0, bytes=record * manifest.rows(split), sha256=sha256)
-        for split, sha256 in manifest.index.items()
-    ]
+    indexes = [manifest.index_of(split) for split in manifest.index]
 
     def check(shard: Shard) -> None:
         location = locate(path, shard)

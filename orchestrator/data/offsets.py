@@ -5,6 +5,7 @@ PLAIN encoding is a sequence of pages: a header in Thrift's compact protocol, de
 value its length in 4 bytes and its bytes. Source: the Apache Parquet format, "Data Pages" and "Encodings".
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ DATA_PAGE, DATA_PAGE_V2 = 0, 3  # page types; dictionary and index pages are not
 
 def image_places(
     read_at: Callable[[int, int], bytes | memoryview], metadata: pq.FileMetaData, column: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Returns the offset and the size of each row's value in a parquet file, (rows,) each.
+) -> tuple[NDArray[np.int64], ...] | None:
+    """Returns the offset, size and CRC-32 of each row's value in a parquet file, (rows,) each.
 
     ``read_at(offset, size)`` reads a column chunk of the file at a time. `column` is the path of a leaf
     (``image`` or ``image.bytes``). Returns None if the file does not hold every value verbatim: for
@@ -27,7 +28,7 @@ def image_places(
     """
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     schema = metadata.schema.column(leaf)
-    places: list[tuple[int, int]] = []
+    places: list[tuple[int, int, int]] = []
     last = 0
     for number in range(metadata.num_row_groups):
         chunk = metadata.row_group(number).column(leaf)
@@ -46,9 +47,8 @@ def image_places(
             if found is None:
                 return None
             values, at = found
-            places += [(begin + offset, size) for offset, size in values]
-    array = np.array(places, np.int64).reshape(-1, 2)
-    return array[:, 0], array[:, 1]
+            places += [(begin + v, size, zlib.crc32(view[v : v + size])) for v, size in values]
+    return tuple(np.array(places, np.int64).reshape(-1, 3).T)
 
 
 def _page_values(view: memoryview, at: int, *, optional: bool) -> tuple[list[tuple[int, int]], int] | None:

@@ -78,7 +78,7 @@ class Part(NamedTuple):
     """Samples that are listed together: those of a tar or parquet file, or all that a source has for a split.
 
     labels: numbers or names, the first of each image.
-    places: offset and size of each image.
+    places: offset, size and CRC-32 of each image; 0 for what is known only when it is read.
     images: of each sample, as in `Sample`; none if (name, offset, size) locates them.
     others: the further labels of each sample; none if every sample has one label.
     names: the names of labels that are numbers, if the source has them.
@@ -89,7 +89,7 @@ class Part(NamedTuple):
     name: str
     labels: Sequence[int | str]
     keys: Sequence[str]
-    places: Sequence[tuple[int, int]]
+    places: Sequence[tuple[int, int, int]]
     images: Sequence[Any] = ()
     others: Sequence[tuple[Any, ...]] = ()
     names: Sequence[str] | None = None
@@ -178,7 +178,7 @@ class Table:
         samples = [
             Sample(image, int(label), key, size, others)
             for part in self.parts(split)
-            for image, label, key, (_, size), others in zip(
+            for image, label, key, (_, size, _), others in zip(
                 part.images, part.labels, part.keys, part.places, part.others, strict=True
             )
         ]
@@ -204,7 +204,7 @@ class Table:
         # Keys may count from 0 in each file.
         numbered = zip(part.keys, self._occurrence[rows].tolist(), strict=True)
         keys = [key if occurrence == 1 else f"{key}#{occurrence}" for key, occurrence in numbered]
-        images = part.images or [(part.name, *place) for place in part.places]
+        images = part.images or [(part.name, offset, size) for offset, size, _ in part.places]
         others = [tuple(self._class_of[label] for label in each) for each in part.others] or [()] * len(keys)
         return part._replace(labels=self.labels[rows].tolist(), keys=keys, images=images, others=others)
 

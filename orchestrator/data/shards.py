@@ -3,19 +3,21 @@
 Local files are read in place. From S3 an image is fetched by a request of its own, with many requests in
 flight; neighbours in a file share a request. Where it is cheaper (`fetch_whole`), whole shards are fetched
 into the node's cache beside that. A compressed parquet file holds no image verbatim: its images are unpacked
-into the cache.
+into the cache. The index of a data set on S3 is fetched into the cache, too.
 """
 
 import hashlib
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from io import BytesIO
 from queue import Queue
 from threading import Thread
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -25,7 +27,8 @@ from orchestrator import storage
 from orchestrator.data.batch import Traffic
 from orchestrator.data.cache import cached, open_cached
 from orchestrator.data.formats import unpacked_images
-from orchestrator.data.index import Index, Ints, Records
+from orchestrator.data.images import BadImage
+from orchestrator.data.index import Ints, Records, read_keys, record_type
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
 from orchestrator.errors import UsageError, reason_of
 
@@ -45,7 +48,8 @@ Place = tuple[int, int, int]  # shard number, offset, size
 class DataSet:
     """A data set, opened by one process.
 
-    cache_bytes: the most that the node's cache takes of its disk.
+    cache_bytes: the most that the node's cache takes of its disk. Without any, each process keeps the index
+        of a data set on S3 in memory.
     whole: whether shards on S3 are also fetched whole into the cache.
     """
 
@@ -56,7 +60,8 @@ class DataSet:
 
     def records(self, split: str, shard: Ints, row: Ints) -> Records:
         """Returns the records of images by shard number and row, both (images,)."""
-        return _index(self, split).records(shard, row)
+        index = _index(self, split)
+        return index.records[index.starts[shard] + row]
 
     def places(self, split: str, images: Ints) -> tuple[Ints, Ints]:
         """Returns shard number and row, (images,) each, of images that are counted through the split."""
@@ -70,7 +75,7 @@ class DataSet:
         return self.records(split, *places)["label"].astype(np.int64)
 
     def keys(self, split: str, shard: int) -> list[str]:
-        return _index(self, split).keys(shard)
+        return read_keys(self.path, split, shard)
 
     def location(self, split: str, shard: int) -> str:
         return locate(self.path, self.manifest.splits[split][shard])
@@ -78,7 +83,8 @@ class DataSet:
     def images(self, split: str, shard: Ints, records: Records) -> tuple[list[Image], Traffic]:
         """Begins to read images, given the shard number and the record of each.
 
-        An image raises UsageError if its shard changed, and OSError if it cannot be read.
+        An image raises UsageError if its shard changed, OSError if it cannot be read, and BadImage if its
+        bytes are not those that were indexed.
         """
         fields = shard, records["offset"], records["size"]
         places: list[Place] = list(zip(*(field.tolist() for field in fields), strict=True))
@@ -102,7 +108,9 @@ class DataSet:
                     read = _requests().submit(_from_s3, location, of, begin, size)
                     requests, fetched = requests + 1, fetched + size
                 images += [partial(_part, read.result, place[1] - begin, place[2]) for place in run]
-        return images, Traffic(requests, fetched)
+        crcs = records["crc32"].tolist()
+        checked: list[Image] = [partial(_checked, *each) for each in zip(images, crcs, strict=True)]
+        return checked, Traffic(requests, fetched)
 
     def _unpacked(self, location: str, shard: Shard, offset: int, size: int) -> bytes:
         assert shard.unpacked is not None
@@ -127,10 +135,35 @@ def fetch_whole(manifest: Manifest, *, cache_bytes: float, reads: float, nodes: 
     return by_range > whole, f"ranges would fetch {by_range:.1f} GB, whole shards {whole:.1f} GB"
 
 
+class _Index(NamedTuple):
+    """The records of a split, and the number of the first of each shard."""
+
+    records: Records
+    starts: Ints
+
+
 @lru_cache(maxsize=8)
-def _index(data: DataSet, split: str) -> Index:
+def _index(data: DataSet, split: str) -> _Index:
+    """Maps the index of a split, which is first copied from S3, once for all processes of the node."""
+    file, kind = data.manifest.index_of(split), record_type(data.manifest.labels)
+    location, name = locate(data.path, file), f"{file.sha256}.index"
+    if storage.is_local(location):
+        if (size := os.path.getsize(location)) != file.bytes:
+            raise UsageError(
+                f"{location} describes {size / kind.itemsize:g} images, the manifest {file.rows}: copy the"
+                " data set again, or pack it anew"
+            )
+        records = np.memmap(location, kind, mode="r")
+    elif data.cache_bytes:
+        fetch = partial(_download, location, file)
+        # The map keeps the file open and so in the cache, as long as a process uses it.
+        with cached(name, file.bytes, fetch, limit=data.cache_bytes) as copy:
+            records = np.memmap(copy, kind, mode="r")
+    else:
+        _download(location, file, content := BytesIO())
+        records = np.frombuffer(content.getbuffer(), kind)
     rows = [shard.rows for shard in data.manifest.splits[split]]
-    return Index(data.path, split, rows, data.manifest.labels)
+    return _Index(records, np.concatenate([[0], np.cumsum(np.asarray(rows, np.int64))]))
 
 
 def _runs(places: Sequence[Place]) -> Iterator[list[Place]]:
@@ -146,6 +179,13 @@ def _runs(places: Sequence[Place]) -> Iterator[list[Place]]:
         run.append(place)
     if run:
         yield run
+
+
+def _checked(read: Image, crc: int) -> bytes:
+    content = read()
+    if zlib.crc32(content) != crc:
+        raise BadImage("its bytes are not those that were indexed (their CRC-32 differs)")
+    return content
 
 
 def _part(read: Image, offset: int, size: int) -> bytes:
@@ -175,8 +215,14 @@ def _from_cache(file: BinaryIO, location: str, offset: int, size: int) -> bytes:
 
 
 def _from_s3(location: str, shard: Shard, offset: int, size: int) -> bytes:
-    found = storage.read_range(location, offset, size)
-    if found.whole_bytes != shard.bytes or _etag(location, found.etag) != found.etag:
+    found = None
+    try:
+        found = storage.read_range(location, offset, size)
+    except OSError:
+        # A file that became shorter does not have the range.
+        if storage.size(location) in (shard.bytes, None):
+            raise
+    if not found or found.whole_bytes != shard.bytes or _etag(location, found.etag) != found.etag:
         raise UsageError(f"{location} was replaced since it was packed, or while it is read: pack it again")
     return found.content
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -49,6 +50,24 @@ def test_a_file_is_made_once_however_many_threads_want_it(folder: Path) -> None:
     assert len(calls) == 1
     assert names(folder) == {"name"}
     assert folder.stat().st_mode & 0o077 == 0  # not readable by other users
+
+
+def test_waiting_for_a_file_that_its_first_reader_keeps_open(folder: Path) -> None:
+    """The reader ends when all have it."""
+    start, all_have_it = threading.Barrier(8), threading.Barrier(8, timeout=20)
+
+    def want(_: int) -> bytes:
+        def make(to: BinaryIO) -> None:
+            time.sleep(0.1)
+            to.write(b"x")
+
+        start.wait()
+        with cached("name", 1, make, limit=10**6) as file:
+            all_have_it.wait()
+            return file.read()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(want, range(8))] == [b"x"] * 8
 
 
 def test_the_least_recently_used_files_go(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if part.shard.unpacked is not None:
         content = b"".join(unpacked_images(pq.ParquetFile(path), "NAME"))
         assert len(content) == part.shard.unpacked
-    images = [content[offset : offset + size] for offset, size in part.places]
+    images = [content[offset : offset + size] for offset, size, _ in part.places]
+    assert [zlib.crc32(image) for image in images] == [crc for _, _, crc in part.places]
     found = zip(images, part.labels, part.keys, strict=True)
     lines = [line.replace(f"{path}: ", "NAME: ") for line in part.skipped]
     return [{"image": image, "label": label, "key": key} for image, label, key in found], lines
@@ -115,7 +117,8 @@ def test_webdataset(tmp_path: Path) -> None:
     ]
     found, problems = read(tar(tmp_path / "x.tar", members, format=1))
     assert found == rows(["wolf", "dog", "cat"], ["a/0001", "0001", "0002"])
-    assert problems == ["NAME: a/b: no image (.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm)"]
+    images = "(.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm)"
+    assert problems == [f"NAME: a/b: no image {images}, but .1.jpg"]
     # GNU and pax tars store long names in members of their own.
     name = f"{'folder/' * 30}ümlaut"
     for format in (1, 2):

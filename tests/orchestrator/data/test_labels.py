@@ -201,16 +201,16 @@ def test_single_labels_are_stored_as_ever(tmp_path: Path) -> None:
     """Records, manifest and a shard's column are those written by hand, without a number of labels."""
     keys = ["a", "b"]
     by_hand = b"".join(
-        struct.pack("<QIiq", *fields)
-        for fields in zip([0, 5], [5, 7], [1, 0], sample_ids(keys).tolist(), strict=True)
+        struct.pack("<QIIiq", *fields)
+        for fields in zip([0, 5], [5, 7], [9, 2**32 - 1], [1, 0], sample_ids(keys).tolist(), strict=True)
     )
-    assert records_of([0, 5], [5, 7], [1, 0], keys).tobytes() == by_hand
+    assert records_of([0, 5], [5, 7], [9, 2**32 - 1], [1, 0], keys).tobytes() == by_hand
     assert record_type(1) == RECORD
-    assert record_type(3).itemsize == 24 + 8
+    assert record_type(3).itemsize == 28 + 8
     splits = {"train": [Sample(b"0", 0, "a")], "val": [Sample(b"1", 1, "b")]}
     manifest = write_shards(str(tmp_path / "one"), "xy", splits)
     tree = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    assert tree.keys() == {"classes", "splits", "index", "val_majority"}
+    assert tree.keys() == {"classes", "format", "splits", "index", "val_majority"}
     assert (open_manifest(str(tmp_path / "one")), manifest.labels) == (manifest, 1)
     assert pq.read_schema(tmp_path / "one" / "train" / "000000.parquet") == packing.SCHEMA
     splits["val"] = [Sample(b"1", 1, "b", others=(0,))]

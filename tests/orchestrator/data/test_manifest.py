@@ -74,9 +74,16 @@ def test_no_data_set_there(tmp_path: Path) -> None:
         ("{", r"manifest.json is damaged .*: copy it again"),
         ("[]", "is damaged"),
         ("{}", "is damaged .*classes"),
-        ('{"classes": [], "splits": {"train": [{"path": "x"}]}, "index": {}}', "is damaged .*rows"),
-        ('{"classes": [], "splits": {}, "index": {}, "val_majority": 1}', "has no train shards"),
-        ('{"classes": [], "splits": {}}', "has no index of its images, an older version packed it: pack it"),
+        (
+            '{"format": 2, "classes": [], "splits": {"train": [{"path": "x"}]}, "index": {}}',
+            "is damaged .*rows",
+        ),
+        ('{"format": 2, "classes": [], "splits": {}, "index": {}, "val_majority": 1}', "has no train shards"),
+        (
+            '{"classes": [], "splits": {}}',
+            "in format 1, and this version reads format 2: pack it again, with",
+        ),
+        ('{"format": 3, "splits": 0}', "was packed by another version, in format 3, and this version reads"),
     ],
 )
 def test_manifests_that_are_damaged(content: str, message: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Places of images in parquet files, against the bytes that were written."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ VERBATIM: dict[str, Any] = {"compression": "none", "use_dictionary": False}
 
 
 def places(path: Path, column: str = "image", content: bytes | None = None) -> list[tuple[int, int]] | None:
+    """Returns offset and size of each value, after a look at its checksum."""
     view = memoryview(content or path.read_bytes())
     found = image_places(lambda at, size: view[at : at + size], pq.read_metadata(path), column)
-    return None if found is None else list(zip(*(array.tolist() for array in found), strict=True))
+    if found is None:
+        return None
+    offsets, sizes, crcs = (array.tolist() for array in found)
+    places = list(zip(offsets, sizes, strict=True))
+    assert crcs == [zlib.crc32(view[at : at + size]) for at, size in places]
+    return places
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])

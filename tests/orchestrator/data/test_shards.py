@@ -2,7 +2,10 @@
 
 import hashlib
 import tracemalloc
+import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data import index as indexes
 from orchestrator.data import shards
-from orchestrator.data.cache import CACHE_FOLDER, TOTAL
+from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached
+from orchestrator.data.images import BadImage
 from orchestrator.data.index import RECORD, IndexedShard, records_of, sample_ids, write_index
 from orchestrator.data.manifest import Manifest, Shard, open_manifest
 from orchestrator.data.packing import Encoded, pack_shard, write_shards
@@ -35,7 +38,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     shards._fetching.clear()
     shards._etags.clear()
-    indexes._page.cache_clear()
     return tmp_path / "cache"
 
 
@@ -53,6 +55,11 @@ def data_set(root: str, *, whole: bool = False) -> DataSet:
     splits = {"train": found, "val": found}
     manifest = Manifest(classes=("a", "b", "c"), splits=splits, index=index, val_majority=1)
     return DataSet(path=root, manifest=manifest, cache_bytes=10**9, whole=whole)
+
+
+def names(cache: Path) -> list[str]:
+    """Returns the names of shards in a cache."""
+    return [path.name for path in cache.iterdir() if path.name != TOTAL and path.suffix != ".index"]
 
 
 def read(data: DataSet, rows: np.ndarray) -> list[bytes]:
@@ -77,9 +84,9 @@ def test_a_sample_id_is_the_beginning_of_a_sha256() -> None:
     assert sample_ids(["key-3"]).tolist() == [int.from_bytes(digest[:8], "big") >> 1]
 
 
-def test_a_record_takes_at_most_24_bytes(tmp_path: Path) -> None:
+def test_a_record_takes_at_most_28_bytes(tmp_path: Path) -> None:
     data_set(str(tmp_path))
-    assert (tmp_path / "train.index").stat().st_size == 20 * RECORD.itemsize <= 20 * 24
+    assert (tmp_path / "train.index").stat().st_size == 20 * RECORD.itemsize <= 20 * 28
 
 
 def test_an_index_of_other_images(tmp_path: Path) -> None:
@@ -93,10 +100,13 @@ def test_an_index_costs_a_process_no_memory(tmp_path: Path) -> None:
     """Four billion images in 100,000 shards, in a sparse file."""
     with (tmp_path / "train.index").open("wb") as file:
         file.truncate(4_000_000_000 * RECORD.itemsize)
-    index = indexes.Index(str(tmp_path), "train", np.full(100_000, 40_000))
+    shards = (Shard(path="0", rows=40_000, bytes=1, sha256=""),) * 100_000
+    manifest = Manifest(classes=("a",), splits={"train": shards}, index={"train": ""}, val_majority=1)
+    data = DataSet(path=str(tmp_path), manifest=manifest, cache_bytes=10**9)
+    data.places("train", np.array([0]))
     tracemalloc.start()
     shard, row = RNG.integers(0, 100_000, 1000), RNG.integers(0, 40_000, 1000)
-    assert not index.records(shard, row)["size"].any()
+    assert not data.records("train", shard, row)["size"].any()
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
@@ -108,8 +118,8 @@ def compressed(folder: str, tmp_path: Path) -> DataSet:
     path = write_parquet(tmp_path / "made", columns, compression="zstd", row_group_size=4)
     content = path.read_bytes()
     storage.write_bytes(storage.join(folder, "shard"), content)
-    sizes = [len(image) for image in IMAGES]
-    records = records_of(np.cumsum([0, *sizes[:-1]]), sizes, LABELS, KEYS)
+    sizes, crcs = [len(image) for image in IMAGES], [zlib.crc32(image) for image in IMAGES]
+    records = records_of(np.cumsum([0, *sizes[:-1]]), sizes, crcs, LABELS, KEYS)
     sha256 = hashlib.sha256(content).hexdigest()
     shard = Shard(path="shard", rows=20, bytes=len(content), sha256=sha256, unpacked=sum(sizes))
     index = {"train": write_index(folder, "train", [IndexedShard(records, KEYS)])}
@@ -123,7 +133,7 @@ def test_compressed_images_are_unpacked_once(root: str, tmp_path: Path, own_cach
     records = data.records("train", rows * 0, rows)
     for _ in range(2):
         assert [image() for image in data.images("train", rows * 0, records)[0]] == IMAGES
-        assert {path.suffix for path in own_cache.iterdir() if path.name != TOTAL} == {".images"}
+        assert [name for name in names(own_cache) if name.endswith(".images")] == names(own_cache)
         storage.delete(storage.join(root, "shard"))
 
 
@@ -136,6 +146,28 @@ def test_shards_that_changed(tmp_path: Path) -> None:
     (tmp_path / "7").unlink()
     with pytest.raises(FileNotFoundError, match="/7"):
         read(data, np.arange(7, 8))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_flipped_bit_makes_a_bad_image(compress: bool, root: str, tmp_path: Path, own_cache: Path) -> None:
+    """In a local shard, on S3, and among the images of a compressed shard that lie in the cache."""
+    data = compressed(root, tmp_path) if compress else data_set(root)
+    shard, row = np.array([0, 0, 0]), np.arange(3)
+    read = data.images("train", shard, data.records("train", shard, row))[0]
+    if compress:
+        read[0]()
+        (path,) = [str(own_cache / name) for name in names(own_cache)]
+    else:
+        path = data.location("train", 0)
+    content = storage.read_bytes(path)
+    at = content.index(IMAGES[1])
+    storage.write_bytes(path, content[: at + 7] + bytes([content[at + 7] ^ 4]) + content[at + 8 :])
+    shards._open.cache_clear()
+    shards._etags.clear()
+    read = data.images("train", shard, data.records("train", shard, row))[0]
+    assert [read[0](), read[2]()] == [IMAGES[0], IMAGES[2]]
+    with pytest.raises(BadImage, match="its bytes are not those that were indexed"):
+        read[1]()
 
 
 def test_packed_shards(pack_greys: Pack) -> None:
@@ -151,9 +183,9 @@ def test_packed_shards(pack_greys: Pack) -> None:
 def test_a_data_set_of_an_older_version(tmp_path: Path) -> None:
     samples = [Sample(b"x", 0, "0")]
     write_shards(str(tmp_path), ["a"], {"train": samples, "val": samples})
-    text = (tmp_path / "manifest.json").read_text().replace('"index"', '"other"')
+    text = (tmp_path / "manifest.json").read_text().replace('"format": 2,', "")
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UsageError, match="has no index of its images, an older version packed it"):
+    with pytest.raises(UsageError, match="another version, in format 1, .*: pack it again, with --overwrite"):
         open_manifest(str(tmp_path))
 
 
@@ -172,6 +204,48 @@ class TestS3:
         assert [image() for image in images] == wanted
         assert traffic == (3, sum(map(len, wanted)))
         assert len(bucket.proxy.requests) == 4
+
+    def test_a_node_fetches_the_index_once(self, data: DataSet, bucket: Bucket) -> None:
+        """However many processes want it: each locks a file that it opened, as the threads do here."""
+        with ThreadPoolExecutor(8) as pool:
+            found = [*pool.map(lambda _: shards._index.__wrapped__(data, "train"), range(8))]
+        assert [index.records["label"].tolist() for index in found] == [LABELS] * 8
+        for number in RNG.permutation(20):
+            data.records("train", np.array([number // 7]), np.array([number % 7]))
+        assert len(bucket.proxy.requests) == 1
+
+    def test_a_mapped_index_stays_in_the_cache(self, data: DataSet, own_cache: Path) -> None:
+        def put(size: int) -> None:
+            cached("other", size, lambda to: to.write(bytes(size)) and None, limit=1000).close()
+
+        first = np.array([0]), np.array([0])
+        data = replace(data, cache_bytes=1000)
+        assert data.records("train", *first)["label"] == LABELS[0]
+        with pytest.raises(UsageError, match=r"5.6e-07 GB are in use: raise data\.cache_gb"):
+            put(500)
+        (index,) = own_cache.glob("*.index")
+        shards._index.cache_clear()  # as when the process ends
+        put(500)
+        assert not index.exists()
+        with pytest.raises(UsageError, match="does not fit into data.cache_gb=1e-07"):
+            replace(data, cache_bytes=100).records("train", *first)
+
+    def test_without_a_cache_the_index_takes_memory(self, data: DataSet, own_cache: Path) -> None:
+        data = replace(data, cache_bytes=0)
+        assert read(data, np.arange(20)) == IMAGES
+        assert not own_cache.exists()
+
+    @pytest.mark.parametrize("cache_bytes", [0, 10**9])
+    def test_a_damaged_index(self, cache_bytes: int, data: DataSet, own_cache: Path) -> None:
+        location = storage.join(data.path, "train.index")
+        whole = storage.read_bytes(location)
+        for content in (whole[: -RECORD.itemsize], whole + b"-", bytes([whole[0] ^ 1]) + whole[1:], b""):
+            storage.write_bytes(location, content)
+            with pytest.raises(UsageError, match="train.index changed since it was packed"):
+                read(replace(data, cache_bytes=cache_bytes), np.array([0]))
+        assert not [*own_cache.glob("*.*")]
+        storage.write_bytes(location, whole)
+        assert read(data, np.array([0])) == [IMAGES[0]]
 
     def test_neighbours_share_a_request(self, data: DataSet, bucket: Bucket) -> None:
         rows = np.array([2, 3, 4, 6, 8, 9, 1, 0])
@@ -193,6 +267,10 @@ class TestS3:
         storage.write_bytes(location, content + b"x")
         with pytest.raises(UsageError, match="data/0 was replaced"):
             read(data, np.array([0]))
+        for shorter in (content[:100], b""):
+            storage.write_bytes(location, shorter)
+            with pytest.raises(UsageError, match="data/0 was replaced"):
+                read(data, np.array([3]))
         storage.delete(location)
         with pytest.raises(FileNotFoundError, match="data/0"):
             read(data, np.array([0]))
@@ -202,7 +280,7 @@ class TestS3:
         rows = RNG.permutation(20)
         assert read(data, rows) == [IMAGES[n] for n in rows]
         shards._wanted().join()
-        assert len([path for path in own_cache.iterdir() if path.name != TOTAL]) == 3
+        assert len(names(own_cache)) == 3
         bucket.proxy.requests.clear()
         assert read(data, rows) == [IMAGES[n] for n in rows]
         assert bucket.proxy.requests == []
@@ -217,7 +295,7 @@ class TestS3:
         assert read(data, np.array([0])) == [IMAGES[0]]
         shards._wanted().join()
         assert "data/0 changed since it was packed" in caplog.text
-        assert {path.name for path in own_cache.iterdir()} == {TOTAL}
+        assert names(own_cache) == []
 
 
 def test_the_rule_for_whole_shards() -> None:
