@@ -93,11 +93,11 @@ class _Forward:
         return crc
 
     def skip_zeros(self) -> int | None:
-        """Passes over blocks of zeros, and returns where other bytes begin, None at the end of the file."""
+        """Passes over zeros, and returns where other bytes begin, None at the end of the file."""
         while block := self.read(tarfile.BLOCKSIZE):
-            if block.strip(b"\0"):
-                self._piece = block + self._piece[self._at - self._begin :]
-                self._at = self._begin = self._at - len(block)
+            if rest := block.lstrip(b"\0"):
+                self._piece = rest + self._piece[self._at - self._begin :]
+                self._at = self._begin = self._at - len(rest)
                 return self._at
         return None
 
@@ -141,7 +141,8 @@ def index_tar(location: str) -> Part:
     try:
         while begin is not None:
             with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
-                samples += _tar_samples(tar, problems).items()
+                if tar.firstmember:  # pyright: ignore[reportAttributeAccessIssue]
+                    samples += _tar_samples(tar, problems).items()
             # What was read last is a header: zeros at the end of a tar, else one that is cut off or damaged.
             if file.last == bytes(tarfile.BLOCKSIZE):
                 begin = file.skip_zeros()
@@ -333,7 +334,8 @@ def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[st
             content = info.offset_data, info.size, file.crc32(info.size)
         else:
             content = cast(IO[bytes], tar.extractfile(info)).read()
-        read[info.name, is_image] = content
+        if not isinstance(content, ValueError):
+            read[info.name, is_image] = content
         if extension in parts:
             problems.append(f"{key}: two members .{extension}, the first is taken")
         else:

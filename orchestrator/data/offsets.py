@@ -19,7 +19,7 @@ DATA_PAGE, DATA_PAGE_V2 = 0, 3  # page types; dictionary and index pages are not
 
 def image_places(
     read_at: Callable[[int, int], bytes | memoryview], metadata: pq.FileMetaData, column: str
-) -> tuple[NDArray[np.int64], ...] | None:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
     """Returns the offset, size and CRC-32 of each row's value in a parquet file, (rows,) each.
 
     ``read_at(offset, size)`` reads a column chunk of the file at a time. `column` is the path of a leaf
@@ -48,7 +48,8 @@ def image_places(
                 return None
             values, at = found
             places += [(begin + v, size, zlib.crc32(view[v : v + size])) for v, size in values]
-    return tuple(np.array(places, np.int64).reshape(-1, 3).T)
+    offsets, sizes, crcs = np.array(places, np.int64).reshape(-1, 3).T
+    return offsets, sizes, crcs
 
 
 def _page_values(view: memoryview, at: int, *, optional: bool) -> tuple[list[tuple[int, int]], int] | None:

@@ -176,6 +176,7 @@ def test_incomplete_samples_are_left_out_and_named(
     ("labels", "message"),
     [
         ([-1, 0], "label -1 of 1.parquet:0: classes are numbered 0 to"),
+        (pa.array([2**64 - 1, 0], pa.uint64()), "label 18446744073709551615 of 1.parquet:0: classes are"),
         (["a", "b"], "some labels are numbers .*, some are names"),
         (pa.array([None, None], pa.int64()), "none of the 2 images is for val"),
     ],

@@ -2,7 +2,11 @@
 
 import gzip
 import hashlib
+import io
 import json
+import os
+import subprocess
+import tarfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -64,6 +68,7 @@ def rows(labels: list[Any], keys: list[str]) -> list[dict[str, Any]]:
         ({"image": BYTES, "label": pa.array(NAMES).dictionary_encode()}, NAMES, UNNAMED),
         ({"image": BYTES, "label": [True, False, True]}, [1, 0, 1], UNNAMED),
         ({"image": BYTES, "label": NAMES, "path": FILES}, NAMES, FILES),
+        ({"image": BYTES, "label": pa.array([2**64 - 1, 0, 1], pa.uint64())}, [2**64 - 1, 0, 1], UNNAMED),
     ],
 )
 def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tmp_path: Path) -> None:
@@ -135,6 +140,10 @@ def test_webdataset(tmp_path: Path) -> None:
         ([("0.jpg", b"-"), ("0.json", b'{"label": 1.5}')], "label 1.5 is neither"),
         ([("0.jpg", b"-"), ("0.json", b'["label"]')], "no label"),
         ([("0.jpg", b"-"), ("0.json", b"{")], "Expecting property name"),
+        ([("0.jpg", b"-"), ("0.json", b"[" * 100_000)], "recursion"),
+        ([("0.jpg", b"-"), ("0.json", b'{"label": "\\ud800"}')], "surrogates not allowed"),
+        ([("0.jpg", b"-"), ("0.cls", "café".encode("latin-1"))], "can't decode byte 0xe9"),
+        ([("0.jpg", b""), ("0.cls", b"1")], ".jpg is empty"),
     ],
 )
 def test_members_that_are_not_a_sample(
@@ -151,6 +160,117 @@ def test_repeated_members(tmp_path: Path) -> None:
     found, problems = read(tar(tmp_path / "x.tar", [("0.jpg", b"a"), ("0.cls", b"0"), ("0.jpg", b"bb")]))
     assert found == [{"image": b"a", "label": 0, "key": "0"}]
     assert problems == ["NAME: 0: two members .jpg, the first is taken"]
+
+
+LONG, LATIN = f"{'folder/' * 20}name", b"caf\xe9".decode(errors="surrogateescape")
+DIALECTS = {
+    "v7": ["--format=v7"],
+    "ustar": ["--format=ustar"],
+    "gnu": ["--format=gnu"],
+    "pax": ["--format=pax"],
+    "gnu sparse": ["--format=gnu", "--sparse"],
+    "pax sparse 0.0": ["--format=pax", "--sparse-version=0.0"],
+    "pax sparse 0.1": ["--format=pax", "--sparse-version=0.1"],
+    "pax sparse 1.0": ["--format=pax", "--sparse-version=1.0"],
+}
+
+
+def folder_of_kinds(folder: Path) -> dict[str, bytes]:
+    """Writes samples of all kinds, in folders, and returns the images that are stored as they are."""
+    images = {"0": b"a", "a/1": b"b" * 512, "sparse": b"c" * 4096 + bytes(1 << 20) + b"c", LONG: b"d"}
+    images["a/linked"] = images["0"]
+    for key, image in (images | {LATIN: b"e", "a/name.of.parts": b"f", "empty": b""}).items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if key != "a/linked":
+            path.with_name(f"{path.name}.png").write_bytes(image)
+            path.with_name(f"{path.name}.cls").write_bytes(b"1")
+    for kind in ("png", "cls"):
+        (folder / f"a/linked.{kind}").hardlink_to(folder / f"0.{kind}")
+        (folder / f"symbolic.{kind}").symlink_to(f"0.{kind}")
+    with (folder / "sparse.png").open("wb") as file:
+        file.write(b"c" * 4096)
+        file.seek(4096 + (1 << 20))
+        file.write(b"c")
+    return images | {"café": b"e"}
+
+
+@pytest.mark.parametrize("end", ["nothing", "zeros", "the same again", "garbage", "zeros and garbage"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_sample_of_a_tar_is_lost_in_silence(dialect: str, end: str, tmp_path: Path) -> None:
+    """Links, sparse and empty files, names in other encodings, joined tars: all are read or named."""
+    images = folder_of_kinds(tmp_path / "made")
+    path, options = tmp_path / "x.tar", ["--sort=name", *DIALECTS[dialect]]
+    prefix = "./" if "pax" in dialect else ""
+    if dialect == "v7":
+        options.append("--exclude=folder")  # longer than its names can be
+        del images[LONG]
+    if "sparse" in dialect:
+        options.append("--sparse")
+        del images["sparse"]
+    names = ["./"] if prefix else sorted(os.listdir(tmp_path / "made"))
+    subprocess.run(["tar", *options, "-cf", path, *names], cwd=tmp_path / "made", check=True)
+    whole = path.read_bytes()
+    following = {
+        "nothing": b"",
+        "zeros": bytes(100_001),
+        "the same again": whole,
+        "garbage": b"garbage" * 100,
+        "zeros and garbage": bytes(2000) + b"garbage" * 100,
+    }
+    path.write_bytes(whole + following[end])
+    found, lines = read(path)
+    expected = {f"{prefix}{key}": image for key, image in images.items()}
+    assert {row["key"]: row["image"] for row in found} == expected
+    assert {row["label"] for row in found} == {1}
+    named = {
+        "symbolic": ".png is a symbolic link to 0.png",
+        "empty": ".png is empty",
+        "a/name": "no image (.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm),"
+        " but .of.parts.cls, .of.parts.png",
+    }
+    if "sparse" in dialect:
+        named["sparse"] = ".png is a sparse file, which is not stored in one piece"
+    wanted = {f"NAME: {prefix}{key}: {reason}" for key, reason in named.items()}
+    if "garbage" in end:
+        wanted.add(f"NAME: the 700 bytes from byte {path.stat().st_size - 700} on are no tar")
+    assert {*lines} == wanted
+    repeats = 2 if end == "the same again" else 1
+    assert (len(found), len(lines)) == (repeats * len(expected), repeats * len(wanted))
+
+
+def test_hard_links_to_what_is_not_read(tmp_path: Path) -> None:
+    """The target is absent, comes later, holds no image, or is left out itself."""
+    with tarfile.open(tmp_path / "x.tar", "w") as file:
+        for name, target, content in (
+            ("0.png", "none.png", b""),
+            ("1.png", "later.png", b""),
+            ("2.png", "0.cls", b""),
+            ("empty.png", "", b""),
+            ("3.png", "empty.png", b""),
+            ("later.png", "", b"a"),
+            ("0.cls", "", b"1"),
+            ("1.cls", "0.cls", b""),
+            ("2.cls", "1.cls", b""),
+            ("3.cls", "0.cls", b""),
+            ("later.cls", "names/1", b""),
+            ("4.jpg", "later.png", b""),
+            ("4.cls.txt", "0.cls", b""),
+        ):
+            info = tarfile.TarInfo(name)
+            info.size, info.linkname = len(content), target
+            info.type = tarfile.LNKTYPE if target else tarfile.REGTYPE
+            file.addfile(info, io.BytesIO(content))
+    found, lines = read(tmp_path / "x.tar")
+    assert found == [{"image": b"a", "label": 1, "key": "4"}]
+    assert lines == [
+        "NAME: 0: .png is a hard link to none.png, which is not read",
+        "NAME: 1: .png is a hard link to later.png, which is not read",
+        "NAME: 2: .png is a hard link to 0.cls, which is not read",
+        "NAME: empty: .png is empty",
+        "NAME: 3: .png is a hard link to empty.png, which is not read",
+        "NAME: later: .cls is a hard link to names/1, which is not read",
+    ]
 
 
 @pytest.mark.parametrize("piece", [512, 700, 16 << 20])

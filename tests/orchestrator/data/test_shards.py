@@ -185,7 +185,9 @@ def test_a_data_set_of_an_older_version(tmp_path: Path) -> None:
     write_shards(str(tmp_path), ["a"], {"train": samples, "val": samples})
     text = (tmp_path / "manifest.json").read_text().replace('"format": 2,', "")
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UsageError, match="another version, in format 1, .*: pack it again, with --overwrite"):
+    with pytest.raises(
+        UsageError, match=r"another version, in format 1, .*: pack it again, with --overwrite"
+    ):
         open_manifest(str(tmp_path))
 
 
@@ -227,7 +229,7 @@ class TestS3:
         shards._index.cache_clear()  # as when the process ends
         put(500)
         assert not index.exists()
-        with pytest.raises(UsageError, match="does not fit into data.cache_gb=1e-07"):
+        with pytest.raises(UsageError, match=r"does not fit into data\.cache_gb=1e-07"):
             replace(data, cache_bytes=100).records("train", *first)
 
     def test_without_a_cache_the_index_takes_memory(self, data: DataSet, own_cache: Path) -> None:
@@ -241,7 +243,7 @@ class TestS3:
         whole = storage.read_bytes(location)
         for content in (whole[: -RECORD.itemsize], whole + b"-", bytes([whole[0] ^ 1]) + whole[1:], b""):
             storage.write_bytes(location, content)
-            with pytest.raises(UsageError, match="train.index changed since it was packed"):
+            with pytest.raises(UsageError, match=r"train\.index changed since it was packed"):
                 read(replace(data, cache_bytes=cache_bytes), np.array([0]))
         assert not [*own_cache.glob("*.*")]
         storage.write_bytes(location, whole)
