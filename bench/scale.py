@@ -3,27 +3,33 @@
   python bench/scale.py [--out FILE]
 
 `cache`: seconds to add a file to the node's cache when it holds 100 files, and when it holds 1,000,000.
+`index on S3`: ImageNet-21k, 12.8 million images in 25,000 shards, on the S3 of `s3_server.py`. Four processes
+start at once on one node and look up the records of batches of 4096 images in 512 lanes, without the images.
 `data set`: 4 billion images in 100,000 shards. The manifest is real; the index is a sparse file of 96 GB,
 with records where the measured steps read; all shards are one file with one JPEG. A process of its own
 measures time and memory of the manifest, the first batch, and the batches around the end of the epoch.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
 
 from bench.images import draw
 from bench.provenance import provenance
+from bench.ranges import free_port
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached
@@ -37,6 +43,8 @@ SHARDS, ROWS = 100_000, 40_000
 BATCH, LANES = 512, 512
 EPOCH_STEPS = SHARDS * ROWS // BATCH
 STEPS = (0, 1, EPOCH_STEPS - 1, EPOCH_STEPS)
+S3_SHARDS, S3_ROWS, S3_BATCH, S3_STEPS, S3_PROCESSES = 25_000, 512, 4096, 10, 4
+BLOCK = 222  # images that are looked up together, as many as a block of Ray Data has at 224 px
 ADDED = 300  # files whose adding is timed
 Record = dict[str, float]
 
@@ -47,7 +55,11 @@ def main() -> None:
     )
     parser.add_argument("--out", default=str(ROOT / "bench/results/scale.json"))
     parser.add_argument("--read", help=argparse.SUPPRESS)
+    parser.add_argument("--look-up", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.look_up:
+        print(json.dumps(measure_look_ups(args.look_up)))
+        return
     if args.read:
         print(json.dumps(measure_reading(args.read)))
         return
@@ -57,6 +69,7 @@ def main() -> None:
         make_data_set(folder)
         command = [sys.executable, __file__, "--read", folder]
         answer = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    result["index on S3"] = measure_index()
     result["data set"] = json.loads(answer)
     print(json.dumps(result, indent=1))
     Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
@@ -98,11 +111,84 @@ def make_data_set(folder: str) -> None:
         file.truncate(SHARDS * ROWS * RECORD.itemsize)
     stream = open_stream(config(folder), "train", 0, 1)
     records = stream.data.records("train", np.zeros(1, int), np.zeros(1, int))
-    records["size"] = len(jpeg)
+    records["size"], records["crc32"] = len(jpeg), zlib.crc32(jpeg)
     with Path(folder, "train.index").open("r+b") as file:
         for step in STEPS:
             for place in _positions(stream, step):
                 os.pwrite(file.fileno(), records.tobytes(), int(place) * RECORD.itemsize)
+
+
+def measure_index() -> dict[str, Any]:
+    """Runs the processes that look up records, and counts the requests that they make."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as cache:
+        zeros = bytes(S3_ROWS * RECORD.itemsize)
+        digest = hashlib.sha256()
+        with Path(folder, "train.index").open("wb") as file:
+            for _ in range(S3_SHARDS):
+                digest.update(zeros)
+                file.write(zeros)
+        train = tuple(Shard(path=f"{n}", rows=S3_ROWS, bytes=1, sha256=f"{n:064}") for n in range(S3_SHARDS))
+        index = {"train": digest.hexdigest(), "val": "0" * 64}
+        splits = {"train": train, "val": train[:1]}
+        save_manifest(folder, Manifest(classes=("a", "b"), splits=splits, index=index, val_majority=1))
+        port = free_port()
+        command = [sys.executable, str(ROOT / "bench/s3_server.py"), folder, str(port)]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert server.stdout
+        server.stdout.readline()
+        env = os.environ | {
+            "AWS_ACCESS_KEY_ID": "bench",
+            "AWS_SECRET_ACCESS_KEY": "bench",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            CACHE_FOLDER: cache,
+        }
+        command = [sys.executable, __file__, "--look-up", f"http://127.0.0.1:{port}/statistics"]
+        try:
+            processes = [
+                subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for _ in range(S3_PROCESSES)
+            ]
+            first = [json.loads(process.communicate()[0]) for process in processes]
+            requests = _requests_to(command[-1])
+            alone = json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
+        finally:
+            server.kill()
+        return {
+            "index MB": len(zeros) * S3_SHARDS / 1e6,
+            f"{S3_PROCESSES} processes at once: requests": requests
+            + sum(sum(each["requests"]) for each in first),
+            f"{S3_PROCESSES} processes at once: s until all have looked up": max(
+                each["first: s"] for each in first
+            ),
+            "a process after them": alone,
+        }
+
+
+def measure_look_ups(statistics: str) -> dict[str, Any]:
+    """Looks up the records of some steps; requests are those to open the data set, then of each step."""
+    began = time.perf_counter()
+    changes = {"data.path": "s3://bucket", "data.batch_size": S3_BATCH, "data.lanes": LANES}
+    stream = open_stream(override(RunConfig(), changes), "train", 0, 1)
+    assert stream.plan
+    requests, seconds = [_requests_to(statistics)], [0.0]
+    for step in range(S3_STEPS):
+        lane, within = stream.plan.slots(step, range(LANES))
+        for first in range(0, S3_BATCH, BLOCK):
+            places = stream.plan.locate(lane[first : first + BLOCK], within[first : first + BLOCK])
+            stream.data.records("train", places.shard, places.row)
+        requests.append(_requests_to(statistics))
+        seconds.append(time.perf_counter() - began)
+    return {
+        "requests": requests,
+        "first: s": seconds[1],
+        "a later step: s": (seconds[-1] - seconds[1]) / (S3_STEPS - 1),
+    }
+
+
+def _requests_to(statistics: str) -> int:
+    """Returns the requests since the last call."""
+    with urllib.request.urlopen(statistics) as answer:
+        return json.load(answer)["requests"]
 
 
 def _positions(stream: Stream, step: int) -> list[int]:

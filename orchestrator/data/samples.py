@@ -29,6 +29,8 @@ from orchestrator.errors import UsageError
 VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
 SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
 IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
+SHARD_NAMES = re.compile(r"\.(tar|tgz|tbz2?|txz|parquet|pq)\b[^/]*$", re.IGNORECASE)
+SHOWN = 3  # names in a message
 MAX_CLASSES = 1_000_000
 NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class
 SORTED = 0.5  # of the classes that samples in random order would hold
@@ -366,7 +368,13 @@ def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
     }
     if not matching:
         raise UsageError(
-            f"no {' or '.join(extensions)} files at {path}; there are {', '.join([*found][:3])} .."
+            f"no {' or '.join(extensions)} files at {path}; there are {', '.join([*found][:SHOWN])} .."
+        )
+    passed = [name for name in found if SHARD_NAMES.search(name) and name not in matching]
+    if passed and not is_pattern:
+        log.warning(
+            "%s: %d files are passed over, whose names do not end in %s (unpack compressed tars): %s",
+            *(folder, len(passed), " or ".join(extensions), ", ".join(passed[:SHOWN])),
         )
     return folder, matching
 

@@ -203,6 +203,15 @@ def test_places_that_cannot_be_indexed(theirs: Path, tmp_path: Path) -> None:
     refused(theirs, "train-1.tar is not a whole uncompressed tar")
 
 
+def test_files_that_are_passed_over(theirs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A compressed tar, and a name in capitals; notes are no shards."""
+    for name in ("train-9.tar.gz", "TRAIN-8.TAR", "notes.txt"):
+        (theirs / name).write_bytes(b"-")
+    index_external_shards(str(theirs), str(tmp_path))
+    assert f"{theirs}: 2 files are passed over, whose names do not end in .tar or .parquet" in caplog.text
+    assert "(unpack compressed tars): TRAIN-8.TAR, train-9.tar.gz" in caplog.text
+
+
 def test_shards_in_place_on_s3(bucket, theirs: Path) -> None:
     for path in theirs.iterdir():
         storage.write_bytes(bucket.uri("theirs", path.name), path.read_bytes())
