@@ -5,7 +5,7 @@
 `cache`: seconds to add a file to the node's cache when it holds 100 files, and when it holds 1,000,000.
 `index on S3`: ImageNet-21k, 12.8 million images in 25,000 shards, on the S3 of `s3_server.py`. Four processes
 start at once on one node and look up the records of batches of 4096 images in 512 lanes, without the images.
-`data set`: 4 billion images in 100,000 shards. The manifest is real; the index is a sparse file of 96 GB,
+`data set`: 4 billion images in 100,000 shards. The manifest is real; the index is a sparse file of 112 GB,
 with records where the measured steps read; all shards are one file with one JPEG. A process of its own
 measures time and memory of the manifest, the first batch, and the batches around the end of the epoch.
 """

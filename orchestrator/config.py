@@ -45,7 +45,8 @@ class DataConfig(Config):
         mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
             pair of images is mixed by either, equally often.
         max_bad_frac: fraction of undecodable images above which the run stops.
-        cache_gb: disk space per node for whole shards from S3, and for unpacked images of compressed shards.
+        cache_gb: disk space per node for indexes and whole shards from S3, and for unpacked images of
+            compressed shards; 0: none, and each process keeps an index from S3 in memory.
     """
 
     path: str = ""
