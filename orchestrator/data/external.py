@@ -105,6 +105,6 @@ def _noting(table: Table, split: str, shards: list[Shard], images: Counter[Any])
         assert part.shard
         shards.append(replace(part.shard, rows=len(part.keys)))
         images.update(chain(part.labels, *part.others))
-        offsets, sizes, crcs = zip(*part.places, strict=True)
-        fields = offsets, sizes, crcs, part.labels, part.keys, part.others, table.most_labels
+        offsets, sizes = zip(*part.places, strict=True)
+        fields = offsets, sizes, part.crcs, part.labels, part.keys, part.others, table.most_labels
         yield IndexedShard(records_of(*fields), part.keys)

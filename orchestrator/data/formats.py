@@ -152,13 +152,14 @@ def index_tar(location: str) -> Part:
                 raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
-    keys, sets, places = [], [], []
+    keys, sets, places, crcs = [], [], [], []
     for key, parts in samples:
         try:
-            place = _tar_image(parts)
+            offset, size, crc = _tar_image(parts)
             sets.append(_tar_labels(parts))
             keys.append(key)
-            places.append(place)
+            places.append((offset, size))
+            crcs.append(crc)
         except (ValueError, RecursionError) as error:
             problems.append(f"{key}: {error}")
     shard = file.shard(len(keys))
@@ -166,7 +167,7 @@ def index_tar(location: str) -> Part:
         problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are no tar")
     labels, others = _distinct(sets, keys, location)
     problems = [f"{location}: {problem}" for problem in problems]
-    return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard)
+    return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard, crcs=crcs)
 
 
 def index_parquet(columns: Columns, location: str) -> Part:
@@ -184,8 +185,8 @@ def index_parquet(columns: Columns, location: str) -> Part:
         places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
             measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
-            sizes, crcs = np.array(measured, np.int64).reshape(-1, 2).T
-            places, unpacked = (np.cumsum(sizes) - sizes, sizes, crcs), int(sizes.sum())
+            lengths, checks = np.array(measured, np.int64).reshape(-1, 2).T
+            places, unpacked = (np.cumsum(lengths) - lengths, lengths, checks), int(lengths.sum())
     labels = read_column(table, label)
     several = _is_list(labels.type)
     kind = labels.type.value_type if several else labels.type
@@ -211,18 +212,20 @@ def index_parquet(columns: Columns, location: str) -> Part:
     ]
     rows = np.flatnonzero(has_label & has_image)
     kept = keys.take(rows).to_pylist()
+    offsets, sizes, crcs = (column[rows].tolist() for column in places)
     firsts, others = _distinct([sets[row] for row in rows], kept, location)
     return Part(
         location,
         firsts,
         kept,
-        list(zip(*(column[rows].tolist() for column in places), strict=True)),
+        list(zip(offsets, sizes, strict=True)),
         # Packing reads a compressed file by rows.
         images=[] if unpacked is None else [(location, row) for row in rows.tolist()],
         others=others,
         names=class_names(file.schema_arrow, columns),
         skipped=problems,
         shard=forward.shard(len(rows), unpacked),
+        crcs=crcs,
     )
 
 
@@ -353,7 +356,7 @@ def _as_text(name: str) -> str:
 
 
 def _tar_image(parts: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Returns the place of the sample's image. Raises ValueError if it has none that can be read."""
+    """Returns offset, size and CRC-32 of the sample's image. Raises ValueError if there is none to read."""
     extension = next((extension for extension in TAR_IMAGES if extension in parts), None)
     if extension is None:
         raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)}), but .{', .'.join([*parts][:SHOWN])}")

@@ -80,23 +80,25 @@ class Part(NamedTuple):
     """Samples that are listed together: those of a tar or parquet file, or all that a source has for a split.
 
     labels: numbers or names, the first of each image.
-    places: offset, size and CRC-32 of each image; 0 for what is known only when it is read.
+    places: offset and size of each image.
     images: of each sample, as in `Sample`; none if (name, offset, size) locates them.
     others: the further labels of each sample; none if every sample has one label.
     names: the names of labels that are numbers, if the source has them.
     skipped: samples left out, with the reason.
     shard: the file.
+    crcs: CRC-32 of each image of the file.
     """
 
     name: str
     labels: Sequence[int | str]
     keys: Sequence[str]
-    places: Sequence[tuple[int, int, int]]
+    places: Sequence[tuple[int, int]]
     images: Sequence[Any] = ()
     others: Sequence[tuple[Any, ...]] = ()
     names: Sequence[str] | None = None
     skipped: Sequence[str] = ()
     shard: Shard | None = None
+    crcs: Sequence[int] = ()
 
 
 class Table:
@@ -171,7 +173,7 @@ class Table:
             chosen = np.flatnonzero(self.is_val[self._rows(number)] == (split == "val")).tolist()
             if chosen:
                 part = self._load(number)
-                fields = "labels", "keys", "places", "images", "others"
+                fields = "labels", "keys", "places", "crcs", "images", "others"
                 columns = {name: getattr(part, name) for name in fields}
                 yield part._replace(**{name: [column[i] for i in chosen] for name, column in columns.items()})
 
@@ -180,7 +182,7 @@ class Table:
         samples = [
             Sample(image, int(label), key, size, others)
             for part in self.parts(split)
-            for image, label, key, (_, size, _), others in zip(
+            for image, label, key, (_, size), others in zip(
                 part.images, part.labels, part.keys, part.places, part.others, strict=True
             )
         ]
@@ -206,9 +208,11 @@ class Table:
         # Keys may count from 0 in each file.
         numbered = zip(part.keys, self._occurrence[rows].tolist(), strict=True)
         keys = [key if occurrence == 1 else f"{key}#{occurrence}" for key, occurrence in numbered]
-        images = part.images or [(part.name, offset, size) for offset, size, _ in part.places]
+        images = part.images or [(part.name, *place) for place in part.places]
         others = [tuple(self._class_of[label] for label in each) for each in part.others] or [()] * len(keys)
-        return part._replace(labels=self.labels[rows].tolist(), keys=keys, images=images, others=others)
+        crcs = part.crcs or [0] * len(keys)
+        labels = self.labels[rows].tolist()
+        return part._replace(labels=labels, keys=keys, crcs=crcs, images=images, others=others)
 
 
 def _occurrences(ids: Ints) -> Ints:

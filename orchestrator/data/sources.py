@@ -114,7 +114,7 @@ def _digits(val_frac: float) -> Source:
     bundled: Any = load_digits()
     images = [encode_png(image) for image in (bundled.images * (255 / 16)).round().astype("uint8")]
     keys = [f"digit-{i:04d}" for i in range(len(images))]
-    part = Part("all", bundled.target.tolist(), keys, [(0, len(image), 0) for image in images], images)
+    part = Part("all", bundled.target.tolist(), keys, [(0, len(image)) for image in images], images)
     return _source([part], {"all": None}, val_frac, iter, mixed=False)
 
 
@@ -143,7 +143,7 @@ def _folder(path: str, val_frac: float) -> Source:
     parts = []
     for split in {*splits.values()}:
         names = [name for name in splits if splits[name] == split]
-        labels, places = [name.split("/")[depth] for name in names], [(0, listed[name], 0) for name in names]
+        labels, places = [name.split("/")[depth] for name in names], [(0, listed[name]) for name in names]
         parts.append(Part(str(split), labels, names, places, [f"{root}/{name}" for name in names]))
     own = {str(split): split for split in splits.values()}
     return _source(parts, own, val_frac, read_files, skipped=skipped)
@@ -291,7 +291,7 @@ def _set_parts(sets: Mapping[str, Any]) -> list[Part]:
                 raise ValueError(f"label {label!r} of image {number} is not a class number")
         keys = [f"{'' if split == 'all' else split}{number:07d}" for number in range(len(found))]
         images = files[split] if in_files else [(split, number) for number in range(len(found))]
-        parts.append(Part(split, found, keys, [(0, 0, 0)] * len(found), images))
+        parts.append(Part(split, found, keys, [(0, 0)] * len(found), images))
     known = names if len(names) > max(map(max, labels.values())) else None
     return [part._replace(names=known) for part in parts]
 

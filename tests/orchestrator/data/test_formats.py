@@ -45,8 +45,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     if part.shard.unpacked is not None:
         content = b"".join(unpacked_images(pq.ParquetFile(path), "NAME"))
         assert len(content) == part.shard.unpacked
-    images = [content[offset : offset + size] for offset, size, _ in part.places]
-    assert [zlib.crc32(image) for image in images] == [crc for _, _, crc in part.places]
+    images = [content[offset : offset + size] for offset, size in part.places]
+    assert [zlib.crc32(image) for image in images] == part.crcs
     found = zip(images, part.labels, part.keys, strict=True)
     lines = [line.replace(f"{path}: ", "NAME: ") for line in part.skipped]
     return [{"image": image, "label": label, "key": key} for image, label, key in found], lines

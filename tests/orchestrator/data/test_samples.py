@@ -34,7 +34,7 @@ def test_validation_by_definition(labels: list[int], val_frac: float) -> None:
 
 def part(name: str, *labels: int | str) -> Part:
     keys = [f"{n}" for n in range(len(labels))]
-    return Part(name, labels, keys, [(n, 1, 0) for n in range(len(labels))])
+    return Part(name, labels, keys, [(n, 1) for n in range(len(labels))])
 
 
 def test_parts_come_in_any_order() -> None:
