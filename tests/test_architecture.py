@@ -71,11 +71,16 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.data.index",
         "orchestrator.data.manifest",
     },
-    "orchestrator.data.formats": {
+    "orchestrator.data.tars": {
         "orchestrator.storage",
         "orchestrator.data.manifest",
+        "orchestrator.data.samples",
+    },
+    "orchestrator.data.formats": {
+        "orchestrator.storage",
         "orchestrator.data.offsets",
         "orchestrator.data.samples",
+        "orchestrator.data.tars",
     },
     "orchestrator.checkpoint": {
         "moe",

@@ -1,16 +1,13 @@
-"""The samples of a tar (WebDataset's layout) or parquet file: each image's place, labels and key.
+"""The samples of a parquet file: each image's place, labels and key. `tars.py` does the same for tars.
 
 A file is read once, from front to back, and not kept in memory.
 """
 
-import hashlib
 import json
-import re
-import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,24 +16,15 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from orchestrator import storage
-from orchestrator.data.manifest import Shard
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
+from orchestrator.data.tars import Forward, distinct_labels, index_tar
 from orchestrator.errors import UsageError
 
 # Names of columns of parquet files; the first name that a file has is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes")
 LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "fine_label")
 KEY_COLUMNS = ("key", "__key__", "id", "path", "filename")
-
-# Members of tars, by extension, and fields of .json members.
-TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
-TAR_LABELS = ("cls", "cls.txt", "json")
-JSON_LABELS = ("label", "cls", "class", "class_id", "target", "labels")
-CLASS_NUMBERS = re.compile(r"[+-]?\d+(?:[\s,]+[+-]?\d+)*")  # in .cls members
-MAX_LABELS = 64  # of an image; a longer list is probably a number for every class
-SHOWN = 5  # extensions of a sample without an image
-MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)")  # WebDataset's rule: key, extension; no hidden files
 
 
 class Columns(NamedTuple):
@@ -49,125 +37,9 @@ class Columns(NamedTuple):
 BY_NAME = Columns()
 
 
-class _Forward:
-    """A file that is read from front to back. `last` is what `read` returned last."""
-
-    def __init__(self, location: str) -> None:
-        self._location = location
-        self._pieces = storage.pieces(location)
-        self._piece, self._begin, self._at = b"", 0, 0
-        self._digest = hashlib.sha256()
-        self.last = b""
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, position: int) -> None:
-        if position < self._at:
-            raise EOFError(f"byte {position} follows byte {self._at}")
-        self._at = position
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        self.seek(offset)
-        return self.read(size)
-
-    def read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            first = self._at - self._begin
-            part = self._piece[first : first + size]
-            if not part and not self._next_piece():
-                break
-            parts.append(part)
-            size -= len(part)
-            self._at += len(part)
-        self.last = b"".join(parts)
-        return self.last
-
-    def crc32(self, size: int) -> int:
-        """Reads so many bytes for their CRC-32."""
-        crc = 0
-        while size and (part := self.read(min(size, storage.PIECE_BYTES))):
-            crc = zlib.crc32(part, crc)
-            size -= len(part)
-        return crc
-
-    def skip_zeros(self) -> int | None:
-        """Passes over zeros, and returns where other bytes begin, None at the end of the file."""
-        while block := self.read(tarfile.BLOCKSIZE):
-            if rest := block.lstrip(b"\0"):
-                self._piece = rest + self._piece[self._at - self._begin :]
-                self._at = self._begin = self._at - len(rest)
-                return self._at
-        return None
-
-    def shard(self, rows: int, unpacked: int | None = None) -> Shard:
-        """Reads what remains, and describes the file."""
-        while self._next_piece():
-            pass
-        return Shard(
-            path=self._location,
-            rows=rows,
-            bytes=self._begin + len(self._piece),
-            sha256=self._digest.hexdigest(),
-            unpacked=unpacked,
-        )
-
-    def _next_piece(self) -> bool:
-        piece = next(self._pieces, b"")
-        if piece:
-            self._digest.update(piece)
-            self._begin += len(self._piece)
-            self._piece = piece
-        return bool(piece)
-
-
 def index_file(location: str) -> Part:
     """Indexes a file by its extension. Raises as `index_tar` and `index_parquet` do."""
     return index_tar(location) if location.endswith(".tar") else index_parquet(BY_NAME, location)
-
-
-def index_tar(location: str) -> Part:
-    """Indexes the samples of a tar, or of tars that were joined, in file order. Members whose names differ
-    only in the extension are one sample.
-
-    Raises:
-        UsageError: if the tar is cut short, damaged, compressed or not a tar.
-    """
-    samples: list[tuple[str, dict[str, Any]]] = []
-    problems: list[str] = []
-    file: Any = _Forward(location)
-    begin: int | None = 0
-    try:
-        while begin is not None:
-            with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
-                if tar.firstmember:  # pyright: ignore[reportAttributeAccessIssue]
-                    samples += _tar_samples(tar, problems).items()
-            # What was read last is a header: zeros at the end of a tar, else one that is cut off or damaged.
-            if file.last == bytes(tarfile.BLOCKSIZE):
-                begin = file.skip_zeros()
-            elif begin and tar.offset == begin:
-                break
-            else:
-                raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
-    keys, sets, places, crcs = [], [], [], []
-    for key, parts in samples:
-        try:
-            offset, size, crc = _tar_image(parts)
-            sets.append(_tar_labels(parts))
-            keys.append(key)
-            places.append((offset, size))
-            crcs.append(crc)
-        except (ValueError, RecursionError) as error:
-            problems.append(f"{key}: {error}")
-    shard = file.shard(len(keys))
-    if begin:
-        problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are no tar")
-    labels, others = _distinct(sets, keys, location)
-    problems = [f"{location}: {problem}" for problem in problems]
-    return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard, crcs=crcs)
 
 
 def index_parquet(columns: Columns, location: str) -> Part:
@@ -181,7 +53,7 @@ def index_parquet(columns: Columns, location: str) -> Part:
         file = pq.ParquetFile(source)
         image, label, key = find_columns(file.schema_arrow, location, columns)
         table = file.read(columns=[leaf for leaf in (label, key) if leaf])
-        forward = _Forward(location)
+        forward = Forward(location)
         places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
             measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
@@ -213,7 +85,7 @@ def index_parquet(columns: Columns, location: str) -> Part:
     rows = np.flatnonzero(has_label & has_image)
     kept = keys.take(rows).to_pylist()
     offsets, sizes, crcs = (column[rows].tolist() for column in places)
-    firsts, others = _distinct([sets[row] for row in rows], kept, location)
+    firsts, others = distinct_labels([sets[row] for row in rows], kept, location)
     return Part(
         location,
         firsts,
@@ -281,114 +153,6 @@ def named_if_broken(name: str) -> Iterator[None]:
         yield
     except pa.ArrowException as error:
         raise UsageError(f"{name} is not a whole parquet file: {str(error).splitlines()[0]}") from None
-
-
-def _distinct(
-    sets: Sequence[Sequence[Any]], keys: Sequence[str], location: str
-) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Returns the first label of each image, and the further labels of each, none of them twice; no further
-    labels if every image has one.
-
-    Raises:
-        UsageError: if an image has more than `MAX_LABELS`.
-    """
-    for key, labels in zip(keys, sets, strict=True):
-        if len(labels) > MAX_LABELS:
-            raise UsageError(
-                f"{location}: {key} lists {len(labels)} labels, more than {MAX_LABELS}: list the classes that"
-                " the image has, not a number for every class"
-            )
-    distinct = [tuple(dict.fromkeys(labels)) for labels in sets]
-    others = [labels[1:] for labels in distinct]
-    return [labels[0] for labels in distinct], others if any(others) else []
-
-
-def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[str, Any]]:
-    """Reads a tar up to its end mark. Returns for each key its members by extension: the place of an image,
-    the content of a label, or a ValueError that says why it cannot be read.
-    """
-    file: Any = tar.fileobj
-    samples: dict[str, dict[str, Any]] = {}
-    read: dict[tuple[str, bool], Any] = {}  # what hard links may name
-    while info := tar.next():
-        tar.members = []  # pyright: ignore[reportAttributeAccessIssue] # else it grows with the file
-        match = MEMBER.fullmatch(info.name)
-        if not match or info.isdir():
-            continue
-        key, extension = _as_text(match[1]), _as_text(match[2].lower())
-        parts, is_image = samples.setdefault(key, {}), extension in TAR_IMAGES
-        if not is_image and extension not in TAR_LABELS:
-            parts.setdefault(extension, None)
-            continue
-        if info.islnk():
-            missing = ValueError(
-                f".{extension} is a hard link to {_as_text(info.linkname)}, which is not read"
-            )
-            content = read.get((info.linkname, is_image), missing)
-        elif info.issym():
-            content = ValueError(f".{extension} is a symbolic link to {_as_text(info.linkname)}")
-        elif not info.isreg():
-            content = ValueError(f".{extension} is no file (type {info.type!r})")
-        elif is_image and not info.size:
-            content = ValueError(f".{extension} is empty")
-        elif is_image and info.issparse():
-            content = ValueError(f".{extension} is a sparse file, which is not stored in one piece")
-        elif is_image:
-            content = info.offset_data, info.size, file.crc32(info.size)
-        else:
-            content = cast(IO[bytes], tar.extractfile(info)).read()
-        if not isinstance(content, ValueError):
-            read[info.name, is_image] = content
-        if extension in parts:
-            problems.append(f"{key}: two members .{extension}, the first is taken")
-        else:
-            parts[extension] = content
-    return samples
-
-
-def _as_text(name: str) -> str:
-    """Returns a tar's name as it is if it is UTF-8; other bytes are taken for Latin-1, which has them all."""
-    content = name.encode("utf-8", "surrogateescape")
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
-
-
-def _tar_image(parts: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Returns offset, size and CRC-32 of the sample's image. Raises ValueError if there is none to read."""
-    extension = next((extension for extension in TAR_IMAGES if extension in parts), None)
-    if extension is None:
-        raise ValueError(f"no image (.{', .'.join(TAR_IMAGES)}), but .{', .'.join([*parts][:SHOWN])}")
-    if isinstance(parts[extension], ValueError):
-        raise parts[extension]
-    return parts[extension]
-
-
-def _tar_labels(parts: Mapping[str, Any]) -> Sequence[int | str]:
-    """Returns the sample's labels as they are listed. Raises ValueError if it has none."""
-    found = next((parts[extension] for extension in TAR_LABELS if extension in parts), None)
-    if isinstance(found, ValueError):
-        raise found
-    for extension in ("cls", "cls.txt"):
-        if extension in parts:
-            text = parts[extension].decode().strip()
-            is_number = CLASS_NUMBERS.fullmatch(text)
-            return [*map(int, re.split(r"[\s,]+", text))] if is_number else [_checked_name(text)]
-    tree = json.loads(parts.get("json", b"{}"))
-    fields = tree if isinstance(tree, dict) else {}
-    found = next((fields[name] for name in JSON_LABELS if fields.get(name) is not None), [])
-    labels = found if isinstance(found, list) else [found]
-    if not labels:
-        raise ValueError(f"no label (.cls, .cls.txt, or one of {', '.join(JSON_LABELS)} in .json)")
-    return [label if type(label) is int else _checked_name(label) for label in labels]
-
-
-def _checked_name(label: Any) -> str:
-    if not isinstance(label, str) or not label:
-        raise ValueError(f"label {label!r} is neither a number nor a name")
-    label.encode()  # JSON can name half a character
-    return label
 
 
 def _bytes_leaf(field: pa.Field) -> str | None:

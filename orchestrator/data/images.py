@@ -29,6 +29,7 @@ from torchvision.transforms.v2 import functional as tv
 from orchestrator.data.augment import randaugment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
 SCALED_FROM = 2**19  # pixels; torchvision decodes a smaller JPEG as fast as Pillow does at half its size
 # A decoded image takes up to 10 bytes per pixel while it becomes RGB: 640 MB for each decoding thread.
 MAX_PIXELS = 64_000_000
@@ -60,6 +61,12 @@ def decode(encoded: bytes) -> Tensor:
         BadImage: for bytes that are not a whole image, and for more than `MAX_PIXELS` pixels.
     """
     return Picture(encoded).pixels()
+
+
+def may_be_image(name: str) -> bool:
+    """Judges a file by its extension; a file without an extension may be an image."""
+    _, dot, extension = name.rpartition("/")[2].rpartition(".")
+    return not dot or IMAGE_FILES.fullmatch(extension) is not None
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

@@ -28,9 +28,7 @@ from orchestrator.errors import UsageError
 
 VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
 SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
-IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
 SHARD_NAMES = re.compile(r"\.(tar|tgz|tbz2?|txz|parquet|pq)\b[^/]*$", re.IGNORECASE)
-SHOWN = 3  # names in a message
 MAX_CLASSES = 1_000_000
 NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class
 SORTED = 0.5  # of the classes that samples in random order would hold
@@ -210,8 +208,7 @@ class Table:
         keys = [key if occurrence == 1 else f"{key}#{occurrence}" for key, occurrence in numbered]
         images = part.images or [(part.name, *place) for place in part.places]
         others = [tuple(self._class_of[label] for label in each) for each in part.others] or [()] * len(keys)
-        crcs = part.crcs or [0] * len(keys)
-        labels = self.labels[rows].tolist()
+        labels, crcs = self.labels[rows].tolist(), part.crcs or [0] * len(keys)
         return part._replace(labels=labels, keys=keys, crcs=crcs, images=images, others=others)
 
 
@@ -372,21 +369,14 @@ def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
     }
     if not matching:
         raise UsageError(
-            f"no {' or '.join(extensions)} files at {path}; there are {', '.join([*found][:SHOWN])} .."
+            f"no {' or '.join(extensions)} files at {path}; there are {', '.join([*found][:3])} .."
         )
     passed = [name for name in found if SHARD_NAMES.search(name) and name not in matching]
     if passed and not is_pattern:
-        log.warning(
-            "%s: %d files are passed over, whose names do not end in %s (unpack compressed tars): %s",
-            *(folder, len(passed), " or ".join(extensions), ", ".join(passed[:SHOWN])),
-        )
+        what = "files are passed over, whose names do not end in"
+        ends, shown = " or ".join(extensions), ", ".join(passed[:3])
+        log.warning("%s: %d %s %s (unpack compressed tars): %s", folder, len(passed), what, ends, shown)
     return folder, matching
-
-
-def may_be_image(name: str) -> bool:
-    """Judges a file by its extension; a file without an extension may be an image."""
-    _, dot, extension = name.rpartition("/")[2].rpartition(".")
-    return not dot or IMAGE_FILES.fullmatch(extension) is not None
 
 
 def read_files(locations: Sequence[str]) -> Iterator[bytes | BadImage]:

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from orchestrator import storage
 from orchestrator.data import formats
 from orchestrator.data.formats import BY_NAME, Columns
-from orchestrator.data.images import BadImage, encode_png
+from orchestrator.data.images import BadImage, encode_png, may_be_image
 from orchestrator.data.samples import (
     READERS,
     VALIDATION,
@@ -28,7 +28,6 @@ from orchestrator.data.samples import (
     Source,
     Table,
     files_below,
-    may_be_image,
     read_files,
     resolve_splits,
     shards_at,

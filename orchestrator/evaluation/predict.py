@@ -35,9 +35,9 @@ from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
-from orchestrator.data.images import BadImage, Transform, normalize
+from orchestrator.data.images import BadImage, Transform, may_be_image, normalize
 from orchestrator.data.manifest import has_manifest, open_manifest
-from orchestrator.data.samples import files_below, may_be_image
+from orchestrator.data.samples import files_below
 from orchestrator.data.shards import DataSet
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import TOP, default_device

@@ -19,13 +19,14 @@ from orchestrator.config import RunConfig
 from orchestrator.data import packing
 from orchestrator.data.batch import Batch
 from orchestrator.data.external import index_external_shards
-from orchestrator.data.formats import MAX_LABELS, class_names, index_file
+from orchestrator.data.formats import class_names, index_file
 from orchestrator.data.images import encode_png
 from orchestrator.data.index import RECORD, record_type, records_of, sample_ids
 from orchestrator.data.manifest import Manifest, check_shards, open_manifest
 from orchestrator.data.packing import Sample, pack, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import Split, in_order, in_process, open_stream
+from orchestrator.data.tars import MAX_LABELS
 from orchestrator.errors import UsageError
 from orchestrator.training.loop import _microbatches
 from tests.orchestrator.data.images import numbered, parquet, tar
