@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import ray
@@ -34,7 +35,8 @@ from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.tracking.find import check_original
+from orchestrator.tracking.store import Tracking, database_uri, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.fit import check_data, check_start, fit, start
@@ -106,12 +108,15 @@ def tracking_uri(root: str, uri: str | None = None) -> str:
         return found
     if not storage.is_local(root):
         raise UsageError(f"--storage {root} holds no MLflow store: name one with --tracking-uri")
-    return f"sqlite:///{root}/mlflow.db"
+    return database_uri(f"{root}/mlflow.db")
 
 
 def open_store(root: str, uri: str | None = None) -> Tracking:
     """The MLflow store of a storage. Raises UsageError if it cannot be opened."""
-    return open_tracking(tracking_uri(root, uri), artifacts=f"{root}/mlartifacts")
+    artifacts = storage.join(storage.absolute(root), "mlartifacts")
+    if storage.is_local(root):
+        artifacts = Path(artifacts).as_uri()  # in a plain path MLflow replaces %XX
+    return open_tracking(tracking_uri(root, uri), artifacts=artifacts)
 
 
 def connect() -> None:
@@ -218,7 +223,11 @@ def trained_trials(
 
 @contextmanager
 def _working_in(directory: str, mode: str, store: Tracking) -> Iterator[None]:
-    """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow."""
+    """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow.
+
+    Raises:
+        UsageError: for a copy of a directory that MLflow shows.
+    """
     wait_for_report(directory)
     with locked(directory, fresh=mode == "fresh") as aside:
         if aside:
@@ -226,6 +235,7 @@ def _working_in(directory: str, mode: str, store: Tracking) -> Iterator[None]:
                 Sync(store, aside).update()
             except Exception as error:  # MLflow may be away
                 log.warning("MLflow still shows what is now %s as running: %s", aside, reason_of(error))
+        check_original(store, directory)
         yield
 
 

@@ -15,6 +15,7 @@ from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
 from orchestrator.tracking.find import table
 from orchestrator.tracking.projection import SUMMARY
+from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.lock import InUse, locked
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 PAGE, PNG, SVG = "frontier.html", "frontier.png", "frontier.svg"
 FILES = (PAGE, PNG, SVG)
 REPORT = "report"  # below the sweep: whoever draws and sends it holds the lock of this folder too
-FAST, KNEE, BEST, CONFIRMED = "pareto-fast", "pareto-knee", "pareto-best", "confirmed"
 _PLACES = {
     FAST: "the cheapest of the frontier",
     KNEE: "the knee of the frontier",

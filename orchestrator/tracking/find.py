@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from mlflow.entities import Metric, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
+from orchestrator import storage
 from orchestrator.codec import from_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.store import Tracking, redact_uri
+from orchestrator.training.run_directory import RunRecord, SweepRecord, read_run, read_sweep
 
+KEY = "moe_frontier.key"  # tag: the key of the run's directory
+SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial and of a registered model: the key of its sweep
 CONFIG = "moe_frontier.config"  # tag: the config as JSON; the rest of a long one is in .1, .2, ..
 OLDEST, NEWEST = "attributes.start_time ASC", "attributes.start_time DESC"
 PAGE = 1000
@@ -174,6 +179,36 @@ def find_by_tag(tracking: Tracking, tag: str, value: str) -> list[Run]:
     """Returns the runs with that tag, oldest first, but empty runs last."""
     runs = list(_all_runs(tracking, f"tags.`{tag}` = '{value}'", OLDEST))
     return sorted(runs, key=lambda run: not run.data.metrics and not run.data.params)
+
+
+def check_original(tracking: Tracking, directory: str) -> None:
+    """Raises UsageError if the directory of a run or a sweep is a copy, and MLflow shows the original."""
+    if record := _record(directory):
+        with mlflow_errors(tracking):
+            found = find_by_tag(tracking, KEY, record.key)
+        for run in found:
+            refuse_copy(tracking, run, record.key, directory)
+
+
+def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:
+    """Raises UsageError if `run`, which has the key of `directory`, is that of another directory."""
+    was = run.data.tags.get("directory", directory)
+    if was == directory or tracking.lies_with(directory) > tracking.lies_with(was):
+        return  # a database that was copied along has runs of its own
+    other = None
+    with suppress(OSError, UsageError):
+        other = _record(was)
+    if other is None or other.key != key:
+        return  # moved
+    if not (storage.is_local(was) and storage.is_local(directory) and os.path.samefile(was, directory)):
+        raise UsageError(
+            f"{directory} is a copy of {was}, which MLflow at {redact_uri(tracking.uri)} shows: give the copy"
+            " a store of its own with --tracking-uri, or delete the other one"
+        )
+
+
+def _record(directory: str) -> SweepRecord | RunRecord | None:
+    return read_sweep(directory) or read_run(directory)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
 from orchestrator import storage
 from orchestrator.codec import flat
+from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.find import CONFIG, RunInfo
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
@@ -60,6 +62,21 @@ class Projection:
     files: tuple[str, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
     result: Result | None = None
+
+
+class Unreadable(UsageError):
+    """A file of a run cannot be read."""
+
+
+@contextmanager
+def reading(location: str) -> Iterator[None]:
+    """Raises Unreadable for any error, which then is not one of MLflow."""
+    try:
+        yield
+    except UsageError as error:
+        raise Unreadable(str(error)) from error
+    except Exception as error:
+        raise Unreadable(f"{location} cannot be read: {reason_of(error)}") from error
 
 
 def status_of(run: RunInfo) -> RunStatus:
@@ -136,7 +153,8 @@ def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Project
     return Projection(
         directory=directory,
         key=record.key,
-        name=record.name,
+        # The name is that of the directory, also after --fresh has moved it aside.
+        name="/".join(directory.split("/")[-1 - record.name.count("/") :]),
         began_s=record.began_s,
         status="RUNNING" if live else ends.get(record.status, "KILLED"),
         ended_s=summary.get("time_s", time.time()),

@@ -3,23 +3,28 @@
 The weights stay where training wrote them; a version has their digest, so that it never loads other weights.
 """
 
+import logging
 import re
 import tempfile
 from collections.abc import Mapping
 
 import mlflow
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
+from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.models.utils import get_external_mlflow_model_spec
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.tracking.find import find_run
+from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, find_run, mlflow_errors
 from orchestrator.tracking.store import Tracking, open_reader, redact_uri
 
 CHECKPOINT = "checkpoint"  # tag of a LoggedModel and of a version: the folder of the checkpoint
 WEIGHTS = "weights"  # tag: digest of its weights
+FAST, KNEE, BEST, CONFIRMED = ALIASES = ("pareto-fast", "pareto-knee", "pareto-best", "confirmed")
+
+log = logging.getLogger(__name__)
 
 
 def log_checkpoint(
@@ -91,24 +96,42 @@ def model_name(sweep: str) -> str:
     return re.sub(r"[/:%'\"\\]", "-", sweep)
 
 
+def registered_name(tracking: Tracking, key: str) -> str | None:
+    """Returns the name of the registered model of the sweep with that key; None if it has none.
+
+    Raises:
+        UsageError: if MLflow does not answer.
+    """
+    with mlflow_errors(tracking):
+        found = tracking.client.search_registered_models(f"tags.`{SWEEP_KEY}` = '{key}'")
+    return found[0].name if found else None
+
+
 def register(
-    tracking: Tracking, sweep: str, models: Mapping[str, tuple[str, Mapping[str, str]]]
+    tracking: Tracking,
+    sweep: str,
+    models: Mapping[str, tuple[str, Mapping[str, str]]],
+    *,
+    key: str,
+    directory: str,
 ) -> dict[str, str]:
     """Points the aliases of a sweep's registered model at checkpoints that `log_checkpoint` has logged.
 
-    An alias that is not in `models` is removed, because its model no longer is what the alias says.
+    An alias of `ALIASES` that is not in `models` is removed, because its model no longer is what the alias
+    says. Other aliases and the models of other sweeps stay as they are.
 
     Args:
         models: alias -> run id, and ``uri``, ``weights`` and ``description`` of the checkpoint.
+        key, directory: of the sweep.
 
     Returns:
         alias -> version.
     """
-    client, name = tracking.client, model_name(sweep)
-    if not client.search_registered_models(f"name = '{name}'"):
+    client, name = tracking.client, registered_name(tracking, key)
+    if name is None:
         if not models:
             return {}
-        client.create_registered_model(name, description=f"Models of the sweep {sweep} worth their cost.")
+        name = _acquire_model(tracking, sweep, key, directory, {run_id for run_id, _ in models.values()})
     versions = list(client.search_model_versions(f"name = '{name}'"))
     found = {}
     for alias, (run_id, model) in models.items():
@@ -137,9 +160,51 @@ def register(
     for alias, version in found.items():
         if str(known.get(alias)) != version:
             client.set_registered_model_alias(name, alias, version)
-    for alias in known.keys() - found.keys():
-        client.delete_registered_model_alias(name, alias)
+    ours = {str(version.version) for version in versions if WEIGHTS in version.tags}
+    for alias in known.keys() & {*ALIASES} - found.keys():
+        if str(known[alias]) in ours:
+            client.delete_registered_model_alias(name, alias)
     return found
+
+
+def _acquire_model(tracking: Tracking, sweep: str, key: str, directory: str, run_ids: set[str]) -> str:
+    """Makes a registered model that of the sweep with that key, and returns its name: the sweep's, or, where
+    another source has that, the name with a part of the key.
+    """
+    client, name = tracking.client, model_name(sweep)
+    found = client.search_registered_models(f"name = '{name}'")
+    others = [_source(tracking, model, sweep, directory, run_ids) for model in found]
+    if found and not any(others):
+        client.set_registered_model_tag(name, SWEEP_KEY, key)
+        return name
+    if found:
+        taken, name = name, f"{name}-{key[:6]}"
+        log.warning(
+            "the models of %s are registered as %s: %s belongs to %s", directory, name, taken, *others
+        )
+    description = f"Models of the sweep {sweep} worth their cost."
+    client.create_registered_model(name, {SWEEP_KEY: key}, description=description)
+    return name
+
+
+def _source(
+    tracking: Tracking, model: RegisteredModel, sweep: str, directory: str, run_ids: set[str]
+) -> str | None:
+    """Returns what a registered model belongs to; None if the sweep in `directory` may have it.
+
+    A sweep loses its model when it was deleted, or when another sweep takes its directory, as with --fresh.
+    """
+    if owner := model.tags.get(SWEEP_KEY):
+        places = [
+            run.data.tags.get("directory")
+            for run in find_by_tag(tracking, KEY, owner)
+            if run.info.run_name == sweep
+        ]
+        return next((f"the sweep in {place}" for place in places if place != directory), None)
+    # Older versions of this project have registered models without this tag.
+    versions = tracking.client.search_model_versions(f"name = '{model.name}'")
+    ours = not versions or {version.run_id for version in versions} & run_ids
+    return None if ours else "somebody else"
 
 
 def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunConfig, str]:

@@ -48,6 +48,11 @@ class Tracking:
         """A client, because the fluent API's active run is per thread and creates stray runs."""
         return _client_of(self.uri)
 
+    def lies_with(self, directory: str) -> bool:
+        """Whether the store is a SQLite file in a folder around `directory`."""
+        url = sqlalchemy.make_url(self.uri) if self.uri.startswith("sqlite:") else None
+        return bool(url and url.database) and Path(directory).is_relative_to(Path(url.database).parent)
+
 
 def open_tracking(uri: str, *, artifacts: str) -> Tracking:
     """Opens a store, and creates its tables and our experiment if they are missing.
@@ -79,6 +84,17 @@ def open_reader(uri: str) -> Tracking:
     with _opening(uri, create=False):
         known = _client_of(uri).get_experiment_by_name(EXPERIMENT)
     return Tracking(uri, known.experiment_id if known else "")
+
+
+def database_uri(path: str) -> str:
+    """Returns the URI of a SQLite file. Raises UsageError for a path that reads differently in a URI."""
+    uri = f"sqlite:///{path}"
+    if sqlalchemy.make_url(uri).database != path:
+        raise UsageError(
+            f"{path} cannot be an MLflow store, because '?' and '%' have another meaning in a URI: rename the"
+            " folder, or name another store with --tracking-uri"
+        )
+    return uri
 
 
 @lru_cache(maxsize=8)

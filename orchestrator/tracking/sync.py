@@ -25,8 +25,8 @@ from mlflow.utils.mlflow_tags import (
 )
 
 from orchestrator import storage
-from orchestrator.errors import reason_of
-from orchestrator.tracking.find import find_by_tag
+from orchestrator.errors import UsageError, reason_of
+from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, refuse_copy
 from orchestrator.tracking.projection import (
     CONSTANT,
     FINGERPRINT,
@@ -34,11 +34,13 @@ from orchestrator.tracking.projection import (
     SUMMARY,
     TAG_LENGTH,
     Projection,
+    Unreadable,
     project_run,
     project_sweep,
+    reading,
 )
 from orchestrator.tracking.registry import log_checkpoint, register
-from orchestrator.tracking.store import Tracking, redact_uri
+from orchestrator.tracking.store import Tracking, open_tracking, redact_uri
 from orchestrator.training import run_directory as runs
 from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
 from orchestrator.training.run_directory import Result, SweepRecord
@@ -46,12 +48,11 @@ from orchestrator.training.run_state import is_over
 
 log = logging.getLogger(__name__)
 
-KEY = "moe_frontier.key"  # tag: the key of the run's directory
-SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial: the key of its sweep
 FILES = "moe_frontier.files"  # tag: artifact -> digest
 PARAM_LENGTH, DIGEST_LENGTH = 6000, 36  # that every MLflow store accepts
 MAX_ITEMS, MAX_FEW = 900, 100  # all items of a request; its tags, and its params
 REFUSED = ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS", "PERMISSION_DENIED")
+LOST = "RESOURCE_DOES_NOT_EXIST"
 EVERY_S = 5.0
 PATIENCE_S = 30.0  # without progress of the last update, at the end of a command
 
@@ -87,45 +88,83 @@ class Sync:
     def update(self, *, live: bool = False) -> None:
         """Sends what MLflow lacks. `live`: the command that trains there is running.
 
+        Everything is sent again if the server has lost it, or if the sweep's run was deleted there.
+
         Raises:
+            UsageError: for files that cannot be read, once the other trials are sent; or as `check_original`.
             Exception: of any type, when a back end of MLflow does not answer.
         """
+        try:
+            self._update(live)
+        except MlflowException as error:
+            if error.error_code != LOST:
+                raise
+            self._forget()
+            self._update(live)
+
+    def _update(self, live: bool) -> None:
         if (sweep := runs.read_sweep(self._directory)) is None:
-            if (record := runs.read_run(self._directory)) is not None:
+            with reading(self._directory):
+                if (record := runs.read_run(self._directory)) is None:
+                    return
                 labels = {"role": "train", **record.labels}
-                self._send(project_run(self._directory, record, labels=labels, live=live))
+                wanted = project_run(self._directory, record, labels=labels, live=live)
+            self._send(wanted)
             return
+        known = self._mirrors.get(self._directory)
+        if known and self._client.get_run(known.run_id).info.lifecycle_stage != "active":
+            self._forget()
         self._find_all(sweep.key)
         projection = project_sweep(self._directory, sweep, live=live)
-        parent = self._send(projection)
+        if (parent := self._send(projection)) is None:
+            return
         summary = runs.read_json(storage.join(self._directory, SUMMARY)) or {}
         members = set(summary.get("pareto", ()))
         folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
         begun = {(f, name) for f in folders for name in storage.names(storage.join(self._directory, f))}
+        unread = list[str]()
         for name, labels in sweep.trials.items():
-            if labels["directory"].rpartition("/")[::2] not in begun or parent is None:
-                continue
-            directory, member = storage.join(self._directory, labels["directory"]), name in members
-            known = self._mirrors.get(directory)
-            if known and known.complete == member:
-                continue
-            if (record := runs.read_run(directory)) is None:
+            if labels["directory"].rpartition("/")[::2] not in begun:
                 continue
             tags = {k: v for k, v in labels.items() if k != "directory"}
             tags |= {"trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id}
-            child = project_run(
+            directory = storage.join(self._directory, labels["directory"])
+            try:
+                self._update_trial(sweep, directory, tags, member=name in members, live=live)
+            except Unreadable as error:
+                unread.append(f"trial {name}: {error}")
+        if summary and not live:
+            self._register(sweep, projection.name, summary)
+        if unread:
+            raise UsageError("; ".join(unread))
+
+    def _update_trial(
+        self, sweep: SweepRecord, directory: str, tags: Mapping[str, str], *, member: bool, live: bool
+    ) -> None:
+        known = self._mirrors.get(directory)
+        if known and known.complete == member:
+            return
+        with reading(directory):
+            if (record := runs.read_run(directory)) is None:
+                return
+            wanted = project_run(
                 directory,
                 record,
-                labels=tags | ({"pareto": "true"} if member else {}),
+                labels={**tags, "pareto": "true"} if member else tags,
                 live=live,
                 over=is_over(sweep),
                 quality=sweep.quality,
             )
-            mirror = self._send(child)
-            if mirror and child.result is not None:
-                mirror.complete = member
-        if summary and not live:
-            self._register(sweep, summary)
+        mirror = self._send(wanted)
+        if mirror and wanted.result is not None:
+            mirror.complete = member
+
+    def _forget(self) -> None:
+        """Forgets what MLflow had."""
+        if self._tracking.uri.startswith("http"):  # an empty server lacks the experiment too
+            self._tracking = open_tracking(self._tracking.uri, artifacts="")
+        self._mirrors.clear()
+        self._refused.clear()
 
     def _find_all(self, key: str) -> None:
         """Finds all trials of a sweep with one search instead of one per trial."""
@@ -166,6 +205,9 @@ class Sync:
         for empty in [run for run in found[1:] if not run.data.metrics and not run.data.params]:
             self._client.delete_run(empty.info.run_id)  # created by a request that seemed lost
         run = found[0] if found else self._create(wanted)
+        if run.data.tags.get("directory", wanted.directory) != wanted.directory:
+            refuse_copy(self._tracking, run, wanted.key, wanted.directory)
+            self._client.update_run(run.info.run_id, name=wanted.name)
         self._mirrors[wanted.directory] = _Mirror(run, wanted.directory)
         return self._mirrors[wanted.directory]
 
@@ -183,7 +225,8 @@ class Sync:
             for name, value in wanted.params.items()
             if name not in mirror.params
         ]
-        metrics = self._new_metrics(mirror, wanted)
+        with reading(storage.join(wanted.directory, f"{METRICS}.jsonl")):
+            metrics = self._new_metrics(mirror, wanted)
         while metrics or params or new_tags:
             some_params, some_tags = params[:MAX_FEW], new_tags[:MAX_FEW]
             room = MAX_ITEMS - len(some_params) - len(some_tags)
@@ -232,8 +275,9 @@ class Sync:
         }
         for name in wanted.files:
             path = storage.join(wanted.directory, name)
-            if storage.size(path) is not None:
-                contents[name] = storage.read_bytes(path)
+            with reading(path):
+                if storage.size(path) is not None:
+                    contents[name] = storage.read_bytes(path)
         digests = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.items()}
         if not (changed := [name for name in digests if sent.get(name) != digests[name]]):
             return
@@ -277,7 +321,7 @@ class Sync:
             self._client.set_terminated(mirror.run_id, wanted.status, int(1000 * wanted.ended_s))
         mirror.status = wanted.status
 
-    def _register(self, sweep: SweepRecord, summary: Mapping[str, Any]) -> None:
+    def _register(self, sweep: SweepRecord, name: str, summary: Mapping[str, Any]) -> None:
         aliases: Mapping[str, Mapping[str, str]] = summary.get("aliases", {})
         models = {}
         for alias, model in aliases.items():
@@ -285,7 +329,7 @@ class Sync:
             if mirror := self._mirrors.get(directory):
                 uri = storage.join(directory, model["checkpoint"])
                 models[alias] = (mirror.run_id, {**model, "uri": uri})
-        register(self._tracking, sweep.name, models)
+        register(self._tracking, name, models, key=sweep.key, directory=self._directory)
 
 
 def _cut(tags: Mapping[str, str]) -> dict[str, str]:
@@ -337,9 +381,10 @@ class BackgroundSync:
             self._sync.update(live=live)
         except Exception as error:  # MLflow's back ends raise many types
             if not self._down:
-                log.warning("MLflow at %s does not answer: %s", self._where, reason_of(error))
+                what = "lacks results" if isinstance(error, UsageError) else "does not answer"
+                log.warning("MLflow at %s %s: %s", self._where, what, reason_of(error))
             self._down = reason_of(error)
         else:
             if self._down:
-                log.warning("MLflow at %s answers again", self._where)
+                log.warning("MLflow at %s has all results again", self._where)
             self._down = ""

@@ -1,11 +1,14 @@
 """Where commands may write."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from jobs._cli import check_file, check_out
 from orchestrator.errors import UsageError
+from orchestrator.sweeps.driver import open_store
+from orchestrator.tracking.find import create_run
 
 
 @pytest.mark.parametrize(
@@ -44,3 +47,15 @@ def test_a_folder_of_results_holds_nothing_else(tmp_path: Path):
 def test_a_manifest_of_another_project_is_not_a_data_set(tmp_path: Path):
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     check_file("--out", f"{tmp_path}/soup.safetensors")
+
+
+@pytest.mark.parametrize("name", ["50%25", "a?b=c"])
+def test_a_storage_whose_name_differs_in_a_uri(name: str, tmp_path: Path, empty_store: Callable[[Path], str]):
+    """It holds no database, which would lie elsewhere. With one elsewhere, its artifacts lie in it."""
+    root = str(tmp_path / name)
+    with pytest.raises(UsageError, match="rename the folder, or name another store with --tracking-uri"):
+        open_store(root)
+    store = open_store(root, empty_store(tmp_path / "database"))
+    create_run(store, "any", {}).write_text("page.html", "<p>")
+    assert list(Path(root, "mlartifacts").rglob("page.html"))
+    assert {path.name for path in tmp_path.iterdir()} == {name, "database"}

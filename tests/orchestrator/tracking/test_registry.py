@@ -42,9 +42,10 @@ def test_aliases_move(tracking: Tracking, tmp_path: Path) -> None:
     def model(arm: str) -> tuple[str, dict[str, str]]:
         return runs[arm], {"uri": f"/somewhere/{arm}", "weights": arm, "description": f"arm {arm}"}
 
-    first = register(tracking, name, {"knee": model("a"), "best": model("a")})
+    sweep = {"key": tmp_path.name, "directory": str(tmp_path)}
+    first = register(tracking, name, {"knee": model("a"), "best": model("a")}, **sweep)
     assert first["knee"] == first["best"]
-    second = register(tracking, name, {"knee": model("b"), "best": model("a")})
+    second = register(tracking, name, {"knee": model("b"), "best": model("a")}, **sweep)
     assert (second["best"], int(second["knee"])) == (first["best"], int(first["best"]) + 1)
     for alias, arm in (("@best", "a"), ("@knee", "b"), ("/1", "a")):
         uri, run, weights = checkpoint_of(f"models:/{name}{alias}", tracking.uri)
@@ -56,7 +57,7 @@ def test_models_that_are_not_there(sqlite: Sqlite, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", sqlite.uri)
     unknown = {"uri": "/elsewhere", "weights": "x", "description": ""}
     (run_id,) = finished(tracking, tmp_path, {"a": 0.5}).values()
-    assert register(tracking, "empty", {"knee": (run_id, unknown)}) == {}
+    assert register(tracking, "empty", {"knee": (run_id, unknown)}, key="x", directory="/x") == {}
     for name in ("nothing@best", "nothing/1", "empty@knee", "empty/999"):
         for uri in (sqlite.uri, None):
             with pytest.raises(UsageError, match=f"no model models:/{name} at sqlite:"):

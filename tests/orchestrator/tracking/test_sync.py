@@ -1,6 +1,8 @@
 """MLflow shows a directory completely, and each value once, after any interruption."""
 
 import json
+import shutil
+import sqlite3
 import threading
 import time
 from dataclasses import replace
@@ -11,11 +13,12 @@ import pytest
 from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.config import RunConfig
+from orchestrator.errors import UsageError
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import sync, system
-from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
+from orchestrator.tracking.find import RunInfo, check_original, children, find_run, find_sweep, newest_of
 from orchestrator.tracking.projection import SUMMARY
-from orchestrator.tracking.registry import checkpoint_of
+from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
@@ -157,9 +160,9 @@ def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
     assert (info.status, "stopped" in info.tags) == ("FINISHED", False)
 
 
-def make_sweep(tmp_path: Path, **fields: object) -> tuple[Sweep, str]:
+def make_sweep(tmp_path: Path, name: str = "mini", **fields: object) -> tuple[Sweep, str]:
     """Three arms, of which `a` has finished, `b` runs and `c` never began."""
-    sweep = Sweep(base=run_at(tmp_path, "mini"), arms={"a": {}, "b": {"train.lr": 0.5}, "c": {}})
+    sweep = Sweep(base=run_at(tmp_path, name), arms={"a": {}, "b": {"train.lr": 0.5}, "c": {}})
     directory = begin_sweep(sweep, labels={"mlflow.source.name": "jobs/pareto_sweep.py"}, **fields)
     runs = sweep.runs()
     begin(runs["a"])
@@ -215,27 +218,36 @@ def test_a_sweep_and_its_trials(tracking: Tracking, tmp_path: Path) -> None:
     assert (uri, weights) == (f"{directory}/trials/a/checkpoints/step-00000010", "weights of a")
 
 
+def named(tracking: Tracking, model: str) -> dict[str, str]:
+    """alias -> version."""
+    return {a: str(v) for a, v in tracking.client.get_registered_model(model).aliases.items()}
+
+
 def test_aliases_follow_the_frontier(sqlite: Sqlite, tmp_path: Path) -> None:
-    """An alias that the sweep no longer has is removed; the version stays the same."""
-    tracking = open_store(sqlite)
-    _, directory = make_sweep(tmp_path, status="finished", name=f"aliases-{tmp_path.name}")
+    """An alias that the sweep no longer has is removed, one set by hand stays; the version stays the same."""
+    tracking, name = open_store(sqlite), f"aliases-{tmp_path.name}"
+    _, directory = make_sweep(tmp_path, name, status="finished")
     for alias in ("pareto-knee", "pareto-best"):
         write_json(f"{directory}/{SUMMARY}", summary(alias))
         Sync(tracking, directory).update()
-    model = tracking.client.get_registered_model(f"aliases-{tmp_path.name}")
-    assert {name: str(version) for name, version in model.aliases.items()} == {"pareto-best": "1"}
+        tracking.client.set_registered_model_alias(name, "in-use", "1")
+    assert named(tracking, name) == {"pareto-best": "1", "in-use": "1"}
+    by_hand = tracking.client.create_model_version(name, str(tmp_path)).version
+    tracking.client.set_registered_model_alias(name, "confirmed", by_hand)
     write_json(f"{directory}/{SUMMARY}", summary() | {"aliases": {}})  # no trial is complete any more
     Sync(tracking, directory).update()
-    assert not tracking.client.get_registered_model(f"aliases-{tmp_path.name}").aliases
-    version = tracking.client.get_model_version(model.name, "1")
+    assert named(tracking, name) == {"confirmed": "2", "in-use": "1"}
+    version = tracking.client.get_model_version(name, "1")
     assert version.description == "Sweep mini, arm a: val/acc1 0.75"
 
 
 def test_what_was_moved_aside_keeps_its_weights_and_ends(sqlite: Sqlite, tmp_path: Path) -> None:
-    """After --fresh, the registered version of the old sweep says where its weights are now."""
+    """After --fresh, the registered version of the old sweep says where its weights are now; the new sweep
+    has the name, also in MLflow, and keeps the aliases when the old one is sent again.
+    """
     tracking = open_store(sqlite)
     name = f"moved-{tmp_path.name}"
-    _, directory = make_sweep(tmp_path, name=name)
+    _, directory = make_sweep(tmp_path, name)
     write_json(f"{directory}/{SUMMARY}", summary())
     Sync(tracking, directory).update()
     aside = move_aside(directory)
@@ -245,20 +257,133 @@ def test_what_was_moved_aside_keeps_its_weights_and_ends(sqlite: Sqlite, tmp_pat
     assert (uri, weights) == (f"{aside}/trials/a/checkpoints/step-00000010", "weights of a")
     old = found(tracking, aside)
     assert {run.status for run in children(tracking, old.run_id)} == {"FINISHED", "KILLED"}
-    make_sweep(tmp_path, name=name)
+    make_sweep(tmp_path, name)
     Sync(tracking, directory).update(live=True)
-    assert found(tracking, directory).run_id != old.run_id
+    new = found(tracking, directory)
+    assert new.run_id != old.run_id
+    assert len(children(tracking, old.run_id)) == 2
+
+    write_json(f"{directory}/{SUMMARY}", summary())
+    for place in (directory, aside):
+        Sync(tracking, place).update()
+        assert named(tracking, name) == {"pareto-knee": "2"}
+        assert find_sweep(tracking, name).run_id == new.run_id
+    assert find_sweep(tracking, f"{name}.old-1").run_id == old.run_id
+    assert named(tracking, f"{name}.old-1") == {"pareto-knee": "1"}
+
+
+def test_sweeps_of_one_name_are_told_apart(sqlite: Sqlite, tmp_path: Path, caplog) -> None:
+    """The second one registers its models under another name."""
+    tracking, name = open_store(sqlite), f"same-{tmp_path.name}"
+    directories = [make_sweep(tmp_path / place, name)[1] for place in ("here", "there")]
+    keys = [sweep_record(directory).key for directory in directories]
+    for directory in (*directories, *directories):
+        write_json(f"{directory}/{SUMMARY}", summary())
+        Sync(tracking, directory).update()
+    assert len({found(tracking, directory).run_id for directory in directories}) == 2
+    with pytest.raises(Exception, match=f"2 sweeps at .* are named '{name}', in .*/here/{name}; .*/there/"):
+        find_sweep(tracking, name)
+    names = [name, f"{name}-{keys[1][:6]}"]
+    assert [registered_name(tracking, key) for key in keys] == names
+    for directory, model in zip(directories, names, strict=True):
+        location, _, _ = checkpoint_of(f"models:/{model}@pareto-knee", sqlite.uri)
+        assert location.startswith(f"{directory}/")
+    assert (
+        caplog.text.count(f"are registered as {names[1]}: {name} belongs to the sweep in {directories[0]}")
+        == 1
+    )
+
+
+def test_a_model_made_by_hand_stays_as_it_is(sqlite: Sqlite, tmp_path: Path) -> None:
+    tracking, name = open_store(sqlite), f"theirs-{tmp_path.name}"
+    tracking.client.create_registered_model(name)
+    tracking.client.create_model_version(name, str(tmp_path))
+    tracking.client.set_registered_model_alias(name, "pareto-knee", "1")
+    _, directory = make_sweep(tmp_path, name)
+    write_json(f"{directory}/{SUMMARY}", summary())
+    Sync(tracking, directory).update()
+    assert named(tracking, name) == {"pareto-knee": "1"}
+    assert (
+        registered_name(tracking, sweep_record(directory).key) == f"{name}-{sweep_record(directory).key[:6]}"
+    )
+
+
+def test_a_copy_does_not_take_over_what_mlflow_shows(sqlite: Sqlite, tmp_path: Path) -> None:
+    """A moved storage does, and a copy whose database was copied too has its own."""
+    tracking = open_store(sqlite)
+    _, directory = make_sweep(tmp_path / "old")
+    Sync(tracking, directory).update()
+    old = found(tracking, directory)
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    for refused in (Sync(tracking, str(copy)).update, lambda: check_original(tracking, str(copy))):
+        with pytest.raises(
+            UsageError, match=f"{copy} is a copy of {directory}, which MLflow at .* --tracking-uri"
+        ):
+            refused()
+    assert found(tracking, directory).run_id == old.run_id
+
+    shutil.copy(sqlite.uri.removeprefix("sqlite:///"), tmp_path / "copy" / "mlflow.db")
+    copied = open_tracking(f"sqlite:///{tmp_path}/copy/mlflow.db", artifacts=str(tmp_path))
+    Sync(copied, str(copy)).update()
+    assert found(copied, str(copy)).run_id == old.run_id
+
+    moved = shutil.move(tmp_path / "old", tmp_path / "new")
+    check_original(tracking, f"{moved}/mini")
+    Sync(tracking, f"{moved}/mini").update()
+    assert found(tracking, f"{moved}/mini").run_id == old.run_id
     assert len(children(tracking, old.run_id)) == 2
 
 
-def test_sweeps_of_one_name_are_told_apart(sqlite: Sqlite, tmp_path: Path) -> None:
-    tracking, name = open_store(sqlite), f"same-{tmp_path.name}"
-    directories = [make_sweep(tmp_path / place, name=name)[1] for place in ("here", "there")]
-    for directory in directories:
+def test_a_damaged_file_keeps_back_its_own_trial_alone(sqlite: Sqlite, tmp_path: Path, caplog) -> None:
+    tracking = open_store(sqlite)
+    sweep, directory = make_sweep(tmp_path)
+    begin(sweep.runs()["c"])
+    damaged = f"{directory}/trials/a/result.json"
+    Path(damaged).write_text("{")
+    lines = list[str]()
+    with BackgroundSync(tracking, directory, lines.append):
+        pass
+    trials = children(tracking, found(tracking, directory).run_id)
+    assert {run.name for run in trials} == {"b", "c"}
+    (line,) = lines
+    for text in (line, caplog.text):
+        assert f"trial a: {damaged} is damaged" in text
+        assert "does not answer" not in text
+    Path(f"{directory}/trials/a/error.txt").write_bytes(b"\xff")
+    Path(damaged).unlink()
+    with pytest.raises(UsageError, match=f"trial a: {directory}/trials/a cannot be read: 'utf-8' codec"):
         Sync(tracking, directory).update()
-    assert len({found(tracking, directory).run_id for directory in directories}) == 2
-    with pytest.raises(Exception, match=f"2 sweeps at .* are named '{name}', in .*/here/mini; .*/there/mini"):
-        find_sweep(tracking, name)
+
+
+def test_a_server_that_lost_its_data_gets_everything_again(tmp_path: Path, empty_store) -> None:
+    """In the same process, whose trial `a` was complete before."""
+    tracking = open_tracking(empty_store(tmp_path), artifacts=str(tmp_path))
+    _, directory = make_sweep(tmp_path)
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    with sqlite3.connect(tracking.uri.removeprefix("sqlite:///")) as database:
+        for table in ("metrics", "latest_metrics", "params", "tags", "inputs", "runs"):
+            database.execute(f"delete from {table}")
+    mirror.update(live=True)
+    trials = {run.name: run for run in children(tracking, found(tracking, directory).run_id)}
+    assert trials["a"].history("val/acc1") == [(80, 0.75)]
+    assert trials["b"].status == "RUNNING"
+
+
+def test_a_deleted_sweep_is_made_again_while_it_runs(sqlite: Sqlite, tmp_path: Path) -> None:
+    tracking = open_store(sqlite)
+    sweep, directory = make_sweep(tmp_path)
+    mirror = Sync(tracking, directory)
+    mirror.update(live=True)
+    old = found(tracking, directory)
+    tracking.client.delete_run(old.run_id)
+    report(sweep.runs()["b"], {20: {"train/loss": 1.0}})
+    mirror.update(live=True)
+    new = found(tracking, directory)
+    assert new.run_id != old.run_id
+    trials = {run.name: run for run in children(tracking, new.run_id)}
+    assert set(trials) == {"a", "b"}
+    assert trials["b"].metrics["train/loss"] == 1.0
 
 
 def test_one_refused_run_keeps_no_other_back(sqlite: Sqlite, tmp_path: Path, caplog) -> None:
