@@ -52,10 +52,8 @@ docs: setup  ## these pages as a site, with a reference that is made from the co
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000"
 
-ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT
-	@$(BIN)/python -c "import socket; socket.create_server(('127.0.0.1', $(PORT)))" 2> /dev/null || \
-		{ echo "port $(PORT) is in use: choose another one, as in make ui PORT=5001"; exit 1; }
-	$(BIN)/mlflow server --backend-store-uri sqlite:///$(MOE_FRONTIER_HOME)/mlflow.db --host 127.0.0.1 --port $(PORT)
+ui: setup  ## MLflow on http://127.0.0.1:5000, or on another PORT; prints the links to runs and models
+	@$(BIN)/python jobs/ui.py --port $(PORT)
 
 clean:  ## what can be made again; not ./runs
 	rm -rf .venv build site *.egg-info .pytest_cache .ruff_cache .hypothesis

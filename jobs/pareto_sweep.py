@@ -16,6 +16,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.run import SweepRun
     from orchestrator.sweeps.search import OptunaSearch
     from orchestrator.sweeps.sweep import Sweep
+    from orchestrator.tracking.store import Tracking
 
 SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
     "quickstart",
@@ -287,18 +289,18 @@ def sweep(flags: SweepFlags) -> None:
     with SweepProgress(sweep, trials=(flags.trials or TRIALS) if flags.search else None) as progress:
         frontier = run_sweep(sweep, options, watch=progress, store=store)
     assert progress.run
-    print_end(flags, sweep, frontier, progress.run)
+    print_end(flags, sweep, frontier, progress.run, store)
     if reasons := progress.run.failures():
         sys.exit(failed(reasons))
 
 
-def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun) -> None:
+def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun, store: Tracking) -> None:
     """Prints the frontier, and where its page, its pictures and its models are."""
     from orchestrator import storage
     from orchestrator.tracking.projection import SUMMARY
-    from orchestrator.tracking.registry import model_name
+    from orchestrator.tracking.registry import registered_name
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.run_directory import read_json, run_directory
+    from orchestrator.training.run_directory import read_json, read_sweep, run_directory
 
     folder, uri = run_directory(sweep.base), flags.run.places.uri()
     if left := run.trials_left():
@@ -313,7 +315,10 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     print_frontier(frontier)
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {redact_uri(uri)}")
     aliases = (read_json(storage.join(folder, SUMMARY)) or {}).get("aliases", {})
-    named = ", ".join(f"models:/{model_name(sweep.base.name)}@{alias}" for alias in aliases)
+    record, model = read_sweep(folder), None
+    with suppress(UsageError):  # MLflow is away, which a line before this says
+        model = registered_name(store, record.key) if record else None
+    named = ", ".join(f"models:/{model}@{alias}" for alias in aliases if model)
     print(f"models   {named or 'none registered'}")
     if uri.startswith(("http://", "https://")):
         print(f"open     {redact_uri(uri)}, or the page in any browser")
@@ -325,7 +330,11 @@ def print_frontier(frontier: Frontier) -> None:
     from orchestrator.frontier.claims import check_claim
 
     listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
-    rows = [(p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}", status) for p, status in listed]
+    doubt = {"frontier, knee": f" ({frontier.doubt})" if frontier.doubt else ""}
+    rows = [
+        (p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}", status + doubt.get(status, ""))
+        for p, status in listed
+    ]
     columns = ("arm", frontier.quality_name, frontier.cost_name, "slots/token", "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))

@@ -17,7 +17,7 @@ differs by the factor of `NEAR` or more.
 
 Points with several seeds each are compared by Welch's t test: a difference that is not significant at 5 % is
 undecided. The error of a single seed is unknown. It counts as 0, the least that it can be, and a verdict that
-rests on such comparisons says that it goes by the values alone.
+rests on such comparisons says that it is one of the mean values.
 """
 
 import math
@@ -130,9 +130,11 @@ class Verdict:
         if not self.outcomes:
             return "no complete comparison yet"
         word = {True: "true", False: "false", None: "undecided"}[self.holds]
-        word += " by the values alone" * self.by_values_alone
+        word += " of the mean values" * self.by_values_alone
         open_ = f", {len(self.of('undecided'))} undecided" if self.of("undecided") else ""
-        single = f" ({self.single_seeds} with a single seed, error unknown)" if self.single_seeds else ""
+        one = "; 1 comparison has one seed, so it is not decided"
+        more = f"; {self.single_seeds} comparisons have one seed, so they are not decided"
+        single = (one if self.single_seeds == 1 else more) if self.single_seeds else ""
         return f"{word}: {len(self.of('better'))} of {len(self.outcomes)} comparisons hold{open_}{single}"
 
 

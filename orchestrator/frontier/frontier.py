@@ -21,6 +21,7 @@ from orchestrator.frontier.points import (
     on_front,
 )
 
+UNDECIDED = "one seed, not decided"
 _ROUNDING = 1e-9  # relative difference of two equal hypervolumes
 
 
@@ -97,6 +98,12 @@ class Frontier:
     def knee(self) -> Point:
         """The front point with the best trade. Raises: ValueError if no point is complete."""
         return knee_point(self.points)
+
+    @property
+    def doubt(self) -> str:
+        """Why the knee is not decided; empty if its arm has several seeds, or comes from no sweep."""
+        single = self.trials and self.front and len(self.knee.qualities) < 2
+        return UNDECIDED if single else ""
 
     @property
     def hypervolume(self) -> float:

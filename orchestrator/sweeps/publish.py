@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator import storage
-from orchestrator.frontier.frontier import Frontier, gains, operating_costs
+from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
@@ -169,7 +169,7 @@ def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:
         each = ", ".join(f"{q:.4f}" for q in point.qualities)
         quality += f" (mean of {len(point.qualities)} seeds: {each}; this is {run}, nearest to the mean)"
     else:
-        quality += " (one seed)"
+        quality += f" ({'one seed' if alias == CONFIRMED else UNDECIDED})"
     return (
         f"Sweep {frontier.name}, arm {point.arm}, {_PLACES[alias]}: {quality};"
         f" {frontier.cost_name} {point.cost:.4g}."
@@ -191,6 +191,6 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         "|---|---|---|",
     ]
     for point in frontier.front:
-        knee = " (knee)" if point is frontier.knee else ""
+        knee = f" ({', '.join(filter(None, ['knee', frontier.doubt]))})" if point is frontier.knee else ""
         lines.append(f"| {point.arm}{knee} | {point.quality_text} | {point.cost:.4g} |")
     return "\n".join([*lines, "", f"Artifacts: `{PAGE}` (interactive), `{PNG}`, `frontier.json` (all arms)."])

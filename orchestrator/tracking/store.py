@@ -2,6 +2,7 @@
 
 import fcntl
 import http.client
+import json
 import logging
 import os
 import time
@@ -30,7 +31,26 @@ from orchestrator.errors import UsageError
 EXPERIMENT = "moe-frontier"
 ANSWER_S = 5  # a server that is silent for longer counts as down
 CREATION_S = 120.0  # creating the tables takes some seconds; a process that holds their lock longer is stuck
-KIND = ("mlflow.experimentKind", "custom_model_development")  # tag: MLflow opens the model-training view
+TRIALS = "trials"  # name of the shared view below
+TAGS = {  # of the experiment; tried with MLflow 3.17
+    "mlflow.experimentKind": "custom_model_development",
+    # A view of the table of runs, in the format of the pages' own shared views: trials, the best first.
+    f"mlflow.sharedViewState.{TRIALS}": json.dumps(
+        {
+            "searchFilter": "tags.role != 'sweep'",
+            "orderByKey": "metrics.`val/acc1`",
+            "orderByAsc": False,
+            "selectedColumns": [
+                "attributes.`Duration`",
+                "metrics.`val/acc1`",
+                "metrics.`val/loss`",
+                "metrics.`cost/train_flops_6mac`",
+                "metrics.`cost/device_s`",
+                "tags.`pareto`",
+            ],
+        }
+    ),
+}
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # a traceback per attempt
@@ -72,9 +92,12 @@ def open_tracking(uri: str, *, artifacts: str) -> Tracking:
             )
         location = artifacts if uri.startswith("sqlite:") else None
         found = known.experiment_id if known else client.create_experiment(EXPERIMENT, location)
-        if not known or KIND[0] not in known.tags:
-            client.set_experiment_tag(found, *KIND)
-        elif uri.startswith("http"):  # changes nothing, but fails now for a user who may only read
+        missing = {name: value for name, value in TAGS.items() if not known or name not in known.tags}
+        for name, value in missing.items():
+            client.set_experiment_tag(found, name, value)
+        if not missing and uri.startswith(
+            "http"
+        ):  # changes nothing, but fails now for a user who may only read
             client.rename_experiment(found, EXPERIMENT)
     return Tracking(uri, found)
 
@@ -95,6 +118,19 @@ def database_uri(path: str) -> str:
             " folder, or name another store with --tracking-uri"
         )
     return uri
+
+
+def links(tracking: Tracking, address: str) -> list[tuple[str, str]]:
+    """Returns (what it shows, link) of the pages of a server at `address` for this store."""
+    training = "workflowType=machine_learning"  # the pages open with those about GenAI otherwise
+    runs = f"{address}/#/experiments/{tracking.experiment_id}/runs?{training}"
+    models = tracking.client.search_registered_models(max_results=20)
+    names = [urllib.parse.quote(model.name, safe="") for model in models]
+    return [
+        ("sweeps", runs),
+        ("trials", f"{runs}&viewStateShareKey={TRIALS}"),
+        *(("model", f"{address}/#/models/{name}?{training}") for name in names),
+    ]
 
 
 @lru_cache(maxsize=8)

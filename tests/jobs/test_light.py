@@ -50,8 +50,8 @@ def answers() -> list[tuple[str, str, int, list[str], str]]:
 
 
 def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
-    assert len(COMMANDS) == 16
-    assert len(answers) == 32
+    assert len(COMMANDS) == 17
+    assert len(answers) == 34
     for name, flag, code, loaded, said in answers:
         assert code == (0 if flag == "--help" else 2), (name, said)
         assert loaded == [], name

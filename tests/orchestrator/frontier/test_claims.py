@@ -42,8 +42,8 @@ def test_published_claims() -> None:
             verdict = check_claim(claim, paper_points(quality))
             word = "true" if held == cells else "false"
             assert str(verdict) == (
-                f"{word} by the values alone: {held} of {cells} comparisons hold"
-                f" ({cells} with a single seed, error unknown)"
+                f"{word} of the mean values: {held} of {cells} comparisons hold;"
+                f" {cells} comparisons have one seed, so they are not decided"
             )
 
 
@@ -193,7 +193,7 @@ def test_a_verdict_says_what_is_undecided_and_what_has_single_seeds() -> None:
     points = [seeds("soft-a", 0.8, 0.9, 0.852), seeds("dense-a", 0.8, 0.9, 0.85), seeds("hash-a", 0.7)]
     verdict = check_claim("family=soft beats family!=soft", points)
     assert str(verdict) == (
-        "undecided: 1 of 2 comparisons hold, 1 undecided (1 with a single seed, error unknown)"
+        "undecided: 1 of 2 comparisons hold, 1 undecided; 1 comparison has one seed, so it is not decided"
     )
     assert verdict.of("undecided") == ("soft-a 0.8507 ± 0.0289, dense-a 0.8500 ± 0.0289",)
     assert verdict.holds is None

@@ -45,7 +45,7 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
         " of 2 seeds, bars: standard error of the mean."
     )
     assert counts.startswith("Trials: 3 finished, 1 failed, 0 diverged, 2 not started &middot; 4 arms on")
-    assert "1 retrained &middot; knee soft-1 &middot;" in counts
+    assert "1 retrained &middot; knee soft-1 (one seed, not decided) &middot;" in counts
     reference = f"(1.00{TIMES}10¹², 0.1)"
     area = f"hypervolume 1.3749 in (log10 cost, 1 - quality) to the reference {reference}"
     rises = "which rises if an arm is added that costs more than all before: hypervolumes compare only with"
@@ -100,9 +100,10 @@ def test_claims_are_checked_and_other_cells_are_named() -> None:
     )
     page = frontier_page(replace(FRONTIER, claims=claims))
     items = re.findall(r'<li class="(\w+)">\n<span class="mark">(.+)</span>\n<div>([^<]+): <b>([^<(]+)', page)
+    undecided = "comparisons have one seed, so they are not decided"
     assert items == [
-        ("open", "(✓)", claims[0], "true by the values alone: 4 of 4 comparisons hold "),
-        ("open", "(✗)", claims[1], "false by the values alone: 0 of 2 comparisons hold "),
+        ("open", "(✓)", claims[0], f"true of the mean values: 4 of 4 comparisons hold; 4 {undecided}"),
+        ("open", "(✗)", claims[1], f"false of the mean values: 0 of 2 comparisons hold; 2 {undecided}"),
         ("open", "\N{EN DASH}", claims[2], "no complete comparison yet"),
     ]
     assert "<li>does not hold: capacity=2, soft-1 0.9000, ec-2 0.9500</li>" in page

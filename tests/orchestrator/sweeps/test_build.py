@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.pareto_sweep import print_frontier
 from moe.cost import train_flops_6mac
 from orchestrator.errors import UsageError
 from orchestrator.frontier.figure import TIMES
@@ -150,6 +151,17 @@ def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
     assert sweep_frontier(directory)[0].spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
+def test_a_knee_of_one_seed_is_not_decided(tmp_path: Path, capsys) -> None:
+    directory = end_sweep(sweep_at(tmp_path, arms={"a": {}, "b": {}}), {"a": 0.5, "b": 0.6})
+    frontier = publish(directory)
+    print_frontier(frontier)
+    assert "frontier, knee (one seed, not decided)" in capsys.readouterr().out
+    summary = json.loads(Path(directory, SUMMARY).read_text())
+    assert "| b (knee, one seed, not decided) | 0.6000 |" in summary["note"]
+    for alias in ("pareto-fast", "pareto-knee", "pareto-best"):
+        assert "val/acc1 0.6000 (one seed, not decided)" in summary["aliases"][alias]["description"]
+
+
 def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     """Of several seeds the one nearest to the mean; the retrained arm only while it is the knee."""
     sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abcd"}, seeds=(0, 1, 2))
@@ -181,6 +193,7 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
         "pareto-best": "b-seed1",
         "confirmed": "confirm/b",
     }
+    assert "not decided" not in json.dumps(summary)
     knee = summary["aliases"]["pareto-knee"]
     assert (knee["weights"], knee["checkpoint"]) == ("b1", "checkpoints/step-00000004")
     for part in (

@@ -1,6 +1,7 @@
 """Stores that can be opened, and the errors for stores that cannot."""
 
 import fcntl
+import json
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from mlflow import MlflowClient
 from orchestrator.errors import UsageError
 from orchestrator.tracking import store as store_file
 from orchestrator.tracking.find import create_run
-from orchestrator.tracking.store import open_reader, open_tracking, redact_uri
+from orchestrator.tracking.store import links, open_reader, open_tracking, redact_uri
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Postgres, Sqlite
 from tests.parts import free_port
@@ -135,3 +136,19 @@ def test_a_deleted_experiment(tmp_path: Path) -> None:
     tracking.client.delete_experiment(tracking.experiment_id)
     with pytest.raises(UsageError, match="is deleted: mlflow experiments restore -x 1"):
         open_store(store)
+
+
+def test_links_open_the_pages_of_training(sqlite: Sqlite, tmp_path: Path) -> None:
+    """The view that the second one names is in the experiment, also in one of an older version."""
+    tracking = open_store(sqlite)
+    view = "mlflow.sharedViewState.trials"
+    tracking.client.delete_experiment_tag(tracking.experiment_id, view)
+    tracking = open_store(sqlite)
+    tracking.client.create_registered_model(f"50% of {tmp_path.name}")
+    pages = links(tracking, "http://127.0.0.1:5000")
+    runs = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+    assert pages[:2] == [("sweeps", runs), ("trials", f"{runs}&viewStateShareKey=trials")]
+    model = f"http://127.0.0.1:5000/#/models/50%25%20of%20{tmp_path.name}?workflowType=machine_learning"
+    assert ("model", model) in pages
+    columns = json.loads(tracking.client.get_experiment("1").tags[view])["selectedColumns"]
+    assert "metrics.`val/acc1`" in columns
