@@ -70,8 +70,8 @@ class Tracking:
 
     def lies_with(self, directory: str) -> bool:
         """Whether the store is a SQLite file in a folder around `directory`."""
-        url = sqlalchemy.make_url(self.uri) if self.uri.startswith("sqlite:") else None
-        return bool(url and url.database) and Path(directory).is_relative_to(Path(url.database).parent)
+        file = sqlalchemy.make_url(self.uri).database if self.uri.startswith("sqlite:") else None
+        return bool(file) and Path(directory).is_relative_to(Path(file).parent)
 
 
 def open_tracking(uri: str, *, artifacts: str) -> Tracking:

@@ -214,21 +214,21 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
 
 
 def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str], tmp_path: Path) -> None:
-    sweep = sweep_at(tmp_path, "its", seeds=(0, 1))
+    sweep = sweep_at(tmp_path, "one", seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
     directory = end_sweep(sweep, ends)
     write_sweep(directory, replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367))
     first = publish(directory)
     tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
     Sync(tracking, directory).update()
-    again = mlflow_frontier(open_reader(tracking.uri), "its")
+    again = mlflow_frontier(open_reader(tracking.uri), "one")
     assert [(p.arm, p.status, p.qualities, p.cost, p.costs) for p in again.points] == [
         (p.arm, p.status, p.qualities, p.cost, p.costs) for p in first.points
     ]
     assert again.hypervolume == first.hypervolume
     assert (again.baselines, again.data) == ({"linear": 0.7}, "367 images of digits (val split)")
     assert again.subtitle == first.subtitle
-    assert "linear <b>0.7000</b>" in (tmp_path / "its/frontier.html").read_text()
+    assert "linear <b>0.7000</b>" in (tmp_path / "one/frontier.html").read_text()
     write_files(again, str(tmp_path / "again"))
     assert (tmp_path / "again/frontier.html").stat().st_size > 1000
     with pytest.raises(UsageError, match="no sweep 'other'"):

@@ -22,15 +22,18 @@ def test_a_sweep_and_its_children(
 ) -> None:
     """A sweep is found by its name; trials come oldest first, over several pages."""
     monkeypatch.setattr(find, "PAGE", 4)
-    name = f"a_sweep-of.{tmp_path.name}"
+    name = f"sweep-of-{tmp_path.name}"
     sweep = Sweep(base=run_at(tmp_path, name), arms={f"arm-{i}": {"train.lr": 0.1 + i} for i in range(9)})
     Sync(tracking, end_sweep(sweep, dict.fromkeys(sweep.trials(), 0.5))).update()
     create_run(tracking, name, {"role": "no sweep"})
-    create_run(tracking, f"{name}x", {"role": "sweep"})
+    quoted = f'it\'s a "sweep" 100% of {tmp_path.name}'  # by hand: our names have no quotes
+    by_hand = create_run(tracking, quoted, {"role": "sweep"})
+    create_run(tracking, quoted.replace("'", "x"), {"role": "sweep"})
 
     reader = open_reader(tracking.uri)
     found = find_sweep(reader, name)
     assert (found.name, found.status) == (name, "FINISHED")
+    assert find_sweep(reader, quoted).run_id == by_hand.run_id
     create_run(tracking, "notes", {"mlflow.parentRunId": found.run_id})
     trials = children(reader, found.run_id)
     assert {trial.name: trial.config() for trial in trials} == sweep.runs()
