@@ -158,11 +158,10 @@ class Storage:
         """
         from orchestrator import storage
 
-        location = self.storage or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier"
-        found = storage.absolute(location).rstrip("/")
+        found = storage.home(self.storage)
         if "working_dir_files" in found.split("/"):
             raise UsageError(
-                f"--storage {location} of a submitted job is deleted with the job: name an absolute path"
+                f"--storage {found} of a submitted job is deleted with the job: name an absolute path"
             )
         return found
 
@@ -193,9 +192,9 @@ class Places(Storage):
 
     def uri(self) -> str:
         """The URI of the MLflow store. Raises UsageError if the storage cannot hold one."""
-        from orchestrator.sweeps import driver
+        from orchestrator.tracking.store import store_uri
 
-        return driver.tracking_uri(self.root(), self.tracking_uri)
+        return store_uri(self.root(), self.tracking_uri)
 
     def open_store(self) -> Tracking:
         from orchestrator import storage

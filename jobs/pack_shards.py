@@ -42,7 +42,7 @@ class PackFlags:
     source: str = flag(help="see above")
     out: str = flag(help="directory or URI for train/, val/ and manifest.json")
     val_frac: float = flag(0.2, "fraction of images for validation, if the source has no split")
-    overwrite: bool = flag(False, "replace an earlier data set at --out")
+    fresh: bool = flag(False, "replace an earlier data set at --out")
     root: str = flag("data", "where torchvision keeps its files")
     download: bool = flag(False, "let torchvision fetch what is missing")
     image_column: str | None = flag(None, "column of parquet files; default: image, img, jpg, ..")
@@ -72,9 +72,9 @@ def pack_source(flags: PackFlags) -> None:
     kind, _, path = flags.source.partition(":")
     place = storage.absolute(path).rstrip("/")
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
-    if kind in ("folder", "webdataset", "parquet") and not apart:  # --overwrite could delete the images
+    if kind in ("folder", "webdataset", "parquet") and not apart:  # --fresh could delete the images
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
-    if not flags.overwrite:
+    if not flags.fresh:
         check_free(out)
     encode = partial(encode_for_shard, background=colour(flags.background) if flags.background else None)
     check_writable("--out", out)
@@ -86,7 +86,7 @@ def pack_source(flags: PackFlags) -> None:
         columns=Columns(flags.image_column, flags.label_column),
         execute=on_cluster,
     )
-    report = pack(out, source, overwrite=flags.overwrite, execute=on_cluster, encode=encode)
+    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, encode=encode)
     print_report(out, report, flags.background)
 
 

@@ -27,7 +27,7 @@ log = logging.getLogger("orchestrator.soup")
 class SoupFlags:
     model: tuple[str, ...] = flag(help=MODELS, positional=True, nargs="+")
     out: str = flag(help="local file, ending in .safetensors")
-    force: bool = flag(False, "replace --out if it exists")
+    fresh: bool = flag(False, "replace --out if it exists")
     evaluate: bool = flag(False, "also print how good each model and the soup are, on --data")
     on: Evaluation
 
@@ -55,7 +55,7 @@ def make_soup(flags: SoupFlags) -> None:
     if flags.evaluate:
         models[0].check_classes(flags.on.path(models[0]))
     rows = [row(flags.on, model) for model in models] if flags.evaluate else []
-    write_soup(models, out, force=flags.force)
+    write_soup(models, out, fresh=flags.fresh)
     if flags.evaluate:
         rows.append(row(flags.on, replace(read_model(out), name="soup")))
         print_table(("model", "step", "images", "acc1", "loss"), rows, title=f"{flags.on.split} split")

@@ -51,6 +51,11 @@ def absolute(location: str) -> str:
     return location
 
 
+def home(location: str | None = None) -> str:
+    """The root of all files of this user: `location`, else $MOE_FRONTIER_HOME, else ``~/moe-frontier``."""
+    return absolute(location or os.environ.get("MOE_FRONTIER_HOME") or "~/moe-frontier").rstrip("/")
+
+
 def is_local(location: str) -> bool:
     return "://" not in _path(location)
 

@@ -118,7 +118,7 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         temporary.unlink(missing_ok=True)
 
 
-def export(location: str, out: str, *, force: bool = False) -> None:
+def export(location: str, out: str, *, fresh: bool = False) -> None:
     """Writes the weights of a checkpoint, as `located` finds it, into a local `SUFFIX` file, bit for bit, or
     into a local folder as `WEIGHTS`, with `CONFIG` beside it.
 
@@ -126,14 +126,14 @@ def export(location: str, out: str, *, force: bool = False) -> None:
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
 
     Raises:
-        UsageError: if `out` is not local, or exists and is not to be replaced (`force`).
+        UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
         OSError: if reading or writing fails.
     """
     if not storage.is_local(out):
         raise UsageError(f"{out}: weights are exported to a local file or folder")
     file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
-    if storage.size(config or file) is not None and not force:
-        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; --force replaces it")
+    if storage.size(config or file) is not None and not fresh:
+        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; --fresh replaces it")
     with open_weights(location) as source:
         tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)

@@ -96,7 +96,7 @@ def pack(
     out: str,
     source: Source,
     *,
-    overwrite: bool = False,
+    fresh: bool = False,
     execute: Execute = map,
     encode: Callable[[bytes], Encoded] = encode_for_shard,
 ) -> Report:
@@ -106,7 +106,7 @@ def pack(
         UsageError: if `out` holds a data set and is not to be overwritten, or a split has no valid images.
         OSError: if storage fails.
     """
-    if not overwrite:
+    if not fresh:
         check_free(out)
     storage.write_bytes(storage.join(out, UNFINISHED), b"")
     _make_room(out)
@@ -210,7 +210,7 @@ def write_shard(
 def check_free(out: str) -> None:
     """Raises UsageError if `out` holds a data set."""
     if has_manifest(out):
-        raise UsageError(f"{out} already holds a data set: choose another place, or use --overwrite")
+        raise UsageError(f"{out} already holds a data set: choose another place, or use --fresh")
 
 
 def _make_room(out: str) -> None:

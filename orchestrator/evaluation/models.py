@@ -19,9 +19,11 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
 from orchestrator.tracking.registry import checkpoint_of
-from orchestrator.tracking.store import Tracking, open_reader
+from orchestrator.tracking.store import Tracking, open_reader, store_uri
 from orchestrator.training.loop import set_threads
 from orchestrator.training.run_directory import (
+    CONFIG,
+    SWEEP,
     read_result,
     read_sweep,
     run_directory,
@@ -29,7 +31,8 @@ from orchestrator.training.run_directory import (
 
 IMAGES_PER_PASS = 64  # the default of --batch-size in all commands that use trained models
 MODEL_REF_HELP = (
-    "a run, a folder of checkpoints, an exported file, models:/NAME@ALIAS, runs:/ID or sweep:NAME"
+    "a run below the storage, a folder of checkpoints, an exported file, models:/NAME@ALIAS, runs:/ID or"
+    " sweep:NAME"
 )
 
 log = logging.getLogger(__name__)
@@ -110,18 +113,22 @@ class ModelRef:
             )
 
 
-def load_model(reference: str, *, root: str = "~/moe-frontier", tracking_uri: str | None = None) -> ViT:
+def load_model(reference: str, *, root: str | None = None, tracking_uri: str | None = None) -> ViT:
     """Returns the model that `reference` names, in evaluation mode: ``model(images in -1 .. 1).logits``.
+
+    All commands find models by the same rule.
 
     Args:
         reference: a run below `root`, a folder of checkpoints, an exported file, or
             ``models:/NAME@ALIAS``, ``models:/NAME/VERSION`` or ``runs:/ID`` of MLflow.
-        tracking_uri: the MLflow store; by default MLflow's own setting (MLFLOW_TRACKING_URI).
+        root: the storage, as `--storage` of the commands; by default ``$MOE_FRONTIER_HOME``, else
+            ``~/moe-frontier``.
+        tracking_uri: the MLflow store; by default MLFLOW_TRACKING_URI, else ``mlflow.db`` below `root`.
 
     Raises:
         UsageError: if there is no such model, or its weights are damaged.
     """
-    location = model_location(reference, root=storage.absolute(root), tracking_uri=tracking_uri)
+    location = model_location(reference, root=root, tracking_uri=tracking_uri)
     try:
         return read_model(location, whole=False).load()
     except UsageError:
@@ -152,16 +159,20 @@ def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelR
     return [replace(model, run_id=run.run_id if run else None)]
 
 
-def model_location(reference: str, *, root: str, tracking_uri: str | None) -> str:
+def model_location(reference: str, *, root: str | None = None, tracking_uri: str | None = None) -> str:
     """The directory of checkpoints, the folder of a single checkpoint, or the file of the model.
+
+    Args:
+        root, tracking_uri: see `load_model`.
 
     Raises:
         UsageError: if there is no such model, or `reference` may name several.
     """
     if reference.startswith("sweep:"):
         raise UsageError(f"{reference} names several models: name a single trial of it")
+    root = storage.home(root)
     if reference.startswith("models:/"):
-        location, _, digest = checkpoint_of(reference, tracking_uri)
+        location, _, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
         folder, manifest = located(location, whole=False)
         if manifest.weights_digest() != digest:
             raise UsageError(
@@ -169,10 +180,8 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
             )
         return location
     if reference.startswith("runs:/"):
-        if tracking_uri is None:
-            raise UsageError(f"{reference}: say which MLflow store has this run")
-        run = find_run(open_reader(tracking_uri), reference.removeprefix("runs:/"))
-        return _checkpoints_of(run)
+        store = open_reader(store_uri(root, tracking_uri))
+        return _checkpoints_of(find_run(store, reference.removeprefix("runs:/")))
     path = storage.absolute(reference)
     exported = storage.join(path, WEIGHTS)
     if storage.size(exported) is not None:
@@ -182,10 +191,27 @@ def model_location(reference: str, *, root: str, tracking_uri: str | None) -> st
     for checkpoints in (storage.join(path, "checkpoints"), storage.join(root, reference, "checkpoints")):
         if steps(checkpoints):
             return checkpoints
+    place = path if reference.startswith(("/", "~")) or "://" in reference else storage.join(root, reference)
+    if read_sweep(place) is not None:
+        trials = ", ".join(f"{reference}/trials/{name}" for name in _runs_in(f"{place}/trials")[:2])
+        raise UsageError(f"{reference} is a sweep, not one model: name a trial of it, such as {trials}")
+    folder = place.rpartition("/")[0]
+    there = ", ".join(_runs_in(folder))
     raise UsageError(
-        f"no trained model {reference!r}: neither {path} nor {root}/{reference} has a checkpoint;"
-        f" name {MODEL_REF_HELP}"
+        f"no trained model {reference!r}: {path} has no checkpoint"
+        + (f", and neither has {place}" if place != path else "")
+        + (f"; {folder} holds {there}" if there else "")
+        + f"; name {MODEL_REF_HELP}"
     )
+
+
+def _runs_in(folder: str) -> list[str]:
+    """The names of runs and sweeps in a folder."""
+    return [
+        name
+        for name in storage.names(folder)
+        if any(storage.size(storage.join(folder, name, file)) is not None for file in (CONFIG, SWEEP))
+    ]
 
 
 def read_model(location: str, *, whole: bool = True) -> ModelRef:

@@ -21,20 +21,20 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 
 
-def write_soup(models: Sequence[ModelRef], out: str, *, force: bool = False) -> None:
+def write_soup(models: Sequence[ModelRef], out: str, *, fresh: bool = False) -> None:
     """Writes the average as an exported model into the local file `out`, whose name becomes the model's.
 
     Memory holds the average, and one tensor of one model at a time.
 
     Raises:
         UsageError: if models are damaged or differ in config, classes or tensors, or if `out` is not such a
-            file or exists and is not to be replaced (`force`).
+            file or exists and is not to be replaced (`fresh`).
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
         raise UsageError(f"--out {out}: a soup is a local file that ends in {SUFFIX}")
-    if storage.size(out) is not None and not force:
-        raise UsageError(f"{out} exists already; --force replaces it")
+    if storage.size(out) is not None and not fresh:
+        raise UsageError(f"{out} exists already; --fresh replaces it")
     check_alike(models)
     metadata = {
         "format": "pt",

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
 from orchestrator.sweeps.search import OptunaSearch, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking.find import check_original
-from orchestrator.tracking.store import Tracking, database_uri, open_tracking
+from orchestrator.tracking.store import Tracking, open_tracking, store_uri
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.fit import check_data, check_start, fit, start
@@ -98,25 +97,12 @@ def digits(root: str) -> str:
     return path
 
 
-def tracking_uri(root: str, uri: str | None = None) -> str:
-    """`uri`, or MLFLOW_TRACKING_URI, or a database below the storage.
-
-    Raises:
-        UsageError: if none is given and the storage cannot hold a database.
-    """
-    if found := uri or os.environ.get("MLFLOW_TRACKING_URI"):
-        return found
-    if not storage.is_local(root):
-        raise UsageError(f"--storage {root} holds no MLflow store: name one with --tracking-uri")
-    return database_uri(f"{root}/mlflow.db")
-
-
 def open_store(root: str, uri: str | None = None) -> Tracking:
     """The MLflow store of a storage. Raises UsageError if it cannot be opened."""
     artifacts = storage.join(storage.absolute(root), "mlartifacts")
     if storage.is_local(root):
         artifacts = Path(artifacts).as_uri()  # in a plain path MLflow replaces %XX
-    return open_tracking(tracking_uri(root, uri), artifacts=artifacts)
+    return open_tracking(store_uri(root, uri), artifacts=artifacts)
 
 
 def connect() -> None:

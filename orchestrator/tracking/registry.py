@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Mapping
 
-import mlflow
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
@@ -207,13 +206,13 @@ def _source(
     return None if ours else "somebody else"
 
 
-def checkpoint_of(uri: str, tracking_uri: str | None = None) -> tuple[str, RunConfig, str]:
+def checkpoint_of(uri: str, tracking_uri: str) -> tuple[str, RunConfig, str]:
     """Returns the checkpoint of ``models:/<name>@<alias>`` or ``models:/<name>/<version>``: its location, its
     config, and the digest that its weights had when they were registered.
 
-    `tracking_uri` defaults to MLFLOW_TRACKING_URI. Raises UsageError if there is no such model.
+    Raises UsageError if there is no such model.
     """
-    tracking = open_reader(tracking_uri or mlflow.get_tracking_uri())
+    tracking = open_reader(tracking_uri)
     client, name = tracking.client, uri.removeprefix("models:/")
     try:
         if "@" in name:

@@ -26,6 +26,7 @@ import sqlalchemy
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
+from orchestrator import storage
 from orchestrator.errors import UsageError
 
 EXPERIMENT = "moe-frontier"
@@ -72,6 +73,19 @@ class Tracking:
         """Whether the store is a SQLite file in a folder around `directory`."""
         file = sqlalchemy.make_url(self.uri).database if self.uri.startswith("sqlite:") else None
         return bool(file) and Path(directory).is_relative_to(Path(file).parent)
+
+
+def store_uri(root: str, uri: str | None = None) -> str:
+    """`uri`, or MLFLOW_TRACKING_URI, or a database below the storage `root`.
+
+    Raises:
+        UsageError: if none is given and the storage cannot hold a database.
+    """
+    if found := uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return found
+    if not storage.is_local(root):
+        raise UsageError(f"--storage {root} holds no MLflow store: name one with --tracking-uri")
+    return database_uri(f"{root}/mlflow.db")
 
 
 def open_tracking(uri: str, *, artifacts: str) -> Tracking:
@@ -205,7 +219,10 @@ def _check_database(uri: str, *, create: bool) -> None:
         if create:
             file.parent.mkdir(parents=True, exist_ok=True)
         elif not file.exists():
-            raise UsageError(f"there is no MLflow store at {uri}")
+            raise UsageError(
+                f"there is no MLflow store at {uri}: set MLFLOW_TRACKING_URI to another one, or"
+                " MOE_FRONTIER_HOME to the storage that has it"
+            )
     engine = sqlalchemy.create_engine(url, connect_args={} if local else {"connect_timeout": ANSWER_S})
     try:
         if not sqlalchemy.inspect(engine).has_table("experiments") and not create:

@@ -20,6 +20,7 @@ from orchestrator.checkpoint.manifest import located, read
 from orchestrator.checkpoint.weights import class_names
 from orchestrator.codec import from_dict, override
 from orchestrator.config import RunConfig
+from orchestrator.evaluation.models import load_model
 from orchestrator.training.fit import fit
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def call(call: Callable[..., tuple[str, str]]) -> Call:
-    """``call("--name", "soft", "--list")``: what it exits with, and what it prints after the first line."""
+    """``call("soft", "--list")``: what it exits with, and what it prints after the first line."""
 
     def run_here(*args: str) -> tuple[str, str]:
         stopped, said = call(export.main, *args)
@@ -70,7 +71,7 @@ def damage(folder: Path) -> str:
 def test_from_the_command_line_to_a_model(home, tmp_path):
     """A process as a user starts it; then the line that it printed."""
     job = subprocess.run(
-        [sys.executable, "jobs/export.py", "--name", "soft", "--out", f"{tmp_path}/soft.safetensors"],
+        [sys.executable, "jobs/export.py", "soft", "--out", f"{tmp_path}/soft.safetensors"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -98,7 +99,7 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
 
 def test_a_folder(home, call, tmp_path):
     """Loaded by `moe.load` (which tests/moe/test_load.py does alone), and what it says about itself."""
-    code, out = call("--name", "soft", "--out", f"{tmp_path}/soft")
+    code, out = call("soft", "--out", f"{tmp_path}/soft")
     assert code == ""
     first, line = out.splitlines()
     assert first.startswith(f"{tmp_path}/soft/model.safetensors: step 4, ")
@@ -115,9 +116,9 @@ def test_a_folder(home, call, tmp_path):
     assert config["classes"] == list("0123456789")
 
     for out in (f"{tmp_path}/soft", f"{tmp_path}/soft/"):
-        code, _ = call("--name", "soft", "--out", out)
-        assert code == f"error: {tmp_path}/soft holds an export already; --force replaces it"
-    assert call("--name", "soft", "--step", "2", "--out", f"{tmp_path}/soft", "--force")[0] == ""
+        code, _ = call("soft", "--out", out)
+        assert code == f"error: {tmp_path}/soft holds an export already; --fresh replaces it"
+    assert call("soft", "--step", "2", "--out", f"{tmp_path}/soft", "--fresh")[0] == ""
     assert json.loads((tmp_path / "soft/config.json").read_text())["step"] == 2
 
 
@@ -129,26 +130,26 @@ def test_class_names_of_data_that_is_gone(home):
 
 
 def test_a_folder_must_be_local_and_of_its_own(home, call, tmp_path, monkeypatch):
-    """Never predictions, the folder that one stands in, or the run itself, whatever --force says."""
-    assert "local file or folder" in call("--name", "soft", "--out", "s3://bucket/soft/")[0]
+    """Never predictions, the folder that one stands in, or the run itself, whatever --fresh says."""
+    assert "local file or folder" in call("soft", "--out", "s3://bucket/soft/")[0]
     place = tmp_path / "work/predictions"
     place.mkdir(parents=True)
     (place / "part-000000.parquet").touch()
     monkeypatch.chdir(tmp_path / "work")
     for out, where, file in (("predictions", place, "part-000000.parquet"), (".", place.parent, place.name)):
-        code, _ = call("--name", "soft", "--out", out, "--force")
+        code, _ = call("soft", "--out", out, "--fresh")
         assert code == f"error: --out {where} holds other files ({file}): choose a new or an empty folder"
     step = f"{home}/soft/checkpoints/step-00000004"
-    for source in (["--name", "soft"], ["--name", "soft", "--step", "4"], ["--checkpoint", step]):
+    for source in (["soft"], ["soft", "--step", "4"], [step]):
         for out in (step, f"{home}/soft/new", str(home)):
-            code, _ = call(*source, "--out", out, "--force")
+            code, _ = call(*source, "--out", out, "--fresh")
             assert code.startswith(f"error: --out {out} and the source {home}/soft lie in each other")
-    code, _ = call("--name", "soft", "--out", "/proc/nope")
+    code, _ = call("soft", "--out", "/proc/nope")
     assert code == "error: --out /proc/nope cannot be written to: No such file or directory"
 
 
 def test_list(home, call):
-    code, out = call("--name", "soft", "--list")
+    code, out = call("soft", "--list")
     assert code == ""
     title, first, second = (line.split() for line in out.splitlines())
     assert title == ["step", "val/acc1", "MB", "state"]
@@ -159,25 +160,25 @@ def test_list(home, call):
 
     drop_optimizer(f"{home}/soft/checkpoints")
     broken = damage(home / "soft/checkpoints/step-00000002")
-    code, out = call("--name", "soft", "--list")
+    code, out = call("soft", "--list")
     assert code == "1"
     _, first, second = out.splitlines()
     assert first.endswith(f"  damaged: {broken}")
     assert second.endswith("  whole, weights only")
 
     (home / "soft/checkpoints/step-00000002/manifest.json").write_text("")
-    code, out = call("--checkpoint", f"{home}/soft/checkpoints", "--step", "2", "--list")
+    code, out = call(f"{home}/soft/checkpoints", "--step", "2", "--list")
     assert (code, out.splitlines()[1].split()) == ("1", ["2", "damaged:", "manifest.json"])
 
 
 @pytest.mark.parametrize(
     ("source", "step"),
     [
-        (["--name", "soft"], "4"),
-        (["--name", "soft", "--step", "2"], "2"),
-        (["--checkpoint", "{home}/soft/checkpoints"], "4"),
-        (["--checkpoint", "{home}/soft/checkpoints", "--step", "2"], "2"),
-        (["--checkpoint", "{home}/soft/checkpoints/step-00000002/"], "2"),
+        (["soft"], "4"),
+        (["soft", "--step", "2"], "2"),
+        (["{home}/soft/checkpoints"], "4"),
+        (["{home}/soft/checkpoints", "--step", "2"], "2"),
+        (["{home}/soft/checkpoints/step-00000002/"], "2"),
     ],
 )
 def test_which_checkpoint(source, step, home, call, tmp_path):
@@ -190,23 +191,36 @@ def test_damage(home, call, tmp_path, caplog):
     """The one before is exported, unless this very one was asked for."""
     out = f"{tmp_path}/soft.safetensors"
     broken = damage(home / "soft/checkpoints/step-00000004")
-    assert "soft.safetensors: step 2, " in call("--name", "soft", "--out", out)[1]
+    assert "soft.safetensors: step 2, " in call("soft", "--out", out)[1]
     assert f"step-00000004 is damaged ({broken}); trying the one before" in caplog.text
-    code, _ = call("--name", "soft", "--step", "4", "--out", out, "--force")
+    code, _ = call("soft", "--step", "4", "--out", out, "--fresh")
     assert code == f"error: checkpoint {home}/soft/checkpoints/step-00000004 is damaged: {broken}"
     damage(home / "soft/checkpoints/step-00000002")
-    code, _ = call("--name", "soft", "--out", out, "--force")
+    code, _ = call("soft", "--out", out, "--fresh")
     assert code == f"error: {home}/soft/checkpoints holds no whole checkpoint"
 
 
 def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("soft.safetensors").write_bytes(b"precious")
-    code, out = call("--name", "soft", "--out", "soft.safetensors")
-    assert (code, out) == (f"error: {tmp_path}/soft.safetensors exists already; --force replaces it", "")
+    code, out = call("soft", "--out", "soft.safetensors")
+    assert (code, out) == (f"error: {tmp_path}/soft.safetensors exists already; --fresh replaces it", "")
     assert Path("soft.safetensors").read_bytes() == b"precious"
-    assert call("--name", "soft", "--out", "soft.safetensors", "--force")[0] == ""
+    assert call("soft", "--out", "soft.safetensors", "--fresh")[0] == ""
     assert load("soft.safetensors").config.width == 16
+
+
+def test_a_registered_model(trained_home, call, tmp_path, monkeypatch):
+    """By the name that the other commands and `load_model` take."""
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    best, out = "models:/tiny@pareto-best", f"{tmp_path}/best"
+    code, said = call(best, "--out", out)
+    assert (code, said.partition(",")[0]) == ("", f"{out}/model.safetensors: step 20")
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(load(out)(images).logits, load_model(best)(images).logits)
+    assert call(best, "--step", "10", "--list")[0] == f"error: --step 10: {best} is a single checkpoint"
+    code, _ = call(out, "--out", f"{tmp_path}/again")
+    assert code.startswith(f"error: {out}/model.safetensors is a file of weights already")
 
 
 @pytest.mark.parametrize("task", [["--list"], ["--out", "{home}/soft.safetensors"]])
@@ -214,25 +228,20 @@ def test_what_is_not_there(task, home, call):
     """Runs alone are listed, not what else lies below the storage."""
     for other in ("mlflow.db", "mlflow.db-wal", "mlartifacts", "reports"):
         (home / other).touch()
-    runs, step = f"{home}/soft/checkpoints", f"{home}/soft/checkpoints/step-00000004"
+    missing, trial = "no checkpoint, and neither has", "soft/trials/x"
     for flags, message in [
-        (["--name", "sotf"], f"no checkpoint in {home}/sotf/checkpoints; {home} holds: soft"),
         (
-            ["--name", "soft/trials/x"],
-            f"no checkpoint in {home}/soft/trials/x/checkpoints; {home}/soft holds: ",
+            ["sotf"],
+            f"no trained model 'sotf': {ROOT}/sotf has {missing} {home}/sotf; {home} holds soft; name",
         ),
-        (["--checkpoint", f"{home}/soft"], f"no checkpoint in {home}/soft; {home}/soft holds: checkpoints, "),
-        (["--checkpoint", step, "--step", "2"], f"no checkpoint in {step}; {step} holds: "),
-        (["--name", "soft", "--step", "3"], f"no checkpoint of step 3 in {runs}; of: 2, 4"),
+        ([trial], f"no trained model '{trial}': {ROOT}/{trial} has {missing} {home}/{trial}; name"),
+        (["soft", "--step", "3"], f"no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4"),
     ]:
         code, out = call(*flags, *(word.format(home=home) for word in task))
         assert code.startswith(f"error: {message}")
-        assert flags[1] != "sotf" or code.endswith(" holds: soft")
         assert out == ""
 
 
-@pytest.mark.parametrize(
-    "flags", [["--name", "soft"], ["--out", "x"], ["--name", "x", "--checkpoint", "y", "--list"]]
-)
+@pytest.mark.parametrize("flags", [["soft"], ["--out", "x"], ["soft", "--out", "x", "--list"]])
 def test_flags_that_do_not_go_together(flags, call):
     assert call(*flags)[0] == "2"

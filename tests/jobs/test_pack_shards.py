@@ -148,20 +148,20 @@ def test_mistakes_are_one_line(source: str, message: str, call: Call, tmp_path: 
 
 
 def test_never_into_the_source(call: Call, tmp_path: Path) -> None:
-    """`--overwrite` would delete what looks like shards of ours."""
+    """`--fresh` would delete what looks like shards of ours."""
     for source, out in ((tmp_path, tmp_path), (tmp_path, tmp_path / "out"), (tmp_path / "train", tmp_path)):
-        error, _ = call("--source", f"parquet:{source}", "--out", str(out), "--overwrite")
+        error, _ = call("--source", f"parquet:{source}", "--out", str(out), "--fresh")
         assert error == f"error: --out {out} and the source {source} lie in each other: choose another place"
 
 
 def test_overwriting_is_asked_for(call: Call, tmp_path: Path) -> None:
     pack(str(tmp_path), open_source("digits"))
     error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path))
-    assert "already holds a data set: choose another place, or use --overwrite" in error
-    error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path), "--overwrite")
+    assert "already holds a data set: choose another place, or use --fresh" in error
+    error, _ = call("--source", "folder:/not/there", "--out", str(tmp_path), "--fresh")
     assert error == "error: no folder /not/there"
     assert open_manifest(str(tmp_path)).rows("train")  # a mistake costs nothing
-    assert call("--source", "digits", "--out", str(tmp_path), "--overwrite")[0] == ""
+    assert call("--source", "digits", "--out", str(tmp_path), "--fresh")[0] == ""
 
 
 def test_an_out_that_cannot_be_written_to(call: Call, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
     assert read_model(out).run.name == "soup"
 
     code, said = call(soup.main, one, one, *flags)
-    assert code == f"error: {out} exists already; --force replaces it"
-    code, said = call(soup.main, one, one, *flags, "--force")
+    assert code == f"error: {out} exists already; --fresh replaces it"
+    code, said = call(soup.main, one, one, *flags, "--fresh")
     assert code == ""
     first, second = table(said)
     assert first[2:] == second[2:]

@@ -231,18 +231,18 @@ def test_the_newest_whole_checkpoint_is_exported(dense, tmp_path, caplog):
 
 
 def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
-    """An existing file stays unless `force` is given and the whole export succeeds; after a failed export, no
+    """An existing file stays unless `fresh` is given and the whole export succeeds; after a failed export, no
     description of other weights is left in a folder.
     """
     path, folder = tmp_path / "out/model.safetensors", tmp_path / "folder"
     path.parent.mkdir()
     path.write_bytes(b"precious")
-    with pytest.raises(UsageError, match=r"model\.safetensors exists already; --force"):
+    with pytest.raises(UsageError, match=r"model\.safetensors exists already; --fresh"):
         export(dense[0], str(path))
     export(dense[0], str(folder))
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
     assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
-    with pytest.raises(UsageError, match="folder holds an export already; --force"):
+    with pytest.raises(UsageError, match="folder holds an export already; --fresh"):
         export(dense[0], str(folder))
 
     def disk_full(name):
@@ -253,11 +253,11 @@ def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
         patched.setattr(storage, "flush", disk_full)
         for out in (path, folder):
             with pytest.raises(OSError, match="no space left"):
-                export(dense[0], str(out), force=True)
+                export(dense[0], str(out), fresh=True)
     assert path.read_bytes() == b"precious"
     assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
     assert not (folder / CONFIG).exists()
-    export(dense[0], str(path), force=True)
+    export(dense[0], str(path), fresh=True)
     assert_same(load_exported(path).state_dict(), dense[1].state_dict())
 
 

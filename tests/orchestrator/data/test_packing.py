@@ -104,7 +104,7 @@ def test_shards_of_large_images_hold_fewer(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set is only replaced with `overwrite`: all its files are deleted, and no others."""
+    """A data set is only replaced with `fresh`: all its files are deleted, and no others."""
     out = str(tmp_path / "out")
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 8)
     pack(out, open_source(images))
@@ -112,11 +112,11 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write(tmp_path / "out", mine | {"skipped.txt": b"old"})
     before = files(out)
     for refused in (lambda: pack(out, open_source("digits")), lambda: check_free(out)):
-        with pytest.raises(UsageError, match=f"{out} already holds a data set: .*--overwrite"):
+        with pytest.raises(UsageError, match=f"{out} already holds a data set: .*--fresh"):
             refused()
     assert files(out) == before
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)
-    pack(out, open_source("digits"), overwrite=True)
+    pack(out, open_source("digits"), fresh=True)
     shards = ("train/000000.parquet", "train/000001.parquet", "val/000000.parquet")
     index = ("train.index", "train.keys", "val.index", "val.keys")
     assert {*files(out)} == {*shards, *index, "manifest.json", *mine}
@@ -133,7 +133,7 @@ def test_an_interrupted_packing(images: str, tmp_path: Path, monkeypatch: pytest
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack(out, open_source(images), overwrite=True, execute=breaks_off)
+        pack(out, open_source(images), fresh=True, execute=breaks_off)
     assert {*files(out)} == {"train/000003.parquet", "unfinished"}
     with pytest.raises(UsageError, match="packing into it broke off"):
         index_external_shards(out, str(tmp_path))
@@ -149,7 +149,7 @@ def test_on_s3(bucket, images: str, tmp_path: Path) -> None:
     local = files(tmp_path / "out")
     names = storage.files(bucket.uri("out"))
     assert {name: storage.read_bytes(bucket.uri("out", name)) for name in names} == local
-    pack(bucket.uri("out"), open_source("digits"), overwrite=True)
+    pack(bucket.uri("out"), open_source("digits"), fresh=True)
     assert len(open_manifest(bucket.uri("out")).classes) == 10
     with bucket.failing("busy"), pytest.raises(OSError, match="503"):
         pack(bucket.uri("other"), open_source(images))

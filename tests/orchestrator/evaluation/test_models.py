@@ -105,8 +105,26 @@ def test_a_registered_model(trained_home: Path, store: Tracking, tmp_path: Path)
     )
     with pytest.raises(UsageError, match="holds other weights than were registered"):
         load_model("models:/a sweep@fast", tracking_uri=store.uri)
-    with pytest.raises(UsageError, match="say which MLflow store has this run"):
-        load_model(f"runs:/{run.run_id}")
+
+
+def test_names_mean_in_python_what_they_mean_to_commands(
+    trained_home: Path, store: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Names are looked up below $MOE_FRONTIER_HOME, and in its MLflow store unless another one is named."""
+    monkeypatch.chdir(tmp_path)
+    run = newest_of(store, f"{trained_home}/tiny/trials/soft")
+    assert run
+    names = ("tiny/trials/soft", f"runs:/{run.run_id}")
+    with pytest.raises(
+        UsageError, match=r"no MLflow store at .*: set MLFLOW_TRACKING_URI .* or MOE_FRONTIER_HOME"
+    ):
+        load_model(names[1])
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    for name in names:
+        assert torch.equal(load_model(name).head.weight, found(name, trained_home, store).load().head.weight)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none.db")
+    with pytest.raises(UsageError, match=r"no MLflow store at .*none\.db"):
+        load_model(names[1])
 
 
 def test_labels_must_mean_what_the_model_learned(
@@ -140,7 +158,15 @@ def test_labels_must_mean_what_the_model_learned(
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("nothing", "no trained model 'nothing': neither .* has a checkpoint; name a run"),
+        (
+            "nothing",
+            "no trained model 'nothing': .*/nothing has no checkpoint, and neither has .*; name a run below",
+        ),
+        ("/nowhere/run", "no trained model '/nowhere/run': /nowhere/run has no checkpoint; name a run"),
+        (
+            "tiny",
+            "tiny is a sweep, not one model: name a trial of it, such as tiny/trials/dense, tiny/trials/",
+        ),
         ("/nowhere/weights.safetensors", "no file /nowhere/weights.safetensors"),
         ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow at sqlite:"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),

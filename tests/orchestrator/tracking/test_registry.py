@@ -52,16 +52,14 @@ def test_aliases_move(tracking: Tracking, tmp_path: Path) -> None:
         assert (uri, weights, run.name) == (f"/somewhere/{arm}", arm, f"{tmp_path.name}/trials/{arm}")
 
 
-def test_models_that_are_not_there(sqlite: Sqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_are_not_there(sqlite: Sqlite, tmp_path: Path) -> None:
     tracking = open_store(sqlite)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", sqlite.uri)
     unknown = {"uri": "/elsewhere", "weights": "x", "description": ""}
     (run_id,) = finished(tracking, tmp_path, {"a": 0.5}).values()
     assert register(tracking, "empty", {"knee": (run_id, unknown)}, key="x", directory="/x") == {}
     for name in ("nothing@best", "nothing/1", "empty@knee", "empty/999"):
-        for uri in (sqlite.uri, None):
-            with pytest.raises(UsageError, match=f"no model models:/{name} at sqlite:"):
-                checkpoint_of(f"models:/{name}", uri)
+        with pytest.raises(UsageError, match=f"no model models:/{name} at sqlite:"):
+            checkpoint_of(f"models:/{name}", sqlite.uri)
     with pytest.raises(
         UsageError, match="models:/x names no version: write models:/x@ALIAS or models:/x/VERS"
     ):
