@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 from uuid import uuid4
@@ -85,8 +86,7 @@ def connect() -> None:
     from orchestrator.sweeps import driver
 
     if not ray.is_initialized():
-        print("starting Ray, or joining the cluster of $RAY_ADDRESS ..", flush=True)
-        driver.connect()
+        driver.connect(partial(print, flush=True))
         # Ray has replaced the handlers by its own.
         _stop_soon_on_signals()
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import ray
 
 from jobs._cli import print_table
-from jobs._progress import duration
 from orchestrator.errors import UsageError
 from orchestrator.frontier.published import published
 from orchestrator.sweeps.budget import Device
 from orchestrator.sweeps.estimate import Estimate, estimate, memory_problem
 from orchestrator.sweeps.preflight import unfit
+from orchestrator.sweeps.progress import duration
 from orchestrator.sweeps.sweep import Sweep
 
 REASONS = 5  # of trials that do not fit, with their arithmetic; the others by name

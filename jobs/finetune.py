@@ -65,7 +65,6 @@ def main() -> None:
 
 def finetune(flags: FineTuneFlags) -> dict[str, str]:
     """Trains and records the runs of the flags; returns why runs failed, by their names."""
-    from jobs._progress import SweepProgress
     from orchestrator.checkpoint.weights import start_report
     from orchestrator.evaluation.evaluate import default_device
     from orchestrator.evaluation.finetune import fine_tuned, probe
@@ -90,10 +89,7 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
         print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     labels = {**source_labels(), "finetuned.from": model.location}
     options = SweepOptions(mode="fresh" if flags.fresh else "auto", labels=labels)
-    with (
-        SweepProgress(sweep) as progress,
-        trained_trials(sweep, options, watch=progress, store=store) as trials,
-    ):
+    with trained_trials(sweep, options, store=store) as trials:
         outcomes, failures = trials.outcomes(), trials.failures()
     tuned, info = fine_tuned(sweep, outcomes), newest_of(store, folder)
     if tuned.accuracy and info is not None:

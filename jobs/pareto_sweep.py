@@ -240,13 +240,14 @@ def main() -> None:
 
 
 def sweep(flags: SweepFlags) -> None:
+    from jobs._describe import describe_data
     from jobs._list import description, print_sweeps
-    from jobs._progress import SweepProgress, describe_data
     from jobs._sweep_plan import plan
     from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.preflight import check_sweep
+    from orchestrator.sweeps.progress import SweepProgress
     from orchestrator.sweeps.queue import RunToCompletion
 
     if flags.run.list:
@@ -286,8 +287,8 @@ def sweep(flags: SweepFlags) -> None:
         flops_per_s=flops_per_s,
         labels=source_labels(),
     )
-    with SweepProgress(sweep, trials=(flags.trials or TRIALS) if flags.search else None) as progress:
-        frontier = run_sweep(sweep, options, watch=progress, store=store)
+    progress = SweepProgress(sweep)
+    frontier = run_sweep(sweep, options, progress=progress, store=store)
     assert progress.run
     print_end(flags, sweep, frontier, progress.run, store)
     if reasons := progress.run.failures():

@@ -93,8 +93,8 @@ def predict(flags: PredictFlags) -> None:
 
 def predict_parts(flags: PredictFlags, missing: list[Part], out: str, left: int, **settings: Any) -> None:
     """Predicts the missing parts, with a line about progress every few seconds; names the bad images."""
-    from jobs._progress import duration
     from orchestrator.evaluation import predict
+    from orchestrator.sweeps.progress import duration
 
     connect()
     workers, each = predict.pool_size(flags.workers)

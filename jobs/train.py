@@ -175,8 +175,8 @@ def main() -> None:
 
 
 def train(flags: RunFlags) -> None:
+    from jobs._describe import describe_data, describe_model
     from jobs._list import print_models
-    from jobs._progress import StepLines, describe_data, describe_model
     from orchestrator.config import RunConfig
     from orchestrator.sweeps import driver
     from orchestrator.training.fit import check_data
@@ -192,10 +192,9 @@ def train(flags: RunFlags) -> None:
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
     if not is_inline(run):
         connect()
-        print(f"starting {run.scale.workers} workers, which load libraries first ..", flush=True)
-    store, lines = flags.places.open_store(), StepLines(run)
+    store = flags.places.open_store()
     try:
-        result = driver.train(run, mode=flags.mode(), report=lines.show, store=store, labels=source_labels())
+        result = driver.train(run, mode=flags.mode(), store=store, labels=source_labels())
     except UsageError:
         raise
     except Exception as error:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,6 +30,7 @@ from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import raised_reference, say_raised
 from orchestrator.sweeps.estimate import settled
 from orchestrator.sweeps.preflight import preflight, require
+from orchestrator.sweeps.progress import StepLines, SweepProgress
 from orchestrator.sweeps.publish import publish, wait_for_report
 from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
@@ -105,9 +107,14 @@ def open_store(root: str, uri: str | None = None) -> Tracking:
     return open_tracking(store_uri(root, uri), artifacts=artifacts)
 
 
-def connect() -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process."""
+def connect(say: Callable[[str], None] = lambda line: None) -> None:
+    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process.
+
+    Args:
+        say: is told about it, because it takes seconds.
+    """
     if not ray.is_initialized():
+        say("starting Ray, or joining the cluster of $RAY_ADDRESS ..")
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
 
 
@@ -115,11 +122,17 @@ def train(
     run: RunConfig,
     *,
     mode: Mode = "auto",
-    report: Report = lambda step, metrics: None,
+    progress: bool | Report = True,
     store: Tracking | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> Result:
     """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
+
+    Args:
+        mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
+        progress: whether to print a line for every report; or a function that gets the step and its metrics.
+        store: the MLflow store; by default MLFLOW_TRACKING_URI, else ``mlflow.db`` below the storage.
+        labels: further tags of the MLflow run.
 
     Raises:
         UsageError: for an unknown mode, a run that cannot be trained, or another config in its directory.
@@ -130,8 +143,11 @@ def train(
     run = settled(run)
     check_data(run)
     check_start(run)
+    lines = StepLines(run) if progress is True else None
+    say: Callable[[str], None] = lines.say if lines else _silent
+    report: Report = lines.show if lines else _silent if isinstance(progress, bool) else progress
     if not is_inline(run):
-        connect()
+        connect(say)
         check_shared(run.storage)
         check_resources(run)
     store = store or open_store(run.storage)
@@ -139,6 +155,8 @@ def train(
     check_kind(directory, "run")
     with _working_in(directory, mode, store):
         start(run, "resume" if mode == "resume" else "auto", labels)
+        if not is_inline(run):
+            say(f"starting {run.scale.workers} workers, which load libraries first ..")
         with BackgroundSync(store, directory), SystemMetrics(directory), _recording_errors(directory):
             return fit(run, report)
 
@@ -147,18 +165,23 @@ def run_sweep(
     sweep: Sweep,
     options: SweepOptions = SweepOptions(),
     *,
-    watch: Watch = QUIET,
+    progress: bool | Watch = True,
     store: Tracking | None = None,
 ) -> Frontier:
     """Trains the arms of a sweep and returns its frontier. The same call again continues.
 
     Page, pictures and table of the frontier lie in the sweep's directory, ``<storage>/<name of the base>``.
 
+    Args:
+        progress: whether to print what the commands print, bars on a terminal and else lines; or callbacks of
+            your own.
+        store: the MLflow store; by default MLFLOW_TRACKING_URI, else ``mlflow.db`` below the storage.
+
     Raises:
         UsageError: for a sweep that cannot be trained here, or another one in its directory.
     """
     directory = run_directory(sweep.base)
-    with trained_trials(sweep, options, watch=watch, store=store) as run:
+    with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
             raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
         frontier = publish(directory)
@@ -166,13 +189,13 @@ def run_sweep(
             _retrain(run, point.arm)
             frontier = publish(directory)
         if freed := keep_weights_only([s.trial for s in run.queue.states.values()], frontier):
-            watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
+            run.watch.say(f"trials off the frontier keep their weights alone: {freed / 1e6:.1f} MB freed")
     return frontier
 
 
 @contextmanager
 def trained_trials(
-    sweep: Sweep, options: SweepOptions, *, watch: Watch = QUIET, store: Tracking | None = None
+    sweep: Sweep, options: SweepOptions, *, progress: bool | Watch = True, store: Tracking | None = None
 ) -> Iterator[SweepRun]:
     """Trains the trials of a sweep, and yields them while its directory is still locked and MLflow follows.
 
@@ -185,9 +208,11 @@ def trained_trials(
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)
 
-    require(preflight(sweep, connect=connect, open_store=open_mine, retrain=bool(options.retrain)))
+    watch = progress if isinstance(progress, Watch) else SweepProgress(sweep) if progress else QUIET
+    ready = partial(connect, watch.say)
+    require(preflight(sweep, connect=ready, open_store=open_mine, retrain=bool(options.retrain)))
     store = open_mine()
-    with _working_in(directory, options.mode, store):
+    with watch, _working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
             status = "interrupted"
@@ -205,6 +230,9 @@ def trained_trials(
             finally:
                 budget.leave()
                 update_sweep(directory, lambda was: {"status": status})
+
+
+def _silent(*_: object) -> None: ...
 
 
 @contextmanager

@@ -38,13 +38,15 @@ from orchestrator.training.worker import costs
 
 
 class Watch:
-    """Callbacks of a sweep, all of which do nothing here.
+    """Callbacks of a sweep, all of which do nothing here: override those that you need.
 
     `start`: the sweep begins, or goes on. `began`, `report`, `ended`: a job of a trial; `report` and `ended`
     also a retrained run, which `retraining` announces. `status`: half a minute has passed. `say`: a line for
-    the user.
+    the user. The sweep enters the watch as a context, and leaves it at the end.
     """
 
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
     def start(self, run: "SweepRun") -> None: ...
     def began(self, job: Job) -> None: ...
     def report(self, name: str, step: int, metrics: Metrics) -> None: ...

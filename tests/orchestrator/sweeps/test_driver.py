@@ -11,7 +11,6 @@ import pytest
 import ray
 from mlflow import MlflowClient
 
-from jobs._progress import ended_line
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
@@ -24,6 +23,7 @@ from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
 from orchestrator.sweeps.preflight import check_sweep, unfit
+from orchestrator.sweeps.progress import ended_line
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import SCALES
@@ -82,7 +82,7 @@ def swept(
 ) -> tuple[Frontier, dict[str, Outcome]]:
     watch = watch or Outcomes()
     frontier = run_sweep(
-        sweep, replace(options or SweepOptions(), max_concurrent=1), watch=watch, store=tracking
+        sweep, replace(options or SweepOptions(), max_concurrent=1), progress=watch, store=tracking
     )
     return frontier, watch.outcomes
 
@@ -214,17 +214,30 @@ def test_a_bad_sweep_is_refused_before_anything_is_trained(sweep):
     assert unfit(wide)["wide"].startswith("4 workers x 0.5 CPU + 1 CPU for data = 3 CPUs")
 
 
-def test_one_run_by_itself(sweep, tracking):
+def test_one_run_by_itself(sweep, tracking, capsys):
     run = override(sweep.base, {"name": "one"})
     reported = []
-    result = train(run, report=lambda step, metrics: reported.append(step), store=tracking)
+    result = train(run, progress=lambda step, metrics: reported.append(step), store=tracking)
     assert (result.status, reported) == ("finished", [10])
     info = newest_of(tracking, run_directory(run))
     assert info is not None
     assert (info.status, info.metrics["val/acc1"]) == ("FINISHED", result.metrics["val/acc1"])
     assert train(run, store=tracking) == result == result_of(run)
+    assert capsys.readouterr().out == ""
+    train(override(run, {"name": "silent"}), progress=False, store=tracking)
+    assert capsys.readouterr().out == ""
+    train(override(run, {"name": "shown"}), store=tracking)
+    assert capsys.readouterr().out.startswith("step 10/10  train/loss ")
     with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
+
+
+def test_a_sweep_shows_its_progress_unless_it_is_to_be_silent(sweep, tracking, capsys):
+    quiet, shown = (Sweep(base=override(sweep.base, {"name": n}), arms={"dense": {}}) for n in ("q", "s"))
+    run_sweep(quiet, progress=False, store=tracking)
+    assert capsys.readouterr().out == ""
+    run_sweep(shown, store=tracking)
+    assert "[ 1/1] dense              val/acc1 0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("left", "retrained"), [(0, ["b"]), (1, [])])

@@ -1,19 +1,14 @@
-"""Prints training: the model and the data, the progress of a run or a sweep, and the end of each trial."""
+"""Shows the progress of a run or a sweep: bars on a terminal, lines in files and notebooks.
 
-import sys
+It is the only place of the library that writes to the standard output, and only for callers that want it.
+"""
+
 import time
-from contextlib import suppress
-from statistics import median
-from typing import Self
 
-import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from moe.vit import ViTConfig
 from orchestrator.config import RunConfig
-from orchestrator.data.images import BadImage, Picture
-from orchestrator.data.manifest import open_manifest
-from orchestrator.data.shards import DataSet
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import Snapshot, SweepRun, Watch
 from orchestrator.sweeps.sweep import Sweep
@@ -21,47 +16,13 @@ from orchestrator.training.metrics_file import Metrics
 
 EVERY_S = 20  # between lines about one trial, without a terminal
 SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
-MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are pointed out
-HEADERS_READ = 16  # images whose headers show the data's own size
 
 
-def describe_model(model: ViTConfig) -> str:
-    size = f"width {model.width}, {model.depth} blocks, patches of {model.patch_size} px"
-    if not model.moe:
-        return f"dense ViT without experts ({size})"
-    blocks = ", ".join(map(str, model.moe_blocks()))
-    return f"ViT with {model.moe.num_experts} {model.family()} experts in blocks [{blocks}] ({size})"
-
-
-def describe_data(run: RunConfig) -> str:
-    """The images of a run, the passes over them, and the accuracy that guessing would reach."""
-    manifest, size = open_manifest(run.data.path), run.model.image_size
-    rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
-    own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
-    scaled = "" if own in (None, (size, size)) else f" (the data's median: {own[0]} x {own[1]} px)"
-    floor = manifest.val_majority and manifest.val_majority / manifest.rows("val")
-    floors = f"; always guessing the largest class: val/acc1 {floor:.4f}" if floor else ""
-    repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
-    return (
-        f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
-        f" {epochs} epochs of {rows:,} images{repeats}{floors}"
-    )
-
-
-def own_size(run: RunConfig) -> tuple[int, int] | None:
-    """Median width and height in pixels of some validation images as stored; None if all are damaged."""
-    path, cache = run.data.path, int(run.data.cache_gb * 1e9)
-    data = DataSet(path=path, manifest=open_manifest(path), cache_bytes=cache)
-    rows = data.manifest.splits["val"][0].rows
-    row = np.arange(0, rows, -(-rows // HEADERS_READ))
-    shard = np.zeros_like(row)
-    pictures = []
-    for image in data.images("val", shard, data.records("val", shard, row))[0]:
-        with suppress(BadImage):
-            pictures.append(Picture(image()))
-    if not pictures:
-        return None
-    return int(median(p.width for p in pictures)), int(median(p.height for p in pictures))
+def new_console() -> Console:
+    """Returns a console that prints lines as they are. In a notebook they are text, as in a file: bars would
+    need ipywidgets there.
+    """
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, force_jupyter=False)
 
 
 def ended_line(sweep: Sweep, outcome: Outcome) -> str:
@@ -130,37 +91,44 @@ class StepLines:
 
     def __init__(self, run: RunConfig) -> None:
         self._pace = RunProgress(run.train.steps)
+        self._console = new_console()
+
+    def say(self, line: str) -> None:
+        self._console.print(line)
 
     def show(self, step: int, metrics: Metrics) -> None:
         self._pace.report(step, metrics)
         values = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
-        print("  ".join([f"step {step}/{self._pace.steps}", *values, self._pace.left()]).rstrip(), flush=True)
+        self.say("  ".join([f"step {step}/{self._pace.steps}", *values, self._pace.left()]).rstrip())
 
 
 class SweepProgress(Watch):
     """Follows the trials of a sweep: a bar for each on a terminal, else a line for each now and then.
 
-    Args:
-        trials: arms that a search draws one by one; each is a trial for every seed.
+    Attributes:
+        run: the sweep once it has begun.
     """
 
-    def __init__(self, sweep: Sweep, *, trials: int | None = None) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._trials = trials
         self.run: SweepRun | None = None
         self._running: dict[str, tuple[RunProgress, TaskID]] = {}
         self._printed_s: dict[str, float] = {}
+        self._console = new_console()
         pace = TextColumn("{task.fields[pace]}")
         columns = (TextColumn("{task.description:20}"), BarColumn(30), MofNCompleteColumn(), pace)
-        self._bars = Progress(*columns, transient=True, disable=not sys.stdout.isatty())
+        on_terminal = self._console.file.isatty()
+        self._bars = Progress(*columns, console=self._console, transient=True, disable=not on_terminal)
 
     def trials(self) -> int:
-        known = len(self.run.queue.states) if self.run else 0
-        return max(known, (self._trials or 0) * max(1, len(self._sweep.seeds)))
+        """Returns the number of trials, with those that a search has yet to draw."""
+        if self.run is None:
+            return 0
+        drawn = self.run.search.count * max(1, len(self._sweep.seeds)) if self.run.search else 0
+        return max(drawn, len(self.run.queue.states))
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         self._bars.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
@@ -172,7 +140,7 @@ class SweepProgress(Watch):
         self._add(job.trial.name, job.until)
 
     def retraining(self, arm: str, run: RunConfig) -> None:
-        print(f"confirming {arm}: {run.train.steps} steps on {run.scale.workers} workers", flush=True)
+        self.say(f"confirming {arm}: {run.train.steps} steps on {run.scale.workers} workers")
         self._add(f"confirm/{arm}", run.train.steps)
 
     def _add(self, name: str, steps: int) -> None:
@@ -187,18 +155,18 @@ class SweepProgress(Watch):
         self._bars.update(bar, completed=step, pace=f"{pace.images_per_s:.4g} images/s  {pace.left()}")
         if self._bars.disable and time.monotonic() - self._printed_s[name] > EVERY_S:
             self._printed_s[name] = time.monotonic()
-            print(f"        {name:18} {pace}", flush=True)
+            self.say(f"        {name:18} {pace}")
 
     def ended(self, name: str, outcome: Outcome) -> None:
         if name in self._running:  # not so if the trial failed before it began
             self._bars.remove_task(self._running.pop(name)[1])
         ended = len(self.run.outcomes()) if self.run else 0
         done = " " * 7 if name.startswith("confirm/") else f"[{ended:2}/{self.trials()}]"
-        print(f"{done} {name:18} {ended_line(self._sweep, outcome)}", flush=True)
+        self.say(f"{done} {name:18} {ended_line(self._sweep, outcome)}")
 
     def status(self) -> None:
         if self.run:
-            print(f"        {status_line(self.run.snapshot())}", flush=True)
+            self.say(f"        {status_line(self.run.snapshot())}")
 
     def say(self, line: str) -> None:
-        print(line, flush=True)
+        self._console.print(line)

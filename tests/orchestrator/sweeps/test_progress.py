@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from jobs import _progress as progress
-from jobs._progress import RunProgress, StepLines, SweepProgress
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.sweeps import progress
+from orchestrator.sweeps.progress import RunProgress, StepLines, SweepProgress
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.run_directory import Result
@@ -53,6 +53,7 @@ class Work(SweepRun):
     def __init__(self, *names: str) -> None:
         self.ends: dict[str, Any] = {}
         self.retrained = {}
+        self.search = None
         self.queue: Any = SimpleNamespace(states=dict.fromkeys(names))
 
     def outcomes(self) -> dict[str, Any]:
@@ -67,7 +68,8 @@ def begun(shown: SweepProgress, name: str, until: int) -> None:
 def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
     """Without a terminal a line each, at most every 20 s; and one when a trial ends."""
     work = Work("a", "b")
-    with SweepProgress(Sweep(base=RunConfig(), arms={})) as shown:
+    shown = SweepProgress(Sweep(base=RunConfig(), arms={}))
+    with shown:
         shown.start(work)
         begun(shown, "a", 100)
         for step in range(10, 60, 10):
@@ -95,7 +97,8 @@ def test_a_search_counts_the_seeds_of_its_arms(capsys):
 def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):
     sweep = Sweep(base=RunConfig(), arms={})
     paused = Result(status="paused", step=50, metrics={"val/acc1": 0.5, "cost/train_flops_6mac": 1.0})
-    with SweepProgress(sweep) as shown:
+    shown = SweepProgress(sweep)
+    with shown:
         shown.start(Work("a"))
         for until in (50, 100):
             begun(shown, "a", until)
