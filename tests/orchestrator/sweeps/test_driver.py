@@ -169,14 +169,16 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
         load_model("models:/tiny/1", tracking_uri=tracking.uri)
 
 
-def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path):
-    """One MLflow store, two users: each gets the frontier of its own arms."""
+def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path, capsys):
+    """One MLflow store, two users: each gets the frontier of its own arms. One of them wants no progress."""
     mine = replace(sweep, arms={"mine": {}})
-    swept(mine, tracking)
+    run_sweep(mine, store=tracking)
+    assert "[ 1/1] mine               val/acc1 0." in capsys.readouterr().out
     theirs = replace(
         sweep, base=override(sweep.base, {"storage": str(tmp_path / "theirs")}), arms={"theirs": {}}
     )
-    swept(theirs, tracking)
+    run_sweep(theirs, progress=False, store=tracking)
+    assert capsys.readouterr().out == ""
     frontier, outcomes = swept(mine, tracking)
     assert outcomes == {}
     assert [p.arm for p in frontier.points] == ["mine"]
@@ -230,14 +232,6 @@ def test_one_run_by_itself(sweep, tracking, capsys):
     assert capsys.readouterr().out.startswith("step 10/10  train/loss ")
     with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
-
-
-def test_a_sweep_shows_its_progress_unless_it_is_to_be_silent(sweep, tracking, capsys):
-    quiet, shown = (Sweep(base=override(sweep.base, {"name": n}), arms={"dense": {}}) for n in ("q", "s"))
-    run_sweep(quiet, progress=False, store=tracking)
-    assert capsys.readouterr().out == ""
-    run_sweep(shown, store=tracking)
-    assert "[ 1/1] dense              val/acc1 0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("left", "retrained"), [(0, ["b"]), (1, [])])
