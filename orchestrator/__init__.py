@@ -17,15 +17,36 @@ if TYPE_CHECKING:
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
     from orchestrator.evaluation.models import load_model
+    from orchestrator.frontier.frontier import Frontier
+    from orchestrator.frontier.points import Point
     from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
+    from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.sweep import Sweep
+    from orchestrator.training.run_directory import Result
 
-__all__ = ["RunConfig", "Sweep", "SweepOptions", "digits", "load_model", "override", "run_sweep", "train"]
+__all__ = [
+    "Frontier",
+    "Point",
+    "Result",
+    "RunConfig",
+    "Sweep",
+    "SweepOptions",
+    "Watch",
+    "digits",
+    "load_model",
+    "override",
+    "run_sweep",
+    "train",
+]
 
 _HOMES = {
+    "Frontier": "frontier.frontier",
+    "Point": "frontier.points",
+    "Result": "training.run_directory",
     "RunConfig": "config",
     "Sweep": "sweeps.sweep",
     "SweepOptions": "sweeps.driver",
+    "Watch": "sweeps.run",
     "digits": "sweeps.driver",
     "load_model": "evaluation.models",
     "override": "codec",

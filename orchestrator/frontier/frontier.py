@@ -27,11 +27,22 @@ _ROUNDING = 1e-9  # relative difference of two equal hypervolumes
 
 @dataclass(frozen=True, kw_only=True)
 class Frontier:
-    """A sweep's points under one cost and one quality metric.
+    """A sweep's points under one cost and one quality metric: what `run_sweep` returns.
 
-    `reference` maps the quality metric, the cost metric and further costs to the worst values that
-    hypervolumes count. It belongs to the sweep, so hypervolumes of the same sweep compare, whichever trials
-    have ended, until an arm is added that costs more than all before.
+    Attributes:
+        points: the arms, each the mean of its seeds.
+        reference: the quality metric, the cost metric and further costs -> the worst values that hypervolumes
+            count. It belongs to the sweep, so hypervolumes of the same sweep compare, whichever trials have
+            ended, until an arm is added that costs more than all before.
+        data: what quality is measured on, such as "367 images of digits (val split)".
+        trials: (arm, state) of each trial of a sweep, begun or not.
+        retrained: arms that were trained again for longer: shown, never counted.
+        operating: trained models at other settings of their routers: see `gains`.
+        papers: points of papers, with the same quality on the same data: drawn, never counted.
+        baselines: qualities of other methods, by name: drawn as lines.
+        claims: statements to check: see `claims.py`.
+        spending: (run id, device seconds): see `hypervolume_by_budget`.
+        note: a sentence for the reader, such as how shared training is charged.
     """
 
     name: str
@@ -39,15 +50,15 @@ class Frontier:
     quality_name: str
     points: tuple[Point, ...]
     reference: Mapping[str, float]
-    data: str = ""  # what quality is measured on, such as "367 images of digits (val split)"
-    trials: tuple[tuple[str, str], ...] = ()  # (arm, state) of each trial of a sweep, begun or not
-    retrained: tuple[Point, ...] = ()  # trained again for longer: shown, never counted
-    operating: tuple[Point, ...] = ()  # trained models at other settings of their routers: see `gains`
-    papers: tuple[Point, ...] = ()  # of papers, with the same quality on the same data: drawn, never counted
-    baselines: Mapping[str, float] = field(default_factory=dict)  # of other methods, by name: drawn as lines
-    claims: tuple[str, ...] = ()  # statements to check: see `claims.py`
-    spending: tuple[tuple[str, float], ...] = ()  # (run id, device seconds): see `hypervolume_by_budget`
-    note: str = ""  # a sentence for the reader, such as how shared training is charged
+    data: str = ""
+    trials: tuple[tuple[str, str], ...] = ()
+    retrained: tuple[Point, ...] = ()
+    operating: tuple[Point, ...] = ()
+    papers: tuple[Point, ...] = ()
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
+    spending: tuple[tuple[str, float], ...] = ()
+    note: str = ""
 
     def __post_init__(self) -> None:
         cost, quality = (self.reference.get(name, math.nan) for name in (self.cost_name, self.quality_name))
@@ -56,6 +67,13 @@ class Frontier:
                 f"reference needs a finite cost above 0 for {self.cost_name!r} and a finite"
                 f" {self.quality_name!r}, got {dict(self.reference)}"
             )
+
+    def __repr__(self) -> str:
+        front = self.front
+        knee = f", knee {self.knee.arm!r}" if front else ""
+        return (
+            f"Frontier({self.name!r}: {_count(len(self.points), 'arm')}, {len(front)} on the frontier{knee})"
+        )
 
     @property
     def bound(self) -> tuple[float, float]:
@@ -168,11 +186,14 @@ class Frontier:
         )
 
     def figure(self) -> go.Figure:
-        """The plot as a plotly figure, which a notebook shows."""
+        """The plot as a plotly figure, which a notebook shows and `write_html` saves as a page.
+
+        Pictures are saved by `save_picture`: plotly's `write_image` would need the package Kaleido.
+        """
         return go.Figure(self.plot())
 
-    def save_picture(self, path: Path) -> None:
-        """Writes the plot as PNG or SVG, by the suffix."""
+    def save_picture(self, path: Path | str) -> None:
+        """Writes the plot as PNG or SVG, by the suffix, drawn by matplotlib."""
         frontier_picture(self.plot()).savefig(path)
 
 

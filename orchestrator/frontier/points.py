@@ -17,28 +17,41 @@ from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
 UNKNOWN = "\N{EN DASH}"
 SPACE = "log10 cost, 1 - quality"
 
-# Only a finished trial has a final quality. Early stopping ended a stopped one; an interrupted one may go on.
 Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One arm of a sweep, or one operating point of a trained model. Unknown numbers are NaN."""
+    """One arm of a sweep, or one operating point of a trained model. Unknown numbers are NaN.
+
+    Attributes:
+        family: ``dense``, ``soft``, ``token_choice``, ``expert_choice``, ..
+        cost: minimised; in the unit of `Frontier.cost_name`.
+        quality: maximised; a fraction; the mean of `qualities` where there are several seeds.
+        size: expert slots per token: k * C, c, or slots / tokens; dense 1.
+        status: ``stopped`` is a trial that ended early and has no final quality.
+        details: further facts for the reader.
+        costs: further costs by metric.
+        spreads: quartiles of measured costs, by metric.
+        qualities: of each seed, if there are several.
+        runs: (id, address) in MLflow of the seeds beyond `run_id`.
+        settings: what claims compare.
+    """
 
     arm: str
-    family: str  # dense, soft, token_choice, expert_choice, ..
-    cost: float  # minimised; in the unit of Frontier.cost_name
-    quality: float  # maximised; a fraction; the mean of `qualities` where there are several seeds
-    size: float  # expert slots per token: k * C, c, or slots / tokens; dense 1
-    run_id: str
-    run_url: str | None = None
+    family: str
+    cost: float
+    quality: float
+    size: float
+    run_id: str = field(repr=False)
+    run_url: str | None = field(default=None, repr=False)
     status: Status
-    details: Mapping[str, str | float] = field(default_factory=dict)
-    costs: Mapping[str, float] = field(default_factory=dict)  # further costs by metric
-    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # quartiles of measured costs
-    qualities: tuple[float, ...] = ()  # of each seed, if there are several
-    runs: tuple[tuple[str, str | None], ...] = ()  # (id, address) of the seeds beyond `run_id`
-    settings: Mapping[str, str | float] = field(default_factory=dict)  # for claims
+    details: Mapping[str, str | float] = field(default_factory=dict, repr=False)
+    costs: Mapping[str, float] = field(default_factory=dict, repr=False)
+    spreads: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False)
+    qualities: tuple[float, ...] = field(default=(), repr=False)
+    runs: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
+    settings: Mapping[str, str | float] = field(default_factory=dict, repr=False)
 
     @property
     def run_ids(self) -> tuple[str, ...]:

@@ -40,20 +40,32 @@ from orchestrator.training.worker import costs
 class Watch:
     """Callbacks of a sweep, all of which do nothing here: override those that you need.
 
-    `start`: the sweep begins, or goes on. `began`, `report`, `ended`: a job of a trial; `report` and `ended`
-    also a retrained run, which `retraining` announces. `status`: half a minute has passed. `say`: a line for
-    the user. The sweep enters the watch as a context, and leaves it at the end.
+    The sweep enters its watch as a context, and leaves it at the end.
     """
 
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
-    def start(self, run: "SweepRun") -> None: ...
-    def began(self, job: Job) -> None: ...
-    def report(self, name: str, step: int, metrics: Metrics) -> None: ...
-    def ended(self, name: str, outcome: Outcome) -> None: ...
-    def retraining(self, arm: str, run: RunConfig) -> None: ...
-    def status(self) -> None: ...
-    def say(self, line: str) -> None: ...
+
+    def start(self, run: "SweepRun") -> None:
+        """The sweep begins, or goes on. `run.snapshot()` is its state from now on."""
+
+    def began(self, job: Job) -> None:
+        """A trial begins, or goes on after a pause: `job.trial.name`, up to the step `job.until`."""
+
+    def report(self, name: str, step: int, metrics: Metrics) -> None:
+        """A trial, or an arm that is trained again, has reached a step."""
+
+    def ended(self, name: str, outcome: Outcome) -> None:
+        """It has ended or paused: with a `Result`, or with the reason of its failure."""
+
+    def retraining(self, arm: str, run: RunConfig) -> None:
+        """An arm at the knee is trained again, for longer."""
+
+    def status(self) -> None:
+        """Half a minute has passed."""
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
 
 
 QUIET = Watch()

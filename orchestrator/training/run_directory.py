@@ -54,11 +54,11 @@ class Result:
 
     status: Literal["finished", "diverged", "paused"]
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(repr=False)
     reason: str = ""
-    time_s: float = 0.0
+    time_s: float = field(default=0.0, repr=False)
     checkpoint: str = ""
-    weights: str = ""
+    weights: str = field(default="", repr=False)
 
 
 def run_directory(run: RunConfig) -> str:

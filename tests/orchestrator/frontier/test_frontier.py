@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,17 @@ def test_numbers_and_table() -> None:
     first = table.iloc[0]
     assert (first["standard_error"], first["seeds"]) == (pytest.approx(0.1), 2)
     assert first["run"] == "dense-s-0123456789abcdef, second"
+
+
+def test_shown_in_a_line(tmp_path: Path) -> None:
+    assert repr(FRONTIER) == "Frontier('routers': 11 arms, 4 on the frontier, knee 'soft-1')"
+    rich = replace(FRONTIER.knee, details={"steps": 1.0}, costs={SECONDS: 2.0}, settings={"k": 1.0})
+    assert repr(rich) == (
+        f"Point(arm='soft-1', family='soft', cost={rich.cost}, quality={rich.quality}, size={rich.size},"
+        " status='finished')"
+    )
+    FRONTIER.save_picture(f"{tmp_path}/frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_frontier_of_nothing() -> None:
