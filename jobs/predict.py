@@ -97,6 +97,7 @@ def predict_parts(flags: PredictFlags, missing: list[Part], out: str, left: int,
     from orchestrator.sweeps.progress import duration
 
     connect()
+    log.info("Ray's line about constructor arguments is harmless: this process keeps them")
     workers, each = predict.pool_size(flags.workers)
     images, bad = 0, []
     began = printed = time.monotonic()

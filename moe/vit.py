@@ -253,12 +253,19 @@ class ViT(nn.Module):
 
         Raises ValueError if an override names a block without experts, or the router refuses its value.
         """
-        x_BD, aux, stats, routings = self.features(
+        x_BD, aux, stats, routings = self.encoded(
             images, valid_B, keys_B, routing_overrides, return_stats, return_routings
         )
         return Output(self.head(x_BD), aux, stats, routings)
 
-    def features(
+    def features(self, images: Tensor, routing_overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
+        """Returns the head's input: (B, 3, H, W) in -1..1 -> (B, width or representation_size).
+
+        Raises ValueError as a forward pass does.
+        """
+        return self.encoded(images, routing_overrides=routing_overrides)[0]
+
+    def encoded(
         self,
         images: Tensor,
         valid_B: Tensor | None = None,

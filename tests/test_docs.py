@@ -258,6 +258,17 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
         subprocess.run([str(copy / "cluster/local.sh"), "stop"], env=env, check=True, capture_output=True)
 
 
+def test_features_of_a_model(trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The piece of Python in prediction.md, for another model and other images."""
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(png(np.full((8, 8), number)))
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    (text,) = [b.text for b in blocks(ROOT / "docs/prediction.md") if "model.features" in b.text]
+    found: dict[str, Any] = {}
+    exec(text.replace("quickstart", "tiny").replace("/data/photos", str(tmp_path)), found)
+    assert found["features"].shape == (3, 16)
+
+
 def test_every_metric_is_described(trained_home: Path) -> None:
     files = [*trained_home.rglob("metrics.jsonl")]
     assert files

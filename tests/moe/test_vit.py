@@ -40,8 +40,8 @@ def test_output(router):
     assert not output.stats
     assert output.logits.shape == (4, 10)
     assert torch.equal(output.logits, requested.logits)
-    features, aux, *_ = model.features(images(4))
-    assert torch.equal(model.head(features), output.logits)
+    _, aux, *_ = model.encoded(images(4))
+    assert torch.equal(model.head(model.features(images(4))), output.logits)
     assert [r.gates_GSE.shape for r in requested.routings] == [(2, 32, 4)] * (2 if router else 0)
     assert ("dropped_frac" in measured.stats) == (router is not None)
     assert all(value.shape == (2,) and not value.requires_grad for value in measured.stats.values())
@@ -150,7 +150,7 @@ def shuffled(x: torch.Tensor) -> torch.Tensor:
 def test_position_matters_where_there_is_one(pooling, position):
     """A class token comes first; it has a learned position, but no sine or cosine."""
     model = ViT(replace(PRESETS["debug"], pooling=pooling, position=position, representation_size=6))
-    one, other = model.features(images(2))[0], model.features(shuffled(images(2)))[0]
+    one, other = model.features(images(2)), model.features(shuffled(images(2)))
     assert one.shape == (2, 6)
     assert one.abs().max() < 1
     assert torch.allclose(one, other, atol=1e-5) == (position == "none")

@@ -174,7 +174,7 @@ def test_figures_by_the_definition(run: RunConfig) -> None:
     train, test = (frozen_features(model, in_order(run, split), CPU) for split in ("train", "val"))
     batch = next(iter(in_process(in_order(run, "train"), range(1))))
     with torch.no_grad():
-        ours = model.eval().features(batch.image.float() / 127.5 - 1)[0]
+        ours = model.eval().features(batch.image.float() / 127.5 - 1)
     np.testing.assert_allclose(train.x[: len(ours)], ours.numpy(), atol=1e-6)
     each = [accuracies(train, test, choose_shots(train.label, shots=5, seed=seed)) for seed in range(2)]
     best = STRENGTHS.index(result.strength[5])
