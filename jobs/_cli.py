@@ -37,9 +37,13 @@ _arrived = 0  # the signal that has arrived, if any
 
 
 @contextmanager
-def command(doing: str, to: TextIO | None = None) -> Iterator[None]:
+def command(doing: str, places: Storage | None = None, *, to: TextIO | None = None) -> Iterator[None]:
     """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
     Ctrl-C into exit code 130 and SIGTERM into 143, at most `STOP_S` seconds after the signal.
+
+    Args:
+        places: where the command will write. A local storage is tried first, because that needs no large
+            library.
     """
     print(f"{doing}: loading libraries ..", flush=True, file=to)
     logging.basicConfig(format="%(message)s")
@@ -47,6 +51,8 @@ def command(doing: str, to: TextIO | None = None) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     _stop_soon_on_signals()
     try:
+        if places:
+            places.check_local()
         yield
     except (UsageError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -168,6 +174,13 @@ class Storage:
     def below(self, *names: str) -> str:
         return "/".join([self.root(), *names])
 
+    def check_local(self) -> None:
+        """Raises UsageError if the root is on this machine and nothing can be written below it."""
+        from orchestrator import storage
+
+        if storage.is_local(self.root()):
+            self.check_writable()
+
     def check_writable(self) -> None:
         """Raises UsageError if nothing can be written below the root."""
         check_writable("--storage" if self.storage else "$MOE_FRONTIER_HOME", self.root())
@@ -197,11 +210,9 @@ class Places(Storage):
         return store_uri(self.root(), self.tracking_uri)
 
     def open_store(self) -> Tracking:
-        from orchestrator import storage
         from orchestrator.sweeps import driver
 
-        if storage.is_local(self.root()):
-            self.check_writable()
+        self.check_local()
         return driver.open_store(self.root(), self.tracking_uri)
 
 

@@ -131,6 +131,14 @@ def _build(flags: type[T], values: dict[str, Any]) -> T:
     return flags(**found)
 
 
+def positive(text: str) -> float:
+    """Reads a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise UsageError(f"must be above 0, got {value:g}")
+    return value
+
+
 def assignment(text: str) -> tuple[str, Any]:
     """Reads the field and the value of --set FIELD=VALUE; ``help`` is a field without a value."""
     field, equals, value = text.partition("=")

@@ -55,7 +55,7 @@ class EvaluateFlags:
 
 def main() -> None:
     flags = parse(EvaluateFlags, __doc__)
-    with command(f"evaluating {named(flags.model)}"):
+    with command(f"evaluating {named(flags.model)}", flags.on.places):
         evaluate(flags)
 
 

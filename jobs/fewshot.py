@@ -37,7 +37,7 @@ class FewShotFlags:
 
 def main() -> None:
     flags = parse(FewShotFlags, __doc__)
-    with command(f"few-shot classification by {named(flags.model)}"):
+    with command(f"few-shot classification by {named(flags.model)}", flags.places):
         classify(flags)
 
 

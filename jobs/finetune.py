@@ -58,7 +58,7 @@ class FineTuneFlags:
 
 def main() -> None:
     flags = parse(FineTuneFlags, __doc__)
-    with command(f"fine-tuning {flags.model}"):
+    with command(f"fine-tuning {flags.model}", flags.places):
         if reasons := finetune(flags):
             sys.exit(failed(reasons))
 

@@ -57,7 +57,7 @@ class InspectFlags:
 
 def main() -> None:
     flags = parse(InspectFlags, __doc__)
-    with command(f"looking into the routers of {flags.model}"):
+    with command(f"looking into the routers of {flags.model}", flags.on.places):
         inspect(flags)
 
 

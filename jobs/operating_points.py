@@ -46,7 +46,7 @@ class GridFlags:
 
 def main() -> None:
     flags = parse(GridFlags, __doc__)
-    with command(f"operating points of {named(flags.model)}"):
+    with command(f"operating points of {named(flags.model)}", flags.on.places):
         find_points(flags)
 
 

@@ -34,12 +34,21 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.data.packing import Report
 
+KINDS = ("folder", "webdataset", "parquet", "torchvision")  # of sources with a path
 SHOWN = 20  # lines about skipped files
+
+
+def source_name(text: str) -> str:
+    """Reads --source. Raises UsageError for a kind of path that does not exist."""
+    kind, colon, _ = text.partition(":")
+    if colon and kind not in KINDS:
+        raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(KINDS)}")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackFlags:
-    source: str = flag(help="see above")
+    source: str = flag(help="see above", read=source_name)
     out: str = flag(help="directory or URI for train/, val/ and manifest.json")
     val_frac: float = flag(0.2, "fraction of images for validation, if the source has no split")
     fresh: bool = flag(False, "replace an earlier data set at --out")
@@ -61,10 +70,6 @@ def main() -> None:
 def pack_source(flags: PackFlags) -> None:
     """Packs the source and prints a report. Raises UsageError for an --out that cannot be used."""
     from orchestrator import storage
-    from orchestrator.data.formats import Columns
-    from orchestrator.data.packing import check_free, encode_for_shard, pack
-    from orchestrator.data.sources import open_source
-    from orchestrator.data.transparency import colour
 
     if not flags.out:
         raise UsageError("--out is empty: name a directory or URI")
@@ -74,10 +79,16 @@ def pack_source(flags: PackFlags) -> None:
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
     if kind in ("folder", "webdataset", "parquet") and not apart:  # --fresh could delete the images
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
+    check_writable("--out", out)
+
+    from orchestrator.data.formats import Columns
+    from orchestrator.data.packing import check_free, encode_for_shard, pack
+    from orchestrator.data.sources import open_source
+    from orchestrator.data.transparency import colour
+
     if not flags.fresh:
         check_free(out)
     encode = partial(encode_for_shard, background=colour(flags.background) if flags.background else None)
-    check_writable("--out", out)
     source = open_source(
         flags.source,
         root=flags.root,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import command, connect, failed, print_table, source_labels
-from jobs._flags import flag, numbers, parse
+from jobs._flags import flag, numbers, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
 
@@ -115,8 +115,10 @@ class SweepFlags:
     )
     device: str | None = flag(None, "kind in the price table; default: CPU-core, with GPUs H100-80")
     prices: str | None = flag(None, "price table; default: cluster/prices.yaml")
-    budget_hours: float | None = flag(None, "device-hours; trials that do not fit are not started")
-    budget_usd: float | None = flag(None, "the same in money")
+    budget_hours: float | None = flag(
+        None, "device-hours; trials that do not fit are not started", read=positive
+    )
+    budget_usd: float | None = flag(None, "the same in money", read=positive)
     run: RunFlags
 
     def __post_init__(self) -> None:
@@ -232,10 +234,10 @@ class SweepFlags:
 
 def main() -> None:
     flags = parse(SweepFlags, __doc__)
-    doing = "planning" if flags.plan else "training"
+    doing, places = "planning" if flags.plan else "training", flags.run.places
     if flags.run.list or flags.run.asks_for_fields():
-        doing = "listing" if flags.run.list else "fields of"
-    with command(f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})"):
+        doing, places = "listing" if flags.run.list else "fields of", None
+    with command(f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})", places):
         sweep(flags)
 
 

@@ -47,7 +47,7 @@ class PredictFlags:
 
 def main() -> None:
     flags = parse(PredictFlags, __doc__)
-    with command(f"predicting {flags.images} by {flags.model}"):
+    with command(f"predicting {flags.images} by {flags.model}", flags.places):
         predict(flags)
 
 

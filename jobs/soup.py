@@ -38,7 +38,7 @@ class SoupFlags:
 
 def main() -> None:
     flags = parse(SoupFlags, __doc__)
-    with command(f"averaging {named(flags.model)}"):
+    with command(f"averaging {named(flags.model)}", flags.on.places):
         make_soup(flags)
 
 

@@ -62,7 +62,7 @@ class StudyFlags:
 def main() -> None:
     studies = "\n".join(f"  {name:18} {about}" for name, about in STUDIES.items())
     flags = parse(StudyFlags, __doc__, epilog=f"studies:\n{studies}")
-    with command(f"study {flags.name}"):
+    with command(f"study {flags.name}", flags.places):
         run_study(flags)
 
 

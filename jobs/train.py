@@ -111,6 +111,8 @@ class RunFlags:
         changes: dict[str, Any] = {"name": name, "storage": root}
         if data:
             path = self.places.shards(self.data) if self.data else driver.digits(root)
+            if not (self.data or self.fresh):
+                check_trained_on(path, self.places.below(name))
             changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
         if isinstance(model := self.model or assigned.pop("model", None), str):
             changes["model"] = to_dict(preset(model))
@@ -150,6 +152,23 @@ class RunFlags:
             raise UsageError(f"--init-from {model}: {error}") from None
 
 
+def check_trained_on(default: str, directory: str) -> None:
+    """Raises UsageError if the run or the sweep in the directory has other data than `default`, which a
+    command without --data would take.
+    """
+    from orchestrator.training.run_directory import read_run, read_sweep
+
+    run, sweep = read_run(directory), read_sweep(directory)
+    config = run.config if run else sweep.base if sweep else None
+    was = config["data"]["path"] if config else default
+    # The storage may have been moved or copied.
+    if was.rpartition("/")[2] != default.rpartition("/")[2]:
+        raise UsageError(
+            f"{directory} was trained on {was}, and without --data it would be {default}: give --data {was},"
+            " or use another --name"
+        )
+
+
 def preset(name: str) -> ViTConfig:
     """The model of the papers with this name. Raises UsageError if there is none."""
     from moe.presets import PRESETS
@@ -169,8 +188,10 @@ def print_fields(base: RunConfig) -> None:
 
 def main() -> None:
     flags = parse(RunFlags, __doc__)
-    doing = "listing" if flags.list else "train: fields" if flags.asks_for_fields() else "training"
-    with command(doing if doing != "training" else f"training {flags.name or 'train'}"):
+    doing, places = f"training {flags.name or 'train'}", flags.places
+    if flags.list or flags.asks_for_fields():
+        doing, places = "listing" if flags.list else "train: fields", None
+    with command(doing, places):
         train(flags)
 
 

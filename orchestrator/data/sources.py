@@ -215,9 +215,13 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
         sets = {split: _open_part(name, arguments) for split, arguments in parts.items()}
         listed = _set_parts(sets)
     except (RuntimeError, OSError, TypeError, ValueError, ImportError, NotImplementedError) as error:
-        fetchable = "not found" in str(error) and "download" in accepts and not download
-        hint = "; --download fetches it" if fetchable else ""
-        raise UsageError(f"torchvision:{name} below {root!r}: {error}{hint}") from None
+        reason = str(error)
+        if "not found" in reason and "download" in accepts and not download:
+            # torchvision itself would name an argument of its own.
+            packed = sorted(map(str, [*Path(root).glob("*.gz"), *Path(root, name).rglob("*.gz")]))
+            unpack = f"unpack {packed[0]} and its like, or " if packed else ""
+            reason = f"its files are not there: {unpack}let --download fetch them"
+        raise UsageError(f"torchvision:{name} below {root!r}: {reason}") from None
     own = {part.name: None if part.name == "all" else part.name for part in listed}
     if isinstance(listed[0].images[0], str):
         return _source(listed, own, val_frac, read_files)

@@ -270,7 +270,10 @@ def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: 
             f"the data at {data} changed since {directory} was started: use another --name, or --fresh to"
             " start over"
         )
-    listed = "; ".join(f"{name}: {before!r} -> {after!r}" for name, (before, after) in changes.items())
+    # Other data has another digest, and the path says more than two digests.
+    shown = {name: change for name, change in changes.items() if name != DATA}
+    first = sorted(shown, key=lambda name: name != "data.path")
+    listed = "; ".join("{}: {!r} -> {!r}".format(name, *shown[name]) for name in first)
     raise UsageError(
         f"{directory} was started with another config ({listed}); give the old values, use another --name, or"
         " --fresh to start over"

@@ -42,6 +42,19 @@ show(*lines[0], "torch" in sys.modules, file=sys.stderr)
 """
 
 
+NO_STORAGE = """
+import json, runpy, sys
+answers = []
+for words in (["train"], ["pareto_sweep"], ["evaluate", "soft"], ["finetune", "soft", "--data", "x"]):
+    sys.argv = [words[0], *words[1:], "--storage", "/proc/x"]
+    try:
+        runpy.run_path(f"jobs/{words[0]}.py", run_name="__main__")
+    except SystemExit as stop:
+        answers.append((stop.code, "torch" in sys.modules))
+print(json.dumps(answers))
+"""
+
+
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[str, str, int, list[str], str]]:
     done = run_bare("-c", ANSWER)
@@ -65,6 +78,13 @@ def test_the_first_line_comes_before_torch():
     assert first == "computing costs: loading libraries .."
     assert last == f"{first} False True"
     assert json.loads(done.stdout)[0]["model"] == "S/16", "nothing but JSON on stdout"
+
+
+def test_a_storage_that_cannot_be_written_to_is_refused_before_torch_is_loaded():
+    done = run_bare("-c", NO_STORAGE)
+    assert done.returncode == 0, done.stderr
+    refused = "error: --storage /proc/x cannot be written to: No such file or directory"
+    assert json.loads(done.stdout.splitlines()[-1]) == [[refused, False]] * 4
 
 
 def test_help_states_what_holds(answers: list[Any]):

@@ -10,9 +10,12 @@ import pytest
 from mlflow import MlflowClient
 
 from jobs import pareto_sweep, train
-from orchestrator.codec import flat
+from orchestrator.codec import flat, override
+from orchestrator.config import RunConfig
+from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.find import find_run
 from orchestrator.tracking.store import EXPERIMENT, open_reader
+from tests.made_directories import begin_sweep
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--set", "train.steps=4", "--set", "train.report_every=2"]
@@ -93,6 +96,17 @@ def test_bad_input_is_one_clear_line(flags, message, home, call):
     stopped, _ = call(train.main, *flags)
     assert re.search(f"^error: .*{message}", stopped)
     assert "\n" not in stopped
+
+
+def test_a_name_with_data_of_its_own_wants_them_again(home, call):
+    """The cause is named, and not what follows from it."""
+    base = override(RunConfig(), {"name": "stamps", "storage": str(home), "data.path": "/data/stamps"})
+    begin_sweep(Sweep(base=base, arms={"a": {}}))
+    stopped, _ = call(pareto_sweep.main, "--name", "stamps")
+    assert stopped == (
+        f"error: {home}/stamps was trained on /data/stamps, and without --data it would be"
+        f" {home}/data/digits: give --data /data/stamps, or use another --name"
+    )
 
 
 def test_set_help_shows_every_field(home, call):

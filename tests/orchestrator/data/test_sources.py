@@ -192,7 +192,10 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
         ("torchvision:mnist", "torchvision.datasets has no 'mnist'; it has .*MNIST"),  # the name of a module
-        ("torchvision:CIFAR10", "CIFAR10 below '/not/there': Dataset not found .*; --download fetches it"),
+        (
+            "torchvision:CIFAR10",
+            "CIFAR10 below '/not/there': its files are not there: let --download fetch them",
+        ),
         ("torchvision:ImageFolder", "torchvision:ImageFolder below '/not/there': .*No such file"),
         ("torchvision:CocoDetection", "torchvision:CocoDetection below '/not/there': .*annFile"),
         ("torchvision:EMNIST", "torchvision:EMNIST below '/not/there': .*split"),
@@ -204,6 +207,14 @@ def test_unknown_sources(name: str, message: str) -> None:
         open_source(name, root="/not/there")
     with pytest.raises(UsageError, match=r"--val-frac nan: must lie between 0 and 1"):
         open_source(name, val_frac=float("nan"))
+
+
+def test_files_that_are_still_packed_are_named(tmp_path: Path) -> None:
+    packed = tmp_path / "FashionMNIST/raw/train-images-idx3-ubyte.gz"
+    packed.parent.mkdir(parents=True)
+    packed.touch()
+    with pytest.raises(UsageError, match=f"are not there: unpack {packed} and its like, or let --download"):
+        open_source("torchvision:FashionMNIST", root=str(tmp_path))
 
 
 class TestShards:
