@@ -76,6 +76,8 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
             trial_dirname_creator=_trial_id,
             trial_name_creator=_trial_id,
             verbose=0,
+            # In a notebook Tune would choose a reporter that erases what the cell has shown, even so.
+            progress_reporter=ray.tune.CLIReporter(),
         )
     except BaseException:
         # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives.

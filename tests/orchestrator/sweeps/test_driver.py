@@ -169,8 +169,10 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
         load_model("models:/tiny/1", tracking_uri=tracking.uri)
 
 
-def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path, capsys):
+def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path, capsys, monkeypatch):
     """One MLflow store, two users: each gets the frontier of its own arms. One of them wants no progress."""
+    # In a notebook Tune would choose a reporter that erases what is shown.
+    monkeypatch.setattr("ray.tune.tune._detect_reporter", None)
     mine = replace(sweep, arms={"mine": {}})
     run_sweep(mine, store=tracking)
     assert "[ 1/1] mine               val/acc1 0." in capsys.readouterr().out
