@@ -63,10 +63,10 @@ def test_transparency_is_named_and_can_be_put_on_a_background(call: Call, tmp_pa
         " colour of your choice below it" in lines
     )
     assert corners(tmp_path / "out") == {(0, 0, 255)}
-    _, lines = call(*source, "--overwrite", "--background", "white")
+    _, lines = call(*source, "--fresh", "--background", "white")
     assert "8 of 9 images have transparency and were put on white" in lines
     assert corners(tmp_path / "out") == {(0, 0, 255), (255, 255, 255)}
-    error, _ = call(*source, "--overwrite", "--background", "whyte")
+    error, _ = call(*source, "--fresh", "--background", "whyte")
     assert "unknown colour 'whyte'" in str(error)
 
 
