@@ -28,7 +28,7 @@ class DataConfig(Config):
         path: directory or URI with the `manifest.json` that `jobs/pack_shards.py` writes.
         batch_size: images per step, over all workers.
         lanes: places of the data set that are read at the same time; every batch takes as many images from
-            each. The number of workers must divide it. None: see `lane_count`.
+            each. The number of workers must divide it. None: see `RunConfig.lane_count`.
         shuffle_window: images of a lane that are shuffled together.
         shuffle_run: neighbouring images of a shard that stay together in the shuffle, and that one request to
             S3 fetches. 1 shuffles best; with hundreds of GPUs, 8 saves most requests.
@@ -74,11 +74,6 @@ class DataConfig(Config):
             )
         if self.lanes is not None and self.batch_size % self.lanes:
             raise ValueError(f"lanes={self.lanes} does not divide batch_size={self.batch_size}")
-
-    def lane_count(self) -> int:
-        """Returns `lanes`, or the largest divisor of the batch up to 16 or an eighth of the batch."""
-        limit = max(16, self.batch_size // 8)
-        return self.lanes or max(d for d in range(1, limit + 1) if self.batch_size % d == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +214,9 @@ class RunConfig(Config):
             raise ValueError(
                 f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers}"
             )
-        if self.data.lane_count() % workers:
+        if self.lane_count() % workers:
             raise ValueError(
-                f"data.lanes={self.data.lane_count()} does not divide over workers={workers}: begin the run"
+                f"data.lanes={self.lane_count()} does not divide over workers={workers}: begin the run"
                 f" with data.lanes a multiple of the workers and a divisor of data.batch_size={batch}"
             )
         if (self.data.mixup or self.data.cutmix) and self.images_per_pass() % 2:
@@ -248,6 +243,14 @@ class RunConfig(Config):
         if self.scale.ep == "auto":
             raise UsageError("scale.ep=auto: `orchestrator.sweeps.estimate.settled(run)` chooses a number")
         return self.scale.ep
+
+    def lane_count(self) -> int:
+        """Returns `data.lanes`, or the largest multiple of the workers that divides the batch and is at most
+        16, an eighth of the batch or the workers, whichever is most.
+        """
+        batch, workers = self.data.batch_size, self.scale.workers
+        limit = max(16, batch // 8, workers)
+        return self.data.lanes or max(n for n in range(workers, limit + 1, workers) if batch % n == 0)
 
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
         """Returns the data type of matmuls and activations."""

@@ -170,7 +170,7 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
         randaugment=config.randaugment,
         randaugment_magnitude=config.randaugment_magnitude,
     )
-    return replace(stream, plan=_plan(config, run.train.seed), transform=transform)
+    return replace(stream, plan=_plan(config, run.lane_count(), run.train.seed), transform=transform)
 
 
 def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
@@ -217,11 +217,11 @@ def _data_set(config: DataConfig, whole: bool) -> DataSet:
 
 
 @lru_cache(maxsize=4)
-def _plan(config: DataConfig, seed: int) -> Plan:
+def _plan(config: DataConfig, lanes: int, seed: int) -> Plan:
     return Plan(
         rows=np.array([shard.rows for shard in _manifest(config.path).splits["train"]]),
         seed=seed,
-        lanes=config.lane_count(),
+        lanes=lanes,
         batch_size=config.batch_size,
         shuffle_window=config.shuffle_window,
         shuffle_run=config.shuffle_run,

@@ -101,6 +101,17 @@ def test_default_phases_fit_any_length() -> None:
             TrainConfig(steps=steps, schedule=schedule)
 
 
+def test_workers_that_divide_the_batch_divide_the_lanes() -> None:
+    """Workers that divide the lanes of one worker leave them as they are: these run to and fro."""
+    for batch in (1, 36, 64, 96, 100, 256, 4096):
+        alone = max(n for n in range(1, max(16, batch // 8) + 1) if batch % n == 0)
+        for workers in (n for n in (1, 2, 3, 4, 6, 12, 100, 512) if batch % n == 0):
+            run = RunConfig(data=DataConfig(batch_size=batch), scale=ScaleConfig(workers=workers))
+            lanes = run.lane_count()
+            assert batch % lanes == lanes % workers == 0, run
+            assert lanes == alone or alone % workers, run
+
+
 def test_images_per_pass() -> None:
     scale, data = ScaleConfig(workers=2), DataConfig(batch_size=32)
     assert RunConfig(scale=scale, data=data).images_per_pass() == 16
