@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from math import gcd, lcm
 from typing import Any
 
+import psutil
 import ray
 import ray.train
 import torch
@@ -100,7 +101,8 @@ def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
         UsageError: for missing data, or another config in the run's directory.
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
     """
-    if (result := start(run)) is not None:
+    run = start(run)
+    if (result := result_of(run)) is not None:
         return result
     if is_inline(run):
         train_worker(run, report=report, read=in_process, until=until)
@@ -113,11 +115,13 @@ def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
     return result
 
 
-def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None = None) -> Result | None:
-    """Acquires the run's directory and checks its data; returns the result of a run that is complete."""
+def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None = None) -> RunConfig:
+    """Acquires the run's directory and checks its data. Returns the run with the lanes that it began with, so
+    that another number of workers reads the same batches.
+    """
     check_data(run)
-    acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
-    return result_of(run)
+    record = acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
+    return override(run, {"data.lanes": from_dict(RunConfig, record.config).lane_count()})
 
 
 def fit_on_workers(
@@ -332,16 +336,34 @@ class _TorchConfig(TorchConfig):
 
 
 class _Backend(_TorchBackend):
-    """Frees the devices of workers that could not be connected. Ray 2.60 reserves them until its job ends, so
-    the next attempt would wait for ever.
+    """Connects workers by the network that Ray uses, and frees the devices of those that could not be
+    connected. Ray 2.60 reserves them until its job ends, so the next attempt would wait for ever.
     """
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         try:
+            worker_group.execute(use_interface_of_ray)
             super().on_start(worker_group, backend_config)
         except Exception:
             worker_group.shutdown()
             raise
+
+
+def use_interface_of_ray() -> None:
+    """Lets gloo and NCCL use the interface that has Ray's address of this node, unless the user chose others.
+
+    By itself, gloo listens on the address of the hostname, which is 127.0.1.1 in /etc/hosts of Debian and
+    Ubuntu: other machines cannot reach it. Without such an interface, as behind a translated address, both
+    choose for themselves.
+    """
+    node = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        # A link-local IPv6 address ends in its interface: fe80::1%eth0.
+        if node in (each.address.partition("%")[0] for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            # By default NCCL takes all names that begin like this, eth10 for eth1.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            return
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@ the sizes that a run can shrink to.
 """
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -141,6 +142,21 @@ def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
     assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl"))
 
 
+def test_a_run_keeps_the_lanes_that_it_began_with(run, tmp_path):
+    """96 images are read in 12 lanes by three workers, and in 16 by one."""
+    run = override(run, {"data.batch_size": 96, "train.steps": 3, "model.moe": None})
+    written_down = trained(run, tmp_path / "twelve.jsonl", name="twelve", **{"data.lanes": 12})
+    start(override(run, {"name": "three", "scale.workers": 3}))
+    assert_same(written_down, trained(run, tmp_path / "three.jsonl", name="three"))
+
+    alone = start(override(run, {"name": "alone"}))
+    assert alone.lane_count() == 16
+    with pytest.raises(UsageError, match=r"data.lanes=16 does not divide over workers=3: begin the run"):
+        start(override(run, {"name": "alone", "scale.workers": 3}))
+    with pytest.raises(UsageError, match=r"another config \(data.lanes: 16 -> 12\)"):
+        start(override(run, {"name": "alone", "data.lanes": 12}), "resume")
+
+
 def test_data_that_changed_in_place_is_refused(run, tmp_path, digits):
     copy = tmp_path / "copy"
     shutil.copytree(digits, copy)
@@ -238,6 +254,19 @@ def test_workers_that_cannot_be_connected_free_their_devices():
     with pytest.raises(AttributeError):
         config.backend_cls().on_start(unconnected, config)
     assert freed == ["all"]
+
+
+def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch):
+    """Unless the user chose another one, or none has Ray's address."""
+    (link,) = (name for name, all in psutil.net_if_addrs().items() if "127.0.0.1" in [a.address for a in all])
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    chosen = []
+    for address, gloo in (("127.0.0.1", ""), ("127.0.0.1", "eth7"), ("192.0.2.1", "")):
+        monkeypatch.setattr(fit_file.ray.util, "get_node_ip_address", lambda address=address: address)
+        monkeypatch.setattr(os, "environ", {names[0]: gloo} if gloo else {})
+        fit_file.use_interface_of_ray()
+        chosen.append(tuple(map(os.environ.get, names)))
+    assert chosen == [(link, f"={link}"), ("eth7", f"={link}"), (None, None)]
 
 
 def eight_workers(**changes: object) -> RunConfig:
