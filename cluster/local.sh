@@ -182,14 +182,21 @@ start_node() {
         }
 }
 
+# Fails if the head has died and left its other processes behind, or has not come up yet.
+check_head() {
+    (: <> "/dev/tcp/127.0.0.1/$(< "$folder/port")") 2> /dev/null \
+        || fail "the head of $folder does not answer: \`$0 stop\` ends what is left of it, \`$0 start\` starts it anew"
+}
+
 start() {
     local workers="${1:-2}" client_port
     [[ "$workers" =~ ^[1-9][0-9]*$ ]] || fail "workers: a number from 1 on, got '$workers'"
     (umask 077 && mkdir -p "$folder")
     [[ -O "$folder" ]] || fail "$folder is another user's: set CLUSTER_DIR to a short path of your own"
     if [[ -n "$(processes)" ]]; then
+        check_head
         echo "it runs already; \`$0 stop\` ends it"
-        [[ -e "$folder/env" ]] && cat "$folder/env"
+        [[ ! -e "$folder/env" ]] || cat "$folder/env"
         return
     fi
     port="$(choose_port RAY_PORT 6379)"
@@ -231,6 +238,7 @@ start) start "${2:-}" ;;
 stop) stop ;;
 status)
     [[ -n "$(processes)" ]] || fail "nothing of $folder runs: \`$0 start\` starts it"
+    check_head
     exec "$bin/ray" status --address="127.0.0.1:$(< "$folder/port")"
     ;;
 *) fail "usage: $0 start [workers] | stop | status" ;;
