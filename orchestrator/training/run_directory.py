@@ -254,7 +254,7 @@ def acquire_run_dir(
 
 
 def flat_with_lanes(run: RunConfig) -> dict[str, Any]:
-    """Returns the fields of a run by dotted names; its lanes are those that it reads, also if it sets none."""
+    """Returns the fields of a run by dotted names, with the lanes that it reads if it sets none."""
     return flat(run) | {"data.lanes": run.lane_count()}
 
 

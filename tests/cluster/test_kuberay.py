@@ -93,10 +93,24 @@ def test_the_clusters_maximum_is_declared():
     most = {"CPU": 0, "GPU": 0}
     for group in cluster_of("raycluster")["workerGroupSpecs"]:
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        most["CPU"] += group["maxReplicas"] * int(limits["cpu"])
+        most["CPU"] += group["maxReplicas"] * int(group["rayStartParams"]["num-cpus"])
         most["GPU"] += group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0))
     declared = shared()["ConfigMap", "moe-frontier"]["data"]["MOE_FRONTIER_MAX_RESOURCES"]
     assert json.loads(declared) == most
+
+
+@pytest.mark.parametrize(("name", "cpus", "gib"), [("head", 4, 16), ("gpu", 4, 16), ("data", 16, 64)])
+def test_a_pod_leaves_room_for_the_system_of_its_node(name, cpus, gib):
+    """Else no node of the price that the file quotes ever fits it."""
+    spec = cluster_of("raycluster")
+    requests = [container["resources"]["requests"] for container in pods()[name]["containers"]]
+    if name == "head":  # KubeRay puts the autoscaler's container into the head's pod
+        requests.append(spec["autoscalerOptions"]["resources"]["requests"])
+    assert 0.85 * cpus < sum(cores(one["cpu"]) for one in requests) <= cpus - 0.5
+    assert 0.8 * gib < sum(size(one["memory"]) for one in requests) / 2**30 <= 0.875 * gib
+    for group in spec["workerGroupSpecs"]:
+        if group["groupName"] == name:  # KubeRay would round the CPUs up
+            assert int(group["rayStartParams"]["num-cpus"]) == int(cores(requests[0]["cpu"]))
 
 
 def test_closed_by_default():
@@ -116,6 +130,11 @@ def test_closed_by_default():
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
     for document in (manifest("raycluster"), manifest("rayjob"), *shared().values()):
         check_no_secrets(document)
+
+
+def cores(quantity: str) -> float:
+    """Returns the CPUs of a Kubernetes quantity."""
+    return float(quantity.removesuffix("m")) / (1000 if quantity.endswith("m") else 1)
 
 
 def size(quantity: str) -> float:
