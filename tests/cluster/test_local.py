@@ -54,7 +54,9 @@ def test_a_cluster_whose_head_died_does_not_run(tmp_path):
         for command in ("start", "status"):
             done = subprocess.run([SCRIPT, command], env=env, capture_output=True, text=True, check=False)
             assert (done.returncode, done.stdout) == (1, "")
-            assert done.stderr.startswith(f"error: the head of {tmp_path} does not answer: `{SCRIPT} stop` ends")
+            assert done.stderr.startswith(
+                f"error: the head of {tmp_path} does not answer: `{SCRIPT} stop` ends"
+            )
     finally:
         node.kill()
         node.wait()
