@@ -4,7 +4,6 @@ They hang on one switch, and share all other files. Needs root. A machine lives 
 which reads from this process: however this one ends, the machine and all that runs on it end too.
 """
 
-import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,7 @@ exec cat"""
 class Machine:
     """A machine with the address 10.77.0.<number>. The first one has the switch, with a port for another."""
 
-    def __init__(self, number: int, holder: "subprocess.Popen[str]", switch: "Machine | None") -> None:
+    def __init__(self, number: int, holder: subprocess.Popen[str], switch: "Machine | None") -> None:
         assert holder.stdout
         assert holder.stdout.readline() == "booted\n"
         self.address, self._switch, self._port = f"10.77.0.{number}", switch, f"port{number}"
@@ -48,7 +47,7 @@ class Machine:
         self.ip("address", "add", f"{self.address}/24", "dev", "card")
         self.ip("link", "set", "card", "up")
 
-    def start(self, *command: str, **options: Any) -> "subprocess.Popen[str]":
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Starts a command on this machine, in the folder of the project."""
         enter = ["nsenter", f"--target={self._pid}", *NAMESPACES, "--wd", "--"]
         return subprocess.Popen([*enter, *command], text=True, **options)
@@ -85,7 +84,7 @@ def machines(count: int) -> Iterator[Sequence[Machine]]:
         for number in range(1, count + 1):
             command = ["unshare", *NAMESPACES, "--kill-child", "--mount-proc", "sh", "-c", BOOT, f"m{number}"]
             holder = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
             )
             stack.enter_context(holder)  # closes its stdin and waits
             found.append(Machine(number, holder, found[0] if found else None))
