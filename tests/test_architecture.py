@@ -134,6 +134,7 @@ LIBRARIES = {  # library -> where it may be imported
         "orchestrator.data.ray_data",
         "orchestrator.training.fit",
         "orchestrator.training.resources",
+        "orchestrator.training.torch_trainer",
         "orchestrator.sweeps.driver",
         "orchestrator.sweeps.engine",
         "orchestrator.sweeps.scheduler",

@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from math import gcd, lcm
 from typing import Any
 
-import psutil
 import ray
 import ray.train
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer
-from ray.train.torch.config import _TorchBackend
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from moe.parallel import sum_over_ranks
@@ -46,6 +43,7 @@ from orchestrator.training.run_directory import (
     result_of,
     run_directory,
 )
+from orchestrator.training.torch_trainer import ConnectConfig, Trainer
 from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)
@@ -295,10 +293,10 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     storage.delete(refused)
     feeds = start_feeds(run, here())
     try:
-        _Trainer(
+        Trainer(
             _train_worker_on_ray,
             train_loop_config={"run": to_dict(run), "until": until, "feeds": feeds},
-            torch_config=_TorchConfig(
+            torch_config=ConnectConfig(
                 backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
             ),
             scaling_config=ray.train.ScalingConfig(
@@ -320,50 +318,6 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     finally:
         for feed in feeds:
             ray.kill(feed)
-
-
-class _Trainer(TorchTrainer):
-    """Does not handle Ctrl-C, which Ray would turn into a failed training: the command handles it."""
-
-    def _register_sigint_handler(self, controller: Any) -> None:
-        pass
-
-
-class _TorchConfig(TorchConfig):
-    @property
-    def backend_cls(self) -> type[_TorchBackend]:
-        return _Backend
-
-
-class _Backend(_TorchBackend):
-    """Connects workers by the network that Ray uses, and frees the devices of those that could not be
-    connected. Ray 2.60 reserves them until its job ends, so the next attempt would wait for ever.
-    """
-
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        try:
-            worker_group.execute(use_interface_of_ray)
-            super().on_start(worker_group, backend_config)
-        except Exception:
-            worker_group.shutdown()
-            raise
-
-
-def use_interface_of_ray() -> None:
-    """Lets gloo and NCCL use the interface that has Ray's address of this node, unless the user chose others.
-
-    By itself, gloo listens on the address of the hostname, which is 127.0.1.1 in /etc/hosts of Debian and
-    Ubuntu: other machines cannot reach it. Without such an interface, as behind a translated address, both
-    choose for themselves.
-    """
-    node = ray.util.get_node_ip_address()
-    for name, addresses in psutil.net_if_addrs().items():
-        # A link-local IPv6 address ends in its interface: fe80::1%eth0.
-        if node in (each.address.partition("%")[0] for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            # By default NCCL takes all names that begin like this, eth10 for eth1.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-            return
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:

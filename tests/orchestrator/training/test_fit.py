@@ -3,7 +3,6 @@ the sizes that a run can shrink to.
 """
 
 import json
-import os
 import shutil
 import threading
 import time
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -244,29 +242,6 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     start(run)
     fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "feeds": []})
     assert stops == [True]
-
-
-def test_workers_that_cannot_be_connected_free_their_devices():
-    """Else the next attempt waits for ever for what Ray still reserves."""
-    freed = []
-    unconnected: Any = SimpleNamespace(shutdown=lambda: freed.append("all"))
-    config = fit_file._TorchConfig(backend="gloo")
-    with pytest.raises(AttributeError):
-        config.backend_cls().on_start(unconnected, config)
-    assert freed == ["all"]
-
-
-def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch):
-    """Unless the user chose another one, or none has Ray's address."""
-    (link,) = (name for name, all in psutil.net_if_addrs().items() if "127.0.0.1" in [a.address for a in all])
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    chosen = []
-    for address, gloo in (("127.0.0.1", ""), ("127.0.0.1", "eth7"), ("192.0.2.1", "")):
-        monkeypatch.setattr(fit_file.ray.util, "get_node_ip_address", lambda address=address: address)
-        monkeypatch.setattr(os, "environ", {names[0]: gloo} if gloo else {})
-        fit_file.use_interface_of_ray()
-        chosen.append(tuple(map(os.environ.get, names)))
-    assert chosen == [(link, f"={link}"), ("eth7", f"={link}"), (None, None)]
 
 
 def eight_workers(**changes: object) -> RunConfig:

@@ -1,0 +1,55 @@
+"""Ray Train's trainer for torch, with other signals, the network of Ray, and workers that can be freed."""
+
+import os
+from typing import Any
+
+import psutil
+import ray
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
+
+
+class Trainer(TorchTrainer):
+    """Does not handle Ctrl-C, which Ray would turn into a failed training: the command handles it."""
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        pass
+
+
+class ConnectConfig(TorchConfig):
+    """Connects the workers by `_Backend`."""
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        return _Backend
+
+
+class _Backend(_TorchBackend):
+    """Connects workers by the network that Ray uses, and frees the devices of those that could not be
+    connected. Ray 2.60 reserves them until its job ends, so the next attempt would wait for ever.
+    """
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        try:
+            worker_group.execute(use_interface_of_ray)
+            super().on_start(worker_group, backend_config)
+        except Exception:
+            worker_group.shutdown()
+            raise
+
+
+def use_interface_of_ray() -> None:
+    """Lets gloo and NCCL use the interface that has Ray's address of this node, unless the user chose others.
+
+    By itself, gloo listens on the address of the hostname, which is 127.0.1.1 in /etc/hosts of Debian and
+    Ubuntu: other machines cannot reach it. Without such an interface, as behind a translated address, both
+    choose for themselves.
+    """
+    node = ray.util.get_node_ip_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        # A link-local IPv6 address ends in its interface: fe80::1%eth0.
+        if node in (each.address.partition("%")[0] for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            # By default NCCL takes all names that begin like this, eth10 for eth1.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            return
