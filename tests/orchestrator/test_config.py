@@ -102,7 +102,7 @@ def test_default_phases_fit_any_length() -> None:
 
 
 def test_workers_that_divide_the_batch_divide_the_lanes() -> None:
-    """Workers that divide the lanes of one worker leave them as they are: these run to and fro."""
+    """Workers that divide the lanes of a single worker keep them, and so read the same batches."""
     for batch in (1, 36, 64, 96, 100, 256, 4096):
         alone = max(n for n in range(1, max(16, batch // 8) + 1) if batch % n == 0)
         for workers in (n for n in (1, 2, 3, 4, 6, 12, 100, 512) if batch % n == 0):
