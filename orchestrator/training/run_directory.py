@@ -228,9 +228,8 @@ def acquire_run_dir(
                 f"{directory} was started with a config that cannot be read ({error}); use another --name,"
                 " or --fresh to start over"
             ) from None
-        began = flat_with_lanes(before)
-        lanes = {} if run.data.lanes else {"data.lanes": began["data.lanes"]}  # it keeps those it began with
-        changes |= changed_fields(began, flat(run) | lanes)
+        lanes = {"data.lanes": before.lane_count()}  # which it keeps
+        changes |= changed_fields(flat(before) | lanes, flat(run) | ({} if run.data.lanes else lanes))
     if previous and previous.data_digest != data_digest:
         changes[DATA] = previous.data_digest, data_digest
     if changes:
@@ -251,11 +250,6 @@ def acquire_run_dir(
     )
     write_json(storage.join(directory, CONFIG), asdict(record))
     return record
-
-
-def flat_with_lanes(run: RunConfig) -> dict[str, Any]:
-    """Returns the fields of a run by dotted names, with the lanes that it reads if it sets none."""
-    return flat(run) | {"data.lanes": run.lane_count()}
 
 
 def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:

@@ -18,7 +18,7 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
 from orchestrator.checkpoint.weights import start_from
-from orchestrator.codec import changed_fields, from_dict, to_dict
+from orchestrator.codec import changed_fields, flat, from_dict, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, open_stream, prefetched
@@ -37,13 +37,7 @@ from orchestrator.training.metrics import (
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.optim import build_optimizer, learning_rate
 from orchestrator.training.profile import profiled
-from orchestrator.training.run_directory import (
-    Result,
-    checkpoint_directory,
-    flat_with_lanes,
-    run_directory,
-    write_result,
-)
+from orchestrator.training.run_directory import Result, checkpoint_directory, run_directory, write_result
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -285,7 +279,8 @@ def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
     trunk = from_dict(RunConfig, config)
     if step >= run.train.steps:
         raise UsageError(f"{run.name}: train.steps={run.train.steps} end before its trunk, at step {step}")
-    changes = changed_fields(flat_with_lanes(trunk), flat_with_lanes(run)).items()
+    fields = (flat(each) | {"data.lanes": each.lane_count()} for each in (trunk, run))
+    changes = changed_fields(*fields).items()
     if changed := [f"{n}: {a!r} -> {b!r}" for n, (a, b) in changes if not n.startswith(BRANCHES_DIFFER_IN)]:
         raise UsageError(f"{run.name} cannot branch from {trunk.name}: {'; '.join(changed)}")
     for at in range(step):
