@@ -135,11 +135,16 @@ class SweepFlags:
         if self.branch_at and (self.search or self.stop_early):
             raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
 
-    def has_data(self) -> bool:
-        """Returns whether there are images; a plan can do without."""
+    def source(self) -> str:
+        """Returns the source of the images that come with the project; empty if the sweep has none."""
         from orchestrator.sweeps.scales import SCALES
 
-        return self.run.data is not None or (SCALES[self.scale].embedded and self.sweep != "study")
+        scale = SCALES[self.scale]
+        return scale.data_of.get(self.sweep, scale.data)
+
+    def has_data(self) -> bool:
+        """Returns whether there are images; a plan can do without."""
+        return self.run.data is not None or bool(self.source())
 
     def retrain(self) -> int:
         """Returns the number of knees to train again."""
@@ -170,7 +175,7 @@ class SweepFlags:
         if not self.has_data() and not self.plan:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
         sweep = self.named_sweep()
-        sweep = self.named_sweep(self.run.changes(sweep.base.name, data=self.has_data()))
+        sweep = self.named_sweep(self.run.changes(sweep.base.name, source=self.source()))
         if self.quality:
             sweep = replace(sweep, quality=self.quality)
             if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:

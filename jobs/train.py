@@ -79,12 +79,13 @@ class RunFlags:
 
         return override(base, self.changes(base.name))
 
-    def changes(self, name: str, *, data: bool = True) -> dict[str, Any]:
+    def changes(self, name: str, *, source: str = "digits") -> dict[str, Any]:
         """The changes of the flags to the run that is called `name` unless --name says otherwise. The data
         decide the number of classes, unless it is set.
 
         Args:
-            data: whether the run needs images; without, neither their place nor their classes are changed.
+            source: the images that are packed if there is no --data. If it is empty too, neither the place of
+                the images nor their classes are changed.
         """
         from moe.codec import to_dict
         from orchestrator.data.manifest import open_manifest
@@ -109,8 +110,8 @@ class RunFlags:
         self.places.check_writable()
         root = self.places.root()
         changes: dict[str, Any] = {"name": name, "storage": root}
-        if data:
-            path = self.places.shards(self.data) if self.data else driver.digits(root)
+        if self.data or source:
+            path = self.places.shards(self.data) if self.data else driver.digits(root, source)
             if not (self.data or self.fresh):
                 check_trained_on(path, self.places.below(name))
             changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}

@@ -35,7 +35,10 @@ from orchestrator.data.samples import (
 )
 from orchestrator.errors import UsageError
 
-KINDS = "digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME"
+KINDS = "digits, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME"
+CANVAS = 16  # pixels of the side of a cluttered digit
+PIECES, PIECE = 2, 4  # their number in an image, and the pixels of a side
+DRAWS = {"train": 8, "val": 6}  # images of every digit
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
@@ -78,6 +81,8 @@ def open_source(
     kind, _, rest = name.partition(":")
     if name == "digits":
         return _digits(val_frac)
+    if name == "cluttered-digits":
+        return _cluttered_digits(val_frac)
     if rest:
         match kind:
             case "folder":
@@ -115,6 +120,40 @@ def _digits(val_frac: float) -> Source:
     keys = [f"digit-{i:04d}" for i in range(len(images))]
     part = Part("all", bundled.target.tolist(), keys, [(0, len(image)) for image in images], images)
     return _source([part], {"all": None}, val_frac, iter, mixed=False)
+
+
+def _cluttered_digits(val_frac: float) -> Source:
+    """Draws every digit several times at a random place of a canvas, over pieces of others of its split.
+
+    The images are the same every time.
+
+    Source: the cluttered MNIST of Recurrent Models of Visual Attention (Mnih et al., 2014), but smaller.
+    """
+    plain, rng = _digits(val_frac), np.random.default_rng(0)
+    splits = {}
+    for split, samples in plain.splits.items():
+        digits = [np.asarray(Image.open(io.BytesIO(sample.image))) for sample in samples]
+        splits[split] = [
+            sample._replace(image=image, key=f"{sample.key}-{draw}", size=len(image))
+            for draw in range(DRAWS[split])
+            for sample, digit in zip(samples, digits, strict=True)
+            for image in [encode_png(_cluttered(digit, digits, rng))]
+        ]
+    return Source(classes=plain.classes, splits=splits, fetch=iter)
+
+
+def _cluttered(digit: np.ndarray, others: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """Returns the canvas, (CANVAS, CANVAS) uint8."""
+    canvas = np.zeros((CANVAS, CANVAS), np.uint8)
+    for _ in range(PIECES):
+        y, x = rng.integers(0, len(digit) - PIECE + 1, 2)
+        piece = others[rng.integers(len(others))][y : y + PIECE, x : x + PIECE]
+        y, x = rng.integers(0, CANVAS - PIECE + 1, 2)
+        place = canvas[y : y + PIECE, x : x + PIECE]
+        np.maximum(place, piece, out=place)
+    y, x = rng.integers(0, CANVAS - len(digit) + 1, 2)
+    canvas[y : y + len(digit), x : x + len(digit)] = digit
+    return canvas
 
 
 def _folder(path: str, val_frac: float) -> Source:

@@ -90,12 +90,16 @@ class SweepOptions(Config):
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def digits(root: str) -> str:
-    """Packs the bundled digits below a storage on first use; returns the path of the shards."""
-    path = storage.join(root, "data", "digits")
+def digits(root: str, source: str = "digits") -> str:
+    """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
+
+    source: ``digits``, 1,797 images of 8 x 8 pixels, or ``cluttered-digits``, the 13,642 images of 16 x 16
+    pixels that the sweep `quickstart` is trained on.
+    """
+    path = storage.join(root, "data", source)
     if not has_manifest(path):
-        source = open_source("digits")
-        write_shards(path, source.classes, source.splits)
+        found = open_source(source)
+        write_shards(path, found.classes, found.splits)
     return path
 
 
