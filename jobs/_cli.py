@@ -113,10 +113,13 @@ def source_labels() -> dict[str, str]:
     """The command, without passwords, and the commit of its code, under MLflow's names."""
     from orchestrator.tracking.store import redact_uri
 
-    labels = {"mlflow.source.name": shlex.join(map(redact_uri, sys.argv)), "mlflow.source.type": "LOCAL"}
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    words = " ".join([sys.argv[0], shlex.join(map(redact_uri, sys.argv[1:]))])
+    labels = {"mlflow.source.name": words.rstrip(), "mlflow.source.type": "LOCAL"}
+    # An environment may lie in a repository of the user's own, which does not have this file.
+    file = Path(__file__)
+    git = ["git", "-C", str(file.parent), "rev-parse", "HEAD", f"HEAD:./{file.name}"]
     done = subprocess.run(git, capture_output=True, text=True)
-    return labels | ({"mlflow.source.git.commit": done.stdout.strip()} if done.returncode == 0 else {})
+    return labels | ({"mlflow.source.git.commit": done.stdout.split()[0]} if done.returncode == 0 else {})
 
 
 def named(models: Sequence[str]) -> str:

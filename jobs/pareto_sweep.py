@@ -55,7 +55,7 @@ SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
 )
 PLAN_MFU = 0.3
 TRIALS = 20
-PRICES = Path(__file__).parents[1] / "cluster" / "prices.yaml"
+PRICES = Path(__file__).with_name("prices.yaml")
 
 
 def sweep_name(text: str) -> str:
@@ -114,7 +114,7 @@ class SweepFlags:
         None, f"fraction of the device's peak that training reaches; default of --plan: {PLAN_MFU}"
     )
     device: str | None = flag(None, "kind in the price table; default: CPU-core, with GPUs H100-80")
-    prices: str | None = flag(None, "price table; default: cluster/prices.yaml")
+    prices: str | None = flag(None, "price table; default: jobs/prices.yaml")
     budget_hours: float | None = flag(
         None, "device-hours; trials that do not fit are not started", read=positive
     )

@@ -46,7 +46,7 @@ def load_prices(path: str) -> dict[str, Device]:
     try:
         table = yaml.safe_load(storage.read_bytes(path))
     except FileNotFoundError:
-        raise UsageError(f"no price table at {path}: copy cluster/prices.yaml and edit it") from None
+        raise UsageError(f"no price table at {path}: copy jobs/prices.yaml and edit it") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not YAML: {error}") from None
     if not isinstance(table, Mapping) or not table:
@@ -78,7 +78,7 @@ class Budget:
         if self.usd is not None and self.usd_per_hour <= 0:
             raise UsageError(
                 f"--budget-usd {self.usd:g} needs the price of a device, which is {self.usd_per_hour:g} per"
-                " hour: name a device of cluster/prices.yaml, or use --budget-hours"
+                " hour: name a device of jobs/prices.yaml, or use --budget-hours"
             )
 
     def limit_s(self) -> float:

@@ -15,7 +15,7 @@ from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialSta
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.run_directory import Result, checkpoint_directory
 
-PRICES = str(Path(__file__).parents[3] / "cluster" / "prices.yaml")
+PRICES = str(Path(__file__).parents[3] / "jobs" / "prices.yaml")
 
 
 def test_the_price_table_of_the_project() -> None:
@@ -40,7 +40,7 @@ def test_a_wrong_price_table_is_refused(text: str, says: str, tmp_path: Path) ->
     path.write_text(text)
     with pytest.raises(UsageError, match=says):
         load_prices(str(path))
-    with pytest.raises(UsageError, match=r"no price table at .*none.yaml: copy cluster/prices.yaml"):
+    with pytest.raises(UsageError, match=r"no price table at .*none.yaml: copy jobs/prices.yaml"):
         load_prices(str(tmp_path / "none.yaml"))
 
 

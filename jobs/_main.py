@@ -1,0 +1,47 @@
+"""The command `moe-frontier`: its first word names a file of this folder, the others are the flags of that."""
+
+import ast
+import difflib
+import importlib
+import re
+import sys
+from pathlib import Path
+
+SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files
+FILES = {
+    SHORT.get(path.stem, path.stem.replace("_", "-")): path
+    for path in Path(__file__).parent.glob("[a-z]*.py")
+}
+
+
+def main() -> None:
+    """Runs a command. The exit code is its own, 2 for a command that does not exist."""
+    name, *flags = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(overview())
+    elif name not in FILES:
+        near = difflib.get_close_matches(name, FILES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        print(f"error: unknown command {name!r}; {hint}moe-frontier --help lists all", file=sys.stderr)
+        sys.exit(2)
+    else:
+        # Usage lines and MLflow show the command under this name.
+        sys.argv = [f"moe-frontier {name}", *flags]
+        job = importlib.import_module(f"jobs.{FILES[name].stem}")
+        job.__doc__ = re.sub(r"(?:python )?jobs/(\w+)\.py", spelled, job.__doc__ or "")
+        job.main()
+
+
+def overview() -> str:
+    """Returns the commands with a line each, the first of their docstrings; loads none of them."""
+    width = max(map(len, FILES))
+    lines = ["usage: moe-frontier COMMAND [flags]", ""]
+    for name in sorted(FILES):
+        doc = " ".join((ast.get_docstring(ast.parse(FILES[name].read_text())) or "").split())
+        lines.append(f"  {name:{width}}  {re.split('[.:;] ', doc)[0].rstrip('.')}")
+    return "\n".join([*lines, "", "moe-frontier COMMAND --help prints the flags of a command."])
+
+
+def spelled(file: re.Match[str]) -> str:
+    """Returns the command that a mention of its file stands for."""
+    return "moe-frontier " + next(name for name, path in FILES.items() if path.stem == file[1])

@@ -1,0 +1,84 @@
+"""The command `moe-frontier`, from the working tree and from an installed wheel."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+from jobs._main import main
+from tests.jobs.bare import run_bare
+from tests.jobs.test_light import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+MAIN = "import sys; from jobs._main import main; main(); print('torch' in sys.modules, file=sys.stderr)"
+NAMES = (
+    "cost doctor evaluate export fewshot finetune inspect-routing operating-points pack plan predict report"
+    " soup study sweep train"
+)
+
+
+def test_all_commands_are_listed_and_none_is_loaded() -> None:
+    done = run_bare("-c", MAIN)
+    listed = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert " ".join(words[0] for words in listed) == NAMES
+    assert len(listed) == len(COMMANDS)
+    assert all(len(words) > 3 for words in listed)
+    assert done.stderr == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["sweep", "--help"], 0, "usage: moe-frontier sweep [flags]"),
+        (["inspect-routing", "--nonsense"], 2, "error: the following arguments are required: model"),
+        (["swep"], 2, "error: unknown command 'swep'; did you mean 'sweep'? moe-frontier --help lists all"),
+        (["x"], 2, "error: unknown command 'x'; moe-frontier --help lists all"),
+    ],
+)
+def test_its_words_and_exit_codes(
+    words: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["moe-frontier", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    out, err = capsys.readouterr()
+    assert (out + err).startswith(said)
+    assert ".py" not in out.replace("my_sweep.py", "")
+
+
+@pytest.mark.smoke  # builds and installs the project
+def test_a_wheel_has_all_that_commands_need(tmp_path: Path) -> None:
+    """Without network: dependencies are those of this environment."""
+    copytree(ROOT, tmp_path / "source", ignore=ignore_patterns(".*", "__pycache__", "runs", "site", "build"))
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "wheel", *alone, "--wheel-dir", tmp_path, tmp_path / "source"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert packages == {"experiments", "jobs", "moe", "orchestrator"}
+    for package in packages:
+        for path in (ROOT / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert str(path.relative_to(ROOT)) in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    subprocess.run([*pip, "install", *alone, "--target", tmp_path / "env", wheel], check=True)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "env/bin/moe-frontier", "sweep", "--plan", "--mfu", "0.3"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "env"), "MOE_FRONTIER_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "w32-soft-seed2" in done.stdout
