@@ -1,4 +1,4 @@
-"""The command `moe-frontier`: its first word names a file of this folder, the others are the flags of that."""
+"""The command `moe-frontier`: its first word names a file of this folder, the others are flags for that."""
 
 import ast
 import difflib
