@@ -7,6 +7,7 @@
 Sources; each PATH and --out is local or s3://bucket/prefix:
 
   digits            1,797 images of 8x8 pixels that ship inside scikit-learn
+  cluttered-digits  13,642 images of 16x16 pixels: the same digits, anywhere among pieces of others
   folder:PATH       a folder per class, or train and val of them
   webdataset:PATH   a tar, a folder of tars, or a pattern; members .jpg .. beside .cls or .json,
                     with a label or a list of them

@@ -33,7 +33,7 @@ class RunFlags:
     data: str | None = flag(
         None,
         "directory or URI of shards, or of WebDataset tars or parquet files of other projects, whose classes"
-        " become the model's; default: the digits, packed below the storage",
+        " become the model's; default: digits that come with the project, packed below the storage",
     )
     model: str | None = flag(
         None,

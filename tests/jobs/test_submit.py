@@ -148,7 +148,7 @@ def test_a_failing_trial_is_a_failed_job(env, head, tmp_path):
     """A learning rate that no number survives is an outcome; a shard that is damaged is a failure."""
     made = submit(env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--confirm", "0")
     assert made.returncode == 0, made.stdout[-3000:]
-    for shard in (Path(env["MOE_FRONTIER_HOME"]) / "data/digits/train").iterdir():
+    for shard in (Path(env["MOE_FRONTIER_HOME"]) / "data/cluttered-digits/train").iterdir():
         content = bytearray(shard.read_bytes())
         content[200] ^= 1
         shard.write_bytes(content)
@@ -156,4 +156,4 @@ def test_a_failing_trial_is_a_failed_job(env, head, tmp_path):
         env, head, "jobs/pareto_sweep.py", "--set", "train.steps=1", "--name", "broken", "--confirm", "0"
     )
     assert again.returncode == 1
-    assert "15 runs failed" in again.stdout
+    assert "36 runs failed" in again.stdout

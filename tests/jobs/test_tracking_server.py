@@ -17,9 +17,9 @@ from orchestrator.tracking.store import open_reader
 from tests.jobs.team_server import ADMIN, ADMIN_PASSWORD, READER, TEAM, TeamServer, login
 from tests.orchestrator.tracking.stores import Postgres
 
-pytestmark = pytest.mark.slow  # some minutes: the quickstart's 24 trials, and a server that starts twice
+pytestmark = pytest.mark.slow  # some minutes: the quickstart's 36 trials, and a server that starts twice
 
-TRIALS = 24
+TRIALS = 36
 SWEEP = ("jobs/pareto_sweep.py", "--set", "train.steps=20", "--confirm", "0")
 TRAIN = ("jobs/train.py", "--name", "one", "--set", "train.steps=2")
 

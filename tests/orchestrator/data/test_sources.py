@@ -1,5 +1,6 @@
 """Sources of images of every kind, and files that are not images."""
 
+import hashlib
 import struct
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.data.formats import Columns
+from orchestrator.data.images import decode
 from orchestrator.data.index import sample_ids
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
@@ -187,7 +189,7 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("imagenet", "unknown source 'imagenet'; known: digits, folder:PATH, webdataset:PATH"),
+        ("imagenet", "unknown source 'imagenet'; known: digits, cluttered-digits, folder:PATH"),
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
@@ -400,3 +402,24 @@ class TestTorchvision:
         found, _ = everything(source)
         assert source.classes == ("0", "1", "2")
         assert len(found) == 30
+
+
+def test_cluttered_digits() -> None:
+    """The images are the same on every machine; a digit is in one split, and whole in each of its images."""
+    source, plain = open_source("cluttered-digits"), open_source("digits")
+    assert source.classes == plain.classes
+    assert {split: len(samples) for split, samples in source.splits.items()} == {
+        "train": 11_440,
+        "val": 2_202,
+    }
+    digest = hashlib.sha256()
+    for split, drawn in source.splits.items():
+        digits = {sample.key: sample for sample in plain.splits[split]}
+        for number, sample in enumerate(drawn):
+            canvas, digit = decode(sample.image)[0].numpy(), digits[sample.key.rpartition("-")[0]]
+            digest.update(canvas.tobytes())
+            assert sample.label == digit.label
+            if number % 50 == 0:
+                windows = np.lib.stride_tricks.sliding_window_view(canvas, (8, 8))
+                assert (windows == decode(digit.image)[0].numpy()).all((2, 3)).any(), sample.key
+    assert digest.hexdigest()[:16] == "c1ca03b44ea50a6e"
