@@ -13,6 +13,7 @@ from orchestrator.sweeps.preflight import unfit
 from orchestrator.sweeps.progress import duration
 from orchestrator.sweeps.sweep import Sweep
 
+SHORT_S = 60.0  # device time of a trial below which starting and reading data take longer than training
 REASONS = 5  # of trials that do not fit, with their arithmetic; the others by name
 PUBLISHED = """\
 FLOPs of the whole training at 6 per multiply-add (Soft MoE counts 3, and prints half of it), chip-days of
@@ -32,6 +33,11 @@ def plan(sweep: Sweep, kind: str, device: Device, mfu: float) -> None:
         too_large = {name: memory_problem(e.memory_gib, device.memory_gib) for name, e in found.items()}
         problems |= {name: problem for name, problem in too_large.items() if problem}
     print_plan(found, problems, device=f"{kind} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour)
+    if any(e.device_s < SHORT_S for e in found.values()):
+        print(
+            "note: models this small are bound by the start of processes and by data, which the plan leaves"
+            " out: trials of seconds take some ten times as long"
+        )
     print_papers(sweep, found)
 
 

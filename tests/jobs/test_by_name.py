@@ -9,9 +9,10 @@ import pytest
 from jobs import pareto_sweep, train
 from jobs._flags import parse
 from jobs._list import source
-from jobs._sweep_plan import printed_costs
+from jobs._sweep_plan import plan, printed_costs
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
+from orchestrator.sweeps.budget import Device
 from orchestrator.sweeps.catalog import SWEEPS, make_sweep
 from orchestrator.sweeps.scales import SCALES
 
@@ -55,8 +56,16 @@ def test_a_plan_needs_no_data(empty_home: Path, call: Call) -> None:
     printed = said.partition("as printed by the paper")[2]
     row = next(line for line in printed.splitlines() if "S14-soft-256e-10M-cooldown50k" in line)
     assert row.split()[3::2] == ["1.61e+21", "1.63e+21", "-1.0", "494.7"]
+    assert "models this small" not in said
     stopped, _ = call(pareto_sweep.main, "--sweep", "long_runs", "--scale", "jft")
     assert stopped == "error: --sweep long_runs --scale jft has no data of its own: give --data"
+
+
+def test_a_plan_of_small_models_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(make_sweep("quickstart", "tiny"), "CPU-core", Device(usd_per_hour=0.05, peak_tflops=0.1), 0.3)
+    assert (
+        "note: models this small are bound by the start of processes and by data" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", ["pareto", "long_runs"])
