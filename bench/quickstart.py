@@ -5,7 +5,7 @@
   done
   python bench/quickstart.py /tmp/quickstarts/q* --out bench/results/quickstart.json
 
-Prints the table of docs/first_frontier.md. A base seed stands for two seeds of each arm.
+Prints the table of docs/first_frontier.md. A base seed stands for three seeds of each arm.
 """
 
 import argparse
@@ -15,12 +15,14 @@ from statistics import fmean
 from typing import Any
 
 from bench.provenance import provenance
+from orchestrator.frontier.claims import check_claim
 from orchestrator.sweeps.build import sweep_frontier
 
 
 def described(directory: str) -> dict[str, Any]:
     frontier, record, _ = sweep_frontier(directory)
     assert record.status == "finished", f"{directory} is {record.status}"
+    verdicts = [check_claim(claim, frontier.points) for claim in record.claims]
     return {
         "base_seed": record.base["train"]["seed"],
         "hypervolume": round(frontier.hypervolume, 4),
@@ -28,18 +30,20 @@ def described(directory: str) -> dict[str, Any]:
         "frontier": [point.arm for point in frontier.front],
         "arms": {point.arm: [round(q, 4) for q in point.qualities] for point in frontier.points},
         "baselines": record.baselines,
+        "claims": {verdict.claim: str(verdict) for verdict in verdicts},
     }
 
 
 def table(sweeps: list[dict[str, Any]]) -> str:
-    lines = ["| base seed | points | of them mixtures | knee | best, % |", "|--:|--:|--:|---|--:|"]
+    columns = ("base seed", "points", "of them mixtures", "knee", "best, %", "soft above dense")
+    lines = [f"| {' | '.join(columns)} |", "|--:|--:|--:|---|--:|---|"]
     for sweep in sorted(sweeps, key=lambda sweep: sweep["base_seed"]):
         front = sweep["frontier"]
         mixtures = sum(not arm.endswith("-dense") for arm in front)
         best = max(fmean(sweep["arms"][arm]) for arm in front)
-        lines.append(
-            f"| {sweep['base_seed']} | {len(front)} | {mixtures} | {sweep['knee']} | {100 * best:.1f} |"
-        )
+        verdict, _, _ = next(iter(sweep["claims"].values())).partition(" comparisons")
+        cells = (sweep["base_seed"], len(front), mixtures, sweep["knee"], f"{100 * best:.1f}", verdict)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
