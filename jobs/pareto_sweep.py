@@ -347,7 +347,8 @@ def print_frontier(frontier: Frontier) -> None:
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
     for name, quality in frontier.baselines.items():
-        print(f"{name}: {frontier.quality_name} {quality:.4f}")
+        unbeaten = ", and no arm is better" if frontier.none_beats(quality) else ""
+        print(f"{name}: {frontier.quality_name} {quality:.4f}{unbeaten}")
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
 

@@ -128,6 +128,10 @@ class Frontier:
         """Area between the front and the reference: decades of cost times fractions of quality."""
         return hypervolume(self.points, self.bound)
 
+    def none_beats(self, quality: float) -> bool:
+        """Returns whether no point of the front, which is not empty, is above the quality of a baseline."""
+        return bool(self.front) and all(point.quality <= quality for point in self.front)
+
     def statuses(self) -> tuple[str, ...]:
         """The place of each of `all_points` if it is complete, else its status.
 

@@ -57,6 +57,14 @@ def test_head_counts_trials_as_trials_and_arms_as_arms() -> None:
     assert single == (f"1 arm {TIMES} 1 seed = 1 trial. Validation accuracy @1: one seed, no error known.")
 
 
+def test_a_baseline_that_no_arm_beats_is_named_as_such() -> None:
+    best = max(point.quality for point in FRONTIER.front)
+    said = "Baseline, which is no arm and does not count: linear"
+    for quality, end in ((best - 0.01, ""), (best, ". No arm is better.")):
+        line = summary(replace(FRONTIER, baselines={"linear": quality}))[-1]
+        assert line == f"{said} {quality:.4f}{end}"
+
+
 def test_a_plot_for_each_cost_and_one_for_the_budget() -> None:
     found = many(20)
     page = frontier_page(replace(found, note="Branches pay for <themselves>."))
