@@ -1,13 +1,16 @@
 """The command `moe-frontier`, from the working tree and from an installed wheel."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
+import yaml
 
 from jobs._main import main
 from tests.jobs.bare import run_bare
@@ -53,6 +56,12 @@ def test_its_words_and_exit_codes(
     out, err = capsys.readouterr()
     assert (out + err).startswith(said)
     assert ".py" not in out.replace("my_sweep.py", "")
+
+
+def test_all_files_name_one_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version
 
 
 @pytest.mark.smoke  # builds and installs the project
