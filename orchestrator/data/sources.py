@@ -147,7 +147,7 @@ def _cluttered(digit: np.ndarray, others: Sequence[np.ndarray], rng: np.random.G
     canvas = np.zeros((CANVAS, CANVAS), np.uint8)
     for _ in range(PIECES):
         y, x = rng.integers(0, len(digit) - PIECE + 1, 2)
-        piece = others[rng.integers(len(others))][y : y + PIECE, x : x + PIECE]
+        piece = others[int(rng.integers(len(others)))][y : y + PIECE, x : x + PIECE]
         y, x = rng.integers(0, CANVAS - PIECE + 1, 2)
         place = canvas[y : y + PIECE, x : x + PIECE]
         np.maximum(place, piece, out=place)
