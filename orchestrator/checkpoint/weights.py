@@ -73,8 +73,8 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
             yield Source(location, step, reader, manifest)
     except DamagedError as error:
         raise damaged_error(location, error) from None
-    except (UsageError, OSError):
-        # A damaged header may look like another model, or be unreadable.
+    except Exception:
+        # A damaged header may look like another model, or be unreadable in any way.
         if manifest:
             located(location, group)
         raise

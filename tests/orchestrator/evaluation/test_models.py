@@ -94,15 +94,15 @@ def test_a_registered_model(trained_home: Path, store: Tracking, tmp_path: Path)
     assert run
     _, manifest = located(soft.location)
     model = {"uri": soft.location, "weights": manifest.weights_digest(), "description": ""}
-    register(store, "a sweep", {"fast": (run.run_id, model)})
+    sweep = {"key": "of the sweep", "directory": f"{trained_home}/tiny"}
+    register(store, "a sweep", {"fast": (run.run_id, model)}, **sweep)
     assert found("models:/a sweep@fast", trained_home, store).location == soft.location
     for reference in ("models:/a sweep@fast", "tiny/trials/soft", f"runs:/{run.run_id}"):
         loaded = load_model(reference, root=str(trained_home), tracking_uri=store.uri)
         assert torch.equal(loaded.head.weight, soft.load().head.weight)
         assert not loaded.training
-    register(
-        store, "a sweep", {"fast": (run.run_id, {**model, "uri": soft.location.replace("soft", "dense")})}
-    )
+    moved = {**model, "uri": soft.location.replace("soft", "dense")}
+    register(store, "a sweep", {"fast": (run.run_id, moved)}, **sweep)
     with pytest.raises(UsageError, match="holds other weights than were registered"):
         load_model("models:/a sweep@fast", tracking_uri=store.uri)
 

@@ -87,8 +87,10 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
 
 
 def test_a_search_counts_the_seeds_of_its_arms(capsys):
-    with SweepProgress(Sweep(base=RunConfig(), arms={}, seeds=(0, 1, 2)), trials=20) as shown:
-        shown.start(Work("tpe-0001-seed0"))
+    work, shown = Work("tpe-0001-seed0"), SweepProgress(Sweep(base=RunConfig(), arms={}, seeds=(0, 1, 2)))
+    work.search = SimpleNamespace(count=20)
+    with shown:
+        shown.start(work)
         shown.ended("tpe-0001-seed0", "out of memory")
     assert capsys.readouterr().out.startswith("[ 0/60] tpe-0001-seed0")
     assert shown.trials() == 60
