@@ -18,17 +18,14 @@ from tests.jobs.test_light import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 MAIN = "import sys; from jobs._main import main; main(); print('torch' in sys.modules, file=sys.stderr)"
-NAMES = (
-    "cost doctor evaluate export fewshot finetune inspect-routing operating-points pack plan predict report"
-    " soup study sweep train"
-)
 
 
 def test_all_commands_are_listed_and_none_is_loaded() -> None:
     done = run_bare("-c", MAIN)
     listed = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
-    assert " ".join(words[0] for words in listed) == NAMES
-    assert len(listed) == len(COMMANDS)
+    names = [words[0] for words in listed]
+    assert {"evaluate", "inspect-routing", "pack", "sweep", "train"} < {*names}
+    assert len(names) == len(COMMANDS)
     assert all(len(words) > 3 for words in listed)
     assert done.stderr == "False\n"
 
