@@ -11,7 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
 from orchestrator.frontier.figure import FADED, ROLES, SIZE_TITLE, Json, marker_px, number
@@ -83,7 +83,8 @@ def frontier_picture(plot: Json) -> Figure:
     figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.15)
     canvas, axes = FigureCanvasAgg(figure), figure.add_subplot()
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    large = layout["xaxis"]["tickformat"] == "~s"
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if large else FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     titles = (unescape(part["title"]["text"]) for part in (layout, layout["xaxis"], layout["yaxis"]))
     subtitle = textwrap.wrap(unescape(layout["title"]["subtitle"]["text"]), 100)

@@ -151,8 +151,9 @@ def frontier_plot(
     layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
     layout["title"]["subtitle"] = {"text": plain(subtitle)}
     layout["meta"] = {"sizes": sizes, "front": named}
-    # With a format every tick of a log axis has its whole number: 200G, 500G, 1T.
-    layout["xaxis"] |= {"type": "log", "nticks": 6, "tickformat": "~s"}
+    # With a format every tick of a log axis has its whole number: 200G, 500G, 1T; small numbers as they are.
+    tick_format = "~s" if max(costs, default=0) >= 1000 else "~g"
+    layout["xaxis"] |= {"type": "log", "nticks": 6, "tickformat": tick_format}
     if front:
         layout["annotations"] = [_knee_label(named[0])]
     else:

@@ -37,7 +37,7 @@ function draw() {
     const sheet = { width: plot.clientWidth, height: plot.clientHeight };
     const themed = { ...layout, ...(printing && sheet),
       title: undefined, showlegend: false, paper_bgcolor: clear, plot_bgcolor: clear,
-      xaxis: { ...layout.xaxis, ...axis }, yaxis: { ...layout.yaxis, ...axis }, font: { ...layout.font, ...ink },
+      xaxis: { ...layout.xaxis, ...axis, ...(i && layout.xaxis.nticks && { nticks: 3 }) }, yaxis: { ...layout.yaxis, ...axis }, font: { ...layout.font, ...ink },
       hoverlabel: { ...layout.hoverlabel, bgcolor: colour("--paper"), bordercolor: colour("--muted"), font: ink },
       modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: clear },
       margin: { l: 70, r: 24, t: 30, b: 48 } };
