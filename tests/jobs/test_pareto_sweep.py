@@ -124,7 +124,7 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     assert "[36/36]" in done.stdout
     assert "confirming" in done.stdout
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
-    assert (len(spent["jobs"]), spent["running"]) == (25, []), "the confirmation is paid for too"
+    assert (len(spent["jobs"]), spent["running"]) == (37, []), "the confirmation is paid for too"
 
     uri = f"sqlite:///{empty_home}/mlflow.db"
     client = MlflowClient(uri)

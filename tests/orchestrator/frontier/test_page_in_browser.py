@@ -51,7 +51,8 @@ def test_page_opens_without_errors_or_requests(browser: webdriver.Chrome, tmp_pa
     open_page(browser, tmp_path / "page.html", frontier_page(FRONTIER))
     wait_for_marks(browser, 9)
     line = browser.find_element(By.CSS_SELECTOR, ".scatterlayer path.js-line")
-    assert len(re.findall("[ML]", line.get_attribute("d") or "")) == 4
+    corners = re.findall("[MHV]", line.get_attribute("d") or "")
+    assert corners == ["M", "H", "V", "H", "V", "H", "V"], "a staircase over four points"
     assert browser.find_element(By.CSS_SELECTOR, ".annotation-text").text == "Knee"
     assert errors(browser) == []
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]

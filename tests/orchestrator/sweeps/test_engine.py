@@ -20,6 +20,7 @@ from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import Result
+from tests.made_directories import begin_sweep
 from tests.parts import start_ray
 
 
@@ -121,6 +122,7 @@ def test_a_sweep_ends_though_processes_cannot_be_reused(digits: str, tmp_path: P
     changes = {"name": "tiny", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
     base = override(RunConfig(), changes | {"model.moe": None})
     sweep = Sweep(base=base, arms={f"lr{n}": {"train.lr": n} for n in (0.1, 0.2, 0.3)})
+    begin_sweep(sweep)
     run = SweepRun(sweep, BudgetTracker(Budget(), str(tmp_path)), RunToCompletion())
     run.work()
     outcomes = run.outcomes()
@@ -150,7 +152,9 @@ def test_a_trial_with_a_gpu_gets_it_for_its_worker(digits: str, tmp_path: Path) 
     changes = {"name": "gpu", "data.path": digits, "storage": str(tmp_path), "train.steps": 2}
     base = override(RunConfig(), changes | {"model.moe": None, "scale.use_gpu": True})
     tracker = BudgetTracker(Budget(), str(tmp_path))
-    run = SweepRun(Sweep(base=base, arms={"a": {}}), tracker, RunToCompletion())
+    sweep = Sweep(base=base, arms={"a": {}})
+    begin_sweep(sweep)
+    run = SweepRun(sweep, tracker, RunToCompletion())
     run.work()
     outcome = run.outcomes()["a"]
     assert isinstance(outcome, Result) if torch.cuda.is_available() else "no GPUs found" in str(outcome)
