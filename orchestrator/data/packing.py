@@ -172,10 +172,13 @@ def pack_shard(
     return Packed(path, shard, tuple(skipped), labels, transparent)
 
 
-def write_shards(out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]]) -> Manifest:
+def write_shards(
+    out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]], *, fresh: bool = False
+) -> Manifest:
     """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
-    return pack(out, Source(classes=tuple(classes), splits=samples, fetch=iter), encode=Encoded).manifest
+    source = Source(classes=tuple(classes), splits=samples, fetch=iter)
+    return pack(out, source, fresh=fresh, encode=Encoded).manifest
 
 
 def write_shard(

@@ -19,7 +19,7 @@ from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
 from orchestrator.codec import changed_fields, flat, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
@@ -97,9 +97,12 @@ def digits(root: str, source: str = "digits") -> str:
     pixels that the sweep `quickstart` is trained on.
     """
     path = storage.join(root, "data", source)
-    if not has_manifest(path):
+    try:
+        open_manifest(path)
+    except UsageError:
+        # There are none, or those of another version in its format: they are made, so nothing is lost.
         found = open_source(source)
-        write_shards(path, found.classes, found.splits)
+        write_shards(path, found.classes, found.splits, fresh=True)
     return path
 
 
