@@ -43,7 +43,8 @@ def source_name(text: str) -> str:
     """Reads --source. Raises UsageError for a kind of path that does not exist."""
     kind, colon, _ = text.partition(":")
     if colon and kind not in KINDS:
-        raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(KINDS)}")
+        known = ("digits", "cluttered-digits", *KINDS)
+        raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(known)}")
     return text
 
 
@@ -125,7 +126,7 @@ def print_report(out: str, report: Report, background: str | None) -> None:
     rows = {split: manifest.rows(split) for split in manifest.splits}
     if report.transparent:
         done = f"were put on {background}" if background else "are trained on without their alpha"
-        hint = "" if background else ": --background white shows a colour of your choice below it"
+        hint = "" if background else ": --background white, here and in predict.py, puts them on a colour"
         print(f"{report.transparent:,} of {sum(rows.values()):,} images have transparency and {done}{hint}")
     if len(report.skipped) > sum(rows.values()):
         print(f"warning: more than half of all files were skipped, see {out}/skipped.txt")

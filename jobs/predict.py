@@ -41,6 +41,9 @@ class PredictFlags:
         None, "processes, with a GPU or a CPU each; default: as many as the cluster has", least=1
     )
     set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
+    background: str | None = flag(
+        None, "colour under transparent pixels, as in packing; default: alpha is dropped"
+    )
     fresh: bool = flag(False, "delete the predictions in --out and start over")
     places: Places
 
@@ -58,10 +61,11 @@ def predict(flags: PredictFlags) -> None:
         UsageError: for flags that do not fit, and an --out that holds other files or lies among the images.
     """
     from orchestrator import storage
+    from orchestrator.data.transparency import colour
     from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
-    point = parse_point(flags.set)
+    point, background = parse_point(flags.set), colour(flags.background) if flags.background else None
     model = model_of(flags.model, flags.places, flags.places.open_store())
     group = model.run.model.moe.images_per_group if model.run.model.moe else 1
     if flags.batch_size % group:
@@ -78,6 +82,7 @@ def predict(flags: PredictFlags) -> None:
         "split": flags.split,
         "routing": settings_of(point),
         "group": group,
+        "background": list(background) if background else None,
         "classes": model.classes,
     }
     plan, done = begin(out, plan, fresh=flags.fresh)
@@ -86,6 +91,7 @@ def predict(flags: PredictFlags) -> None:
     if missing:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
+        settings |= {"background": background}
         predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
     print(f"{count:,} images in {len(parts)} files: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")

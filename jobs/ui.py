@@ -31,8 +31,10 @@ def main() -> None:
 
         try:
             socket.create_server(("127.0.0.1", flags.port)).close()
-        except OSError:
-            raise UsageError(f"port {flags.port} is in use: choose another --port") from None
+        except (OSError, OverflowError):
+            raise UsageError(
+                f"port {flags.port} is in use or above 65535: choose another --port, as in make ui PORT=5001"
+            ) from None
         uri = database_uri(f"{root}/mlflow.db")
         open_reader(uri)
         store = open_tracking(uri, artifacts=Path(root, "mlartifacts").as_uri())

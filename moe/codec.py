@@ -73,7 +73,9 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if value is None and NoneType in get_args(hint):
         return None
     if not isinstance(value, Mapping):
-        raise ValueError(f"{path} is a group of fields, not a value; got {value!r}")
+        kinds = [get_args(hints_of(t)["kind"])[0] for t in dataclasses_of(hint) if "kind" in hints_of(t)]
+        way_out = f"; set {path}.kind to {' or '.join(kinds)}" if kinds else ""
+        raise ValueError(f"{path} is a group of fields, not a value; got {value!r}{way_out}")
     return from_dict(member_of(hint, value, path), value, f"{path}.")
 
 

@@ -60,6 +60,10 @@ _HOMES = {
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *_HOMES]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'orchestrator' has no attribute {name!r}")

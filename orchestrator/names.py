@@ -31,7 +31,7 @@ def check_run_path(text: str) -> None:
     try:
         run_name(name)
     except UsageError as error:
-        raise UsageError(f"name {error}") from None
+        raise UsageError(f"name {text!r}: {error}" if below else f"name {error}") from None
     for part in below:
         if not re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", part):
             raise UsageError(f"name {text!r}: {part!r} cannot be the name of a directory")

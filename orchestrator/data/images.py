@@ -84,7 +84,7 @@ class Picture:
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
-        with _damage_as_bad_image():
+        with damage_as_bad_image():
             self._image: ImageFile = Image.open(io.BytesIO(encoded), formats=FORMATS)
             _check_size(self._image, len(encoded))
             self._orientation = _orientation(self._image)
@@ -103,7 +103,7 @@ class Picture:
 
         `scale` is 1, or a result of the method `scale`: then only a part of a JPEG's frequencies is decoded.
         """
-        with _damage_as_bad_image():
+        with damage_as_bad_image():
             if scale > 1:
                 self._image.draft(None, (self._image.width // scale, self._image.height // scale))
             if scale == 1 and self._jpeg:
@@ -226,7 +226,8 @@ def _cropped(picture: Picture, box: Box, size: int) -> Tensor:
 
 
 @contextmanager
-def _damage_as_bad_image() -> Iterator[None]:
+def damage_as_bad_image() -> Iterator[None]:
+    """Raises BadImage for whatever a decoder raises."""
     try:
         yield
     except BadImage:

@@ -4,7 +4,7 @@ import io
 
 from PIL import Image, ImageColor, ImageOps
 
-from orchestrator.data.images import FORMATS
+from orchestrator.data.images import FORMATS, damage_as_bad_image
 from orchestrator.errors import UsageError
 
 Colour = tuple[int, int, int]
@@ -26,9 +26,10 @@ def on_background(encoded: bytes, background: Colour | None) -> bytes | None:
     """Returns an image with transparent pixels as an upright PNG on `background`, or as it is if that is
     None. Returns None for an image without transparent pixels.
 
-    `encoded` must be an image that `images.decode` can decode.
+    Raises:
+        BadImage: for bytes that are not a whole image.
     """
-    with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+    with damage_as_bad_image(), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
         if not image.has_transparency_data:
             return None
         pixels = ImageOps.exif_transpose(image).convert("RGBA")

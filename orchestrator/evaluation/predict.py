@@ -39,6 +39,7 @@ from orchestrator.data.images import BadImage, Transform, may_be_image, normaliz
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.samples import files_below
 from orchestrator.data.shards import DataSet
+from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import TOP, default_device
 from orchestrator.evaluation.models import ModelRef
@@ -162,9 +163,11 @@ class Predictor:
         images: str,
         batch_size: int,
         classes: Sequence[str] | None,
+        background: Colour | None,
     ) -> None:
         """Loads the model. Raises UsageError if it is damaged."""
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
+        self.background = background
         self.device = default_device()
         self.model = model.load(self.device)
         was = model.run.data
@@ -223,7 +226,8 @@ class Predictor:
         try:
             encoded = read()
             with self.decoding:
-                return self.transform(encoded)
+                shown = on_background(encoded, self.background) if self.background else None
+                return self.transform(shown or encoded)
         except BadImage as error:
             return error
         except FileNotFoundError:

@@ -114,7 +114,8 @@ def frontier_picture(plot: Json) -> Figure:
         message = layout["annotations"][0]["text"]
         axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", color=MUTED)
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    steps = range(1, 10) if high < 4 * low else (1, 2, 5) if high < 1000 * low else (1,)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps))
     canvas.draw()
     _name_points(axes, layout["meta"]["front"][:MOST_NAMES], traces)
     return figure

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -121,7 +122,12 @@ def connect(say: Callable[[str], None] = lambda line: None) -> None:
         say: is told about it, because it takes seconds.
     """
     if not ray.is_initialized():
-        say("starting Ray, or joining the cluster of $RAY_ADDRESS ..")
+        if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
+            raise UsageError(
+                f"RAY_ADDRESS={address} is the address for `ray job submit`: submit the command, as in"
+                " `ray job submit --working-dir . -- python jobs/..`, or unset RAY_ADDRESS"
+            )
+        say("starting Ray, or joining the cluster of $RAY_ADDRESS or of this machine ..")
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
 
 

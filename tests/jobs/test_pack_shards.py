@@ -59,8 +59,8 @@ def test_transparency_is_named_and_can_be_put_on_a_background(call: Call, tmp_pa
     error, lines = call(*source)
     assert error == ""
     assert (
-        "8 of 9 images have transparency and are trained on without their alpha: --background white shows a"
-        " colour of your choice below it" in lines
+        "8 of 9 images have transparency and are trained on without their alpha: --background white, here and"
+        " in predict.py, puts them on a colour" in lines
     )
     assert corners(tmp_path / "out") == {(0, 0, 255)}
     _, lines = call(*source, "--fresh", "--background", "white")

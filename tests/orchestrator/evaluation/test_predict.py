@@ -1,19 +1,22 @@
 """Predictions without Ray: which images there are, what the model says of them, and what is kept."""
 
+import io
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms.v2.functional import resize
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
-from orchestrator.data.images import decode, normalize
+from orchestrator.data.images import BadImage, Transform, decode, normalize
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.predict import (
@@ -56,8 +59,24 @@ def folder(tmp_path: Path) -> str:
 
 
 def predictor(model: ModelRef, images: str, **settings: Any) -> Predictor:
-    given = {"point": RoutingOverrides(), "batch_size": 4, "classes": None, **settings}
+    given = {"point": RoutingOverrides(), "batch_size": 4, "classes": None, "background": None, **settings}
     return Predictor(model=model, images=images, **given)
+
+
+def test_transparent_images_can_be_put_on_a_background(tmp_path: Path) -> None:
+    """A white image whose pixels are all transparent, above black, is white only with a background."""
+    content = io.BytesIO()
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(content, "PNG")
+    for background, value in ((None, 0), ((255, 255, 255), 255)):
+        made = Predictor.__new__(Predictor)
+        made.background, made.decoding = background, Semaphore(1)
+        made.transform = Transform(size=8)
+        pixels = made._decoded(content.getvalue)
+        assert isinstance(pixels, torch.Tensor)
+        assert pixels.unique().tolist() == [value]
+        bad = made._decoded(lambda: b"nonsense")
+        assert isinstance(bad, BadImage)
+        assert "not an image of a known format" in str(bad)
 
 
 def rows_of(predictor: Predictor, split: str | None = None) -> list[dict[str, Any]]:

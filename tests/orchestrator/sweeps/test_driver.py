@@ -359,3 +359,10 @@ def test_digits_of_another_version_are_packed_again(tmp_path: Path) -> None:
         open_manifest(str(path))
     driver.digits(str(tmp_path))
     assert manifest.read_text() == written
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_the_address_of_submitted_jobs_is_no_cluster_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(UsageError, match="is the address for `ray job submit`: submit the command"):
+        driver.connect()
