@@ -21,7 +21,7 @@ def test_a_healthy_laptop(call: Call) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_fault_as_json(call: Call, empty_home: Path) -> None:
-    code, out = call(doctor.main, "--json", "--workers", "8")
+    code, out = call(doctor.main, "--json", "--workers", "4")
     document = json.loads(out)  # nothing else is printed to stdout
     assert (code, document["failed"]) == ("1", 1)
     wrong = [one for one in document["findings"] if not one["ok"]]

@@ -105,7 +105,7 @@ def test_a_name_with_data_of_its_own_wants_them_again(home, call):
     stopped, _ = call(pareto_sweep.main, "--name", "stamps")
     assert stopped == (
         f"error: {home}/stamps was trained on /data/stamps, and without --data it would be"
-        f" {home}/data/digits: give --data /data/stamps, or use another --name"
+        f" {home}/data/cluttered-digits: give --data /data/stamps, or use another --name"
     )
 
 
