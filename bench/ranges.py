@@ -31,6 +31,7 @@ import psutil
 
 from bench.images import draw
 from bench.provenance import provenance
+from bench.s3_server import client_environment
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import packing, shards
@@ -104,13 +105,7 @@ def pack(path: Path, count: int) -> None:
 
 def run(form: str, steps: int, port: int, cache: str) -> dict[str, float]:
     statistics_of = partial(urllib.request.urlopen, f"http://127.0.0.1:{port}/statistics")
-    env = os.environ | {
-        "AWS_ACCESS_KEY_ID": "bench",
-        "AWS_SECRET_ACCESS_KEY": "bench",
-        "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        CACHE_FOLDER: cache,
-    }
+    env = os.environ | client_environment(port) | {CACHE_FOLDER: cache}
     statistics_of().read()
     command = [sys.executable, __file__, "--form", form, "--steps", str(steps)]
     measured = json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)

@@ -19,6 +19,16 @@ PIECE = 256 << 10
 counts = {"requests": 0, "bytes": 0}
 
 
+def client_environment(port: int) -> dict[str, str]:
+    """Returns the variables with which clients use the server at this port."""
+    return {
+        "AWS_ACCESS_KEY_ID": "bench",
+        "AWS_SECRET_ACCESS_KEY": "bench",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }
+
+
 async def answer(folder: str, head: str, writer: asyncio.StreamWriter) -> None:
     method, path = head.split(" ", 2)[:2]
     name = path.partition("?")[0].removeprefix("/bucket/")

@@ -30,6 +30,7 @@ import psutil
 from bench.images import draw
 from bench.provenance import provenance
 from bench.ranges import free_port
+from bench.s3_server import client_environment
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.cache import CACHE_FOLDER, TOTAL, cached
@@ -136,13 +137,7 @@ def measure_index() -> dict[str, Any]:
         server = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert server.stdout
         server.stdout.readline()
-        env = os.environ | {
-            "AWS_ACCESS_KEY_ID": "bench",
-            "AWS_SECRET_ACCESS_KEY": "bench",
-            "AWS_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            CACHE_FOLDER: cache,
-        }
+        env = os.environ | client_environment(port) | {CACHE_FOLDER: cache}
         command = [sys.executable, __file__, "--look-up", f"http://127.0.0.1:{port}/statistics"]
         try:
             processes = [

@@ -57,7 +57,7 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
         raise ValueError(f"{path} is a value, not a group of fields")
     if len(choices) == 1 or "kind" not in value:
         return choices[0]
-    by_kind = {get_args(hints_of(t)["kind"])[0]: t for t in choices}
+    by_kind = _by_kind(choices)
     # A list, because a value from JSON may have no hash.
     if value["kind"] not in [*by_kind]:
         raise ValueError(
@@ -67,13 +67,18 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     return by_kind[value["kind"]]
 
 
+def _by_kind(choices: list[Any]) -> dict[str, Any]:
+    """Returns the configs that have a kind: kind -> class."""
+    return {get_args(hints_of(cls)["kind"])[0]: cls for cls in choices if "kind" in hints_of(cls)}
+
+
 def _value(hint: Any, value: Any, path: str) -> Any:
     if not dataclasses_of(hint):
         return tuple(value) if isinstance(value, list) else _read(hint, value)
     if value is None and NoneType in get_args(hint):
         return None
     if not isinstance(value, Mapping):
-        kinds = [get_args(hints_of(t)["kind"])[0] for t in dataclasses_of(hint) if "kind" in hints_of(t)]
+        kinds = _by_kind(dataclasses_of(hint))
         way_out = f"; set {path}.kind to {' or '.join(kinds)}" if kinds else ""
         raise ValueError(f"{path} is a group of fields, not a value; got {value!r}{way_out}")
     return from_dict(member_of(hint, value, path), value, f"{path}.")

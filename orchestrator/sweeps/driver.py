@@ -115,11 +115,14 @@ def open_store(root: str, uri: str | None = None) -> Tracking:
     return open_tracking(store_uri(root, uri), artifacts=artifacts)
 
 
-def connect(say: Callable[[str], None] = lambda line: None) -> None:
+def _silent(*_: object) -> None: ...
+
+
+def connect(say: Callable[[str], None] = _silent) -> None:
     """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process.
 
     Args:
-        say: is told about it, because it takes seconds.
+        say: prints a line before Ray starts, which takes seconds.
     """
     if not ray.is_initialized():
         if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
@@ -243,9 +246,6 @@ def trained_trials(
             finally:
                 budget.leave()
                 update_sweep(directory, lambda was: {"status": status})
-
-
-def _silent(*_: object) -> None: ...
 
 
 @contextmanager

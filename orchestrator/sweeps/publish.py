@@ -109,15 +109,15 @@ def publish_and_send(directory: str, open_store: Callable[[], Tracking]) -> tupl
 
 def wait_for_report(directory: str) -> None:
     """Waits while another command draws the sweep and sends it: it needs the directory for some seconds."""
-    folder, told = storage.join(directory, REPORT), False
+    folder, waiting = storage.join(directory, REPORT), False
     while LOCK in storage.names(folder):
         try:
             with locked(folder):
                 return
         except InUse:
-            if not told:
+            if not waiting:
                 log.info("waiting for a report that is drawn in %s", directory)
-            told = True
+            waiting = True
             time.sleep(0.5)
 
 

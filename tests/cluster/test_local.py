@@ -43,7 +43,7 @@ def test_wrong_commands_and_a_taken_port_are_refused(tmp_path):
 
 
 def test_a_cluster_whose_head_died_does_not_run(tmp_path):
-    """What is left of it is a node that would wait for a head."""
+    """Its other nodes still run and would wait for a head."""
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CLUSTER_DIR": str(tmp_path)}
     node = subprocess.Popen(["sleep", "600"], env=env | {"MOE_FRONTIER_LOCAL_CLUSTER": str(tmp_path)})
     try:

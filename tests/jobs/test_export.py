@@ -211,7 +211,7 @@ def test_a_file_that_is_there_stays(home, call, tmp_path, monkeypatch):
 
 
 def test_a_registered_model(trained_home, call, tmp_path, monkeypatch):
-    """By the name that the other commands and `load_model` take."""
+    """Export takes a model by the names of the other commands and of `load_model`."""
     monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
     best, out = "models:/tiny@pareto-best", f"{tmp_path}/best"
     code, said = call(best, "--out", out)

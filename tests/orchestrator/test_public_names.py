@@ -1,4 +1,4 @@
-"""What `from orchestrator import ..` gives."""
+"""The names that `from orchestrator import ..` offers."""
 
 import orchestrator
 

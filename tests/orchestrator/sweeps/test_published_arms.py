@@ -239,7 +239,7 @@ def test_an_arm_has_the_printed_size(row: Row) -> None:
     ],
 )
 def test_a_released_arm_has_the_values_of_its_config(scale: str, arm: str, config: dict[str, object]) -> None:
-    """Those that the table of published settings has no column for."""
+    """The settings for which the table of published settings has no column."""
     model = Arm("vmoe", arm, scale).run().model
     moe = model.moe
     assert moe

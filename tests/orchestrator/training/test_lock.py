@@ -51,7 +51,7 @@ def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
 def test_a_folder_that_is_moved_aside_between_opening_and_locking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock of the folder that was there keeps nobody out of the folder that takes its place."""
+    """A lock on the folder that was moved aside does not protect the folder that takes its place."""
     directory, flock = f"{tmp_path}/run", lock_file.fcntl.flock
     inside: list[bool] = []
 
