@@ -5,8 +5,9 @@ argparse reads the flags, because its errors are one line each; a dataclass carr
 
 import argparse
 import dataclasses
+import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -61,9 +62,17 @@ def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:
         parser.error(str(error))
 
 
+def near(word: str, known: Iterable[str]) -> str:
+    """Returns ``; did you mean --name?`` for a word that is almost one of those known, else nothing."""
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; --help shows all flags\n")
+        word = message.removeprefix("unrecognized arguments: ").split(maxsplit=1)[0].partition("=")[0]
+        meant = near(word, self._option_string_actions) if word.startswith("--") else ""
+        self.exit(2, f"error: {message}{meant or '; --help shows all flags'}\n")
 
 
 def _add_flags(parser: _Parser, group: Any, flags: type) -> list[argparse.Action]:

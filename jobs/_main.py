@@ -1,11 +1,12 @@
 """The command `moe-frontier`: its first word names a file of this folder, the others are flags for that."""
 
 import ast
-import difflib
 import importlib
 import re
 import sys
 from pathlib import Path
+
+from jobs._flags import near
 
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files
 FILES = {
@@ -20,9 +21,8 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(overview())
     elif name not in FILES:
-        near = difflib.get_close_matches(name, FILES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        print(f"error: unknown command {name!r}; {hint}moe-frontier --help lists all", file=sys.stderr)
+        hint = near(name, FILES) or "; moe-frontier --help lists all"
+        print(f"error: unknown command {name!r}{hint}", file=sys.stderr)
         sys.exit(2)
     else:
         # Usage lines and MLflow show the command under this name.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import command, connect, failed, print_table, source_labels
-from jobs._flags import flag, numbers, parse, positive
+from jobs._flags import flag, near, numbers, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
 
@@ -68,8 +68,8 @@ def sweep_name(text: str) -> str:
     if colon and not Path(path).is_file():
         raise UsageError(f"no file {path}: a sweep of your own is path/to/file.py:function")
     if not colon and text not in SWEEPS:
-        known = ", ".join(SWEEPS)
-        raise UsageError(f"unknown sweep {text!r}; known: {known}, or your own as path/to/file.py:function")
+        hint = near(text, SWEEPS) or f"; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
+        raise UsageError(f"unknown sweep {text!r}{hint}")
     return text
 
 

@@ -93,7 +93,7 @@ def predict(flags: PredictFlags) -> None:
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
         settings |= {"background": background}
         predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
-    print(f"{count:,} images in {len(parts)} files: {out}")
+    print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
 
 

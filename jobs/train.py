@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, command, connect, source_labels
-from jobs._flags import MODEL, assignment, flag, parse
+from jobs._flags import MODEL, assignment, flag, near, parse
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 
@@ -175,7 +175,7 @@ def preset(name: str) -> ViTConfig:
     from moe.presets import PRESETS
 
     if name not in PRESETS:
-        raise UsageError(f"unknown model {name!r}; known: {', '.join(PRESETS)}")
+        raise UsageError(f"unknown model {name!r}; known: {', '.join(PRESETS)}{near(name, PRESETS)}")
     return PRESETS[name]
 
 

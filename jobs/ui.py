@@ -42,6 +42,7 @@ def main() -> None:
             print(f"{name:<8} {link}", flush=True)
     # One process is enough for one person; MLflow's default is four.
     where = ["--host", "127.0.0.1", "--port", str(flags.port), "--workers", "1"]
+    where += ["--uvicorn-opts", "--log-level warning"]  # a line per request would push the links away
     os.execv(sys.executable, [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, *where])
 
 

@@ -88,7 +88,7 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         self.images_per_group = config.images_per_group
-        self.block = block
+        self.block, self.dim = block, dim
         # A tensor: a number would be compiled in, and every layer would need a graph of its own.
         self.salt = torch.tensor(block, device="cpu")
         device, hidden = torch.get_default_device(), config.expert_dim or hidden
@@ -123,8 +123,10 @@ class MoELayer(nn.Module):
             The output, (B, tokens per image, D). With `return_routing`, the output and the routing of the
             groups, whose `aux_G.mean()` is the auxiliary loss.
 
-        Raises ValueError if the images do not fill the groups.
+        Raises ValueError for a shape other than (B, S, D), and if the images do not fill the groups.
         """
+        if x_BSD.ndim != 3 or x_BSD.shape[2] != self.dim:
+            raise ValueError(f"tokens must be (B, S, D={self.dim}), got {tuple(x_BSD.shape)}")
         B, tokens, _ = x_BSD.shape
         valid_B = x_BSD.new_ones(B) if valid_B is None else valid_B
         if B % self.images_per_group:

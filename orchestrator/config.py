@@ -1,6 +1,6 @@
 """The config of a run: one frozen tree, which `codec.py` turns into JSON and back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -18,6 +18,7 @@ from orchestrator.recipe import (
     ScheduleConfig,
     phases,
 )
+from orchestrator.storage import home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +193,12 @@ class RunConfig(Config):
     Attributes:
         name: name of the run and of its directory; set by ``--name``: letters, digits, ``.``, ``_``, ``-``. A
             run of a sweep is called ``<sweep>/trials/<arm>``.
-        storage: directory or URI below which runs lie. The commands set it: ``--storage``, else
-            ``$MOE_FRONTIER_HOME``, else ``~/moe-frontier``.
+        storage: directory or URI below which runs lie; by default ``$MOE_FRONTIER_HOME``, else
+            ``~/moe-frontier``.
     """
 
     name: str = "train"
-    storage: str = "runs"
+    storage: str = field(default_factory=home)
     model: ViTConfig = PRESETS["debug"]
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

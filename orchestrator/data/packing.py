@@ -33,6 +33,7 @@ ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
 SEVERAL_LABELS = pa.schema([("image", pa.binary()), ("label", pa.list_(pa.int32())), ("key", pa.string())])
 SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
+OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|{re.escape(UNFINISHED)}|\..*"  # and hidden files
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -211,9 +212,11 @@ def write_shard(
 
 
 def check_free(out: str) -> None:
-    """Raises UsageError if `out` holds a data set."""
+    """Raises UsageError if `out` holds a data set, or files of something else."""
     if has_manifest(out):
         raise UsageError(f"{out} already holds a data set: choose another place, or use --fresh")
+    if others := [name for name in storage.names(out) if not re.fullmatch(OWN, name)]:
+        raise UsageError(f"{out} holds other files ({others[0]} ..): choose a new or an empty folder")
 
 
 def _make_room(out: str) -> None:

@@ -173,7 +173,13 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
     root = storage.home(root)
     if reference.startswith("models:/"):
         location, _, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
-        folder, manifest = located(location, whole=False)
+        try:
+            folder, manifest = located(location, whole=False)
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{reference} was registered from {location}, and that is gone: {error}; if the storage was"
+                " moved, `python jobs/report.py --name SWEEP` registers its models again"
+            ) from None
         if manifest.weights_digest() != digest:
             raise UsageError(
                 f"{reference}: {folder} holds other weights than were registered under that name"

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ from orchestrator.training.run_directory import (
     check_resumable,
     new_key,
     raise_changed,
+    read_run,
     read_sweep,
     result_of,
     run_directory,
@@ -64,6 +66,7 @@ from orchestrator.training.worker import Report, costs
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "resume", "fresh"]
+CONNECT_S = 10.0
 SAMPLED = 200  # draws of a space that set the reference of a search
 
 
@@ -123,15 +126,28 @@ def connect(say: Callable[[str], None] = _silent) -> None:
 
     Args:
         say: prints a line before Ray starts, which takes seconds.
+
+    Raises:
+        UsageError: if no cluster answers.
     """
-    if not ray.is_initialized():
-        if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
-            raise UsageError(
-                f"RAY_ADDRESS={address} is the address for `ray job submit`: submit the command, as in"
-                " `ray job submit --working-dir . -- python jobs/..`, or unset RAY_ADDRESS"
-            )
-        say("starting Ray, or joining the cluster of $RAY_ADDRESS or of this machine ..")
+    if ray.is_initialized():
+        return
+    if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
+        raise UsageError(
+            f"RAY_ADDRESS={address} is the address for `ray job submit`: submit the command, as in"
+            " `ray job submit --working-dir . -- python jobs/..`, or unset RAY_ADDRESS"
+        )
+    say("starting Ray, or joining the cluster of $RAY_ADDRESS or of this machine ..")
+    try:
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_S).close()
         ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise UsageError(
+            f"no Ray cluster answers at {address or 'the address that this machine remembers'}"
+            f" ({reason_of(error)}): start it, or set RAY_ADDRESS=local for one that ends with this command"
+        ) from None
 
 
 def train(
@@ -156,6 +172,10 @@ def train(
     """
     if mode not in get_args(Mode):
         raise UsageError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
+    directory = run_directory(run)
+    check_kind(directory, "run")
+    if read_run(directory) is None:
+        check_resumable(directory, mode)
     run = settled(run)
     check_data(run)
     check_start(run)
@@ -167,8 +187,6 @@ def train(
         check_shared(run.storage)
         check_resources(run)
     store = store or open_store(run.storage)
-    directory = run_directory(run)
-    check_kind(directory, "run")
     with _working_in(directory, mode, store):
         start(run, "resume" if mode == "resume" else "auto", labels)
         if not is_inline(run):
@@ -195,7 +213,10 @@ def run_sweep(
 
     Raises:
         UsageError: for a sweep that cannot be trained here, or another one in its directory.
+        TypeError: for a run in place of a sweep: `train` trains a run.
     """
+    if not isinstance(sweep, Sweep):
+        raise TypeError(f"run_sweep takes a Sweep, got a {type(sweep).__name__}; train(run) trains one run")
     directory = run_directory(sweep.base)
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
@@ -220,6 +241,8 @@ def trained_trials(
     """
     directory = run_directory(sweep.base)
     check_kind(directory, "sweep")
+    if not (sweep.arms or options.search):
+        raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
 
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)
@@ -283,7 +306,6 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         UsageError: if another run or sweep is there, or arms that are there are missing or changed.
     """
     directory, base = run_directory(sweep.base), sweep.base
-    check_kind(directory, "sweep")
     was = read_sweep(directory)
     drawn = was.drawn_arms() if was else {}
     manifest = open_manifest(base.data.path)

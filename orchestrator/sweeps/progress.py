@@ -46,7 +46,7 @@ def status_line(now: Snapshot) -> str:
     points = f"{now.front} point{'s' * (now.front != 1)}"
     return (
         f"{now.complete} of {now.trials} complete, {now.running} running{rungs}; frontier {points}{best},"
-        f" hypervolume {now.hypervolume:.4f}; {duration(now.spent_s)} of devices spent{left}"
+        f" hypervolume of the trials {now.hypervolume:.4f}; {duration(now.spent_s)} of devices spent{left}"
     )
 
 

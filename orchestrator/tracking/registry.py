@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models.utils import get_external_mlflow_model_spec
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
+from moe.config import did_you_mean
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, find_run, mlflow_errors
@@ -225,6 +226,6 @@ def checkpoint_of(uri: str, tracking_uri: str) -> tuple[str, RunConfig, str]:
         return version.tags[CHECKPOINT], run, version.tags[WEIGHTS]
     except (MlflowException, KeyError) as error:
         models = client.search_registered_models(max_results=20)
-        known = ", ".join(f"models:/{model.name}@{alias}" for model in models for alias in model.aliases)
-        there = f"no model {uri} at {redact_uri(tracking.uri)}, which has {known or 'none'}"
-        raise UsageError(f"{there}: {error}") from None
+        known = [f"models:/{model.name}@{alias}" for model in models for alias in model.aliases]
+        there = f"no model {uri} at {redact_uri(tracking.uri)}, which has {', '.join(known) or 'none'}"
+        raise UsageError(f"{there}: {error}{did_you_mean(uri, known, str)}") from None

@@ -70,7 +70,8 @@ def test_flags_become_a_dataclass(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x --set a=[1", "argument --set: 'a=[1': "),
         ("x --kind c", "argument --kind: invalid choice: 'c' (choose from"),
         ("x --loud --count 9", "too loud"),
-        ("x --nosuch", "unrecognized arguments: --nosuch"),
+        ("x --nosuch", "unrecognized arguments: --nosuch; --help shows all flags"),
+        ("x --cuont=3", "unrecognized arguments: --cuont=3; did you mean --count?"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -107,6 +108,7 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         ),
         (train.RunFlags, "--name mlflow.db.lock", "'mlflow.db.lock' is reserved"),
         (SweepFlags, "--sweep nosuch", "unknown sweep 'nosuch'; known: quickstart"),
+        (SweepFlags, "--sweep qickstart", "unknown sweep 'qickstart'; did you mean quickstart?"),
         (SweepFlags, "--sweep no.py:make", "no file no.py"),
         (SweepFlags, "--trials 3", "--trials does nothing without --search"),
         (SweepFlags, "--warm-start a", "--warm-start does nothing without --search"),

@@ -72,6 +72,9 @@ def test_groups_are_consecutive_images(router):
     torch.testing.assert_close(y[:2], expected.view(2, S, D))
     with pytest.raises(ValueError, match="images_per_group=2 does not divide a batch of 3"):
         layer(x[:3], torch.ones(3))
+    for other in (x[0], x[..., 1:]):
+        with pytest.raises(ValueError, match=rf"tokens must be \(B, S, D={D}\), got"):
+            layer(other)
 
 
 @each_kind

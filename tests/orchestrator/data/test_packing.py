@@ -103,6 +103,14 @@ def test_shards_of_large_images_hold_fewer(tmp_path: Path, monkeypatch: pytest.M
     assert [shard.rows for shard in report.manifest.splits["val"]] == [1, 1]
 
 
+def test_files_of_others(images: str, tmp_path: Path) -> None:
+    write(tmp_path / "out", {".keep": b""})
+    check_free(str(tmp_path / "out"))
+    write(tmp_path / "out", {"thesis.txt": b"mine"})
+    with pytest.raises(UsageError, match=r"holds other files \(thesis.txt ..\)"):
+        pack(str(tmp_path / "out"), open_source(images))
+
+
 def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A data set is only replaced with `fresh`: all its files are deleted, and no others."""
     out = str(tmp_path / "out")

@@ -1,5 +1,6 @@
 """Real sweeps on a real Ray, through the public API: outcomes, what MLflow shows, the same call again."""
 
+import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -366,3 +367,24 @@ def test_the_address_of_submitted_jobs_is_no_cluster_to_join(monkeypatch: pytest
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(UsageError, match="is the address for `ray job submit`: submit the command"):
         driver.connect()
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_cluster_that_is_gone_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UsageError, match=f"no Ray cluster answers at {address} .*RAY_ADDRESS=local"):
+        driver.connect()
+
+
+def test_what_is_no_sweep(digits: str, tmp_path: Path) -> None:
+    base = RunConfig(storage=str(tmp_path))
+    with pytest.raises(TypeError, match=r"takes a Sweep, got a RunConfig; train\(run\) trains one run"):
+        run_sweep(base)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="the sweep has no arms"):
+        run_sweep(Sweep(base=base, arms={}))
+    run = override(base, {"data.path": digits})
+    with pytest.raises(UsageError, match="nothing to resume"):
+        train(run, mode="resume", progress=False)
+    assert not list(tmp_path.iterdir())
