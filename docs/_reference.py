@@ -59,7 +59,9 @@ def config_lines(config: Any, path: str) -> Iterator[str]:
             continue
         value, members = getattr(config, name), dataclasses_of(hint)
         groups += [(value if isinstance(value, member) else member(), f"{path}{name}.") for member in members]
-        if not members:
+        if path + name == "storage":  # its default depends on the machine
+            shown = f"`{type_name(hint)}`"
+        elif not members:
             shown = f"`{type_name(hint)} = {json.dumps(to_dict(value))}`"
         elif value is None:
             shown = f"null, or the group `{path}{name}`"

@@ -42,12 +42,13 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
 @cache
 def hints_of(cls: type) -> dict[str, Any]:
     """Returns the type of every field."""
-    return get_type_hints(cls)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def dataclasses_of(hint: Any) -> list[Any]:
     """Returns the configs that a field may hold."""
-    return [t for t in get_args(hint) or [hint] if is_dataclass(t)]
+    return [member for member in members(hint) if is_dataclass(member)]
 
 
 def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:

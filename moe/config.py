@@ -2,7 +2,8 @@
 
 Every field is checked against its annotation, so a value that means nothing is refused in Python as on the
 command line. Annotations may be numbers, bool, str, None, `Literal`, tuples, classes, unions of these, and
-numbers with bounds: ``Annotated[int, Bound("<=", 16)]``.
+numbers with bounds: ``Annotated[int, Bound("<=", 16)]``. Configs among which one is chosen by its ``kind``
+are a `Family`.
 """
 
 import difflib
@@ -12,7 +13,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 _SIGNS = {
     ">=": (operator.ge, "at least"),
@@ -68,6 +80,38 @@ class Config:
                 object.__setattr__(self, name, float(value))
 
 
+class Family(Config):
+    """The base of configs of one purpose, as routers or optimisers: ``kind`` says which.
+
+    A subclass with a default opens a family, and its own subclasses with a ``kind`` join by being defined:
+
+        class RouterConfig(Family, default="token_choice"): ...
+
+        @dataclass(frozen=True, kw_only=True)
+        class SoftConfig(RouterConfig):
+            kind: Literal["soft"] = "soft"
+
+    A field of the type `RouterConfig` holds any of them. In JSON, a config without a ``kind`` is the default.
+
+    Raises TypeError for a second class of the same kind.
+    """
+
+    kinds: ClassVar[dict[str, type]]
+    default_kind: ClassVar[str]
+
+    if TYPE_CHECKING:
+        kind: Any  # a Literal of one word, a field of each member
+
+    def __init_subclass__(cls, *, default: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if default:
+            cls.kinds, cls.default_kind = {}, default
+        elif isinstance(kind := cls.__dict__.get("kind"), str):
+            if kind in cls.kinds:
+                raise TypeError(f"{cls.__qualname__} and {cls.kinds[kind].__qualname__} both are {kind!r}")
+            cls.kinds[kind] = cls
+
+
 def did_you_mean(value: object, known: Iterable[str], show: Callable[[str], object] = repr) -> str:
     """Returns ``; did you mean 'gap'?`` for a string that is almost one of those known, else nothing."""
     near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else ()
@@ -75,8 +119,12 @@ def did_you_mean(value: object, known: Iterable[str], show: Callable[[str], obje
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """Returns the types of a union, or the type itself."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    """Returns the types of a union, those of a family with its default first, or the type itself."""
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(member for arg in get_args(hint) for member in members(arg))
+    if isinstance(hint, type) and issubclass(hint, Family) and "kinds" in hint.__dict__:
+        return tuple(sorted(hint.kinds.values(), key=lambda cls: cls.kind != hint.default_kind))
+    return (hint,)
 
 
 class _Check(NamedTuple):

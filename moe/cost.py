@@ -17,7 +17,6 @@ from torch import nn
 
 from moe.dense import stem_channels
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig, evaluated
 from moe.vit import ViT, ViTConfig
 
 
@@ -39,11 +38,7 @@ def num_active_params(config: ViTConfig) -> float:
     """
     if not config.moe:
         return num_params(config)
-    router, share = config.moe.router, 1.0
-    if isinstance(router, TokenChoiceConfig):
-        share = router.k / config.moe.num_experts
-    elif isinstance(router, ExpertChoiceConfig):
-        share = router.capacity_factor / config.moe.num_experts
+    share = config.moe.router.active_experts(config.moe.num_experts) / config.moe.num_experts
     return num_params(config) - (1 - share) * num_expert_params(config)
 
 
@@ -86,10 +81,9 @@ def forward_macs(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) ->
     }
     if config.moe:
         macs["experts"] = num_moe * expert_rows(config, overrides) * 2 * D * config.expert_dim()
-        macs["router"] = num_moe * _router_macs(config)
-        macs["dispatch_combine"] = num_moe * _dispatch_combine_macs(
-            config, overrides.num_kept(config.moe.num_experts)
-        )
+        router, layer = config.moe.router, config.layer_shape()
+        macs["router"] = num_moe * router.gate_macs(layer)
+        macs["dispatch_combine"] = num_moe * router.mix_macs(layer, overrides.num_kept(layer.experts))
     return macs
 
 
@@ -110,36 +104,12 @@ def expert_rows(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> 
     return overrides.num_kept(config.moe.num_experts) * config.slots() / config.moe.images_per_group
 
 
-def _router_macs(config: ViTConfig) -> float:
-    assert config.moe
-    router, E, S, D = config.moe.router, config.moe.num_experts, config.tokens(), config.width
-    if isinstance(router, SoftConfig):
-        return S * D * E * config.slots() if router.learned() else 0
-    if isinstance(router, MixtureConfig):
-        rows = 1 / config.moe.images_per_group if router.level == "image" else S
-        hidden = D if router.gate == "mlp" else 0
-        return rows * D * (E + hidden + (router.clusters if router.level == "hierarchical" else 0))
-    return S * D * E
-
-
-def _dispatch_combine_macs(config: ViTConfig, k: int) -> float:
-    """MACs of dispatch and combine for k experts.
-
-    Soft routing is two matmuls, a mixture one; gather and scatter move tokens without multiplying.
-    """
-    assert config.moe
-    S, D = config.tokens(), config.width
-    if isinstance(config.moe.router, SoftConfig):
-        return 2 * S * k * config.slots() * D
-    return S * k * D if isinstance(config.moe.router, MixtureConfig) else 0
-
-
 def forward_gflops_2mac(config: ViTConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:
     """GFLOP of one image's forward pass in evaluation mode at two FLOPs per MAC. Raises the errors of
     `forward_macs`.
     """
     if config.moe:
-        config = replace(config, moe=replace(config.moe, router=evaluated(config.moe.router)))
+        config = replace(config, moe=replace(config.moe, router=config.moe.router.evaluated()))
     return 2 * sum(forward_macs(config, overrides).values()) / 1e9
 
 

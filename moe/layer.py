@@ -11,7 +11,7 @@ from moe.config import Bound, Config, DropoutRate, PositiveInt
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights, mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers import RouterConfig, TokenChoiceConfig, build_router
+from moe.routers import RouterConfig, TokenChoiceConfig
 
 MAX_BLOCKS = 1 << 16
 
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         device, hidden = torch.get_default_device(), config.expert_dim or hidden
         # On the meta device torch's layers do not draw weights from the global generator.
         with torch.device("meta"):
-            self.router = build_router(config.router, dim=dim, num_experts=config.num_experts)
+            self.router = config.router.build(dim=dim, num_experts=config.num_experts)
             self.experts = Experts(
                 config.num_experts, dim, hidden, dropout=config.expert_dropout, equal_init=config.equal_init
             )

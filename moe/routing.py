@@ -1,4 +1,4 @@
-"""The contract between routers and the MoE layer: dispatch to expert slots, combine, losses and statistics.
+"""The contract between routers and the MoE layer: what a router's config answers, what its module returns.
 
 A `Routing` turns tokens into a static, expert-major buffer of slots and back again:
 
@@ -15,10 +15,113 @@ Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", e
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from moe.config import Family
+from moe.init import Draw
+from moe.overrides import AS_TRAINED, RoutingOverrides
+
+
+class LayerShape(NamedTuple):
+    """Sizes of an MoE layer: S tokens per image, images per group, E experts, C slots per expert, width D."""
+
+    tokens: int
+    images: int
+    experts: int
+    slots: int
+    dim: int
+
+    def rows(self) -> float:
+        """Rows that the experts compute per image."""
+        return self.experts * self.slots / self.images
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(Family, ABC, default="token_choice"):
+    """The settings of a router, and what others need to know of it before it is built.
+
+    Attributes:
+        tokens_choose: whether tokens choose experts, so that experts may lack room for some.
+    """
+
+    tokens_choose: ClassVar[bool] = False
+
+    @abstractmethod
+    def build(self, *, dim: int, num_experts: int) -> "Router":
+        """Returns the router; `init_weights` sets its weights by its `draws`."""
+
+    @abstractmethod
+    def slots(self, *, num_tokens: int, num_experts: int) -> int:
+        """Returns C, the slots per expert in a group of `num_tokens`, or raises ValueError."""
+
+    def evaluated(self) -> Self:
+        """Returns the config in evaluation mode, where capacity may differ from training."""
+        return self
+
+    def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        """Returns why the output of a token may depend on later tokens of its group; empty if it never does.
+
+        Auxiliary losses see the whole group; they are a signal of training, and no leak.
+        """
+        return f"a router of kind {self.kind!r} has not said that it is causal"
+
+    def active_experts(self, num_experts: int) -> float:
+        """Returns the number of experts that process a token, on average."""
+        return num_experts
+
+    def grid(self, num_experts: int) -> list[RoutingOverrides]:
+        """Returns operating points worth trying in a trained model: by default subsets of experts."""
+        powers = {2**power for power in range(num_experts.bit_length())}
+        subsets = sorted({*powers, 3 * num_experts // 4})
+        return [RoutingOverrides(experts=count) for count in subsets if count < num_experts]
+
+    def gate_macs(self, layer: LayerShape) -> float:
+        """Returns the multiply-adds per image that weigh experts: by default one matrix of D x E."""
+        return layer.tokens * layer.dim * layer.experts
+
+    def mix_macs(self, layer: LayerShape, kept: int) -> float:
+        """Returns the multiply-adds of dispatch and combine per image, with `kept` experts combined: by
+        default none, because gather and scatter only move tokens."""
+        return 0
+
+    def saved(self, layer: LayerShape) -> tuple[float, float]:
+        """Returns the numbers that the layer keeps per image for the backward pass, beside the experts': rows
+        of D in the compute dtype, and numbers in float32."""
+        return 3 * layer.rows(), layer.tokens * layer.experts  # index_add keeps what it adds, for its shape
+
+
+class Router(nn.Module, ABC):
+    """A router's module."""
+
+    @abstractmethod
+    def draws(self) -> dict[str, Draw]:
+        """Returns the distribution of each parameter's initial values."""
+
+    def anneal(self, step: int) -> None:
+        """Called before update `step` of a training, which counts from 0."""
+
+    @abstractmethod
+    def forward(
+        self,
+        x_GSD: Tensor,
+        valid_GS: Tensor,
+        keys_GS: Tensor | None = None,
+        overrides: RoutingOverrides = AS_TRAINED,
+        random_GS: Tensor | None = None,
+        return_stats: bool = True,
+    ) -> "Routing":
+        """Routes groups of S tokens.
+
+        Args:
+            valid_GS: 1 for tokens, 0 for padding, which gets no slot.
+            keys_GS: seed random noise; None: there is none.
+            overrides: settings of an operating point.
+            random_GS: seeds random logits in place of learned ones, as a baseline.
+            return_stats: whether the routing has `stats` and `load_GE`.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

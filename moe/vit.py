@@ -16,8 +16,7 @@ from moe.dense import MLP, Attention, AttentionPooling, ConvStem, Head, sincos2d
 from moe.init import Draw, dropout, init_weights, mix, normal, split, zeros
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers import RouterConfig, evaluated
-from moe.routing import Routing
+from moe.routing import LayerShape, RouterConfig, Routing
 
 # Salts of keys for dropout begin here; smaller salts are MoE layers'.
 DROPOUT_SALT = 1 << 16
@@ -76,7 +75,7 @@ class ViTConfig(Config):
         if self.moe:
             self.moe.blocks(self.depth)
             self.slots()
-            self.slots(evaluated(self.moe.router))
+            self.slots(self.moe.router.evaluated())
 
     def grid(self) -> int:
         """Patches per side of an image."""
@@ -112,6 +111,13 @@ class ViTConfig(Config):
             return 0
         group = self.tokens() * self.moe.images_per_group
         return (router or self.moe.router).slots(num_tokens=group, num_experts=self.moe.num_experts)
+
+    def layer_shape(self) -> LayerShape:
+        """The sizes of a MoE layer, which a dense model does not have."""
+        assert self.moe
+        return LayerShape(
+            self.tokens(), self.moe.images_per_group, self.moe.num_experts, self.slots(), self.width
+        )
 
 
 class Output(NamedTuple):

@@ -4,13 +4,14 @@ Source: Routers in Vision MoE, where affinity is one of two axes (the other is a
 choice): sections 2.1 (softmax, eq. 6), 2.2 (Sinkhorn, eq. 8) and 2.5 (sparsity-constrained, eq. 9).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe.config import Config, PositiveInt
+from moe.config import Family, PositiveInt
 from moe.init import gaussian, split
 from moe.routers.graphed import graphed_call
 from moe.routers.sparse_transport import sparse_plan
@@ -18,14 +19,39 @@ from moe.routing import at_least_fp32
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxConfig(Config):
-    """The softmax of the logits over experts."""
+class AffinityConfig(Family, ABC, default="softmax"):
+    """An affinity.
 
-    kind: Literal["softmax"] = "softmax"
+    Attributes:
+        has_gradient: whether the router learns from it, if it weighs outputs.
+        sees_group: why the affinity of a token depends on the others of its group; empty if it does not.
+    """
+
+    has_gradient: ClassVar[bool] = True
+    sees_group: ClassVar[str] = "the transport plan balances the experts over all tokens: use softmax"
+
+    @abstractmethod
+    def plan(
+        self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the affinity by the logits and their softmax, and the residual as in `Gating`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SinkhornConfig(Config):
+class SoftmaxConfig(AffinityConfig):
+    """The softmax of the logits over experts."""
+
+    kind: Literal["softmax"] = "softmax"
+    sees_group: ClassVar[str] = ""
+
+    def plan(
+        self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor | None]:
+        return gates_GSE, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkhornConfig(AffinityConfig):
     """Entropic transport of the logits.
 
     Attributes:
@@ -35,9 +61,14 @@ class SinkhornConfig(Config):
     kind: Literal["sinkhorn"] = "sinkhorn"
     iterations: PositiveInt = 20
 
+    def plan(
+        self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor | None]:
+        return sinkhorn_plan(logits_GSE, valid_GS, self.iterations)
+
 
 @dataclass(frozen=True, kw_only=True)
-class SparseTransportConfig(Config):
+class SparseTransportConfig(AffinityConfig):
     """Quadratic transport of the softmax with at most C tokens per expert.
 
     At 1576 tokens and 32 experts 200 iterations leave the assignment (E*C <= S) within 6e-5 of its optimum,
@@ -49,9 +80,13 @@ class SparseTransportConfig(Config):
 
     kind: Literal["sparse_transport"] = "sparse_transport"
     iterations: PositiveInt = 200
+    has_gradient: ClassVar[bool] = False
 
-
-AffinityConfig = SoftmaxConfig | SinkhornConfig | SparseTransportConfig
+    def plan(
+        self, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor | None]:
+        plan_GSE, _, residual_G = sparse_plan(gates_GSE, valid_GS, capacity, self.iterations)
+        return plan_GSE, residual_G
 
 
 class Gating(NamedTuple):
@@ -93,7 +128,7 @@ def gating(
     if keys_GS is not None and noise_std:
         noisy_GSE = logits_GSE + noise_std / E * gaussian(split(keys_GS, E)).to(logits_GSE.dtype)
     gates_GSE = noisy_GSE.softmax(-1)
-    plan_GSE, residual_G = plan(affinity, noisy_GSE, gates_GSE, valid_GS, capacity)
+    plan_GSE, residual_G = affinity.plan(noisy_GSE, gates_GSE, valid_GS, capacity)
     return Gating(logits_GSE, noisy_GSE, gates_GSE, plan_GSE, residual_G)
 
 
@@ -103,18 +138,6 @@ def gate_logits(x_GSD: Tensor, gate_DE: Tensor, random_GS: Tensor | None) -> Ten
     if random_GS is None:
         return logits_GSE
     return gaussian(split(random_GS, gate_DE.shape[1])).to(logits_GSE.dtype)
-
-
-def plan(
-    config: AffinityConfig, logits_GSE: Tensor, gates_GSE: Tensor, valid_GS: Tensor, capacity: int
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the affinity by the logits and their softmax, and the residual as in `Gating`."""
-    if isinstance(config, SinkhornConfig):
-        return sinkhorn_plan(logits_GSE, valid_GS, config.iterations)
-    if isinstance(config, SparseTransportConfig):
-        plan_GSE, _, residual_G = sparse_plan(gates_GSE, valid_GS, capacity, config.iterations)
-        return plan_GSE, residual_G
-    return gates_GSE, None
 
 
 def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

@@ -6,22 +6,22 @@ round(c*T/E). `round` is half to even, as in the authors' code; their later code
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from moe.config import Config, PositiveFloat, PositiveInt
+from moe.config import PositiveFloat, PositiveInt
 from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers.affinity import Gating, gating, plan
-from moe.routing import GatherRouting, routing_stats
+from moe.routers.affinity import Gating, gating
+from moe.routing import GatherRouting, Router, RouterConfig, routing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class CapacityConfig(Config):
+class CapacityConfig(RouterConfig):
     """The number of slots per expert.
 
     Attributes:
@@ -34,6 +34,9 @@ class CapacityConfig(Config):
     eval_capacity_factor: PositiveFloat | None = None
     capacity_rounding: Literal["round", "ceil"] = "round"
     capacity_multiple_of: PositiveInt = 1
+
+    # Operating points worth trying.
+    CAPACITIES: ClassVar = (0.15, 0.3, 0.5, 0.75, 1.0, 1.5)
 
     def evaluated(self) -> Self:
         """Returns the config in evaluation mode."""
@@ -56,7 +59,7 @@ class CapacityConfig(Config):
         return math.ceil(slots / self.capacity_multiple_of) * self.capacity_multiple_of
 
 
-class ChoiceRouter(nn.Module, ABC):
+class ChoiceRouter(Router):
     """A router with one linear gate; tokens choose experts, or experts choose tokens, by affinity."""
 
     def __init__(self, config: Any, *, dim: int, num_experts: int) -> None:
@@ -107,7 +110,7 @@ class ChoiceRouter(nn.Module, ABC):
             chosen_GSE = self.chosen(choice, valid_GS)
             if gated.noisy_GSE is not gated.logits_GSE:
                 clean, gates_GSE = gated.logits_GSE.detach(), gated.logits_GSE.detach().softmax(-1)
-                plan_GSE, _ = plan(config.affinity, clean, gates_GSE, valid_GS, capacity)
+                plan_GSE, _ = config.affinity.plan(clean, gates_GSE, valid_GS, capacity)
                 clean_GSE = self.chosen(self.choose(config, plan_GSE, valid_GS, capacity), valid_GS)
                 kept_G = (clean_GSE * chosen_GSE).sum((1, 2))
                 flip_G = 1 - kept_G / clean_GSE.sum((1, 2)).clamp(min=1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe.config import NonNegativeFloat
-from moe.routers.affinity import AffinityConfig, SoftmaxConfig, SparseTransportConfig
+from moe.overrides import RoutingOverrides
+from moe.routers.affinity import AffinityConfig, SoftmaxConfig
 from moe.routers.choice import CapacityConfig, ChoiceRouter
 from moe.routing import at_least_fp32
 
@@ -33,11 +34,14 @@ class ExpertChoiceConfig(CapacityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.combine == "affinity" and isinstance(self.affinity, SparseTransportConfig):
+        if self.combine == "affinity" and not self.affinity.has_gradient:
             raise ValueError(
-                "combine='affinity' would train no router: the sparse_transport plan has no gradient;"
+                f"combine='affinity' would train no router: the {self.affinity.kind} plan has no gradient;"
                 " use combine='softmax' or another affinity"
             )
+
+    def build(self, *, dim: int, num_experts: int) -> "ExpertChoiceRouter":
+        return ExpertChoiceRouter(self, dim=dim, num_experts=num_experts)
 
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert in a group of `num_tokens`."""
@@ -48,6 +52,23 @@ class ExpertChoiceConfig(CapacityConfig):
                 f" only {num_tokens} tokens; use at most {num_experts}, and a smaller capacity_multiple_of"
             )
         return slots
+
+    def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        if self.affinity.sees_group:
+            return self.affinity.sees_group
+        if self.slots(num_tokens=num_tokens, num_experts=num_experts) == num_tokens:
+            return ""
+        return (
+            "experts pick the best tokens of the whole group;"
+            f" capacity_factor={num_experts} lets each of {num_experts} experts take all of them"
+        )
+
+    def active_experts(self, num_experts: int) -> float:
+        return self.capacity_factor
+
+    def grid(self, num_experts: int) -> list[RoutingOverrides]:
+        capacities = [RoutingOverrides(capacity_factor=factor) for factor in (*self.CAPACITIES, 2.0)]
+        return capacities + [RoutingOverrides(experts=num_experts * part // 4) for part in (1, 2, 3)]
 
 
 class ExpertChoiceRouter(ChoiceRouter):

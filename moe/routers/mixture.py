@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.config import Bound, Config, PositiveFloat, PositiveInt
+from moe.config import Bound, PositiveFloat, PositiveInt
 from moe.init import Draw, constant, lecun_normal, mix
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers.affinity import gate_logits
-from moe.routing import DenseRouting, at_least_fp32, routing_stats
+from moe.routing import DenseRouting, LayerShape, Router, RouterConfig, at_least_fp32, routing_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig(Config):
+class MixtureConfig(RouterConfig):
     """A dense mixture.
 
     Attributes:
@@ -61,18 +61,36 @@ class MixtureConfig(Config):
                 f"temperature_decay={self.temperature_decay} and a learned temperature exclude each other"
             )
 
+    def build(self, *, dim: int, num_experts: int) -> "MixtureRouter":
+        return MixtureRouter(self, dim=dim, num_experts=num_experts)
+
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C: every expert has room for every token."""
         if self.level == "hierarchical" and num_experts % self.clusters:
             raise ValueError(f"clusters={self.clusters} does not divide num_experts={num_experts}")
         return num_tokens
 
+    def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        return "level='image' weighs experts by the mean of all tokens" if self.level == "image" else ""
+
+    def gate_macs(self, layer: LayerShape) -> float:
+        rows = 1 / layer.images if self.level == "image" else layer.tokens
+        hidden = layer.dim if self.gate == "mlp" else 0
+        clusters = self.clusters if self.level == "hierarchical" else 0
+        return rows * layer.dim * (layer.experts + hidden + clusters)
+
+    def mix_macs(self, layer: LayerShape, kept: int) -> float:
+        return layer.tokens * kept * layer.dim  # one matmul combines; dispatch copies no token
+
+    def saved(self, layer: LayerShape) -> tuple[float, float]:
+        return layer.rows(), layer.tokens * layer.experts
+
     def temperature_at(self, step: int) -> float:
         """Returns the temperature of update `step`, counted from 0."""
         return max(self.temperature_min, self.temperature * self.temperature_decay**step)
 
 
-class MixtureRouter(nn.Module):
+class MixtureRouter(Router):
     """The router; its temperature is a buffer, which `anneal` changes in training and checkpoints keep."""
 
     temperature: Tensor

@@ -12,16 +12,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moe.config import Config, NonNegativeFloat, PositiveInt
+from moe.config import NonNegativeFloat, PositiveInt
 from moe.init import Draw, constant, gaussian, lecun_normal, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import SoftRouting, at_least_fp32, routing_stats
+from moe.routing import LayerShape, Router, RouterConfig, SoftRouting, at_least_fp32, routing_stats
 
 Mix = Literal["soft", "uniform", "identity"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftConfig(Config):
+class SoftConfig(RouterConfig):
     """Soft MoE and its ablations.
 
     Attributes:
@@ -45,6 +45,9 @@ class SoftConfig(Config):
     combine: Mix = "soft"
     noise_std: NonNegativeFloat = 0.0
 
+    def build(self, *, dim: int, num_experts: int) -> "SoftRouter":
+        return SoftRouter(self, dim=dim, num_experts=num_experts)
+
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert; only ``identity`` depends on `num_tokens`. Raises ValueError if
         `total_slots` does not divide over the experts, or ``identity`` does not fit."""
@@ -67,8 +70,26 @@ class SoftConfig(Config):
         """Returns whether the router has parameters."""
         return "soft" in (self.dispatch, self.combine)
 
+    def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        alone = self.dispatch == self.combine == "identity"
+        return (
+            ""
+            if alone
+            else "slots are mixes of all tokens: only identity dispatch and combine keep them apart"
+        )
 
-class SoftRouter(nn.Module):
+    def gate_macs(self, layer: LayerShape) -> float:
+        return layer.tokens * layer.dim * layer.experts * layer.slots if self.learned() else 0
+
+    def mix_macs(self, layer: LayerShape, kept: int) -> float:
+        return 2 * layer.tokens * kept * layer.slots * layer.dim  # two matmuls
+
+    def saved(self, layer: LayerShape) -> tuple[float, float]:
+        unit_x = layer.tokens * layer.dim if self.learned() and self.normalize != "none" else 0
+        return 2 * layer.rows(), 2 * layer.tokens * layer.experts * layer.slots + unit_x
+
+
+class SoftRouter(Router):
     def __init__(self, config: SoftConfig, *, dim: int, num_experts: int) -> None:
         super().__init__()
         self.config = config

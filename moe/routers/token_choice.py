@@ -11,14 +11,15 @@ gradient of the standard deviation at zero variance is NaN.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe.config import NonNegativeFloat, PositiveFloat, PositiveInt
-from moe.overrides import Priority
+from moe.overrides import Priority, RoutingOverrides
 from moe.routers.affinity import Gating, SinkhornConfig, SoftmaxConfig
 from moe.routers.choice import CapacityConfig, ChoiceRouter
 from moe.routing import at_least_fp32
@@ -56,11 +57,40 @@ class TokenChoiceConfig(CapacityConfig):
     balance_weight: NonNegativeFloat = 0.0
     z_weight: NonNegativeFloat = 0.0
 
+    tokens_choose: ClassVar[bool] = True
+
+    def build(self, *, dim: int, num_experts: int) -> "TokenChoiceRouter":
+        return TokenChoiceRouter(self, dim=dim, num_experts=num_experts)
+
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert in a group of `num_tokens`."""
         if self.k > num_experts:
             raise ValueError(f"k={self.k} exceeds num_experts={num_experts}")
         return self.capacity(num_tokens * self.k, num_experts)
+
+    def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        if self.affinity.sees_group:
+            return self.affinity.sees_group
+        if self.slots(num_tokens=num_tokens, num_experts=num_experts) >= num_tokens:
+            return ""
+        way_out = f"capacity_factor={num_experts / self.k:g}, which drops no token"
+        if self.priority != "none":
+            return (
+                f"priority={self.priority!r} seats the best tokens of the group first: use none, or {way_out}"
+            )
+        if self.k > 1:
+            return (
+                f"with k={self.k} the second choice of a token is seated after the first choices of later"
+                f" tokens: use k=1, or {way_out}"
+            )
+        return ""
+
+    def active_experts(self, num_experts: int) -> float:
+        return self.k
+
+    def grid(self, num_experts: int) -> list[RoutingOverrides]:
+        points = product(sorted({1, 2, 4, self.k}), self.CAPACITIES, ("none", "max"))
+        return [RoutingOverrides(k=k, capacity_factor=c, priority=first) for k, c, first in points]
 
 
 class TokenChoiceRouter(ChoiceRouter):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from moe.routers import TokenChoiceConfig
+from moe.overrides import RoutingOverrides
 from moe.vit import ViT, ViTConfig
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
@@ -94,8 +94,8 @@ def _finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
     moe = config.moe
     if moe:
         router = moe.router
-        if isinstance(router, TokenChoiceConfig):
-            router = replace(router, capacity_factor=CAPACITY)
+        if router.tokens_choose:
+            router = RoutingOverrides(capacity_factor=CAPACITY).apply(router)
         moe = replace(moe, router=router, expert_dropout=EXPERT_DROPOUT)
     try:
         return replace(config, image_size=image_size, moe=moe)

@@ -11,7 +11,6 @@ from typing import Any
 
 from moe.cost import forward_macs
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers import ExpertChoiceConfig, TokenChoiceConfig
 from moe.vit import ViTConfig, check_overrides
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
@@ -24,8 +23,6 @@ FIELDS = {  # setting of --set -> field of RoutingOverrides
     "routing.subset_seed": "subset_seed",
     "routing.random_blocks": "random_blocks",
 }
-CAPACITIES = (0.15, 0.3, 0.5, 0.75, 1.0, 1.5)
-PRIORITIES = ("none", "max")
 
 
 def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
@@ -88,17 +85,7 @@ def default_grid(config: ViTConfig) -> list[RoutingOverrides]:
     """The model as trained, and the settings that its router can run with. A dense model has none."""
     if not config.moe:
         return [AS_TRAINED]
-    router, E = config.moe.router, config.moe.num_experts
-    if isinstance(router, TokenChoiceConfig):
-        grid = product(sorted({1, 2, 4, router.k}), CAPACITIES, PRIORITIES)
-        wanted = [RoutingOverrides(k=k, capacity_factor=c, priority=order) for k, c, order in grid]
-    elif isinstance(router, ExpertChoiceConfig):
-        wanted = [RoutingOverrides(capacity_factor=c) for c in (*CAPACITIES, 2.0)]
-        wanted += [RoutingOverrides(experts=E * quarters // 4) for quarters in (1, 2, 3)]
-    else:
-        subsets = sorted({*(2**power for power in range(E.bit_length())), 3 * E // 4})
-        wanted = [RoutingOverrides(experts=experts) for experts in subsets if experts < E]
-    return possible(config, wanted)
+    return possible(config, config.moe.router.grid(config.moe.num_experts))
 
 
 def possible(config: ViTConfig, wanted: Iterable[RoutingOverrides]) -> list[RoutingOverrides]:

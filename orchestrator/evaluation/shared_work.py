@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe.layer import MoELayer
 from moe.overrides import RoutingOverrides
-from moe.routers import evaluated
 from moe.vit import Block, ViT, check_overrides
 
 
@@ -37,7 +36,7 @@ def forward_at(
         """Returns the settings of a point in a block. Points with equal settings have equal outputs there."""
         if moe is None or block not in model.config.moe_blocks():
             return None
-        router = point.apply(evaluated(moe.router))
+        router = point.apply(moe.router.evaluated())
         return router, point.experts, point.subset_seed, block in point.random_blocks
 
     def second_half(block: Block, x_BSD: Tensor, point: RoutingOverrides) -> Tensor:

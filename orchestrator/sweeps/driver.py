@@ -174,7 +174,7 @@ def train(
         raise UsageError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
     directory = run_directory(run)
     check_kind(directory, "run")
-    if read_run(directory) is None:
+    if mode == "resume" and read_run(directory) is None:
         check_resumable(directory, mode)
     run = settled(run)
     check_data(run)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from moe.cost import expert_rows, forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
 from moe.dense import stem_channels
 from moe.parallel import check_layout
-from moe.routers import MixtureConfig, SoftConfig
 from moe.vit import ViTConfig
 from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
@@ -321,8 +320,9 @@ def saved_bytes(model: ViTConfig, number: int = FP32) -> list[float]:
     for i in range(model.depth):
         found.append(number * (attention_norms + 2 * _hidden(model, i)))  # before and after GELU
         if i in model.moe_blocks():
-            rows, mixing = _routing_saved(model)
-            found[-1] += number * rows + FP32 * (mixing + (S * D if number < FP32 else 0))
+            assert model.moe
+            rows, mixing = model.moe.router.saved(model.layer_shape())
+            found[-1] += number * rows * D + FP32 * (mixing + (S * D if number < FP32 else 0))
     return found
 
 
@@ -331,19 +331,6 @@ def _hidden(model: ViTConfig, block: int) -> float:
     if block in model.moe_blocks():
         return model.expert_dim() * expert_rows(model)
     return model.mlp_dim * model.tokens()
-
-
-def _routing_saved(model: ViTConfig) -> tuple[float, float]:
-    """Numbers that an MoE layer keeps per image: in rows of experts, and in mixing weights."""
-    assert model.moe
-    router, D, S, E = model.moe.router, model.width, model.tokens(), model.moe.num_experts
-    rows = expert_rows(model)
-    if isinstance(router, SoftConfig):
-        unit_x = S * D if router.learned() and router.normalize != "none" else 0
-        return 2 * rows * D, 2 * S * E * model.slots() + unit_x
-    if isinstance(router, MixtureConfig):
-        return rows * D, S * E  # dispatch copies no token
-    return 3 * rows * D, S * E  # index_add keeps what it adds, for its shape
 
 
 def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe.init import mix
 from moe.parallel import accumulate, sum_over_ranks, update
-from moe.routers.mixture import MixtureRouter
+from moe.routing import Router
 from moe.vit import ViTConfig
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig, TrainConfig
@@ -118,7 +118,7 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     for module in model.modules():
-        if isinstance(module, MixtureRouter):
+        if isinstance(module, Router):
             module.anneal(step)
     optimizer.zero_grad(set_to_none=True)
     passes, microbatches = [], _microbatches(batch, run.images_per_pass())

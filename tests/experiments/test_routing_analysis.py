@@ -20,9 +20,10 @@ from moe import (
     TokenChoiceConfig,
     ViT,
 )
+from moe.config import members
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED
-from moe.routers import ROUTERS, RouterConfig
+from moe.routers import RouterConfig
 from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
@@ -31,7 +32,7 @@ from orchestrator.data.images import normalize
 from tests.lanes import mostly_slow
 
 FOUR_PATCHES = replace(PRESETS["debug"], image_size=8, patch_size=4)
-KINDS = [kind() for kind in ROUTERS]
+KINDS = [kind() for kind in members(RouterConfig)]
 each_router = pytest.mark.parametrize("router", KINDS, ids=lambda router: router.kind)
 
 

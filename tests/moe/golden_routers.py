@@ -259,7 +259,7 @@ def capacity(z: Arrays, meta: Meta, report: Report) -> None:
     rows = list(zip(*(z[name].tolist() for name in columns), strict=True))
     wrong = []
     for assignments, experts, factor, mode, multiple, expected in rows:
-        config = CapacityConfig(
+        config = ExpertChoiceConfig(
             capacity_factor=factor,
             capacity_rounding="ceil" if mode == 0 else "round",
             capacity_multiple_of=multiple or 1,

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import moe.routers
 from moe.adapt import plan_transfer, shapes_of
+from moe.config import members
 from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, RouterConfig
+from moe.routers import RouterConfig
 from moe.vit import ViT, ViTConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-KINDS = [kind() for kind in ROUTERS]
+KINDS = [kind() for kind in members(RouterConfig)]
 
 each_kind = pytest.mark.parametrize("router", KINDS, ids=lambda r: r.kind)
 each_model = pytest.mark.parametrize("router", [None, *KINDS], ids=lambda r: r.kind if r else "dense")
@@ -41,14 +41,14 @@ def keys(groups: int, tokens: int) -> Tensor:
 
 
 def build_router(config: RouterConfig, *, dim: int = 8, num_experts: int = 4) -> Any:
-    router = moe.routers.build_router(config, dim=dim, num_experts=num_experts)
+    router = config.build(dim=dim, num_experts=num_experts)
     init_weights(router, seed=0)
     return router
 
 
 def gate_router(config: RouterConfig, gate_DE: list[list[float]]) -> Any:
     """A router with this gate."""
-    router = moe.routers.build_router(config, dim=len(gate_DE), num_experts=len(gate_DE[0]))
+    router = config.build(dim=len(gate_DE), num_experts=len(gate_DE[0]))
     with torch.no_grad():
         router.get_parameter("gate_DE").copy_(torch.tensor(gate_DE))
     return router

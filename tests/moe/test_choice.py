@@ -5,9 +5,8 @@ import torch
 
 from moe.init import init_weights
 from moe.overrides import RoutingOverrides
-from moe.routers import ExpertChoiceConfig, TokenChoiceConfig, build_router
+from moe.routers import ExpertChoiceConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from moe.routers.choice import CapacityConfig
 from tests.moe.parts import vit_config
 
 
@@ -30,7 +29,7 @@ from tests.moe.parts import vit_config
     ],
 )
 def test_capacity_by_hand(assignments, experts, factor, rounding, multiple_of, slots):
-    config = CapacityConfig(
+    config = ExpertChoiceConfig(
         capacity_factor=factor, capacity_rounding=rounding, capacity_multiple_of=multiple_of
     )
     assert config.capacity(assignments, experts) == slots
@@ -43,13 +42,13 @@ def test_slots_of_a_group():
     assert ExpertChoiceConfig(**fields).slots(num_tokens=9, num_experts=4) == 4  # 3.375 -> 4
     assert TokenChoiceConfig(capacity_factor=9.0).slots(num_tokens=4, num_experts=2) == 18
     assert ExpertChoiceConfig(capacity_factor=4.0).slots(num_tokens=16, num_experts=4) == 16
-    assert CapacityConfig(capacity_factor=0.2501).capacity(16, 8) == 1
+    assert ExpertChoiceConfig(capacity_factor=0.2501).capacity(16, 8) == 1
 
 
 @pytest.mark.parametrize("config", [TokenChoiceConfig, ExpertChoiceConfig])
 def test_evaluation_may_have_another_capacity(config):
     """In evaluation mode alone; an override goes first."""
-    router = build_router(config(capacity_factor=1.0, eval_capacity_factor=2.0), dim=32, num_experts=4)
+    router = config(capacity_factor=1.0, eval_capacity_factor=2.0).build(dim=32, num_experts=4)
     init_weights(router, 0)
     x, valid = torch.randn(2, 16, 32), torch.ones(2, 16)
 
@@ -64,10 +63,10 @@ def test_evaluation_may_have_another_capacity(config):
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (CapacityConfig, {"capacity_factor": -2.0}, "capacity_factor must be positive, got -2.0"),
-        (CapacityConfig, {"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
-        (CapacityConfig, {"eval_capacity_factor": 0.0}, "eval_capacity_factor must be positive"),
-        (CapacityConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
+        (ExpertChoiceConfig, {"capacity_factor": -2.0}, "capacity_factor must be positive, got -2.0"),
+        (ExpertChoiceConfig, {"capacity_factor": 0.0}, "capacity_factor must be positive, got 0.0"),
+        (ExpertChoiceConfig, {"eval_capacity_factor": 0.0}, "eval_capacity_factor must be positive"),
+        (ExpertChoiceConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
         (TokenChoiceConfig, {"capacity_multiple_of": 0}, "capacity_multiple_of must be at least 1, got 0"),
         (TokenChoiceConfig, {"k": 0}, "k must be at least 1, got 0"),
         *(

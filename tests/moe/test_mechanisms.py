@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experiments.studies._digits import EXPERTS, MOE_BLOCKS, accuracy, answer, trained_vit
-from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig, build_router
+from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
 from moe.vit import ViT
 
@@ -58,7 +58,7 @@ def routed_by(model: ViT, config: RouterConfig, stat: str) -> Tensor:
         hook = router.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[:2]))
         answer(model)
         hook.remove()
-        other = build_router(config, dim=router.gate_DE.shape[0], num_experts=EXPERTS)
+        other = config.build(dim=router.gate_DE.shape[0], num_experts=EXPERTS)
         other.load_state_dict(router.state_dict())
         with torch.no_grad():
             values.append(other(*seen[0]).stats[stat])

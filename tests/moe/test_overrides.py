@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.config import members
 from moe.overrides import RoutingOverrides
-from moe.routers import ROUTERS, ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
 from tests.moe.parts import build_layer, gate_router, randn
 
@@ -43,7 +44,7 @@ def run(layer, **overrides) -> Tensor:
 @each_router
 def test_neutral_overrides_change_not_a_bit(config):
     """The router's own values, all experts, and random logits in other blocks than this one, 0."""
-    assert {type(config) for config in CONFIGS} == set(ROUTERS)
+    assert {type(config) for config in CONFIGS} == set(members(RouterConfig))
     own = {f.name: getattr(config, f.name) for f in fields(RoutingOverrides) if hasattr(config, f.name)}
     layer = build_layer(config, expert_dropout=0.1)
     for keys in (None, torch.arange(G)):

@@ -1,7 +1,7 @@
-"""Laws that every router satisfies, in every variant. A new router is tested because it is in ROUTERS."""
+"""Laws that every router satisfies, in every variant. A new router is tested because it is a RouterConfig."""
 
 from dataclasses import fields, replace
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moe.codec import hints_of
+from moe.config import members
 from moe.routers import (
-    ROUTERS,
     ExpertChoiceConfig,
     MixtureConfig,
     RouterConfig,
@@ -28,7 +29,7 @@ G, S, D, E = 3, 16, 8, 4
 SINKHORN, SPARSE = SinkhornConfig(iterations=300), SparseTransportConfig(iterations=60)
 
 VARIANTS = (
-    *(kind() for kind in ROUTERS),
+    *(kind() for kind in members(RouterConfig)),
     TokenChoiceConfig(k=2, capacity_factor=0.6, priority="max"),
     TokenChoiceConfig(k=3, capacity_factor=0.5, priority="sum", capacity_rounding="ceil"),
     TokenChoiceConfig(k=2, capacity_multiple_of=4, balance_weight=0.01, z_weight=0.001, noise_std=0.0),
@@ -116,9 +117,9 @@ def dense(routing: Routing, G: int, S: int, E: int) -> tuple[Tensor, Tensor]:
 
 
 def test_every_router_and_every_literal_is_among_the_variants():
-    for kind in ROUTERS:
+    for kind in members(RouterConfig):
         mine = [config for config in VARIANTS if type(config) is kind]
-        for name, hint in get_type_hints(kind).items():
+        for name, hint in hints_of(kind).items():
             wanted = set(get_args(hint)) if get_origin(hint) is Literal else set()
             assert wanted <= {getattr(config, name) for config in mine}, f"{kind.__name__}.{name}"
 

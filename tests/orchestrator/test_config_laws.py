@@ -1,6 +1,7 @@
 """Laws over all configs of the project. A new config is found by itself."""
 
 import importlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -28,7 +29,13 @@ def subclasses(cls: Any) -> Iterator[Any]:
 
 
 CONFIGS = sorted(
-    {c for c in subclasses(Config) if c.__module__.split(".")[0] in ("moe", "orchestrator", "experiments")},
+    {
+        c
+        for c in subclasses(Config)
+        if c.__module__.split(".")[0] in ("moe", "orchestrator", "experiments")
+        and is_dataclass(c)
+        and not inspect.isabstract(c)
+    },
     key=lambda cls: cls.__qualname__,
 )
 # The fields without a default.

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from moe.config import members
 from moe.layer import MoEConfig
 from moe.parallel import update
 from moe.presets import PRESETS
-from moe.routers import ROUTERS, MixtureConfig, RouterConfig, SoftConfig
+from moe.routers import MixtureConfig, RouterConfig, SoftConfig
 from moe.vit import ViT
 from orchestrator.recipe import (
     AdafactorConfig,
@@ -171,7 +172,7 @@ DECAYS = {  # the last two parts of every name in a ViT whose weights decay
 }
 SOFT_ROUTING = {"router.phi_DEC", "router.scale"}
 ROUTERS_AND_VARIANTS = [
-    *(kind() for kind in ROUTERS),
+    *(kind() for kind in members(RouterConfig)),
     SoftConfig(normalize="none"),
     MixtureConfig(level="hierarchical"),
 ]
