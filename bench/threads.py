@@ -108,7 +108,6 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
     from orchestrator.config import RunConfig
     from orchestrator.data.batch import Batch
     from orchestrator.training.loop import set_threads, train_step
-    from orchestrator.training.optim import build_optimizer
     from orchestrator.training.worker import build_model, keep_freed_memory
 
     run = override(RunConfig(), MODELS[model])
@@ -118,7 +117,7 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
         set_threads(run.model, run.images_per_pass())
     keep_freed_memory()
     network = build_model(run, torch.device("cpu"), seed=run.train.seed)
-    optimizer = build_optimizer(run.train.optimizer, network)
+    optimizer = run.train.optimizer.build(network)
     images, side = run.data.batch_size, run.model.image_size
     batch = Batch(
         image=torch.randint(256, (images, 3, side, side), dtype=torch.uint8),

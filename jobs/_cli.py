@@ -89,10 +89,10 @@ def connect() -> None:
     """Joins the cluster of $RAY_ADDRESS or of this machine, else starts a cluster here; once in a process."""
     import ray
 
-    from orchestrator.sweeps import driver
+    from orchestrator.training import cluster
 
     if not ray.is_initialized():
-        driver.connect(partial(print, flush=True))
+        cluster.connect(partial(print, flush=True))
         # Ray has replaced the handlers by its own.
         _stop_soon_on_signals()
 

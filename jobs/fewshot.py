@@ -69,9 +69,9 @@ def measured(flags: FewShotFlags, model: ModelRef, store: Tracking, *, first: bo
     Raises:
         UsageError: for shots or data that cannot be used.
     """
+    from orchestrator.config import FewShotConfig
     from orchestrator.errors import UsageError
     from orchestrator.evaluation.evaluate import default_device
-    from orchestrator.recipe import FewShotConfig
     from orchestrator.training.fewshot import FewShot, rare_classes, short_names
 
     paths = tuple(flags.places.shards(data) for data in flags.data) or (model.run.data.path,)

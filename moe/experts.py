@@ -7,7 +7,7 @@ Parameter Count: Implicit Bias in Soft Mixture of Experts", algorithm 1 and sect
 each group has a subset of its own.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ Activation = Literal["gelu", "relu"]
 
 class Experts(nn.Module):
     """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on any number of rows per expert (`rows`)."""
+
+    undecayed: ClassVar = ("b_in_EF", "b_out_ED")  # biases, which are stacked
 
     def __init__(
         self,

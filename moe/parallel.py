@@ -235,6 +235,11 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float |
     return total
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sums `values` over all ranks, in place; a single process keeps its own."""
     if dist.is_initialized():

@@ -5,7 +5,7 @@ in their released code: LayerNorm with epsilon 1e-6, tanh GELU, a head that star
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -199,6 +199,8 @@ class ViT(nn.Module):
     """The model, with weights drawn from `seed`. Without a seed they are not set, for a checkpoint to fill or
     `moe.parallel.set_weights` to draw; nor are they on the meta device.
     """
+
+    undecayed: ClassVar = ("position_SD",)
 
     def __init__(self, config: ViTConfig, *, seed: int | None = 0) -> None:
         super().__init__()

@@ -9,16 +9,11 @@ from moe.presets import PRESETS
 from moe.vit import ViTConfig
 from orchestrator.errors import UsageError
 from orchestrator.names import check_run_path
-from orchestrator.recipe import (
-    AdamWConfig,
-    FewShotConfig,
-    Loss,
-    OptimizerConfig,
-    RsqrtConfig,
-    ScheduleConfig,
-    phases,
-)
+from orchestrator.optimizers import AdamWConfig, OptimizerConfig
+from orchestrator.schedules import RsqrtConfig, ScheduleConfig
 from orchestrator.storage import home
+
+Loss = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +73,31 @@ class DataConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FewShotConfig(Config):
+    """Ridge regression on frozen features from a few images per class, reported as ``fewshot/acc_<n>shot``
+    at every evaluation (`orchestrator.training.fewshot`).
+
+    Attributes:
+        paths: data sets whose train split gives the shots and whose val split is tested; default: the run's.
+        shots: images per class.
+        seeds: how often shots are drawn, with the seeds 0, 1, ..; figures are means.
+    """
+
+    paths: tuple[str, ...] = ()
+    shots: tuple[int, ...] = (1, 5, 10, 25)
+    seeds: PositiveInt = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shots or min(self.shots) < 1 or len(set(self.shots)) < len(self.shots):
+            raise ValueError(f"shots must be different numbers from 1, got {list(self.shots)}")
+
+    def metrics(self) -> tuple[str, ...]:
+        """Returns the names that each evaluation reports."""
+        return tuple(f"fewshot/acc_{shots}shot" for shots in self.shots)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
     """How a model is trained.
 
@@ -126,7 +146,7 @@ class TrainConfig(Config):
         super().__post_init__()
         if self.stop_at is not None and self.eval_every is None:
             raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
-        warmup, cooldown = phases(self.schedule, self.steps)
+        warmup, cooldown = self.schedule.phases(self.steps)
         if warmup + cooldown > self.steps:
             raise ValueError(
                 f"warmup_steps={warmup} and cooldown_steps={cooldown} do not fit into steps={self.steps}"

@@ -7,7 +7,7 @@ tokens themselves. Slot i belongs to expert i // C, as in the text.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,8 @@ class SoftConfig(RouterConfig):
 
 
 class SoftRouter(Router):
+    undecayed: ClassVar = ("phi_DEC",)
+
     def __init__(self, config: SoftConfig, *, dim: int, num_experts: int) -> None:
         super().__init__()
         self.config = config

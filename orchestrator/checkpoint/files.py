@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from orchestrator import storage
@@ -78,11 +77,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
             for value in state.values():
                 value.zero_()
     return weights | {f"{OPTIMIZER}{n}": value for n, value in moments.items() if isinstance(value, Tensor)}
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def write(

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import first_failure, load, local_part, state_of, write
+from orchestrator.checkpoint.files import first_failure, load, state_of, write
 from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, gathered, newest
 from orchestrator.config import CheckpointConfig
 from orchestrator.errors import UsageError, reason_of

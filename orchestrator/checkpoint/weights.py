@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
+from moe.parallel import local_part
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import SUFFIX, Reader, fill, local_part, open_reader
+from orchestrator.checkpoint.files import SUFFIX, Reader, fill, open_reader
 from orchestrator.checkpoint.manifest import DamagedError, Manifest, agreed, damaged_error, located
 from orchestrator.codec import from_dict, to_dict
 from orchestrator.config import RunConfig

@@ -23,7 +23,8 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
-from orchestrator.recipe import CosineConfig, SGDConfig
+from orchestrator.optimizers import SGDConfig
+from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features, short_names

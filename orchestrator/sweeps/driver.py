@@ -3,8 +3,6 @@
 import json
 import logging
 import math
-import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import ray
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
@@ -42,6 +39,7 @@ from orchestrator.tracking.find import check_original
 from orchestrator.tracking.store import Tracking, open_tracking, store_uri
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
+from orchestrator.training.cluster import connect
 from orchestrator.training.fit import check_data, check_start, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.metrics_file import Metrics
@@ -66,7 +64,6 @@ from orchestrator.training.worker import Report, costs
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "resume", "fresh"]
-CONNECT_S = 10.0
 SAMPLED = 200  # draws of a space that set the reference of a search
 
 
@@ -119,35 +116,6 @@ def open_store(root: str, uri: str | None = None) -> Tracking:
 
 
 def _silent(*_: object) -> None: ...
-
-
-def connect(say: Callable[[str], None] = _silent) -> None:
-    """Joins the cluster of $RAY_ADDRESS or of this machine, else starts Ray here; once in a process.
-
-    Args:
-        say: prints a line before Ray starts, which takes seconds.
-
-    Raises:
-        UsageError: if no cluster answers.
-    """
-    if ray.is_initialized():
-        return
-    if (address := os.environ.get("RAY_ADDRESS", "")).startswith("http"):
-        raise UsageError(
-            f"RAY_ADDRESS={address} is the address for `ray job submit`: submit the command, as in"
-            " `ray job submit --working-dir . -- python jobs/..`, or unset RAY_ADDRESS"
-        )
-    say("starting Ray, or joining the cluster of $RAY_ADDRESS or of this machine ..")
-    try:
-        host, colon, port = address.rpartition(":")
-        if colon and port.isdigit():  # Ray itself would try for minutes
-            socket.create_connection((host.rpartition("/")[2].strip("[]"), int(port)), CONNECT_S).close()
-        ray.init(logging_level=logging.ERROR, log_to_driver=False)
-    except (OSError, OverflowError, RuntimeError) as error:
-        raise UsageError(
-            f"no Ray cluster answers at {address or 'the address that this machine remembers'}"
-            f" ({reason_of(error)}): start it, or set RAY_ADDRESS=local for one that ends with this command"
-        ) from None
 
 
 def train(

@@ -19,8 +19,7 @@ from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.recipe import AdafactorConfig, AdamWConfig
-from orchestrator.training.adafactor import factored_dims
+from orchestrator.optimizers.base import is_expert
 
 GIB = 2**30
 FP32 = 4  # bytes
@@ -240,22 +239,10 @@ def _compute_bytes(run: RunConfig) -> int:
 
 def _moment_bytes(run: RunConfig, dp: int, ep: int) -> int:
     """Returns the bytes that the optimiser keeps on the first rank."""
-    optimizer, model = run.train.optimizer, run.model
-    if isinstance(optimizer, AdafactorConfig):
-        return sum(_adafactor_bytes(optimizer, *item, dp, ep) for item in param_shapes(model).items())
-    numbers = sum(map(sum, _units(model, dp, ep)))
-    if isinstance(optimizer, AdamWConfig):
-        return (BYTES[optimizer.state_dtype] + FP32) * numbers  # the second moment is always float32
-    return FP32 * numbers if optimizer.momentum > 0 else 0
-
-
-def _adafactor_bytes(optimizer: AdafactorConfig, name: str, shape: Sequence[int], dp: int, ep: int) -> int:
-    """A first moment in bfloat16, and of the second moment rows and columns. Columns are not sharded."""
-    shard = _shard(name, shape, dp, ep)
-    numbers = prod(shard)
-    dims = factored_dims(shape, optimizer.min_dim_to_factor, expert=".experts." in name)
-    second = sum(numbers // shard[dim] for dim in dims) if dims else numbers
-    return BYTES["bfloat16"] * numbers + FP32 * second
+    return sum(
+        run.train.optimizer.state_bytes(shape, _shard(name, shape, dp, ep), expert=is_expert(name))
+        for name, shape in param_shapes(run.model).items()
+    )
 
 
 def _memory(run: RunConfig, ep: int) -> dict[str, float]:

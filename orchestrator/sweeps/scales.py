@@ -14,7 +14,8 @@ from typing import Any
 from moe.vit import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
-from orchestrator.recipe import AdamWConfig, LinearConfig, RsqrtConfig
+from orchestrator.optimizers import AdamWConfig
+from orchestrator.schedules import LinearConfig, RsqrtConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
@@ -168,9 +169,8 @@ _QUICKSTART = {  # 4 epochs of the cluttered digits
     "model.image_size": 16,
     "model.patch_size": 4,
     "data.batch_size": 128,
-    "train.steps": 360,
-    "train.lr": 4e-3,
-    "train.report_every": 90,
+    "train.steps": 380,
+    "train.report_every": 95,
 }
 _STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 images
     "model.image_size": 28,
@@ -262,7 +262,7 @@ SCALES = {
         experts=8,
         bases={"quickstart": _QUICKSTART, "study": _STUDY},
         sizes_of={
-            "quickstart": {"w12": size(12, 2, 2), "w16": size(16, 2, 2), "w32": size(32, 2, 2)},
+            "quickstart": {"w16": size(16, 2, 2), "w24": size(24, 2, 2), "w32": size(32, 2, 2)},
             "study": {"w16": size(16, 2, 2), "w32": size(32, 2, 4), "w48": size(48, 2, 3)},
         },
         data="digits",

@@ -12,7 +12,6 @@ from orchestrator.checkpoint.manifest import folder_of
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.recipe import ConstantConfig, RsqrtConfig, phases
 from orchestrator.sweeps.estimate import settled
 from orchestrator.sweeps.search import Space
 from orchestrator.training.run_directory import checkpoint_directory
@@ -49,13 +48,13 @@ class Trunk(Config):
             UsageError: if the rate of `run` depends on where the run ends, or still rises at a branch.
         """
         schedule = run.train.schedule
-        if not isinstance(schedule, RsqrtConfig | ConstantConfig):
+        if schedule.knows_end:
             raise UsageError(
                 f"a trunk needs train.schedule.kind=rsqrt or constant, got {schedule.kind!r}: other rates"
                 " depend on where the run ends"
             )
         # The same for all branches: as it is set, else a tenth of the longest branch.
-        warmup, _ = phases(schedule, self.at[-1] + self.cooldown)
+        warmup, _ = schedule.phases(self.at[-1] + self.cooldown)
         if warmup > self.at[0]:
             unset = " (a tenth of the longest branch: set train.schedule.warmup_steps)"
             raise UsageError(

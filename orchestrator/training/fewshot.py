@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
-from orchestrator.config import RunConfig
+from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.images import normalize
 from orchestrator.data.plan import Ints
 from orchestrator.data.stream import Stream, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
-from orchestrator.recipe import FewShotConfig
 
 Floats = NDArray[np.float64]
 

@@ -25,7 +25,6 @@ from orchestrator.data.images import normalize
 from orchestrator.training.losses import dominant_labels, hits, image_losses, mixed_losses
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.optim import learning_rate
 from orchestrator.training.profile import phase
 
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
@@ -114,7 +113,7 @@ def train_step(
     """Takes `step`, which counts from 0. Returns this worker's share of the metrics, still on the device;
     statistics of the routers only with `stats`.
     """
-    rate = learning_rate(run.train.schedule, step, peak=run.train.lr, total=run.train.steps)
+    rate = run.train.schedule.rate(step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate
     for module in model.modules():

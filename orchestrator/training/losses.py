@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from orchestrator.config import Loss
 from orchestrator.data.augment import partners
-from orchestrator.recipe import Loss
 
 
 def image_losses(kind: Loss, logits: Tensor, labels: Tensor) -> Tensor:

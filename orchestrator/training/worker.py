@@ -35,7 +35,6 @@ from orchestrator.training.metrics import (
     write_csv,
 )
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
-from orchestrator.training.optim import build_optimizer, learning_rate
 from orchestrator.training.profile import profiled
 from orchestrator.training.run_directory import Result, checkpoint_directory, run_directory, write_result
 
@@ -105,7 +104,7 @@ def train_worker(
     if run.scale.deterministic:
         be_deterministic()
     model = build_model(run, device, seed=None)
-    optimizer = build_optimizer(run.train.optimizer, model)
+    optimizer = run.train.optimizer.build(model)
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     training, validation = (open_stream(run, split, rank, workers) for split in ("train", "val"))
     fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
@@ -285,8 +284,7 @@ def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
         raise UsageError(f"{run.name} cannot branch from {trunk.name}: {'; '.join(changed)}")
     for at in range(step):
         was, now = (
-            learning_rate(each.train.schedule, at, peak=each.train.lr, total=each.train.steps)
-            for each in (trunk, run)
+            each.train.schedule.rate(at, peak=each.train.lr, total=each.train.steps) for each in (trunk, run)
         )
         if was != now:
             raise UsageError(

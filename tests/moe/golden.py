@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.moe.golden_models import few_shot, model, optimizer, posemb_zoom, schedule
+from tests.moe.golden_models import few_shot, lamb, model, optimizer, posemb_zoom, schedule
 from tests.moe.golden_report import Arrays, Meta, Report
 from tests.moe.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
 from tests.moe.parts import read_golden
@@ -26,7 +26,7 @@ from tests.moe.parts import read_golden
 def check(path: Path) -> Report:
     """Raises ValueError for an unknown family."""
     arrays, meta = read_golden(path)
-    family = meta["router"]
+    family = meta.get("family") or meta["router"]
     if family not in FAMILIES:
         raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     report = Report(nan_fields=tuple(meta.get("nan_fields") or ()))
@@ -46,6 +46,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "model": model,
     "schedule": schedule,
     "optimizer": optimizer,
+    "lamb": lamb,
     "posemb_zoom": posemb_zoom,
     "fewshot": few_shot,
 }

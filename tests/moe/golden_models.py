@@ -10,7 +10,9 @@ from moe.adapt import resize_position
 from moe.layer import MoEConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.vit import ViT, ViTConfig
-from orchestrator.recipe import AdamWConfig, CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
+from orchestrator.optimizers import AdamWConfig, LambConfig, SGDConfig
+from orchestrator.optimizers.lamb import Lamb
+from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
 from orchestrator.training.fewshot import (
     STRENGTHS,
     Frozen,
@@ -19,7 +21,6 @@ from orchestrator.training.fewshot import (
     choose_shots,
     fit_ridge,
 )
-from orchestrator.training.optim import build_optimizer, learning_rate
 from tests.moe.golden_report import Arrays, Meta, Report
 
 
@@ -181,7 +182,7 @@ def _rate(c: Meta, step: int, total: int) -> float:
         "warmup_linear_decay": lambda: LinearConfig(warmup_steps=c["warmup_steps"], end_frac=end_frac),
         "warmup_cosine_decay": lambda: CosineConfig(warmup_steps=c["warmup_steps"], end_frac=end_frac),
     }
-    return learning_rate(configs[c["schedule"]](), step, peak=c["peak_value"], total=total)
+    return configs[c["schedule"]]().rate(step, peak=c["peak_value"], total=total)
 
 
 def optimizer(z: Arrays, meta: Meta, report: Report) -> None:
@@ -211,7 +212,7 @@ def optimizer(z: Arrays, meta: Meta, report: Report) -> None:
         if c["name"] == "adam"
         else SGDConfig(momentum=c["momentum"])
     )
-    built = build_optimizer(config, module)
+    built = config.build(module)
     if decay.keys() - {"head/kernel", ".*/kernel"}:  # rules that we have no field for, on the same optimiser
         built.param_groups.clear()
         for name, param in params.items():
@@ -231,6 +232,30 @@ def optimizer(z: Arrays, meta: Meta, report: Report) -> None:
 
 def _first_match(decay: dict[str, float], name: str) -> float:
     return next((value for rule, value in decay.items() if re.search(rule, name)), 0.0)
+
+
+def lamb(z: Arrays, meta: Meta, report: Report) -> None:
+    params = {name: nn.Parameter(z[f"value/{name}"][0].clone()) for name in meta["weight_decay"]}
+    config = LambConfig(
+        beta1=meta["betas"][0],
+        beta2=meta["betas"][1],
+        epsilon=meta["eps"],
+        bias_correction=meta.get("bias_correction", True),
+        always_adapt=meta.get("always_adapt", False),
+        trust_clip=meta.get("trust_clip", False),
+    )
+    groups = [{"params": [p], "weight_decay": meta["weight_decay"][name]} for name, p in params.items()]
+    built = Lamb(groups, config, experts=[params[name] for name in meta["experts"]])
+    for t, rate in enumerate(meta["lr"]):
+        for group in built.param_groups:
+            group["lr"] = rate
+        for name, param in params.items():
+            param.grad = z[f"gradient/{name}"][t].clone()
+        if meta["max_grad_norm"]:
+            nn.utils.clip_grad_norm_(params.values(), meta["max_grad_norm"])
+        built.step()
+        for name, param in params.items():
+            report.close(f"{name} after {t + 1}", param, z[f"value/{name}"][t + 1])
 
 
 def posemb_zoom(z: Arrays, meta: Meta, report: Report) -> None:

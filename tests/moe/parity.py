@@ -197,6 +197,7 @@ def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str, time
     store, timeout = f"file://{folder}/{worker.__name__}-{ranks}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     worker(rank, ranks, folder)
+    dist.barrier()  # a rank that leaves first would end the others' connections
     dist.destroy_process_group()
 
 

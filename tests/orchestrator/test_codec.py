@@ -15,7 +15,8 @@ from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.codec import changed_fields, describe, flat, from_dict, override, to_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
 from orchestrator.errors import UsageError
-from orchestrator.recipe import CosineConfig, LinearConfig, RsqrtConfig, SGDConfig
+from orchestrator.optimizers import SGDConfig
+from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
 
 
 def with_moe(**fields: Any) -> RunConfig:
@@ -130,7 +131,7 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ({"train": None}, "train is a group of fields, not a value; got None"),
         (
             {"train.optimizer.kind": "adam"},
-            "unknown train.optimizer.kind 'adam'; known: adafactor, adamw, sgd; did you mean 'adamw'?",
+            "unknown train.optimizer.kind 'adam'; known: adafactor, adamw, lamb, sgd; did you mean 'adamw'?",
         ),
         (
             {"model.moe.router.kind": "magic", "model.moe.router.k": 1},
@@ -142,7 +143,7 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ),
         (
             {"train.schedule.end_frac": 0.1},
-            "unknown field train.schedule.end_frac; train.schedule has: kind, warmup_steps, cooldown_steps,",
+            "unknown field train.schedule.end_frac; train.schedule has: warmup_steps, cooldown_steps,",
         ),
         ({"train.steps": "1.5"}, "train: steps must be an integer, got '1.5'"),
         ({"train.lr": "fast"}, "train: lr must be a number, got 'fast'"),

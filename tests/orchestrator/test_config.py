@@ -7,14 +7,8 @@ import pytest
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, ScaleConfig, TrainConfig
-from orchestrator.recipe import (
-    AdafactorConfig,
-    AdamWConfig,
-    CosineConfig,
-    LinearConfig,
-    RsqrtConfig,
-    SGDConfig,
-)
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, SGDConfig
+from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
 
 PAIRS = replace(PRESETS["debug"], moe=MoEConfig(num_experts=6, images_per_group=2))
 NAN = float("nan")

@@ -19,7 +19,6 @@ from moe.vit import ViT
 from orchestrator.checkpoint.files import state_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.training.optim import build_optimizer
 
 BATCH = 8
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "data.batch_size": BATCH}
@@ -49,7 +48,7 @@ def built(name: str, *, seed: int | None, **mesh: int) -> tuple[ViT, torch.optim
         model = build_sharded(run.model, _mesh(**mesh), seed=seed) if mesh else ViT(run.model, seed=seed)
     finally:
         torch.set_default_dtype(before)
-    return model, build_optimizer(run.train.optimizer, model)
+    return model, run.train.optimizer.build(model)
 
 
 @cache

@@ -17,7 +17,6 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import load, state_of
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict
-from orchestrator.training.optim import build_optimizer
 from tests.orchestrator.checkpoint.counted import (
     IN_STEP,
     Odd,
@@ -121,7 +120,7 @@ def test_a_new_optimizer_has_no_momentum():
     """torch makes its state by an update, which decays weights."""
     run = override(RUNS["mixture, SGD"], {"train.optimizer.weight_decay": 0.1})
     model = ViT(run.model)
-    state = state_of(model, build_optimizer(run.train.optimizer, model))
+    state = state_of(model, run.train.optimizer.build(model))
     momentum = [value for name, value in state.items() if name.startswith("optimizer.state")]
     assert len(momentum) == len(list(model.parameters()))
     assert not any(value.any() for value in momentum)

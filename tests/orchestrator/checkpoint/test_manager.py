@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manager
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import local_part, state_of
+from orchestrator.checkpoint.files import state_of
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError, Snapshot
 from orchestrator.config import CheckpointConfig
 from tests.orchestrator.checkpoint.counted import IN_STEP, fill, folder, odd, said, save, saved, step_restored

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.parallel import set_weights
+from moe.parallel import local_part, set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load, local_part
+from orchestrator.checkpoint.files import load
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError
 from orchestrator.config import CheckpointConfig
 from tests.moe.parity import spawn

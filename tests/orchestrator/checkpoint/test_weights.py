@@ -28,7 +28,6 @@ from orchestrator.checkpoint.weights import export, start_from
 from orchestrator.codec import from_dict, override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.training.optim import build_optimizer
 from tests.moe.parity import spawn
 from tests.moe.parts import upcycle
 from tests.orchestrator.checkpoint.counted import file_of, flip
@@ -53,7 +52,7 @@ CASES = {  # source -> models that start from it
 def save_trained(run: RunConfig, directory: str, *steps: int) -> ViT:
     """Saves a checkpoint of random weights at each step; returns the model of the last step."""
     model = ViT(run.model)
-    optimizer = build_optimizer(run.train.optimizer, model)
+    optimizer = run.train.optimizer.build(model)
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep_last=9))
     for step in steps:
         with torch.no_grad():
@@ -277,7 +276,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
             expected = path.with_suffix(".txt").read_text().splitlines()
             assert str(report).splitlines()[1:] == expected[1:], path
             if (name, case) == ("soft", "the same"):
-                optimizer = build_optimizer(SOFT.train.optimizer, model)
+                optimizer = SOFT.train.optimizer.build(model)
                 checkpoints = Checkpoints(f"{folder}/saved-{dp}-{ep}", CheckpointConfig(asynchronous=False))
                 checkpoints.save(4, model, optimizer, images=32, progress={}, config=to_dict(SOFT))
                 checkpoints.finish()

@@ -26,7 +26,6 @@ from orchestrator.evaluation.finetune import (
 )
 from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.training.fewshot import augmented
-from orchestrator.training.optim import learning_rate
 from orchestrator.training.run_directory import Result, checkpoint_directory
 from orchestrator.training.worker import train_worker
 
@@ -51,7 +50,7 @@ def test_the_recipe(trained: ModelRef) -> None:
     assert run.train.optimizer.momentum == 0.9
     assert run.train.clip_norm == 10
     assert (run.data.eval_resize, run.data.eval_crop) == ("square", 1)
-    rates = [learning_rate(run.train.schedule, step, peak=run.train.lr, total=500) for step in (0, 50, 500)]
+    rates = [run.train.schedule.rate(step, peak=run.train.lr, total=500) for step in (0, 50, 500)]
     assert rates == pytest.approx([0, 3e-3, 1e-5])
     moe = run.model.moe
     assert moe is not None
@@ -66,7 +65,7 @@ def test_the_published_size(trained: ModelRef) -> None:
     run = finetune_run(trained, size=SIZES["published"])
     assert (run.train.steps, run.data.batch_size, run.model.image_size) == (10_000, 1024, 384)
     assert run.data.augment == "inception"
-    rates = [learning_rate(run.train.schedule, step, peak=3e-3, total=10_000) for step in (250, 500, 10_000)]
+    rates = [run.train.schedule.rate(step, peak=3e-3, total=10_000) for step in (250, 500, 10_000)]
     assert rates == pytest.approx([1.5e-3, 3e-3, 1e-5])
 
 

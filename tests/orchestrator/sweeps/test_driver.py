@@ -32,6 +32,7 @@ from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, newest_of
 from orchestrator.tracking.store import Tracking, open_tracking
+from orchestrator.training.cluster import connect
 from orchestrator.training.run_directory import (
     Result,
     checkpoint_directory,
@@ -366,7 +367,7 @@ def test_digits_of_another_version_are_packed_again(tmp_path: Path) -> None:
 def test_the_address_of_submitted_jobs_is_no_cluster_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
     with pytest.raises(UsageError, match="is the address for `ray job submit`: submit the command"):
-        driver.connect()
+        connect()
 
 
 @pytest.mark.usefixtures("no_cluster")
@@ -375,7 +376,7 @@ def test_a_cluster_that_is_gone_is_named_at_once(monkeypatch: pytest.MonkeyPatch
         address = f"127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UsageError, match=f"no Ray cluster answers at {address} .*RAY_ADDRESS=local"):
-        driver.connect()
+        connect()
 
 
 def test_what_is_no_sweep(digits: str, tmp_path: Path) -> None:

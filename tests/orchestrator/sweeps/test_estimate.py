@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from moe.cost import num_expert_params, num_params, train_flops_6mac
-from moe.parallel import build_sharded, make_mesh
+from moe.parallel import build_sharded, local_part, make_mesh
 from moe.presets import PRESETS
 from moe.vit import ViT
-from orchestrator.checkpoint.files import local_part
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.recipe import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from orchestrator.sweeps.estimate import (
     GIB,
     Layout,
@@ -31,7 +30,6 @@ from orchestrator.sweeps.estimate import (
     saved_bytes,
     settled,
 )
-from orchestrator.training.optim import build_optimizer
 from tests.moe.fake_ranks import fake_ranks
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}
@@ -80,7 +78,7 @@ def test_a_rank_holds_what_a_sharded_model_holds(dp: int, ep: int, copies: int) 
     with fake_ranks(8):
         model = build_sharded(run.model, make_mesh("cpu", ep=ep, dp_replicate=copies), seed=0)
         held = sum(p.to_local().nbytes for p in model.parameters())
-        moments = bytes_of_moments(model, build_optimizer(run.train.optimizer, model))
+        moments = bytes_of_moments(model, run.train.optimizer.build(model))
     assert layout(run, ep).dp == dp
     assert layout(run, ep).memory["parameters"] == held
     assert layout(run, ep).memory["optimizer"] == moments
@@ -219,6 +217,6 @@ def test_bytes_of_the_optimizers_state(optimizer: OptimizerConfig) -> None:
     run = replace(run, train=replace(run.train, optimizer=optimizer))
     model = ViT(run.model)
     weights = sum(p.nbytes for p in model.parameters())
-    moments = bytes_of_moments(model, build_optimizer(optimizer, model))
+    moments = bytes_of_moments(model, optimizer.build(model))
     assert layout(run, 1).memory["optimizer"] == moments
     assert checkpoint_bytes(run) == weights + moments

@@ -20,7 +20,6 @@ from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.estimate import layout, saved_bytes
-from orchestrator.training.optim import build_optimizer
 from orchestrator.training.worker import build_model
 from tests.moe.fake_ranks import fake_ranks
 
@@ -94,7 +93,7 @@ def measured_peak(run: RunConfig) -> int:
     """Bytes at the peak of the second update; the first one makes the optimiser's moments."""
     with nullcontext() if run.scale.workers == 1 else fake_ranks(run.scale.workers):
         model = build(run)
-        optimizer = build_optimizer(run.train.optimizer, model)
+        optimizer = run.train.optimizer.build(model)
         with LiveTensors(model) as live:
             for _ in range(2):
                 live.peak = 0

@@ -13,7 +13,6 @@ from moe.cost import forward_gflops_2mac, num_params, slots_per_token
 from moe.parallel import check_layout
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.config import RunConfig
-from orchestrator.recipe import phases
 from orchestrator.sweeps.catalog import SWEEPS, make_sweep
 from orchestrator.sweeps.scales import SCALES
 
@@ -134,7 +133,7 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
     """The run under the names of the table's columns, as far as it is published there."""
     model, train, data = run.model, run.train, run.data
     decay, moe = train.optimizer, model.moe
-    warmup, cooldown = phases(train.schedule, train.steps)
+    warmup, cooldown = train.schedule.phases(train.steps)
     found: dict[str, str | float | None] = {
         "image_size": model.image_size,
         "patch": model.patch_size,

@@ -11,11 +11,10 @@ from sklearn.linear_model import Ridge
 
 from moe.vit import ViT
 from orchestrator.codec import from_dict, override, to_dict
-from orchestrator.config import RunConfig
+from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
-from orchestrator.recipe import FewShotConfig
 from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.fewshot import (

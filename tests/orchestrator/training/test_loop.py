@@ -32,7 +32,6 @@ from orchestrator.training.loop import (
 )
 from orchestrator.training.metrics import Meter
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.optim import build_optimizer
 from tests.orchestrator.training.batches import make_batch
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -96,7 +95,7 @@ def run_loop(
 
     train(
         model,
-        build_optimizer(run.train.optimizer, model),
+        run.train.optimizer.build(model),
         (random_batch(run.data.batch_size, seed) for seed in range(start, until)),
         run,
         Meter(),
@@ -113,7 +112,7 @@ def run_loop(
 def test_learns_one_batch(router: str) -> None:
     run = small_run(router, **{"train.steps": 60, "train.lr": 1e-2, "train.schedule.warmup_steps": 5})
     model = ViT(run.model)
-    optimizer = build_optimizer(run.train.optimizer, model)
+    optimizer = run.train.optimizer.build(model)
     batch = random_batch(8)
     steps = [train_step(model, optimizer, batch, run, step=step) for step in range(60)]
     first = steps[0]["train/loss_class"].item()
@@ -178,7 +177,7 @@ def test_microbatches_change_nothing(router: str) -> None:
     def trained(size: int | None) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         run = small_run(router, **{"train.microbatch": size, "train.schedule.warmup_steps": 0})
         model = live_model(run, torch.float64)
-        optimizer = build_optimizer(run.train.optimizer, model)
+        optimizer = run.train.optimizer.build(model)
         metrics = [train_step(model, optimizer, random_batch(8, n), run, step=n) for n in range(4)]
         return metrics, [param.detach() for param in model.parameters()]
 
@@ -195,7 +194,7 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
     run = small_run(**changes, **{"train.microbatch": 2, "train.schedule.warmup_steps": 0, "train.lr": 0.1})
     model, plain = live_model(run), live_model(run)
     batch = random_batch(8)
-    metrics = train_step(model, build_optimizer(run.train.optimizer, model), batch, run, step=0)
+    metrics = train_step(model, run.train.optimizer.build(model), batch, run, step=0)
     loss = F.cross_entropy(plain(normalize(batch.image)).logits, batch.label)
     loss.backward()
     grads = [param.grad for param in plain.parameters()]
@@ -212,7 +211,7 @@ def test_router_noise_depends_on_the_seed() -> None:
     def loss(seed: int) -> float:
         run = small_run("token_choice", **{"train.seed": seed})
         model = live_model(run)
-        optimizer = build_optimizer(run.train.optimizer, model)
+        optimizer = run.train.optimizer.build(model)
         return train_step(model, optimizer, random_batch(8), run, step=0)["train/loss"].item()
 
     assert loss(0) == loss(0) != loss(1)
@@ -254,7 +253,7 @@ def test_a_state_that_is_not_finite_ends_the_run(report_every: int) -> None:
     with pytest.raises(Diverged, match=r"head.bias hold numbers that are not finite at step 2"):
         train(
             model,
-            build_optimizer(run.train.optimizer, model),
+            run.train.optimizer.build(model),
             (random_batch(8, seed) for seed in range(10)),
             run,
             Meter(),
@@ -409,7 +408,7 @@ def mixed_batch(run: RunConfig) -> Batch:
 
 def one_step(run: RunConfig, batch: Batch) -> tuple[ViT, dict[str, float]]:
     model = live_model(run)
-    metrics = train_step(model, build_optimizer(run.train.optimizer, model), batch, run, step=0)
+    metrics = train_step(model, run.train.optimizer.build(model), batch, run, step=0)
     return model, {name: value.item() for name, value in metrics.items()}
 
 

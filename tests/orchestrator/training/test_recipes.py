@@ -13,7 +13,6 @@ from orchestrator.data import augment
 from orchestrator.data.batch import Batch
 from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.optim import build_optimizer
 from orchestrator.training.worker import build_model
 from tests.moe.parity import share, spawn
 from tests.orchestrator.training.batches import make_batch
@@ -82,7 +81,7 @@ def trained(recipe: str, rank: int = 0, workers: int = 1) -> list[Metrics]:
     """Metrics of every step, and of an evaluation."""
     run, mine, several = run_of(recipe, workers), share(rank, workers, BATCH), recipe == "several labels"
     model = build_model(run, torch.device("cpu"), seed=1)
-    optimizer = build_optimizer(run.train.optimizer, model)
+    optimizer = run.train.optimizer.build(model)
     found = []
     for step in range(STEPS):
         batch = digits(run, step, several=several).map(lambda field: field[mine])

@@ -32,8 +32,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
-from orchestrator.recipe import ScheduleConfig
-from orchestrator.training import loop
+from orchestrator.schedules import ScheduleConfig
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import checkpoint_directory, result_of, run_directory
 from orchestrator.training.worker import train_worker
@@ -187,12 +186,12 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoints(
 ) -> None:
     """It ends at the save between two reports, by an update whose own loss is finite too."""
     changes = {"train.steps": 60, "train.report_every": 50, "train.eval_every": 60, "checkpoint.every": 10}
-    run, rate = override(run, changes), loop.learning_rate
+    run, rate = override(run, changes), ScheduleConfig.rate
 
     def too_hot(config: ScheduleConfig, step: int, *, peak: float, total: int) -> float:
         return 1e39 if step >= hot else rate(config, step, peak=peak, total=total)
 
-    monkeypatch.setattr(loop, "learning_rate", too_hot)
+    monkeypatch.setattr(ScheduleConfig, "rate", too_hot)
     ((step, metrics),) = trained(run)
     assert (step, math.isfinite(metrics["train/loss"])) == (30, hot == 29)
     directory, result = checkpoint_directory(run), result_of(run)

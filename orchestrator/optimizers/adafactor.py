@@ -8,20 +8,67 @@ has none of this. A difference: Flax factors the queries of each head, and here 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 
-from orchestrator.checkpoint.files import local_part
+from moe.config import Fraction, NonNegativeFloat, PositiveInt
+from moe.parallel import local_part
+from orchestrator.optimizers.base import (
+    OptimizerConfig,
+    decay_groups,
+    expert_stacks,
+    shard_groups,
+    sum_over_groups,
+)
 
 DECAY_EXPONENT = 0.8
 EPSILON = 1e-30
 # Operators on lists of tensors, with which torch's own optimisers take one launch; not in its public types.
 FOREACH: Any = torch
 Sums = dict[nn.Parameter, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor with a first moment in bfloat16, for models whose state is too large in AdamW.
+
+    Sources: Zhai et al. 2021, section 3.4, for beta1 and beta2_cap; big_vision, whose Adafactor trained
+    V-MoE-15B, for min_dim_to_factor (optax has 128); `AdamWConfig` for weight decay. What none of them
+    changes is constant.
+
+    Attributes:
+        beta1: decay of the first moment.
+        beta2_cap: the second moment decays by 1 - t^-0.8 at update t, and by at most this. big_vision takes
+            0.95 where training is unstable.
+        min_dim_to_factor: matrices with fewer rows or columns keep their whole second moment.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    beta1: Fraction = 0.9
+    beta2_cap: Fraction = 0.999
+    min_dim_to_factor: PositiveInt = 32
+    weight_decay: NonNegativeFloat = 0.03
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Adafactor(
+            decay_groups(self, model),
+            beta1=self.beta1,
+            beta2_cap=self.beta2_cap,
+            min_dim_to_factor=self.min_dim_to_factor,
+            experts=expert_stacks(model),
+        )
+
+    def state_bytes(self, shape: Sequence[int], held: Sequence[int], *, expert: bool) -> int:
+        numbers = prod(held)
+        dims = factored_dims(shape, self.min_dim_to_factor, expert=expert)
+        # Columns are not sharded.
+        second = sum(numbers // held[dim] for dim in dims) if dims else numbers
+        return 2 * numbers + 4 * second
 
 
 def factored_dims(shape: Sequence[int], min_dim: int, *, expert: bool) -> tuple[int, int] | None:
@@ -92,20 +139,17 @@ class Adafactor(torch.optim.Optimizer):
     def _sums_of_squares(self) -> Sums:
         """Returns for factored parameters the sums of the squared gradient over columns and over rows."""
         sums: Sums = {}
-        partial: dict[dist.ProcessGroup, list[Tensor]] = {}
         for param, dims in self.dims.items():
             if param.grad is not None and dims:
                 row, column = dims
-                assert not _shard_groups(param, column)
+                assert not shard_groups(param, column)
                 square = local_part(param.grad).square()
                 sums[param] = square.sum(column), square.sum(row)
-                for group in _shard_groups(param, row):
-                    partial.setdefault(group, []).append(sums[param][1])
-        for group, parts in partial.items():
-            together = torch.cat([part.flatten() for part in parts])
-            dist.all_reduce(together, group=group)
-            for part, whole in zip(parts, together.split([part.numel() for part in parts]), strict=True):
-                part.copy_(whole.view_as(part))
+        sum_over_groups(
+            (columns, shard_groups(param, dims[0]))
+            for param, (_, columns) in sums.items()
+            if (dims := self.dims[param])
+        )
         return sums
 
     def _scaled(self, params: list[nn.Parameter]) -> list[Tensor]:
@@ -181,13 +225,6 @@ def _batches(params: list[nn.Parameter], *, numel: int) -> Iterator[list[nn.Para
         size += own
     if batch:
         yield batch
-
-
-def _shard_groups(param: nn.Parameter, dim: int) -> list[dist.ProcessGroup]:
-    """Returns the groups of ranks over which a dimension is sharded: at most one in a mesh of ours."""
-    if not isinstance(param, DTensor):
-        return []
-    return [param.device_mesh.get_group(axis) for axis, p in enumerate(param.placements) if p == Shard(dim)]
 
 
 def _zeros_without(dim: int, param: nn.Parameter) -> Tensor:

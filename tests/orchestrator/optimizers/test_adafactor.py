@@ -13,8 +13,7 @@ from moe.parallel import build_sharded, make_mesh
 from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.training.adafactor import Adafactor, factored_dims
-from orchestrator.training.optim import build_optimizer
+from orchestrator.optimizers.adafactor import Adafactor, factored_dims
 from tests.moe.parity import TOLERANCE, default_dtype, spawn
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SMALL, train
 
@@ -161,7 +160,7 @@ def built(router: str, dtype: torch.dtype, **mesh: int) -> tuple[ViT, torch.opti
     run = override(RunConfig(), SMALL | ADAFACTOR | fields)
     with default_dtype(dtype):
         model = build_sharded(run.model, make_mesh("cpu", **mesh), seed=0) if mesh else ViT(run.model, seed=0)
-    return model, build_optimizer(run.train.optimizer, model)
+    return model, run.train.optimizer.build(model)
 
 
 def worker(rank: int, ranks: int, folder: str) -> None:

@@ -21,19 +21,10 @@ from moe.parallel import update
 from moe.presets import PRESETS
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig
 from moe.vit import ViT
-from orchestrator.recipe import (
-    AdafactorConfig,
-    AdamWConfig,
-    CosineConfig,
-    LinearConfig,
-    RsqrtConfig,
-    ScheduleConfig,
-    SGDConfig,
-    phases,
-)
-from orchestrator.training.adafactor import Adafactor
-from orchestrator.training.adamw import AdamW
-from orchestrator.training.optim import build_optimizer, learning_rate
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, SGDConfig
+from orchestrator.optimizers.adafactor import Adafactor
+from orchestrator.optimizers.adamw import AdamW
+from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 
@@ -44,7 +35,7 @@ def golden(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[float]:
-    return [learning_rate(schedule, step, peak=peak, total=total) for step in range(total)]
+    return [schedule.rate(step, peak=peak, total=total) for step in range(total)]
 
 
 def test_schedules_are_the_references() -> None:
@@ -53,14 +44,14 @@ def test_schedules_are_the_references() -> None:
     peak, total = config["peak_value"], config["total_steps"]
     rsqrt = RsqrtConfig(**{name: config[name] for name in ("warmup_steps", "cooldown_steps", "timescale")})
     for step, rate in zip(arrays["steps"], arrays["lr"], strict=True):
-        assert learning_rate(rsqrt, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-4), step
+        assert rsqrt.rate(int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-4), step
     config, arrays = golden("schedule__warmup_linear_decay")
     peak, total = config["peak_value"], config["total_steps"]
     linear = LinearConfig(warmup_steps=config["warmup_steps"], end_frac=config["end_value"] / peak)
     inside = arrays["steps"] <= total
     assert inside.sum() == 8
     for step, rate in zip(arrays["steps"][inside], arrays["lr"][inside], strict=True):
-        assert learning_rate(linear, int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-3), step
+        assert linear.rate(int(step), peak=peak, total=total) == pytest.approx(rate, rel=1e-3), step
 
 
 def test_cosine_and_linear_have_closed_forms() -> None:
@@ -89,7 +80,7 @@ def test_cosine_and_linear_have_closed_forms() -> None:
 def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
     """No phase begins elsewhere than the one before it ends; a step of warm-up is the steepest."""
     values = rates(schedule, total=1000)
-    warmup, cooldown = phases(schedule, 1000)
+    warmup, cooldown = schedule.phases(1000)
     steepest = 1 / min(n for n in (warmup, cooldown, 90) if n)
     assert np.abs(np.diff(values)).max() <= steepest
     assert values[0] == (0.0 if warmup else 1.0)
@@ -98,7 +89,7 @@ def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
 
 
 def test_no_phases_given() -> None:
-    assert (phases(RsqrtConfig(), 200), phases(CosineConfig(), 200)) == ((20, 40), (20, 0))
+    assert (RsqrtConfig().phases(200), CosineConfig().phases(200)) == ((20, 40), (20, 0))
     assert rates(RsqrtConfig(timescale=100), total=200)[159] == pytest.approx(1 / math.sqrt(1 + 139 / 100))
     assert rates(RsqrtConfig(timescale=100), total=200)[180] == pytest.approx(0.5 / math.sqrt(1 + 140 / 100))
 
@@ -125,15 +116,15 @@ def test_ten_updates_are_the_references() -> None:
     adam = AdamWConfig(
         beta1=config["b1"], beta2=config["b2"], weight_decay=decay, weight_decay_head=decay_head
     )
-    optimizer = build_optimizer(adam, model)
+    optimizer = adam.build(model)
     rate = config["learning_rate"]
     phases = {name: rate[name] for name in ("warmup_steps", "cooldown_steps", "timescale")}
     for step in range(config["total_steps"]):
         for param, path in zip(model.in_order(), Names.PATHS, strict=True):
             param.grad = torch.from_numpy(arrays[f"grad{step}/{path}"]).clone()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                RsqrtConfig(**phases), step, peak=rate["peak_value"], total=config["total_steps"]
+            group["lr"] = RsqrtConfig(**phases).rate(
+                step, peak=rate["peak_value"], total=config["total_steps"]
             )
         update(model, optimizer, config["gradient_clip"]["global_norm"])
         for param, path in zip(model.in_order(), Names.PATHS, strict=True):
@@ -145,7 +136,7 @@ def test_sgd_has_a_closed_form() -> None:
     """Two updates with momentum; decay is part of the gradient, as in torch."""
     layer = nn.Linear(2, 1)
     start = layer.weight.detach().clone()
-    optimizer = build_optimizer(SGDConfig(momentum=0.5, weight_decay=0.1), layer)
+    optimizer = SGDConfig(momentum=0.5, weight_decay=0.1).build(layer)
     first, second = torch.tensor([[1.0, 2.0]]), torch.tensor([[-3.0, 1.0]])
     for grad in (first, second):
         layer.weight.grad, layer.bias.grad = grad.clone(), torch.ones(1)
@@ -183,7 +174,7 @@ ROUTERS_AND_VARIANTS = [
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None
     model = ViT(replace(PRESETS["debug"], moe=moe, stem=None if moe else "conv"))
-    built = build_optimizer(optimizer(weight_decay=0.25, weight_decay_head=3.0), model)
+    built = optimizer(weight_decay=0.25, weight_decay_head=3.0).build(model)
     decay_of = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     assert len(decay_of) == len(list(model.parameters()))
     seen = set()
@@ -200,7 +191,7 @@ def test_the_scale_of_soft_routing_and_all_parameters_may_decay() -> None:
     model = ViT(replace(PRESETS["debug"], moe=MoEConfig(router=SoftConfig())))
 
     def decays(**fields: Any) -> dict[str, float]:
-        groups = build_optimizer(AdamWConfig(weight_decay=0.1, **fields), model).param_groups
+        groups = AdamWConfig(weight_decay=0.1, **fields).build(model).param_groups
         decay_of = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
         return {name: decay_of[id(p)] for name, p in model.named_parameters()}
 
@@ -215,24 +206,24 @@ def test_a_matrix_of_a_new_router_decays() -> None:
     """Unknown matrices decay, unknown vectors do not."""
     router = nn.Module()
     router.projection_DQ, router.offset_Q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
-    built = build_optimizer(AdamWConfig(weight_decay=0.25), router)
+    built = AdamWConfig(weight_decay=0.25).build(router)
     decays = [(group["weight_decay"], group["params"]) for group in built.param_groups]
     assert decays == [(0.25, [router.projection_DQ]), (0.0, [router.offset_Q])]
 
 
 def test_the_config_reaches_torch() -> None:
-    adam = build_optimizer(AdamWConfig(beta1=0.8, beta2=0.95), nn.Linear(2, 2))
+    adam = AdamWConfig(beta1=0.8, beta2=0.95).build(nn.Linear(2, 2))
     assert isinstance(adam, torch.optim.AdamW)
     assert {group["betas"] for group in adam.param_groups} == {(0.8, 0.95)}
-    rounded = build_optimizer(AdamWConfig(beta1=0.8, state_dtype="bfloat16"), nn.Linear(2, 2))
+    rounded = AdamWConfig(beta1=0.8, state_dtype="bfloat16").build(nn.Linear(2, 2))
     assert isinstance(rounded, AdamW)
     assert rounded.moment_dtype == torch.bfloat16
     assert {group["betas"] for group in rounded.param_groups} == {(0.8, 0.999)}
-    sgd = build_optimizer(SGDConfig(momentum=0.7), nn.Linear(2, 2))
+    sgd = SGDConfig(momentum=0.7).build(nn.Linear(2, 2))
     assert isinstance(sgd, torch.optim.SGD)
     assert {group["momentum"] for group in sgd.param_groups} == {0.7}
     model = ViT(replace(PRESETS["debug"], moe=MoEConfig()))
-    adafactor = build_optimizer(AdafactorConfig(beta1=0.8, beta2_cap=0.95, min_dim_to_factor=8), model)
+    adafactor = AdafactorConfig(beta1=0.8, beta2_cap=0.95, min_dim_to_factor=8).build(model)
     assert isinstance(adafactor, Adafactor)
     assert (adafactor.beta1, adafactor.beta2_cap) == (0.8, 0.95)
     experts = model.blocks[1].mlp.experts

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from orchestrator.training import adamw
-from orchestrator.training.adamw import AdamW
+from orchestrator.optimizers import adamw
+from orchestrator.optimizers.adamw import AdamW
 
 BETAS = (0.9, 0.999)
 RATES = [0.0, *(1e-2 / (1 + step) for step in range(19))]  # the first update of a warm-up has rate 0

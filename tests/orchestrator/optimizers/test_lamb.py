@@ -1,0 +1,90 @@
+"""LAMB: against its definition written out expert by expert, and on several ranks against one process."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe.parallel import build_sharded, make_mesh
+from moe.vit import ViT
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.optimizers import LambConfig
+from orchestrator.optimizers.lamb import Lamb
+from tests.moe.parity import TOLERANCE, default_dtype, spawn
+from tests.orchestrator.checkpoint.small_runs import SMALL, train
+
+DECAY, RATES = 0.1, (0.0, 0.02, 0.01, 0.005)
+
+
+def literal(weight: Tensor, grads: list[Tensor], decay: float, config: LambConfig) -> Tensor:
+    """One layer's weights after the updates: You et al., algorithm 2, with timm's exception for no decay."""
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, (grad, rate) in enumerate(zip(grads, RATES, strict=True), start=1):
+        mean = config.beta1 * mean + (1 - config.beta1) * grad
+        square = config.beta2 * square + (1 - config.beta2) * grad * grad
+        m, v = mean / (1 - config.beta1**step), square / (1 - config.beta2**step)
+        update = m / (v.sqrt() + config.epsilon) + decay * weight
+        length, other = weight.norm().item(), update.norm().item()
+        ratio = length / other if decay and length and other else 1.0
+        weight = weight - rate * ratio * update
+    return weight
+
+
+def test_the_definition_layer_by_layer() -> None:
+    """Weights of zeros and a layer without gradients are among them; the last stack holds four experts."""
+    rng, config = torch.Generator().manual_seed(0), LambConfig(beta1=0.8, beta2=0.9, epsilon=1e-3)
+    shapes = [(5, 3), (7,), (3, 4), (4, 2, 3)]
+    params = [nn.Parameter(torch.randn(shape, generator=rng, dtype=torch.float64)) for shape in shapes]
+    params[2].data.zero_()
+    grads = [[torch.randn(p.shape, generator=rng, dtype=p.dtype) for _ in RATES] for p in params]
+    for grad in grads[3]:
+        grad[1] = 0.0  # an expert that no token chooses
+    decays = [DECAY, 0.0, DECAY, DECAY]
+    expected = [literal(p.detach(), g, d, config) for p, g, d in zip(params, grads, decays, strict=True)][:3]
+    each = [literal(params[3][e].detach(), [grad[e] for grad in grads[3]], DECAY, config) for e in range(4)]
+    built = Lamb(
+        [{"params": [p], "weight_decay": d} for p, d in zip(params, decays, strict=True)], config, params[3:]
+    )
+    for step, rate in enumerate(RATES):
+        for group in built.param_groups:
+            group["lr"] = rate
+        for param, own in zip(params, grads, strict=True):
+            param.grad = own[step].clone()
+        built.step()
+    for param, wanted in zip(params, [*expected, torch.stack(each)], strict=True):
+        torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-14)
+
+
+LAYOUTS = {  # by ranks
+    2: [{"ep": 1}, {"ep": 2}],
+    4: [{"ep": 1}, {"ep": 2}, {"ep": 4}, {"ep": 2, "dp_replicate": 2}],
+}
+CASES = [("soft", torch.float64), ("token_choice", torch.float32)]
+STEPS, RATE = range(10), 3e-3
+
+
+def built(router: str, dtype: torch.dtype, **mesh: int) -> tuple[ViT, torch.optim.Optimizer]:
+    fields = {"model.moe.router.kind": router, "train.optimizer.kind": "lamb"}
+    run = override(RunConfig(), SMALL | fields | {"train.optimizer.weight_decay": DECAY})
+    with default_dtype(dtype):
+        model = build_sharded(run.model, make_mesh("cpu", **mesh), seed=0) if mesh else ViT(run.model, seed=0)
+    return model, run.train.optimizer.build(model)
+
+
+def worker(rank: int, ranks: int, folder: str) -> None:
+    expected = torch.load(f"{folder}/expected")
+    for mesh, (router, dtype) in product(LAYOUTS[ranks], CASES):
+        losses = train(*built(router, dtype, **mesh), STEPS, RATE)
+        for loss, one in zip(losses, expected[router, dtype], strict=True):
+            assert abs(loss - one) <= TOLERANCE[dtype] * one, f"{router}, {mesh}: {losses}"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
+    expected = {case: train(*built(*case), STEPS, RATE) for case in CASES}
+    assert all(losses[-1] < losses[0] for losses in expected.values())
+    torch.save(expected, tmp_path / "expected")
+    spawn(ranks, worker, str(tmp_path))
