@@ -54,10 +54,8 @@ class ExpertChoiceConfig(CapacityConfig):
         return slots
 
     def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
-        if self.affinity.sees_group:
-            return self.affinity.sees_group
         if self.slots(num_tokens=num_tokens, num_experts=num_experts) == num_tokens:
-            return ""
+            return self.affinity.sees_group if self.combine == "affinity" else ""
         return (
             "experts pick the best tokens of the whole group;"
             f" capacity_factor={num_experts} lets each of {num_experts} experts take all of them"

@@ -69,7 +69,7 @@ class TokenChoiceConfig(CapacityConfig):
         return self.capacity(num_tokens * self.k, num_experts)
 
     def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
-        if self.affinity.sees_group:
+        if self.affinity.sees_group and (self.k < num_experts or self.combine == "affinity"):
             return self.affinity.sees_group
         if self.slots(num_tokens=num_tokens, num_experts=num_experts) >= num_tokens:
             return ""
