@@ -34,7 +34,7 @@ def test_pot(S, E, scale):
 
 @pytest.mark.parametrize("path", sorted(GOLDENS.glob("sinkhorn_*.npz")), ids=lambda path: path.stem)
 def test_20_iterations_are_those_of_the_authors(path):
-    """`tests.moe.golden` compares converged plans; the authors' code stops after 20 iterations."""
+    """`tests.golden` compares converged plans; the authors' code stops after 20 iterations."""
     golden, meta = read_golden(path)
     x_GSD = golden["x"].double().reshape(-1, meta["config"]["group_size"], golden["W"].shape[0])
     plan, _ = sinkhorn_plan(x_GSD @ golden["W"].double(), torch.ones(x_GSD.shape[:2]), 20)

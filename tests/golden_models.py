@@ -21,7 +21,7 @@ from orchestrator.training.fewshot import (
     choose_shots,
     fit_ridge,
 )
-from tests.moe.golden_report import Arrays, Meta, Report
+from tests.golden_report import Arrays, Meta, Report
 
 
 def model(z: Arrays, meta: Meta, report: Report) -> None:
@@ -258,7 +258,7 @@ def lamb(z: Arrays, meta: Meta, report: Report) -> None:
             report.close(f"{name} after {t + 1}", param, z[f"value/{name}"][t + 1])
 
 
-def posemb_zoom(z: Arrays, meta: Meta, report: Report) -> None:
+def posemb(z: Arrays, meta: Meta, report: Report) -> None:
     resized = resize_position(z["source"][0], meta["old_grid"], meta["new_grid"], class_token=True)
     report.close("target", resized, z["target"][0])
 

@@ -19,7 +19,7 @@ from moe.routers.soft import SoftRouter
 from moe.routers.sparse_transport import sparse_plan
 from moe.routers.token_choice import TokenChoiceRouter, balance_loss, importance_loss, load_loss, top_experts
 from moe.routing import Routing
-from tests.moe.golden_report import Arrays, Meta, Report
+from tests.golden_report import Arrays, Meta, Report
 
 DUAL = 1e-3  # absolute, of the sparse plans' dual bound
 MOST_ITERATIONS = 500_000  # of Sinkhorn; few tokens with logits around 100 need many

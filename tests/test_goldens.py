@@ -8,17 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.golden import FAMILIES, check, family_of
 from tests.lanes import mostly_slow
-from tests.moe.golden import FAMILIES, check
-from tests.moe.parts import GOLDENS, read_golden
+from tests.moe.parts import GOLDENS
 
 FILES = sorted(GOLDENS.glob("*.npz"))
 
 
 def test_all_files_and_families_are_there():
     assert len(FILES) == 75
-    metas = [read_golden(path)[1] for path in FILES]
-    assert {meta.get("family") or meta["router"] for meta in metas} == set(FAMILIES)
+    assert {family_of(path) for path in FILES} == set(FAMILIES)
 
 
 # Sparse plans are solved with 20,000 iterations.
@@ -33,8 +32,8 @@ def test_golden(path):
 
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.moe.golden", str(folder)],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.golden", str(folder)],
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         check=False,
@@ -60,14 +59,18 @@ def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     assert [line.split()[0] for line in lines[:-1]] == ["ok", "ok"]
     assert lines[-1] == "2 ok, 0 FAIL"
 
-    altered(case, tmp_path / "forward.npz", y=lambda y: y + 1e-3)
-    altered(case, tmp_path / "gradient.npz", grad_W=lambda g: g * 1.01)
-    altered(case, tmp_path / "decision.npz", dispatch=lambda d: d[:, ::-1])
-    altered(case, tmp_path / "family.npz", meta=lambda m: np.array(str(m).replace("softmax_token", "other")))
+    of = "softmax_token_choice__"
+    altered(case, tmp_path / f"{of}forward.npz", y=lambda y: y + 1e-3)
+    altered(case, tmp_path / f"{of}gradient.npz", grad_W=lambda g: g * 1.01)
+    altered(case, tmp_path / f"{of}decision.npz", dispatch=lambda d: d[:, ::-1])
+    altered(case, tmp_path / "other__family.npz")
     bad = run(tmp_path)
     assert bad.returncode == 1
     failed = {line.split()[1]: line for line in bad.stdout.splitlines() if line.startswith("FAIL")}
-    assert failed.keys() == {"forward", "gradient", "decision", "family"}
-    assert "<-- FAIL" in failed["forward"]
-    assert "dispatch differs" in failed["decision"]
-    assert "unknown family" in failed["family"]
+    assert failed.keys() == {f"{of}forward", f"{of}gradient", f"{of}decision"}
+    assert "<-- FAIL" in failed[f"{of}forward"]
+    assert "dispatch differs" in failed[f"{of}decision"]
+    assert "unknown family other: 1 not checked" in bad.stdout
+    for known in tmp_path.glob("[fs]*.npz"):
+        known.unlink()
+    assert run(tmp_path).returncode == 1, "nothing was checked"
