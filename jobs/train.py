@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, command, connect, source_labels
-from jobs._flags import MODEL, assignment, flag, near, parse
+from jobs._flags import MODEL, assignment, flag, parse
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 
@@ -172,11 +172,12 @@ def check_trained_on(default: str, directory: str) -> None:
 
 def preset(name: str) -> ViTConfig:
     """The model of the papers with this name. Raises UsageError if there is none."""
-    from moe.presets import PRESETS
+    from moe import presets
 
-    if name not in PRESETS:
-        raise UsageError(f"unknown model {name!r}; known: {', '.join(PRESETS)}{near(name, PRESETS)}")
-    return PRESETS[name]
+    try:
+        return presets.preset(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def print_fields(base: RunConfig) -> None:

@@ -9,9 +9,10 @@ blocks of S of the released configs. The paper does not print the sizes of ``vmo
 
 from dataclasses import replace
 
+from moe.config import did_you_mean
 from moe.layer import MoEConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
-from moe.vit import ViTConfig
+from moe.vit import ViT, ViTConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
 _S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
@@ -70,3 +71,19 @@ PRESETS = (
         "vmoe-15B": _vmoe(_15B, 14),
     }
 )
+
+
+def preset(name: str) -> ViTConfig:
+    """Returns the config of a model by name. Raises ValueError, naming those that exist, if there is none."""
+    if name not in PRESETS:
+        near = did_you_mean(name, PRESETS)
+        raise ValueError(f"unknown model {name!r}; known: {', '.join(PRESETS)}{near}")
+    return PRESETS[name]
+
+
+def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> ViT:
+    """Returns a model of `PRESETS` with weights drawn from `seed`; without a seed they are not set.
+
+    Raises ValueError for a name that does not exist.
+    """
+    return ViT(replace(preset(name), num_classes=num_classes), seed=seed)

@@ -13,7 +13,7 @@ from moe.dense import MLP
 from moe.init import init_weights, mix, split, uniform
 from moe.layer import MoEConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.presets import PRESETS
+from moe.presets import PRESETS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.vit import ViT, ViTConfig
@@ -264,3 +264,11 @@ def test_an_mlp_drops_both_of_its_layers():
 
 def keep(keys: Tensor, width: int) -> Tensor:
     return (uniform(split(keys, width)) >= 0.25).float()
+
+
+def test_a_model_by_name():
+    model, again = (create_model("debug", num_classes=7, seed=3) for _ in range(2))
+    assert model(images(2)).logits.shape == (2, 7)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match=r"unknown model 'S/61'; known: debug, .*; did you mean 'S/16'"):
+        create_model("S/61")
