@@ -37,7 +37,7 @@ from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process
 from orchestrator.sweeps.arms import Arm, expert_choice, moe, token_choice
 from orchestrator.sweeps.catalog import pareto, routers
-from orchestrator.sweeps.scales import SCALES, Scale, size
+from orchestrator.sweeps.scales import SCALES, Scale, vit_size
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker
@@ -47,10 +47,10 @@ EVERY = 10
 MOVED = Scale(
     base=override(SCALES["tiny"].base, {"train.steps": 160}),
     sizes={
-        "w24d2": size(24, 2, 2),
-        "w40d3": size(40, 3, 2),
-        "w56d4": size(56, 4, 4),
-        "w80d4": size(80, 4, 4),
+        "w24d2": vit_size(24, 2, 2),
+        "w40d3": vit_size(40, 3, 2),
+        "w56d4": vit_size(56, 4, 4),
+        "w80d4": vit_size(80, 4, 4),
     },
     experts=8,
 )
@@ -119,7 +119,7 @@ def families_in_widths() -> Sweep:
         kinds[f"token-k{k}-c{c}"] = token_choice(8, k, c)
     for c in (0.5, 1.0, 2.0):
         kinds[f"expert-c{c}"] = expert_choice(8, c, images=1)
-    widths = {f"w{width}": size(width, 4, heads) for width, heads in ((24, 2), (60, 3))}
+    widths = {f"w{width}": vit_size(width, 4, heads) for width, heads in ((24, 2), (60, 3))}
     # The kinds come last: two of them change the depth.
     arms = {f"{w}-{name}": {**fields, **kind} for w, fields in widths.items() for name, kind in kinds.items()}
     return Sweep(base=base, arms=arms)

@@ -90,7 +90,7 @@ def print_states(directory: str, steps: list[int]) -> bool:
         try:
             manifest = manifests.read(folder)
             megabytes = f"{manifest.size() / 1e6:.1f}"
-            manifests.verified(folder)
+            manifests.verify_checkpoint(folder)
             state = "whole" if manifest.has_optimizer() else "whole, weights only"
         except manifests.DamagedError as error:
             all_whole, state = False, f"damaged: {error}"
@@ -106,11 +106,11 @@ def print_exported(path: str) -> None:
     from moe.cost import num_params
     from moe.vit import ViTConfig
     from orchestrator import storage
-    from orchestrator.codec import from_dict
+    from orchestrator.codec import read_config
 
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), len(file.keys())
-    params = num_params(from_dict(ViTConfig, json.loads(metadata["config"])["model"]))
+    params = num_params(read_config(ViTConfig, json.loads(metadata["config"])["model"]))
     size = (storage.size(path) or 0) / 1e6
     print(f"{path}: step {metadata['step']}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
 

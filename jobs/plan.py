@@ -53,14 +53,14 @@ def plan(flags: PlanFlags) -> None:
     Raises:
         UsageError: after the tables, if no layout fits the memory.
     """
-    from orchestrator.sweeps.estimate import Links, choose, layouts, settled
+    from orchestrator.sweeps.estimate import Links, choose, layouts, resolve_auto
 
     run = planned_run(flags)
     found = layouts(run, Links(intra_gb_per_s=flags.intra, inter_gb_per_s=flags.inter))
     print(
         f"{summary(run)}\n\n{memory_table(found, flags.memory)}\n\n{traffic_table(found)}\n\n{CONVENTIONS}\n"
     )
-    chosen, auto = choose(found, memory_gib=flags.memory), settled(run).ep()
+    chosen, auto = choose(found, memory_gib=flags.memory), resolve_auto(run).ep()
     print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on links among the layouts that fit")
     if auto != chosen.ep:
         print(f"scale.ep=auto ignores memory and --intra, --inter: it takes {auto}; set scale.ep={chosen.ep}")

@@ -27,7 +27,7 @@ def _usage_errors() -> Iterator[None]:
 
 
 @_usage_errors()
-def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
     """Rebuilds a config, which checks itself. Strings are parsed as the types of their fields.
 
     Raises:
@@ -44,7 +44,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     below a group that is None starts the group from the default of its field, or else of its class.
 
     Raises:
-        UsageError: as `from_dict`.
+        UsageError: as `read_config`.
     """
     tree = to_dict(config)
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
@@ -63,7 +63,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         if leaf == "kind" and node.get("kind") != value:
             node.clear()
         node[leaf] = value
-    return from_dict(type(config), tree)
+    return read_config(type(config), tree)
 
 
 def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:

@@ -262,7 +262,9 @@ class RunConfig(Config):
             UsageError: if `scale.ep` is still ``auto``.
         """
         if self.scale.ep == "auto":
-            raise UsageError("scale.ep=auto: `orchestrator.sweeps.estimate.settled(run)` chooses a number")
+            raise UsageError(
+                "scale.ep=auto: `orchestrator.sweeps.estimate.resolve_auto(run)` chooses a number"
+            )
         return self.scale.ep
 
     def lane_count(self) -> int:

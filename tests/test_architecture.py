@@ -270,3 +270,14 @@ def test_a_config_answers_for_itself() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
                 guest, asked = module.startswith("experiments"), ast.unparse(node.args[1])
                 assert guest or not re.search(r"[A-Z]\w+Config\b", asked), f"{module}: {ast.unparse(node)}"
+
+
+def test_one_name_one_meaning() -> None:
+    """No two public classes or functions of the product share a name."""
+    homes: dict[str, str] = {}
+    for module, path in sources():
+        if module.split(".")[0] in ("moe", "orchestrator"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                    other = homes.setdefault(node.name, module)
+                    assert other == module, f"{node.name} is in {other} and in {module}"

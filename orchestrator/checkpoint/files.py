@@ -39,16 +39,16 @@ from torch.futures import Future
 
 from orchestrator import storage
 from orchestrator.checkpoint.manifest import (
+    CheckpointManifest,
     DamagedError,
     File,
-    Manifest,
-    agreed,
     check_files,
     gathered,
     hashed,
     is_whole,
+    on_first_rank,
     rank_in,
-    verified,
+    verify_checkpoint,
 )
 from orchestrator.errors import UsageError
 
@@ -135,9 +135,9 @@ def write(
         return dict(ChainMap(*gathered(lambda: move(mine), group)))
 
 
-def load(
+def load_state(
     folder: str,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -157,7 +157,7 @@ def load(
         raise ValueError(f"{folder} holds weights only: training cannot continue from it")
     names = manifest.weights() if optimizer is None else list(manifest.files)
     try:
-        with open_reader(folder, names, group, manifest) as reader:
+        with open_tensors(folder, names, group, manifest) as reader:
             _check_same(folder, reader.tensors(), wanted)
             fill(wanted, reader, group)
             unread = set(names).difference(*gathered(lambda: reader.found_whole, group))
@@ -165,7 +165,7 @@ def load(
     except Exception as error:
         # A damaged header may look like another model, or be unreadable.
         if not isinstance(error, DamagedError):
-            verified(folder, group, weights_only=optimizer is None)
+            verify_checkpoint(folder, group, weights_only=optimizer is None)
         raise
     set_model_state_dict(model, {name: wanted[name] for name in weights})
     if optimizer is not None:
@@ -216,14 +216,14 @@ class Reader(HuggingFaceStorageReader):
         names: Sequence[str],
         group: dist.ProcessGroup | None = None,
         remote: str | None = None,
-        manifest: Manifest | None = None,
+        manifest: CheckpointManifest | None = None,
     ) -> None:
         super().__init__(folder)
         self.fs = _Listed(names)
         self.remote = remote
         self.manifest = manifest
         self.found_whole: set[str] = set()
-        self.metadata = agreed(self._read_headers, group)
+        self.metadata = on_first_rank(self._read_headers, group)
         for found in (self.metadata.storage_data or {}).values():
             found.relative_path = str(Path(folder, Path(found.relative_path).name))
         self._copied: set[str] = set()
@@ -278,11 +278,11 @@ class Reader(HuggingFaceStorageReader):
 
 
 @contextmanager
-def open_reader(
+def open_tensors(
     folder: str,
     names: Sequence[str],
     group: dist.ProcessGroup | None = None,
-    manifest: Manifest | None = None,
+    manifest: CheckpointManifest | None = None,
 ) -> Iterator[Reader]:
     """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed. With
     `manifest`, each file is hashed as it is read.

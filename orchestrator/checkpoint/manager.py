@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import first_failure, load, state_of, write
-from orchestrator.checkpoint.manifest import MANIFEST, DamagedError, Manifest, agreed, gathered, newest
+from orchestrator.checkpoint.files import first_failure, load_state, state_of, write
+from orchestrator.checkpoint.manifest import MANIFEST, CheckpointManifest, DamagedError, on_first_rank
 from orchestrator.config import CheckpointConfig
 from orchestrator.errors import UsageError, reason_of
 
@@ -124,7 +124,7 @@ class Checkpoints:
         self._skipped: set[int] = set()
         self._saved: set[int] = set()
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest | None:
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointManifest | None:
         """Fills both from the newest whole checkpoint, whatever layout wrote it, and returns its manifest.
         Damaged checkpoints are named in a warning. Returns None if no checkpoint is whole; then the optimiser
         is new, and the weights are to be set: a damaged checkpoint may have filled a part of them.
@@ -133,13 +133,13 @@ class Checkpoints:
             ValueError: if its tensors differ from the model's, or it has no state of the optimiser.
             OSError: if storage does not answer, which is not damage.
         """
-        agreed(lambda: _tidy(self.directory, lambda: collect_garbage(self.directory)), self.group)
-        there = agreed(lambda: manifests.steps(self.directory), self.group)
+        on_first_rank(lambda: _tidy(self.directory, lambda: collect_garbage(self.directory)), self.group)
+        there = on_first_rank(lambda: manifests.steps(self.directory), self.group)
         manifest = None
         if there:
             try:
                 load_from = partial(self._load, model=model, optimizer=optimizer)
-                _, manifest = newest(self.directory, self.group, load_from)
+                _, manifest = manifests.newest(self.directory, self.group, load_from)
             except FileNotFoundError:
                 log.warning("no checkpoint in %s is whole: the run starts anew", self.directory)
                 optimizer.state.clear()
@@ -147,27 +147,27 @@ class Checkpoints:
         self._allocate(model, optimizer)
         return manifest
 
-    def branch(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
+    def branch(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointManifest:
         """Fills both from a checkpoint of another run, and returns its manifest.
 
         Raises:
             UsageError: if the checkpoint is missing or damaged, or holds weights only.
         """
         try:
-            manifest = agreed(lambda: manifests.read(folder), self.group)
+            manifest = on_first_rank(lambda: manifests.read(folder), self.group)
             if not manifest.has_optimizer():
                 raise UsageError(
                     f"{folder} holds weights only: a branch needs the state of the optimiser too"
                 )
-            load(folder, manifest, model, optimizer, group=self.group)
+            load_state(folder, manifest, model, optimizer, group=self.group)
         except (DamagedError, FileNotFoundError) as error:
             raise UsageError(f"no checkpoint to branch from at {folder}: {error}") from None
         self._allocate(model, optimizer)
         return manifest
 
-    def _load(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Manifest:
-        manifest = agreed(lambda: manifests.read(folder), self.group)
-        load(folder, manifest, model, optimizer, group=self.group)
+    def _load(self, folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointManifest:
+        manifest = on_first_rank(lambda: manifests.read(folder), self.group)
+        load_state(folder, manifest, model, optimizer, group=self.group)
         return manifest
 
     def _allocate(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -191,7 +191,9 @@ class Checkpoints:
             NotFiniteError: on every worker, if a number in the state is not finite; then nothing is saved.
         """
         self.settle()
-        described = partial(Manifest, step=step, images=images, progress=dict(progress), config=config)
+        described = partial(
+            CheckpointManifest, step=step, images=images, progress=dict(progress), config=config
+        )
         if self.config.asynchronous:
             if not (self._snapshot and self._snapshot.is_of(model, optimizer)):
                 self._allocate(model, optimizer)
@@ -225,20 +227,20 @@ class Checkpoints:
         step: int,
         state: Mapping[str, Tensor],
         parts: Mapping[str, Tensor],
-        described: Callable[..., Manifest],
+        described: Callable[..., CheckpointManifest],
     ) -> None:
         folder = manifests.folder_of(self.directory, step)
-        token = agreed(lambda: uuid.uuid4().hex[:8], self.group)
+        token = on_first_rank(lambda: uuid.uuid4().hex[:8], self.group)
         attempt = f"{folder}.{token}.tmp" if storage.is_local(folder) else folder
         try:
             files = write(attempt, token, state, parts, self.group)
-            agreed(lambda: self._commit(folder, attempt, described(files=files)), self.group)
+            on_first_rank(lambda: self._commit(folder, attempt, described(files=files)), self.group)
         except (CheckpointException, Exception):
             if self.first:
                 _tidy(self.directory, lambda: discard(attempt, token))
             raise
 
-    def _commit(self, folder: str, attempt: str, manifest: Manifest) -> None:
+    def _commit(self, folder: str, attempt: str, manifest: CheckpointManifest) -> None:
         # A checkpoint of this step that this run neither skipped nor saved belongs to another run.
         replace = manifest.step in self._skipped | self._saved
         manifests.commit(folder, attempt, manifest, replace=replace)
@@ -276,7 +278,7 @@ def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = 
             return []
         return [name for name, part in floats.items() if not part.isfinite().all()]
 
-    if names := sorted({name for found in gathered(not_finite, group) for name in found}):
+    if names := sorted({name for found in manifests.gathered(not_finite, group) for name in found}):
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise NotFiniteError(f"{names[0]}{more} hold numbers that are not finite")
 
@@ -372,11 +374,11 @@ def drop_optimizer(directory: str) -> int:
     return freed
 
 
-def _readable(directory: str, step: int) -> Manifest | None:
+def _readable(directory: str, step: int) -> CheckpointManifest | None:
     return manifests.read_or_none(manifests.folder_of(directory, step))
 
 
-def _quality(manifest: Manifest) -> float | None:
+def _quality(manifest: CheckpointManifest) -> float | None:
     progress = manifest.progress
     return progress.get("metrics", {}).get(BEST_BY) if progress.get("reported") == manifest.step else None
 

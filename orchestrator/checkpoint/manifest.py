@@ -35,7 +35,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """The content of a checkpoint.
 
     step: number of updates that were made.
@@ -89,7 +89,7 @@ def is_there(folder: str) -> bool:
     return storage.size(storage.join(folder, MANIFEST)) is not None
 
 
-def commit(folder: str, attempt: str, manifest: Manifest, *, replace: bool) -> None:
+def commit(folder: str, attempt: str, manifest: CheckpointManifest, *, replace: bool) -> None:
     """Makes the files in `attempt` the checkpoint `folder`: in one moment, or not at all.
 
     On S3 the files stay where they are (`attempt` is `folder`), and the manifest's appearance is that moment.
@@ -112,14 +112,14 @@ def commit(folder: str, attempt: str, manifest: Manifest, *, replace: bool) -> N
     storage.rename_folder(attempt, folder)
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: CheckpointManifest) -> bytes:
     """Returns JSON whose last member is the SHA-256 of the rest."""
     body = asdict(manifest)
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps(body | {"sha256": digest}, indent=1).encode()
 
 
-def read(folder: str) -> Manifest:
+def read(folder: str) -> CheckpointManifest:
     """Reads a checkpoint's manifest.
 
     Raises:
@@ -131,7 +131,7 @@ def read(folder: str) -> Manifest:
         body = json.loads(content)
         body.pop("sha256")
         files = {name: File(**file) for name, file in body.pop("files").items()}
-        manifest = Manifest(files=files, **body)
+        manifest = CheckpointManifest(files=files, **body)
         same = encode(manifest) == content
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DamagedError(MANIFEST) from None
@@ -144,7 +144,7 @@ def read(folder: str) -> Manifest:
     return manifest
 
 
-def read_or_none(folder: str) -> Manifest | None:
+def read_or_none(folder: str) -> CheckpointManifest | None:
     """Returns a checkpoint's manifest; None if it is missing or damaged."""
     try:
         return read(folder)
@@ -152,7 +152,7 @@ def read_or_none(folder: str) -> Manifest | None:
         return None
 
 
-def newest_readable(directory: str) -> Manifest | None:
+def newest_readable(directory: str) -> CheckpointManifest | None:
     """Returns the manifest of the newest checkpoint that has one, whether or not its files are whole."""
     folders = (folder_of(directory, step) for step in reversed(steps(directory)))
     return next(filter(None, map(read_or_none, folders)), None)
@@ -175,7 +175,7 @@ def is_whole(location: str, file: File) -> bool:
         return False
 
 
-def damaged(folder: str, files: Iterable[tuple[str, File]]) -> list[str]:
+def list_damaged(folder: str, files: Iterable[tuple[str, File]]) -> list[str]:
     """Returns the names of the files that are missing or differ. Raises OSError if reading fails."""
     return [name for name, file in files if not is_whole(storage.join(folder, name), file)]
 
@@ -186,9 +186,9 @@ def remove(folder: str) -> None:
     storage.delete(folder)
 
 
-def located(
+def find_checkpoint(
     location: str, group: dist.ProcessGroup | None = None, *, whole: bool = True
-) -> tuple[str, Manifest]:
+) -> tuple[str, CheckpointManifest]:
     """Returns the checkpoint that `location` names, and its manifest: the folder itself, or the newest
     checkpoint with whole weights in a directory of checkpoints.
 
@@ -199,10 +199,14 @@ def located(
         FileNotFoundError: if the directory holds no whole checkpoint.
     """
 
-    def checked(folder: str) -> Manifest:
-        return verified(folder, group, weights_only=True) if whole else agreed(lambda: read(folder), group)
+    def checked(folder: str) -> CheckpointManifest:
+        return (
+            verify_checkpoint(folder, group, weights_only=True)
+            if whole
+            else on_first_rank(lambda: read(folder), group)
+        )
 
-    if not agreed(lambda: is_there(location), group):
+    if not on_first_rank(lambda: is_there(location), group):
         return newest(location, group, checked)
     try:
         return location, checked(location)
@@ -217,21 +221,21 @@ def damaged_error(folder: str, error: DamagedError) -> UsageError:
 def newest(
     directory: str,
     group: dist.ProcessGroup | None = None,
-    check: Callable[[str], Manifest] | None = None,
-) -> tuple[str, Manifest]:
+    check: Callable[[str], CheckpointManifest] | None = None,
+) -> tuple[str, CheckpointManifest]:
     """Returns the folder of the newest whole checkpoint, and its manifest. Damaged checkpoints are named in a
     warning.
 
-    check: takes a folder, and returns its manifest or raises DamagedError; by default `verified`.
+    check: takes a folder, and returns its manifest or raises DamagedError; by default `verify_checkpoint`.
 
     Raises:
         FileNotFoundError: if there is none.
         OSError: if storage does not answer, which is not damage.
     """
-    for step in reversed(agreed(lambda: steps(directory), group)):
+    for step in reversed(on_first_rank(lambda: steps(directory), group)):
         folder = folder_of(directory, step)
         try:
-            return folder, (check or partial(verified, group=group))(folder)
+            return folder, (check or partial(verify_checkpoint, group=group))(folder)
         # FileNotFoundError: the run that is being trained has removed the checkpoint meanwhile
         except (DamagedError, FileNotFoundError) as error:
             if rank_in(group) == 0:
@@ -239,7 +243,9 @@ def newest(
     raise FileNotFoundError(f"{directory} holds no whole checkpoint")
 
 
-def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False) -> Manifest:
+def verify_checkpoint(
+    folder: str, group: dist.ProcessGroup | None = None, *, weights_only: bool = False
+) -> CheckpointManifest:
     """Returns the manifest, after every file, or every file of weights, was hashed. Each worker hashes its
     share.
 
@@ -247,23 +253,23 @@ def verified(folder: str, group: dist.ProcessGroup | None = None, *, weights_onl
         DamagedError: naming the files that differ from what was written.
         FileNotFoundError: if there is no manifest.
     """
-    manifest = agreed(lambda: read(folder), group)
+    manifest = on_first_rank(lambda: read(folder), group)
     check_files(folder, manifest.weights() if weights_only else manifest.files, manifest, group)
     return manifest
 
 
 def check_files(
-    folder: str, names: Iterable[str], manifest: Manifest, group: dist.ProcessGroup | None = None
+    folder: str, names: Iterable[str], manifest: CheckpointManifest, group: dist.ProcessGroup | None = None
 ) -> None:
     """Hashes these files; each worker hashes its share. Raises DamagedError, naming the files that differ."""
     files = [(name, manifest.files[name]) for name in sorted(names)]
     workers = dist.get_world_size(group) if group else 1
-    per_worker = gathered(lambda: damaged(folder, files[rank_in(group) :: workers]), group)
+    per_worker = gathered(lambda: list_damaged(folder, files[rank_in(group) :: workers]), group)
     if bad := sorted(name for names in per_worker for name in names):
         raise DamagedError(", ".join(bad))
 
 
-def agreed(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def on_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Runs `ask` on the first worker; every worker gets its result or its error."""
     return gathered(lambda: ask() if rank_in(group) == 0 else None, group)[0]  # pyright: ignore[reportReturnType]
 

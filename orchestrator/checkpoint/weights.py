@@ -25,9 +25,15 @@ from moe.parallel import local_part
 from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import SUFFIX, Reader, fill, open_reader
-from orchestrator.checkpoint.manifest import DamagedError, Manifest, agreed, damaged_error, located
-from orchestrator.codec import from_dict, to_dict
+from orchestrator.checkpoint.files import SUFFIX, Reader, fill, open_tensors
+from orchestrator.checkpoint.manifest import (
+    CheckpointManifest,
+    DamagedError,
+    damaged_error,
+    find_checkpoint,
+    on_first_rank,
+)
+from orchestrator.codec import read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
@@ -36,7 +42,7 @@ VERSION = "1"  # version of the metadata in an exported file
 SHOWN = 5  # names that a message lists; the others are counted
 
 
-class Source(NamedTuple):
+class WeightsSource(NamedTuple):
     """Weights to read.
 
     location: the checkpoint's folder, or the file.
@@ -47,13 +53,13 @@ class Source(NamedTuple):
     location: str
     step: int | None
     reader: Reader
-    manifest: Manifest | None = None
+    manifest: CheckpointManifest | None = None
 
 
 @contextmanager
-def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Iterator[Source]:
-    """Opens the weights of a checkpoint, as `located` finds it, or of a `SUFFIX` file, on all workers of
-    `group` alike. Each file of a checkpoint is hashed as it is read.
+def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Iterator[WeightsSource]:
+    """Opens the weights of a checkpoint, as `find_checkpoint` finds it, or of a `SUFFIX` file, on all workers
+    of `group` alike. Each file of a checkpoint is hashed as it is read.
 
     Raises:
         UsageError: if it is damaged, or not a safetensors file.
@@ -62,22 +68,22 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
     location, manifest = storage.absolute(location), None
     if location.endswith(SUFFIX):
         folder, _, name = location.rpartition("/")
-        written = agreed(lambda: read_metadata(location), group).get("step", "")
+        written = on_first_rank(lambda: read_metadata(location), group).get("step", "")
         # Other programs may write anything there.
         names, step = [name], int(written) if written.isdecimal() else None
     else:
-        whole = not agreed(lambda: manifests.is_there(location), group)  # to find the newest whole one
-        location, manifest = located(location, group, whole=whole)
+        whole = not on_first_rank(lambda: manifests.is_there(location), group)  # to find the newest whole one
+        location, manifest = find_checkpoint(location, group, whole=whole)
         folder, names, step = location, manifest.weights(), manifest.step
     try:
-        with open_reader(folder, names, group, manifest) as reader:
-            yield Source(location, step, reader, manifest)
+        with open_tensors(folder, names, group, manifest) as reader:
+            yield WeightsSource(location, step, reader, manifest)
     except DamagedError as error:
         raise damaged_error(location, error) from None
     except Exception:
         # A damaged header may look like another model, or be unreadable in any way.
         if manifest:
-            located(location, group)
+            find_checkpoint(location, group)
         raise
 
 
@@ -120,8 +126,8 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def export(location: str, out: str, *, fresh: bool = False) -> None:
-    """Writes the weights of a checkpoint, as `located` finds it, into a local `SUFFIX` file, bit for bit, or
-    into a local folder as `WEIGHTS`, with `CONFIG` beside it.
+    """Writes the weights of a checkpoint, as `find_checkpoint` finds it, into a local `SUFFIX` file, bit for
+    bit, or into a local folder as `WEIGHTS`, with `CONFIG` beside it.
 
     The file's metadata holds `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
@@ -139,8 +145,8 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
         tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)
     assert source.manifest
-    run = from_dict(RunConfig, source.manifest.config)
-    classes = class_names(run)
+    run = read_config(RunConfig, source.manifest.config)
+    classes = classes_of_run(run)
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     metadata = {
         "format": "pt",  # the library's convention for torch's tensors
@@ -167,7 +173,7 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 
-def class_names(run: RunConfig) -> tuple[str, ...] | None:
+def classes_of_run(run: RunConfig) -> tuple[str, ...] | None:
     """Returns the classes of the data set that a model was trained on; None if the data set is gone, or
     another one has taken its place.
     """
@@ -247,7 +253,7 @@ def start_report(config: ViTConfig, location: str, *, without: str | None = None
         return _compare(source, model.state_dict(), without)
 
 
-def _compare(source: Source, here: Mapping[str, Tensor], without: str | None) -> StartReport:
+def _compare(source: WeightsSource, here: Mapping[str, Tensor], without: str | None) -> StartReport:
     """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
     there = source.reader.tensors()
     excluded = [name for name in here if without is not None and name.startswith(without)]

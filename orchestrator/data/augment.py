@@ -116,7 +116,7 @@ def draw(keys: Sequence[str], *, mixup: float, cutmix: float, size: int) -> NDAr
     return draws
 
 
-def mix(images: Tensor, draws: Tensor) -> Tensor:
+def mix_images(images: Tensor, draws: Tensor) -> Tensor:
     """Mixes (B, 3, S, S) float32 images by (B, 5) draws -> (B, 3, S, S)."""
     weight, top, left, bottom, right = draws[..., None, None].unbind(1)  # (B, 1, 1) each
     position = torch.arange(images.shape[-1], device=images.device)

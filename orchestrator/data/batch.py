@@ -85,7 +85,7 @@ class PartialBatch(NamedTuple):
     traffic: Traffic
 
 
-def join(parts: Sequence[PartialBatch]) -> Batch:
+def join_batches(parts: Sequence[PartialBatch]) -> Batch:
     """Concatenates the parts of a batch in their order."""
     *arrays, bad, traffic = zip(*parts, strict=True)
     image, *fields = (torch.from_numpy(np.concatenate(array)) for array in arrays)

@@ -23,7 +23,7 @@ from ray.data.block import BlockAccessor
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import Batch, PartialBatch, join
+from orchestrator.data.batch import Batch, PartialBatch, join_batches
 from orchestrator.data.read_plan import Part, ReadPlan
 from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
@@ -70,7 +70,7 @@ def by_ray_data(feeds: Sequence[Any]) -> Reader:
             for slots, part in _unpacked(number, plan.chunk(chunk), _get(block)):
                 parts.append(part)
                 if slots.stop == stream.share():
-                    yield join(parts)
+                    yield join_batches(parts)
                     parts = []
 
     return read

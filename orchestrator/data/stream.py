@@ -19,7 +19,7 @@ from torch import Tensor
 from orchestrator import storage
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
-from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join
+from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join_batches
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.index import NO_LABEL, Ints, Records
 from orchestrator.data.manifest import Manifest, open_manifest
@@ -242,9 +242,9 @@ def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
         for step in steps:
             waiting.append([pool.submit(stream.decode, stream.fetch(step, part)) for part in parts])
             if len(waiting) > ahead:
-                yield join([part.result() for part in waiting.popleft()])
+                yield join_batches([part.result() for part in waiting.popleft()])
         while waiting:
-            yield join([part.result() for part in waiting.popleft()])
+            yield join_batches([part.result() for part in waiting.popleft()])
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -36,7 +36,7 @@ NEW = "head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class RecipeSize:
     """How long and at which resolution a recipe trains.
 
     Attributes:
@@ -52,14 +52,16 @@ class Size:
 
 
 SIZES = {
-    "short": Size(steps=500, batch_size=64),  # ours, for data sets of some thousand images
-    "published": Size(
+    "short": RecipeSize(steps=500, batch_size=64),  # ours, for data sets of some thousand images
+    "published": RecipeSize(
         steps=10_000, batch_size=1024, warmup_steps=500, image_size=384, augment="inception"
     ),  # the released configs for ImageNet
 }
 
 
-def finetune_run(model: ModelRef, *, size: Size = SIZES["short"], image_size: int | None = None) -> RunConfig:
+def finetune_run(
+    model: ModelRef, *, size: RecipeSize = SIZES["short"], image_size: int | None = None
+) -> RunConfig:
     """The recipe for a trained model.
 
     Raises:

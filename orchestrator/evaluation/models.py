@@ -11,9 +11,9 @@ from moe.load import WEIGHTS
 from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
-from orchestrator.checkpoint.manifest import MANIFEST, located, steps
-from orchestrator.checkpoint.weights import class_names, read_metadata, start_from
-from orchestrator.codec import from_dict
+from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
+from orchestrator.checkpoint.weights import classes_of_run, read_metadata, start_from
+from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
@@ -174,7 +174,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
     if reference.startswith("models:/"):
         location, _, digest = checkpoint_of(reference, store_uri(root, tracking_uri))
         try:
-            folder, manifest = located(location, whole=False)
+            folder, manifest = find_checkpoint(location, whole=False)
         except FileNotFoundError as error:
             raise UsageError(
                 f"{reference} was registered from {location}, and that is gone: {error}; if the storage was"
@@ -237,19 +237,19 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
         if "config" not in metadata:
             raise UsageError(f"{location} was not exported by jobs/export.py: its metadata has no config")
         try:
-            folder, run = location, from_dict(RunConfig, json.loads(metadata["config"]))
+            folder, run = location, read_config(RunConfig, json.loads(metadata["config"]))
             step = int(metadata.get("step", -1))
             classes = tuple(json.loads(metadata.get("classes", "null")) or ())
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"the metadata of {location} are damaged ({error}): export it again") from None
     else:
         try:
-            folder, manifest = located(location, whole=whole)
+            folder, manifest = find_checkpoint(location, whole=whole)
         except FileNotFoundError as error:
             raise UsageError(str(error)) from None
-        run, step = from_dict(RunConfig, manifest.config), manifest.step
+        run, step = read_config(RunConfig, manifest.config), manifest.step
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
-    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes or class_names(run))
+    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes or classes_of_run(run))
 
 
 def _has_one_run(location: str) -> bool:

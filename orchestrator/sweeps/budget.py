@@ -11,7 +11,7 @@ import yaml
 from moe.config import Config, NonNegativeFloat, PositiveFloat
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as checkpoints
-from orchestrator.codec import from_dict
+from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
 from orchestrator.training.run_directory import Result, checkpoint_directory, read_json, write_json
@@ -58,7 +58,7 @@ def _device(where: str, entry: object) -> Device:
     if not isinstance(entry, Mapping) or not {"usd_per_hour", "peak_tflops"} <= set(entry):
         raise UsageError(f"{where} needs the fields usd_per_hour and peak_tflops, got {entry!r}")
     try:
-        return from_dict(Device, {str(name): value for name, value in entry.items()})
+        return read_config(Device, {str(name): value for name, value in entry.items()})
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from orchestrator import storage
-from orchestrator.codec import from_dict
+from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
@@ -83,7 +83,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
             TrialRecord(
                 run_id=name,
                 labels=labels,
-                config=from_dict(RunConfig, record.config),
+                config=read_config(RunConfig, record.config),
                 status=state.status,
                 metrics=ends[-1].metrics if ends else {},
                 spending=_spending(ends),

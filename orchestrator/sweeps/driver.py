@@ -27,7 +27,7 @@ from orchestrator.frontier.points import knee_points
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import raised_reference, say_raised
-from orchestrator.sweeps.estimate import settled
+from orchestrator.sweeps.estimate import resolve_auto
 from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.progress import StepLines, SweepProgress
 from orchestrator.sweeps.publish import publish, wait_for_report
@@ -144,7 +144,7 @@ def train(
     check_kind(directory, "run")
     if mode == "resume" and read_run(directory) is None:
         check_resumable(directory, mode)
-    run = settled(run)
+    run = resolve_auto(run)
     check_data(run)
     check_start(run)
     lines = StepLines(run) if progress is True else None

@@ -124,7 +124,7 @@ def choose(among: Sequence[Layout], *, memory_gib: float | None = None) -> Layou
     return min(fitting, key=lambda each: (each.seconds, each.ep))
 
 
-def settled(run: RunConfig) -> RunConfig:
+def resolve_auto(run: RunConfig) -> RunConfig:
     """The run with values for what is ``auto``, so that a run that is resumed goes on as it began: for
     `scale.ep` the choice of `choose`, whatever the memory, and for `train.compute_dtype` that of the devices.
     """

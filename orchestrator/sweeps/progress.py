@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.queue import Job, Outcome
-from orchestrator.sweeps.run import Snapshot, SweepRun, Watch
+from orchestrator.sweeps.run import SweepRun, SweepState, Watch
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 
@@ -39,7 +39,7 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
     return f"{quality}  {sweep.cost} {metrics[sweep.cost]:.3g}  {metrics['cost/device_s']:.1f} s"
 
 
-def status_line(now: Snapshot) -> str:
+def status_line(now: SweepState) -> str:
     rungs = "".join(f", {count} paused at step {step}" for step, count in now.paused.items())
     best = f", best trial {now.best:.4f}" if now.best is not None else ""
     left = f", about {duration(now.left_s)} left" if now.left_s else ""

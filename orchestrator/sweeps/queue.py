@@ -88,7 +88,7 @@ class TrialState:
         return self.outcome is not None and not self.finished
 
 
-def state_of(
+def new_trial_state(
     trial: Trial, *, cost: float, need: Mapping[str, float], flops: float | None = None
 ) -> TrialState:
     """Returns the state of a sweep's trial that has not begun."""

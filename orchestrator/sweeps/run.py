@@ -19,7 +19,7 @@ from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
 from orchestrator.sweeps.estimate import branch_step
-from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, state_of
+from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.metrics_file import Metrics
@@ -72,7 +72,7 @@ QUIET = Watch()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class SweepState:
     """The state of a sweep, in the few numbers of the status line.
 
     Attributes:
@@ -177,7 +177,7 @@ class SweepRun:
         self.budget.save()
         self.watch.status()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> SweepState:
         """Returns the state of the sweep. Its hypervolume ends at 1.1 times the highest cost of a trial."""
         states = list(self.queue.states.values())
         ends = [(state, state.outcome) for state in states if state.trial.role == "trial"]
@@ -192,7 +192,7 @@ class SweepRun:
         running = [state for state in states if state.running]
         devices = sum(state.trial.run.scale.workers for state in running)
         known = devices and self.budget.can_estimate()
-        return Snapshot(
+        return SweepState(
             trials=len(states),
             complete=sum(state.outcome is not None for state in states),
             running=len(running),
@@ -234,7 +234,7 @@ class SweepRun:
         flops = costs(trial.run, own)["cost/train_flops_6mac"]
         known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
         cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
-        return state_of(trial, cost=cost, need=run_resources(trial.run), flops=flops)
+        return new_trial_state(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
     def _tell_predictions(self) -> None:
         """Tells the search what is predicted of paused arms: none of them is worth going on with by now."""

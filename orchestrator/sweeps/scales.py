@@ -55,7 +55,7 @@ class Scale:
         return replace(self, base=base, sizes=self.sizes_of.get(sweep, self.sizes))
 
 
-def size(width: int, depth: int, heads: int, patch_size: int | None = None) -> dict[str, Any]:
+def vit_size(width: int, depth: int, heads: int, patch_size: int | None = None) -> dict[str, Any]:
     """A ViT's size, its MLPs four times as wide as it."""
     fields = {"width": width, "depth": depth, "heads": heads, "mlp_dim": 4 * width}
     fields |= {"patch_size": patch_size} if patch_size else {}
@@ -64,15 +64,15 @@ def size(width: int, depth: int, heads: int, patch_size: int | None = None) -> d
 
 _S, _B, _L, _H = (384, 12, 6), (768, 12, 12), (1024, 24, 16), (1280, 32, 16)
 VITS = {  # Soft MoE, section 3.3; soft_moe/common.py:199-205
-    "S32": size(*_S, 32),
-    "S16": size(*_S, 16),
-    "S14": size(*_S, 14),
-    "S8": size(*_S, 8),
-    "B32": size(*_B, 32),
-    "B16": size(*_B, 16),
-    "L32": size(*_L, 32),
-    "L16": size(*_L, 16),
-    "H14": size(*_H, 14),
+    "S32": vit_size(*_S, 32),
+    "S16": vit_size(*_S, 16),
+    "S14": vit_size(*_S, 14),
+    "S8": vit_size(*_S, 8),
+    "B32": vit_size(*_B, 32),
+    "B16": vit_size(*_B, 16),
+    "L32": vit_size(*_L, 32),
+    "L16": vit_size(*_L, 16),
+    "H14": vit_size(*_H, 14),
 }
 
 
@@ -91,14 +91,14 @@ def _vmoe(model: dict[str, Any], lr: float, *, clip_norm: float | None = None) -
 
 
 _VMOES = {  # V-MoE; rates, clipping: vmoe_paper/common.py:155; 15B: section 3.6, sizes as moe/presets.py
-    "S32": _vmoe(size(512, 8, 8, 32), 1e-3),
-    "B32": _vmoe(size(*_B, 32), 8e-4),
-    "B16": _vmoe(size(*_B, 16), 8e-4),
-    "L32": _vmoe(size(*_L, 32), 6e-4),
-    "L16": _vmoe(size(*_L, 16), 4e-4),
-    "H14": _vmoe(size(*_H, 14), 3e-4, clip_norm=10.0),
+    "S32": _vmoe(vit_size(512, 8, 8, 32), 1e-3),
+    "B32": _vmoe(vit_size(*_B, 32), 8e-4),
+    "B16": _vmoe(vit_size(*_B, 16), 8e-4),
+    "L32": _vmoe(vit_size(*_L, 32), 6e-4),
+    "L16": _vmoe(vit_size(*_L, 16), 4e-4),
+    "H14": _vmoe(vit_size(*_H, 14), 3e-4, clip_norm=10.0),
     # Rate, clipping and decay of 15B are those of H/14; its optimizer is that of section 3.6.
-    "15B": _vmoe(size(1408, 48, 16, 14), 3e-4, clip_norm=10.0)
+    "15B": _vmoe(vit_size(1408, 48, 16, 14), 3e-4, clip_norm=10.0)
     | {
         "model.mlp_dim": 6400,
         "train.optimizer.kind": "adafactor",
@@ -125,7 +125,7 @@ _JFT_300M = {  # V-MoE on JFT-300M; vmoe_paper/common.py
 }
 _ILSVRC2012 = {  # V-MoE-S/32 as released, vmoe_paper/vmoe_s32_last2_ilsvrc2012_randaug_light1.py
     **_CLASS_TOKEN,
-    **size(512, 8, 8, 32),
+    **vit_size(512, 8, 8, 32),
     "model.representation_size": 512,
     "model.head_bias": -log(1_000),
     "data.batch_size": 8192,
@@ -253,24 +253,24 @@ SCALES = {
     "tiny": Scale(  # digits, seconds to a minute per arm on a CPU
         base=_TINY,
         sizes={
-            "w16d2": size(16, 2, 2),
-            "w32d2": size(32, 2, 2),
-            "w32d4": size(32, 4, 2),
-            "w64d4": size(64, 4, 4),
-            "w96d6": size(96, 6, 6),
+            "w16d2": vit_size(16, 2, 2),
+            "w32d2": vit_size(32, 2, 2),
+            "w32d4": vit_size(32, 4, 2),
+            "w64d4": vit_size(64, 4, 4),
+            "w96d6": vit_size(96, 6, 6),
         },
         experts=8,
         bases={"quickstart": _QUICKSTART, "study": _STUDY},
         sizes_of={
-            "quickstart": {"w16": size(16, 2, 2), "w24": size(24, 2, 2), "w32": size(32, 2, 2)},
-            "study": {"w16": size(16, 2, 2), "w32": size(32, 2, 4), "w48": size(48, 2, 3)},
+            "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
+            "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
         },
         data="digits",
         data_of={"quickstart": "cluttered-digits", "study": ""},
     ),
     "cifar": Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
         base=_CIFAR,
-        sizes={"Ti8": size(192, 12, 3, 8), "Ti4": size(192, 12, 3, 4), "S4": size(384, 12, 6, 4)},
+        sizes={"Ti8": vit_size(192, 12, 3, 8), "Ti4": vit_size(192, 12, 3, 4), "S4": vit_size(384, 12, 6, 4)},
         experts=16,
     ),
     "in1k": Scale(  # 90 epochs of ImageNet

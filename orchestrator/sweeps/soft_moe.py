@@ -27,7 +27,7 @@ from orchestrator.sweeps.sweep import Sweep
 
 
 @dataclass(frozen=True)
-class Size:
+class TableSize:
     """The models of one size in table 9, beside the dense model.
 
     Attributes:
@@ -43,21 +43,21 @@ class Size:
 
 
 _SIX = tuple((e, k, c) for e in (32, 64) for k, c in ((1, 1), (2, 1), (2, 2)))
-_PATCH_32 = Size((32, 64), ((32, 0.5), (32, 1), (64, 1)), (1, GROUP), _SIX)
+_PATCH_32 = TableSize((32, 64), ((32, 0.5), (32, 1), (64, 1)), (1, GROUP), _SIX)
 _EXPERT_16 = ((128, 0.5), (32, 1), (256, 1), (32, 2))
 TABLE_9 = {
     "S32": _PATCH_32,
     "B32": _PATCH_32,
     "L32": _PATCH_32,
-    "S16": Size((16, 32, 64, 128, 256), _EXPERT_16, (1, GROUP), _SIX),
-    "B16": Size((128, 256, 512), _EXPERT_16, (1, GROUP), _SIX),
-    "L16": Size((128, 256), _EXPERT_16, (1,), tuple(row for row in _SIX if row[1] == row[2])),
-    "S8": Size((512,), ((32, 1), (512, 1)), (1, GROUP), _SIX[:3]),
-    "H14": Size((128,), ((64, 1.25),), (GROUP,), ((64, 1, 1.25),)),
+    "S16": TableSize((16, 32, 64, 128, 256), _EXPERT_16, (1, GROUP), _SIX),
+    "B16": TableSize((128, 256, 512), _EXPERT_16, (1, GROUP), _SIX),
+    "L16": TableSize((128, 256), _EXPERT_16, (1,), tuple(row for row in _SIX if row[1] == row[2])),
+    "S8": TableSize((512,), ((32, 1), (512, 1)), (1, GROUP), _SIX[:3]),
+    "H14": TableSize((128,), ((64, 1.25),), (GROUP,), ((64, 1, 1.25),)),
 }
 
 
-def _of_table_9(size: Size, tokens: int) -> Iterator[tuple[str, Arm, str]]:
+def _of_table_9(size: TableSize, tokens: int) -> Iterator[tuple[str, Arm, str]]:
     """Yields name, arm and the name in the table of published figures."""
     for e in size.soft:
         yield f"soft-{e}e", moe("soft", e, slots_per_expert=1), f"Soft MoE {e}E"

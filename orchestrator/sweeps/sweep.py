@@ -12,7 +12,7 @@ from orchestrator.checkpoint.manifest import folder_of
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.estimate import settled
+from orchestrator.sweeps.estimate import resolve_auto
 from orchestrator.sweeps.search import Space
 from orchestrator.training.run_directory import checkpoint_directory
 
@@ -189,7 +189,7 @@ class Sweep(Config):
 def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
     """The run of one trial. Raises UsageError naming the trial whose config is refused."""
     try:
-        return settled(override(base, {**changes, "name": f"{base.name}/trials/{name}"}))
+        return resolve_auto(override(base, {**changes, "name": f"{base.name}/trials/{name}"}))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from None
 

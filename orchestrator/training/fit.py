@@ -23,7 +23,7 @@ from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import start_report
-from orchestrator.codec import from_dict, override, to_dict
+from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data, start_feeds
@@ -119,7 +119,7 @@ def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None 
     """
     check_data(run)
     record = acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
-    return override(run, {"data.lanes": from_dict(RunConfig, record.config).lane_count()})
+    return override(run, {"data.lanes": read_config(RunConfig, record.config).lane_count()})
 
 
 def fit_on_workers(
@@ -322,7 +322,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
-    run = from_dict(RunConfig, config["run"])
+    run = read_config(RunConfig, config["run"])
     directory = run_directory(run)
     first = ray.train.get_context().get_world_rank() == 0
     ours = logging.getLogger("orchestrator")  # without Ray's own lines

@@ -39,7 +39,7 @@ class Diverged(Exception):
     """The loss, a weight or the optimiser's state is not finite; the message says what, and at which step."""
 
 
-def train(
+def run_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[Batch],
@@ -137,7 +137,7 @@ def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig, stats: boo
     images, labels, loss = normalize(batch.image), batch.label_sets(), run.train.loss
     mixed = run.data.mixup > 0 or run.data.cutmix > 0
     if mixed:
-        images = augment.mix(images, batch.mix)
+        images = augment.mix_images(images, batch.mix)
     with phase("forward"):
         output = model(images, keys_B=mix(batch.key, run.train.seed), return_stats=stats)
         if mixed:

@@ -43,7 +43,7 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
         activities.append(ProfilerActivity.CUDA)
 
     def write(profile: torch_profile) -> None:
-        rows = table(profile, steps)
+        rows = profile_table(profile, steps)
         shown = [(name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows]
         write_csv(storage.join(directory, TABLE), ("part", "ms_per_step", "share"), shown)
         with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
             profile.step()
 
 
-def table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
+def profile_table(profile: torch_profile, steps: int) -> list[tuple[str, float, float]]:
     """Returns (part of a step, its milliseconds, its share of the step). ``other`` is what no phase covers;
     ``all_to_all`` lies within forward and backward.
     """

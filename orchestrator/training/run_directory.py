@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.codec import changed_fields, flat, from_dict, to_dict
+from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, last_line
 
@@ -222,7 +222,7 @@ def acquire_run_dir(
     changes: dict[str, tuple[Any, Any]] = {}
     for there in filter(None, (previous, saved)):
         try:
-            before = from_dict(RunConfig, there.config)  # a field that an old config lacks had its default
+            before = read_config(RunConfig, there.config)  # a field that an old config lacks had its default
         except UsageError as error:
             raise UsageError(
                 f"{directory} was started with a config that cannot be read ({error}); use another --name,"

@@ -18,13 +18,13 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
 from orchestrator.checkpoint.weights import start_from
-from orchestrator.codec import changed_fields, flat, from_dict, to_dict
+from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, evaluate, good_enough, set_threads, train
+from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps, set_threads
 from orchestrator.training.metrics import (
     BAD_IMAGES,
     Meter,
@@ -161,7 +161,7 @@ def train_worker(
     status: Literal["finished", "diverged", "paused"] = "finished" if until == run.train.steps else "paused"
     reason = ""
     try:
-        reached = train(
+        reached = run_steps(
             model,
             optimizer,
             steps,
@@ -275,7 +275,7 @@ def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:
     Raises:
         UsageError: naming the fields that differ, or the first step at which the learning rates do.
     """
-    trunk = from_dict(RunConfig, config)
+    trunk = read_config(RunConfig, config)
     if step >= run.train.steps:
         raise UsageError(f"{run.name}: train.steps={run.train.steps} end before its trunk, at step {step}")
     fields = (flat(each) | {"data.lanes": each.lane_count()} for each in (trunk, run))

@@ -16,9 +16,9 @@ from moe.load import load
 from moe.vit import ViT
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
-from orchestrator.checkpoint.manifest import located, read
-from orchestrator.checkpoint.weights import class_names
-from orchestrator.codec import from_dict, override
+from orchestrator.checkpoint.manifest import find_checkpoint, read
+from orchestrator.checkpoint.weights import classes_of_run
+from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import load_model
 from orchestrator.training.fit import fit
@@ -85,7 +85,7 @@ def test_from_the_command_line_to_a_model(home, tmp_path):
     assert first == "exporting soft: loading libraries .."
     size = (tmp_path / "soft.safetensors").stat().st_size / 1e6
     expected = ViT(override(RunConfig(), CHANGES).model)
-    files.load(*located(f"{home}/soft/checkpoints"), expected)
+    files.load_state(*find_checkpoint(f"{home}/soft/checkpoints"), expected)
     numbers = sum(param.numel() for param in expected.parameters())
     tensors = len(expected.state_dict())
     assert line == (
@@ -123,10 +123,10 @@ def test_a_folder(home, call, tmp_path):
 
 
 def test_class_names_of_data_that_is_gone(home):
-    run = from_dict(RunConfig, read(located(f"{home}/soft/checkpoints")[0]).config)
-    assert class_names(run) == tuple("0123456789")
-    assert class_names(override(run, {"data.path": f"{run.data.path}/gone"})) is None
-    assert class_names(override(run, {"model.num_classes": 11})) is None
+    run = read_config(RunConfig, read(find_checkpoint(f"{home}/soft/checkpoints")[0]).config)
+    assert classes_of_run(run) == tuple("0123456789")
+    assert classes_of_run(override(run, {"data.path": f"{run.data.path}/gone"})) is None
+    assert classes_of_run(override(run, {"model.num_classes": 11})) is None
 
 
 def test_a_folder_must_be_local_and_of_its_own(home, call, tmp_path, monkeypatch):

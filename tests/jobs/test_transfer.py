@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jobs import fewshot, train
-from orchestrator.codec import from_dict, override, to_dict
+from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.tracking.find import RunInfo, children, find_sweep, newest_of
@@ -73,7 +73,7 @@ def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> Non
 
 
 def pretrain(rank: int, ranks: int, folder: str) -> None:
-    run = from_dict(RunConfig, json.loads(Path(folder, "run.json").read_text()))
+    run = read_config(RunConfig, json.loads(Path(folder, "run.json").read_text()))
     train_worker(run, report=lambda step, metrics: None, read=in_process)
 
 

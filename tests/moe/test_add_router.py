@@ -75,7 +75,7 @@ from orchestrator.config import RunConfig
 assert "hash" in RouterConfig.kinds
 run = codec.override(RunConfig(), {"model.moe.router.kind": "token_choice"})
 run = codec.override(run, {"model.moe.router.kind": "hash", "model.moe.router.weight_init": 0.5})
-assert codec.from_dict(RunConfig, codec.to_dict(run)) == run
+assert codec.read_config(RunConfig, codec.to_dict(run)) == run
 
 moe = MoEConfig(num_experts=3, images_per_group=2, router=run.model.moe.router)
 model = ViT(ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, moe=moe))

@@ -12,7 +12,7 @@ from moe.config import Config
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
-from orchestrator.codec import changed_fields, describe, flat, from_dict, override, to_dict
+from orchestrator.codec import changed_fields, describe, flat, override, read_config, to_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
 from orchestrator.errors import UsageError
 from orchestrator.optimizers import SGDConfig
@@ -44,7 +44,7 @@ ANY = st.sampled_from(CONFIGS)
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_round_trip_through_json(config: RunConfig) -> None:
-    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+    assert read_config(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
 
 
 @given(old=ANY, new=ANY, order=st.randoms(use_true_random=False))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from orchestrator.checkpoint.files import state_of
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.checkpoint.manifest import Manifest
+from orchestrator.checkpoint.manifest import CheckpointManifest
 from orchestrator.config import CheckpointConfig
 
 IN_STEP = CheckpointConfig(asynchronous=False, keep_last=9)
@@ -78,7 +78,7 @@ def saved(directory: Path | str, *steps: int, config: CheckpointConfig = IN_STEP
     return Path(directory)
 
 
-def restored(directory: Path | str, *, rows: int = 40) -> Manifest | None:
+def restored(directory: Path | str, *, rows: int = 40) -> CheckpointManifest | None:
     """Returns the checkpoint that a run resumes from, after comparing every number."""
     model, optimizer = odd(rows)
     manifest = Checkpoints(str(directory), IN_STEP).restore(model, optimizer)

@@ -14,7 +14,7 @@ from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load, state_of
+from orchestrator.checkpoint.files import load_state, state_of
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict
 from tests.orchestrator.checkpoint.counted import (
@@ -176,7 +176,7 @@ def test_weights_load_without_the_optimisers_files(tmp_path):
     path = str(folder(tmp_path, 2))
     next(folder(tmp_path, 2).glob("optimizer-*")).unlink()
     model, _ = odd()
-    load(path, manifests.read(path), model)
+    load_state(path, manifests.read(path), model)
     assert_same(model.state_dict(), {n: expected(n, 2, t) for n, t in model.state_dict().items()})
 
 

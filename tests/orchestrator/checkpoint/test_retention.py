@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import (
     Checkpoints,
     checkpoints_to_keep,
@@ -161,9 +161,9 @@ def check_whole(directory: str, *, weights_only: bool = False) -> None:
     for step in manifests.steps(directory):
         path = manifests.folder_of(directory, step)
         manifest = manifests.read(path)
-        assert manifests.damaged(path, manifest.files.items()) == []
+        assert manifests.list_damaged(path, manifest.files.items()) == []
         model, _ = odd()
-        load(path, manifest, model)
+        load_state(path, manifest, model)
         assert all(t.equal(expected(name, step, t)) for name, t in model.state_dict().items())
         if weights_only:
             assert set(storage.names(path)) == {"manifest.json", *manifest.weights()}

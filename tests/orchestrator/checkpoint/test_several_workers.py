@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moe.parallel import local_part, set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError
 from orchestrator.config import CheckpointConfig
 from tests.moe.parity import spawn
@@ -314,7 +314,7 @@ def test_weights_and_shares(launched, ranks):
     """Weights load without the optimiser. Every rank wrote its share."""
     folder = str(launched / "pairs" / MIXTURE / "step-00000003")
     model, _ = built(MIXTURE, seed=9)
-    load(folder, manifests.read(folder), model)
+    load_state(folder, manifests.read(folder), model)
     expected, _ = torch.load(launched / "pairs" / f"{MIXTURE}.expected")
     assert_same(model.state_dict(), {name: expected[name] for name in model.state_dict()})
     for kind in ("weights", "optimizer"):

@@ -49,7 +49,7 @@ def check_whole(directory: str, *steps: int) -> None:
     for name in storage.names(directory):
         folder = storage.join(directory, name)
         manifest = manifests.read(folder)
-        assert manifests.damaged(folder, manifest.files.items()) == []
+        assert manifests.list_damaged(folder, manifest.files.items()) == []
         assert set(storage.names(folder)) == {"manifest.json", *manifest.files}
 
 

@@ -21,11 +21,11 @@ from moe.parallel import build_sharded, make_mesh
 from moe.routers import SoftConfig
 from moe.vit import ViT
 from orchestrator import storage
-from orchestrator.checkpoint.files import load
+from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.checkpoint.manifest import located
+from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.weights import export, start_from
-from orchestrator.codec import from_dict, override, to_dict
+from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from tests.moe.parity import spawn
@@ -202,7 +202,7 @@ def test_an_exported_file(trained, tmp_path):
     assert path.stat().st_mode == neighbour.stat().st_mode
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    assert from_dict(RunConfig, json.loads(metadata.pop("config"))) == SOFT
+    assert read_config(RunConfig, json.loads(metadata.pop("config"))) == SOFT
     manifest = Path(directory, "step-00000004/manifest.json").read_bytes()
     assert metadata == {
         "format": "pt",
@@ -220,8 +220,8 @@ def test_the_newest_whole_checkpoint_is_exported(dense, tmp_path, caplog):
     export(str(directory), out)
     assert "step-00000004 is damaged (manifest.json); trying the one before" in caplog.text
     loaded = ViT(DENSE.model)
-    folder, manifest = located(str(directory))
-    load(folder, manifest, loaded)
+    folder, manifest = find_checkpoint(str(directory))
+    load_state(folder, manifest, loaded)
     assert manifest.step == 2
     assert_same(load_file(out), loaded.state_dict())
     with pytest.raises(UsageError, match=r"step-00000004 is damaged: manifest\.json"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from orchestrator.data.augment import (
     OPERATIONS,
     draw,
-    mix,
+    mix_images,
     partners,
     randaugment,
 )
@@ -175,7 +175,7 @@ def test_operations_follow_one_another() -> None:
 @pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])
 def test_pixels_are_those_of_the_definition(draws: np.ndarray) -> None:
     images = random_images(len(draws))
-    found, expected = mix(images, torch.from_numpy(draws)), by_loop(images, draws)
+    found, expected = mix_images(images, torch.from_numpy(draws)), by_loop(images, draws)
     torch.testing.assert_close(found, expected)
     cut = torch.from_numpy(boxed(draws))
     assert torch.equal(found[cut], expected[cut])
@@ -188,7 +188,7 @@ def test_without_mixup_and_cutmix_images_are_unchanged() -> None:
     draws = draw(KEYS[:5], mixup=0, cutmix=0, size=SIZE)  # any number of images
     assert draws.tolist() == [[1, 0, 0, 0, 0]] * 5
     images = random_images(4)
-    assert torch.equal(mix(images, torch.from_numpy(draws[:4])), images)
+    assert torch.equal(mix_images(images, torch.from_numpy(draws[:4])), images)
     assert draw([], mixup=1, cutmix=0, size=SIZE).shape == (0, 5)
 
 
@@ -197,7 +197,7 @@ def test_the_weight_is_the_fraction_of_own_pixels() -> None:
     images = torch.zeros(len(KEYS), 3, SIZE, SIZE)
     images[::2] = 1
     for draws in (MIXUP, CUTMIX, BOTH):
-        left = mix(images, torch.from_numpy(draws))[::2].mean((1, 2, 3))
+        left = mix_images(images, torch.from_numpy(draws))[::2].mean((1, 2, 3))
         np.testing.assert_allclose(left.numpy(), draws[::2, 0], atol=1e-5)
 
 
@@ -238,10 +238,10 @@ def test_partners_are_neighbours() -> None:
 
 
 def test_one_graph_for_every_draw() -> None:
-    compiled = torch.compile(mix, fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(mix_images, fullgraph=True, backend="aot_eager", dynamic=False)
     images = random_images(8)
     compiled(images, torch.from_numpy(MIXUP[:8]))
     with torch.compiler.set_stance("fail_on_recompile"):
         for draws in (MIXUP[8:16], CUTMIX[:8], BOTH[:8]):
             part = torch.from_numpy(draws)
-            torch.testing.assert_close(compiled(images, part), mix(images, part))
+            torch.testing.assert_close(compiled(images, part), mix_images(images, part))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from moe.load import load
 from orchestrator import storage
-from orchestrator.checkpoint.manifest import located
+from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef, find_models, load_model, read_model
@@ -92,7 +92,7 @@ def test_a_registered_model(trained_home: Path, store: Tracking, tmp_path: Path)
     soft = found("tiny/trials/soft", trained_home, store)
     run = newest_of(store, f"{trained_home}/tiny/trials/soft")
     assert run
-    _, manifest = located(soft.location)
+    _, manifest = find_checkpoint(soft.location)
     model = {"uri": soft.location, "weights": manifest.weights_digest(), "description": ""}
     sweep = {"key": "of the sweep", "directory": f"{trained_home}/tiny"}
     register(store, "a sweep", {"fast": (run.run_id, model)}, **sweep)

@@ -11,7 +11,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
-from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, state_of
+from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.run_directory import Result, checkpoint_directory
 
@@ -79,7 +79,7 @@ class Trials:
         if trunk:
             fields["train.trunk"] = f"/runs/trunk/checkpoints/step-{trunk:08d}"
         trial = Trial(name=name, arm=name, changes={}, run=override(RunConfig(), fields))
-        return state_of(trial, cost=9 * flops, need={"CPU": 1}, flops=flops)
+        return new_trial_state(trial, cost=9 * flops, need={"CPU": 1}, flops=flops)
 
     def work(
         self, tracker: BudgetTracker, state: TrialState, seconds: float, outcome: Result | str | None = None

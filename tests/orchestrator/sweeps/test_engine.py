@@ -15,7 +15,7 @@ from orchestrator.config import RunConfig
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
 from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler, _reserved
-from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, state_of
+from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, new_trial_state
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
@@ -47,7 +47,7 @@ def suggested(**changes: Any) -> tuple[Heard, SweepScheduler, dict[str, Any]]:
     """The config of a trial that the queue hands to Tune."""
     run = override(RunConfig(), {"model.moe": None} | changes)
     need = run_resources(run)
-    state = state_of(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
+    state = new_trial_state(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
     queue = TrialQueue([state], RunToCompletion(), cluster_resources=need, quality="val/acc1")
     heard = Heard(queue)
     scheduler = SweepScheduler(queue, heard)

@@ -27,8 +27,8 @@ from orchestrator.sweeps.estimate import (
     layout,
     layouts,
     memory_problem,
+    resolve_auto,
     saved_bytes,
-    settled,
 )
 from tests.moe.fake_ranks import fake_ranks
 
@@ -160,7 +160,7 @@ def test_auto_becomes_a_number_that_follows_weights_and_rows() -> None:
         run = run_of(model, scale__workers=workers, scale__ep="auto", images=images, **changes)
         with pytest.raises(UsageError, match=r"scale\.ep=auto"):
             run.ep()
-        return settled(run).ep()
+        return resolve_auto(run).ep()
 
     assert chosen("soft-H/14-256e", 512, 8) == 256
     assert chosen("soft-B/16-128e", 64, 16) == 64
@@ -168,11 +168,11 @@ def test_auto_becomes_a_number_that_follows_weights_and_rows() -> None:
     assert 32 == few >= some >= many
     assert many <= 8  # rows stay in the node, weights leave it
     assert chosen("debug", 8, 8) == 1
-    fixed = settled(run_of(scale__workers=4, scale__ep=2, **SOFT))
+    fixed = resolve_auto(run_of(scale__workers=4, scale__ep=2, **SOFT))
     assert (fixed.scale.ep, fixed.train.compute_dtype) == (2, "float32")
-    assert settled(fixed) is fixed
+    assert resolve_auto(fixed) is fixed
     on_gpus = override(run_of(scale__workers=4, **SOFT), {"scale.use_gpu": True})
-    assert settled(on_gpus).train.compute_dtype == "bfloat16"
+    assert resolve_auto(on_gpus).train.compute_dtype == "bfloat16"
 
 
 def test_device_time_and_disk_of_a_run() -> None:

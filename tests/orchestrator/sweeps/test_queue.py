@@ -11,7 +11,7 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.asha import MultiObjectiveASHA
-from orchestrator.sweeps.queue import PATIENCE, RunToCompletion, TrialQueue, TrialState, state_of
+from orchestrator.sweeps.queue import PATIENCE, RunToCompletion, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import Result
@@ -22,7 +22,7 @@ DONE = Result(status="finished", step=200, metrics={"val/acc1": 0.5})
 def state(name: str, *, workers: int = 1, cost: float = 1.0, after: str | None = None) -> TrialState:
     run = override(RunConfig(), {"scale.workers": workers, "model.moe": None})
     trial = Trial(name=name, arm=name, changes={}, run=run, after=after)
-    return state_of(trial, cost=cost, need=run_resources(run))
+    return new_trial_state(trial, cost=cost, need=run_resources(run))
 
 
 def queue(*states: TrialState, cpus: float, **options: Any) -> TrialQueue:

@@ -8,8 +8,8 @@ import torch
 
 from moe.cost import train_flops_6mac
 from moe.vit import ViT
-from orchestrator.checkpoint.files import load
-from orchestrator.checkpoint.manifest import located
+from orchestrator.checkpoint.files import load_state
+from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
@@ -64,7 +64,7 @@ def test_a_branch_equals_a_run_of_its_own_and_costs_its_own_steps(sweep, kind):
         weights = []
         for run in (branch, alone):
             model = ViT(run.model)
-            load(*located(checkpoint_directory(run)), model)
+            load_state(*find_checkpoint(checkpoint_directory(run)), model)
             weights.append(model.state_dict())
         for key, value in weights[0].items():
             torch.testing.assert_close(value, weights[1][key], rtol=0, atol=1e-6)

@@ -10,7 +10,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from moe.vit import ViT
-from orchestrator.codec import from_dict, override, to_dict
+from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_order, in_process
@@ -140,7 +140,7 @@ def run(digits: str, tmp_path: Path) -> RunConfig:
 
 
 def as_worker(rank: int, ranks: int, folder: str) -> None:
-    run = from_dict(RunConfig, json.loads(Path(folder, "run.json").read_text()))
+    run = read_config(RunConfig, json.loads(Path(folder, "run.json").read_text()))
     train_worker(run, report=lambda step, metrics: None, read=in_process)
 
 

@@ -25,9 +25,9 @@ from orchestrator.training.loop import (
     Diverged,
     evaluate,
     one_thread,
+    run_steps,
     set_threads,
     threads_for,
-    train,
     train_step,
 )
 from orchestrator.training.metrics import Meter
@@ -93,7 +93,7 @@ def run_loop(
         calls.append(("validate", -1))
         return {"val/acc1": 0.5}
 
-    train(
+    run_steps(
         model,
         run.train.optimizer.build(model),
         (random_batch(run.data.batch_size, seed) for seed in range(start, until)),
@@ -251,7 +251,7 @@ def test_a_state_that_is_not_finite_ends_the_run(report_every: int) -> None:
         raise NotFiniteError("head.bias hold numbers that are not finite")
 
     with pytest.raises(Diverged, match=r"head.bias hold numbers that are not finite at step 2"):
-        train(
+        run_steps(
             model,
             run.train.optimizer.build(model),
             (random_batch(8, seed) for seed in range(10)),
@@ -417,7 +417,7 @@ def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters:
     """The step is compared with images and labels that are mixed beforehand."""
     run = small_run(**{f"data.{name}": value for name, value in parameters.items()})
     batch = mixed_batch(run)
-    images = augment.mix(normalize(batch.image), batch.mix)
+    images = augment.mix_images(normalize(batch.image), batch.mix)
     logits = live_model(run)(images, keys_B=mix(batch.key, run.train.seed)).logits
     batch = batch._replace(label=augment.partners(logits.argmax(-1)))  # correct where the partner weighs more
     weight = batch.mix[:, :1]
