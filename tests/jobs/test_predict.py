@@ -104,7 +104,7 @@ def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, empty_home, call):
     begin(f"{tmp_path}/out", plan, fresh=False)
     (tmp_path / "out/part-000000.parquet").touch()
     stopped, out = call(predict.main, *flags)
-    assert (stopped, out.splitlines()[1]) == ("", f"3 images in 1 files: {tmp_path}/out")
+    assert (stopped, out.splitlines()[1]) == ("", f"3 images in 1 file: {tmp_path}/out")
 
     other = exported(tmp_path / "other.safetensors", seed=1)
     stopped, _ = call(predict.main, other.location, *flags[1:])

@@ -1,5 +1,7 @@
 """Trains a small model on a rank's share of every batch, and compares it with a single process."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,8 +199,11 @@ def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str, time
     store, timeout = f"file://{folder}/{worker.__name__}-{ranks}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     worker(rank, ranks, folder)
-    dist.barrier()  # a rank that leaves first would end the others' connections
-    dist.destroy_process_group()
+    dist.barrier()
+    # Without torch's teardown, in which gloo's threads sometimes abort the process ("terminate called without
+    # an active exception"), after everything has been compared.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 @contextmanager

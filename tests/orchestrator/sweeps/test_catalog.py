@@ -111,8 +111,8 @@ def test_a_change_that_arms_set_themselves_is_theirs() -> None:
         "--set model.patch_size changes nothing: every arm of routers that could have it sets it"
     )
     moe = make_sweep("quickstart", "tiny", {"model.moe.expert_dim": 8}).runs()
-    assert moe["w12-dense-seed0"].model.moe is None
-    assert moe["w12-soft-seed0"].model.expert_dim() == 8
+    assert moe["w16-dense-seed0"].model.moe is None
+    assert moe["w16-soft-seed0"].model.expert_dim() == 8
 
 
 @pytest.mark.parametrize(
