@@ -63,7 +63,10 @@ def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean --name?`` for a word that is almost one of those known, else nothing."""
+    """Returns ``; did you mean --name?`` for a word that is almost one of those known, else nothing.
+
+    `moe.config.did_you_mean` says the same of values, but importing it loads torch.
+    """
     found = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {found[0]}?" if found else ""
 

@@ -71,12 +71,9 @@ class SoftConfig(RouterConfig):
         return "soft" in (self.dispatch, self.combine)
 
     def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
-        alone = self.dispatch == self.combine == "identity"
-        return (
-            ""
-            if alone
-            else "slots are mixes of all tokens: only identity dispatch and combine keep them apart"
-        )
+        if self.dispatch == self.combine == "identity":
+            return ""
+        return "slots are mixes of all tokens: only identity dispatch and combine keep them apart"
 
     def gate_macs(self, layer: LayerShape) -> float:
         return layer.tokens * layer.dim * layer.experts * layer.slots if self.learned() else 0

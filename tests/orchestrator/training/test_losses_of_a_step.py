@@ -1,0 +1,72 @@
+"""Losses in a step: over classes, and of images that are mixed with each other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe.init import mix
+from moe.vit import ViT
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data import augment
+from orchestrator.data.batch import Batch
+from orchestrator.data.images import normalize
+from orchestrator.training.loop import evaluate, train_step
+from tests.orchestrator.training.test_loop import live_model, random_batch, small_run
+
+
+def test_a_sigmoid_loss_is_summed_over_classes() -> None:
+    run, batch = small_run(**{"train.loss": "sigmoid", "model.head_bias": -2.0}), random_batch(8)
+    _, metrics = one_step(run, batch)
+    logits = live_model(run)(normalize(batch.image), keys_B=mix(batch.key, run.train.seed)).logits
+    targets = F.one_hot(batch.label, logits.shape[1]).float()
+    expected = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / 8
+    assert metrics["train/loss_class"] == pytest.approx(expected.item(), rel=1e-5)
+    assert evaluate(live_model(run), [batch], run)["val/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def mixed_batch(run: RunConfig) -> Batch:
+    draws = augment.draw([str(n) for n in range(8)], mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
+    return random_batch(8)._replace(mix=torch.from_numpy(draws))
+
+
+def one_step(run: RunConfig, batch: Batch) -> tuple[ViT, dict[str, float]]:
+    model = live_model(run)
+    metrics = train_step(model, run.train.optimizer.build(model), batch, run, step=0)
+    return model, {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("parameters", [{"mixup": 0.5}, {"mixup": 0.5, "cutmix": 1.0}])
+def test_loss_and_accuracy_are_those_of_mixed_images_and_soft_labels(parameters: dict[str, float]) -> None:
+    """The step is compared with images and labels that are mixed beforehand."""
+    run = small_run(**{f"data.{name}": value for name, value in parameters.items()})
+    batch = mixed_batch(run)
+    images = augment.mix_images(normalize(batch.image), batch.mix)
+    logits = live_model(run)(images, keys_B=mix(batch.key, run.train.seed)).logits
+    batch = batch._replace(label=augment.partners(logits.argmax(-1)))  # correct where the partner weighs more
+    weight = batch.mix[:, :1]
+    one_hot = F.one_hot(batch.label, logits.shape[1]).float()
+    soft = weight * one_hot + (1 - weight) * augment.partners(one_hot)
+    _, metrics = one_step(run, batch)
+    assert metrics["train/loss_class"] == pytest.approx(F.cross_entropy(logits, soft).item(), rel=1e-5)
+    correct = (logits.argmax(-1) == soft.argmax(-1)).float().mean().item()
+    assert metrics["train/acc1"] == pytest.approx(correct)
+    assert 0 < correct < 1
+
+
+def test_pairs_of_mixed_images_stay_together_in_microbatches() -> None:
+    run = small_run(**{"data.mixup": 0.5, "data.cutmix": 1.0})
+    batch = mixed_batch(run)
+    model, metrics = one_step(run, batch)
+    halved, same = one_step(override(run, {"train.microbatch": 4}), batch)
+    assert same == pytest.approx(metrics, rel=1e-4)
+    for ours, theirs in zip(model.parameters(), halved.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_do_not_matter_where_nothing_is_mixed() -> None:
+    run, batch = small_run(), random_batch(8)
+    model, metrics = one_step(run, batch)
+    other, same = one_step(run, batch._replace(mix=torch.full((8, 5), torch.nan)))
+    assert same == metrics
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
