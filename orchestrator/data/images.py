@@ -143,13 +143,16 @@ class Transform:
         Raises:
             BadImage: for bytes that are not a whole image.
         """
+        central = _small_central if self.size <= SMALL else _central
+        if self.augment == "none" and not self.randaugment:
+            # A generator takes a third of the time of a small image.
+            return central(encoded, self.size, self.eval_resize, self.eval_crop)
         rng = Random(key)
         if self.augment == "inception":
             picture = Picture(encoded)
             box = inception_box(picture.height, picture.width, rng)
             image = _cropped(picture, box, self.size)
         else:
-            central = _small_central if self.size <= SMALL else _central
             image = central(encoded, self.size, self.eval_resize, self.eval_crop)
         if self.augment in ("flip", "inception") and rng.random() < 0.5:
             image = tv.horizontal_flip(image)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
-SLOTS = 16  # decoded by one task of a thread; even, because images are mixed in pairs
+SLOTS = 32  # decoded by one task of a thread; even, because images are mixed in pairs
 DECODED_BYTES = 64 << 20  # images decoded ahead, or two steps if these are larger
 BATCHES_AHEAD = 3  # fetched, and pinned for a GPU
 
