@@ -11,15 +11,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from random import Random
-from threading import Lock
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from cachetools import LRUCache, cached
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from torch import Tensor
@@ -37,8 +34,6 @@ MAX_PIXELS = 64_000_000
 # per byte. A header that promises more is damaged, and libjpeg would fill the image with grey. A lossless
 # WebP of one colour has 23,000.
 JPEG_PIXELS_PER_BYTE = 512
-SMALL = 32  # pixels; squares up to this side are kept decoded
-SMALL_BYTES = 256 << 20  # of memory for them, in each process
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
 # This warning recommends torchcodec.
@@ -143,17 +138,25 @@ class Transform:
         Raises:
             BadImage: for bytes that are not a whole image.
         """
-        central = _small_central if self.size <= SMALL else _central
-        if self.augment == "none" and not self.randaugment:
-            # A generator takes a third of the time of a small image.
-            return central(encoded, self.size, self.eval_resize, self.eval_crop)
-        rng = Random(key)
-        if self.augment == "inception":
-            picture = Picture(encoded)
-            box = inception_box(picture.height, picture.width, rng)
-            image = _cropped(picture, box, self.size)
-        else:
-            image = central(encoded, self.size, self.eval_resize, self.eval_crop)
+        if self.augment != "inception":
+            return self.vary(self.central(encoded), key)
+        rng, picture = Random(key), Picture(encoded)
+        box = inception_box(picture.height, picture.width, rng)
+        return self._varied(_cropped(picture, box, self.size), rng)
+
+    def central(self, encoded: bytes) -> Tensor:
+        """Returns the middle of an image, before the random operations of all but ``inception``."""
+        return _central(encoded, self.size, self.eval_resize, self.eval_crop)
+
+    def vary(self, image: Tensor, key: str) -> Tensor:
+        """Returns `image`, a result of `central`, after the random operations of `key`."""
+        return self._varied(image, Random(key)) if self.varies() else image
+
+    def varies(self) -> bool:
+        """Returns whether an image differs from one key to another."""
+        return self.augment != "none" or self.randaugment > 0
+
+    def _varied(self, image: Tensor, rng: Random) -> Tensor:
         if self.augment in ("flip", "inception") and rng.random() < 0.5:
             image = tv.horizontal_flip(image)
         if self.augment == "shift":
@@ -170,16 +173,6 @@ def _central(encoded: bytes, size: int, eval_resize: str, eval_crop: float) -> T
     sides = (height, width) if eval_resize == "square" else [min(height, width)] * 2
     h, w = (max(1, round(side * eval_crop)) for side in sides)
     return _cropped(picture, Box((height - h) // 2, (width - w) // 2, h, w), size)
-
-
-# Decoding the small images of toy data sets takes longer than training on them. The key is a hash, because
-# the encoded image may be large. An entry takes 0.8 kB beside its pixels.
-_small_central = cached(
-    LRUCache(SMALL_BYTES, getsizeof=lambda pixels: pixels.nbytes + 1024),
-    key=lambda encoded, *options: (sha256(encoded).digest(), *options),
-    lock=Lock(),
-    info=True,
-)(_central)
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -63,6 +63,10 @@ class DataSet:
         index = _index(self, split)
         return index.records[index.starts[shard] + row]
 
+    def starts(self, split: str) -> Ints:
+        """Returns the number of images before each shard of a split."""
+        return _index(self, split).starts
+
     def places(self, split: str, images: Ints) -> tuple[Ints, Ints]:
         """Returns shard number and row, (images,) each, of images that are counted through the split."""
         starts = _index(self, split).starts

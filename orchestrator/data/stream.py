@@ -14,12 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from orchestrator import storage
 from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join_batches
+from orchestrator.data.decoded import decoded_split
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.index import NO_LABEL, Ints, Records
 from orchestrator.data.manifest import Manifest, open_manifest
@@ -87,8 +89,12 @@ class Stream:
             images = self.in_split(key[key < self.epoch()])
             places = Places(np.zeros_like(images), *self.data.places(self.split, images))
         records = self.data.records(self.split, places.shard, places.row)
+        kept = decoded_split(self.data, self.split, self.transform)
+        known = kept.of(self.data.starts(self.split)[places.shard] + places.row) if kept else None
+        if known is not None:
+            return Fetch(key, lane, within, places, records, [], Traffic(), known)
         images, traffic = self.data.images(self.split, places.shard, records)
-        return Fetch(key, lane, within, places, records, images, traffic)
+        return Fetch(key, lane, within, places, records, images, traffic, None)
 
     def decode(self, fetch: "Fetch") -> PartialBatch:
         """Waits for the images of some slots and decodes them.
@@ -102,11 +108,27 @@ class Stream:
         others = np.full((n, self.data.manifest.labels - 1), NO_LABEL, np.int64)
         bad: list[DecodeError] = []
         names = [""] * n
+        kept, starts = decoded_split(self.data, self.split, self.transform), self.data.starts(self.split)
+        if (known := fetch.known) is not None:
+            image[: len(known)], valid[: len(known)] = known, 1
+            label[: len(known)], sample[: len(known)] = fetch.records["label"], fetch.records["sample"]
+            if others.size:
+                others[: len(known)] = fetch.records["others"]
+            for i, epoch in enumerate(fetch.places.epoch.tolist()):
+                names[i] = f"{self.run.train.seed}/{epoch}/{sample[i]}"
+                if self.transform.varies():
+                    central = torch.from_numpy(known[i]).permute(2, 0, 1)
+                    image[i] = _by_place(self.transform.vary(central, names[i]))
         for i in range(len(fetch.images)):
             for attempt, (place, record, read) in enumerate(self._candidates(fetch, i), start=1):
                 names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample']}"
                 try:
-                    pixels = self.transform(read(), names[i])
+                    if kept:
+                        pixels = self.transform.central(read())
+                        kept.keep(starts[place.shard] + place.row, _by_place(pixels))
+                        pixels = self.transform.vary(pixels, names[i])
+                    else:
+                        pixels = self.transform(read(), names[i])
                 except BadImage as error:
                     key = self.data.keys(self.split, place.shard)[place.row]
                     location = self.data.location(self.split, place.shard)
@@ -114,7 +136,7 @@ class Stream:
                     if attempt > MAX_CONSECUTIVE_BAD:
                         raise UsageError(f"{attempt} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
-                image[i] = pixels.permute(1, 2, 0).numpy()
+                image[i] = _by_place(pixels)
                 label[i], valid[i], sample[i] = record["label"], 1, record["sample"]
                 if others.size:
                     others[i] = record["others"]
@@ -141,6 +163,7 @@ class Fetch(NamedTuple):
     key: (n,), as in `Batch`.
     lane, within: (n,), the slots' lanes, and their samples' numbers within the lane; empty without a plan.
     places, records, images: the sample of each slot.
+    known: (n, size, size, 3), the images if this process has decoded them all before: none is read then.
     """
 
     key: Ints
@@ -150,6 +173,12 @@ class Fetch(NamedTuple):
     records: Records
     images: list[Image]
     traffic: Traffic
+    known: NDArray[np.uint8] | None
+
+
+def _by_place(image: Tensor) -> NDArray[np.uint8]:
+    """(3, H, W) -> (H, W, 3)."""
+    return image.permute(1, 2, 0).numpy()
 
 
 Reader = Callable[[Stream, range], Iterator[Batch]]  # yields the stream's batches of some steps, in order

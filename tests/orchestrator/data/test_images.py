@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import functional as tv
 
-from orchestrator.data import images
 from orchestrator.data.augment import randaugment
 from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, normalize
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
@@ -109,19 +108,6 @@ def test_one_colour_is_an_image(options: tuple[str, dict[str, Any]]) -> None:
     for mode in ("L", "RGB"):
         content = encoded(Image.new(mode, (2000, 2000), "white"), kind, **how)
         assert Transform(size=8)(content).min() == 255
-
-
-def test_small_images_are_kept_in_bounded_memory() -> None:
-    """An image counts with all that is kept of it, and its encoded bytes are not kept."""
-    content = encoded(np.random.default_rng(0).integers(0, 256, (200, 200, 3)))
-    before, references = images._small_central.cache_info(), sys.getrefcount(content)
-    first, second = (Transform(size=8)(content) for _ in range(2))
-    after = images._small_central.cache_info()
-    assert torch.equal(first, second)
-    assert sys.getrefcount(content) == references
-    assert (after.hits, after.misses) == (before.hits + 1, before.misses + 1)
-    assert 3 * 8 * 8 + 800 < after.currsize - before.currsize < 2000
-    assert after.maxsize == images.SMALL_BYTES
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
