@@ -112,7 +112,8 @@ def open_manifest(path: str) -> Manifest:
             val_majority=tree["val_majority"],
             labels=tree.get("labels", 1),
         )
-        for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        indexes = [manifest.index_of(split) for split in manifest.splits]
+        for shard in (*indexes, *(shard for shards in manifest.splits.values() for shard in shards)):
             # A digest is the name of a file in the cache.
             if ".." in shard.path.split("/") or not re.fullmatch(r"\w+", shard.sha256):
                 raise UsageError(f"{path}/manifest.json names a file outside of its folder: {shard.path}")
