@@ -19,7 +19,7 @@ from orchestrator import storage
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
 from orchestrator.data.tars import Forward, distinct_labels, index_tar
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 
 # Names of columns of parquet files; the first name that a file has is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes")
@@ -53,6 +53,8 @@ def index_parquet(columns: Columns, location: str) -> Part:
         file = pq.ParquetFile(source)
         image, label, key = find_columns(file.schema_arrow, location, columns)
         table = file.read(columns=[leaf for leaf in (label, key) if leaf])
+        # Names that are not UTF-8 are refused.
+        table.validate(full=True)
         forward = Forward(location)
         places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
@@ -148,11 +150,16 @@ def class_names(schema: pa.Schema, columns: Columns = BY_NAME) -> list[str] | No
 
 @contextmanager
 def named_if_broken(name: str) -> Iterator[None]:
-    """Turns Arrow's errors about damaged or incomplete files into a UsageError that names the file."""
+    """Turns errors about damaged or incomplete files into a UsageError that names the file."""
     try:
         yield
-    except pa.ArrowException as error:
-        raise UsageError(f"{name} is not a whole parquet file: {str(error).splitlines()[0]}") from None
+    except (UsageError, FileNotFoundError):
+        raise
+    except (pa.ArrowException, ValueError, EOFError) as error:
+        raise UsageError(f"{name} is not a whole parquet file: {reason_of(error)}") from None
+    except OSError as error:
+        # Arrow raises it for damage as well as where storage fails.
+        raise UsageError(f"{name} cannot be read: {reason_of(error)}") from None
 
 
 def _bytes_leaf(field: pa.Field) -> str | None:

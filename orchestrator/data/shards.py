@@ -118,7 +118,7 @@ class DataSet:
 
     def _unpacked(self, location: str, shard: Shard, offset: int, size: int) -> bytes:
         assert shard.unpacked is not None
-        make = partial(_unpack, location)
+        make = partial(_unpack, location, shard)
         file = cached(f"{shard.sha256}.images", shard.unpacked, make, limit=self.cache_bytes)
         return _from_cache(file, location, offset, size)
 
@@ -284,6 +284,12 @@ def _download(location: str, shard: Shard, to: BinaryIO) -> None:
     check_digest(location, shard, digest.hexdigest())
 
 
-def _unpack(location: str, to: BinaryIO) -> None:
-    with storage.open_to_read(location) as file:
-        to.writelines(unpacked_images(pq.ParquetFile(file), location))
+def _unpack(location: str, shard: Shard, to: BinaryIO) -> None:
+    try:
+        with storage.open_to_read(location) as file:
+            to.writelines(unpacked_images(pq.ParquetFile(file), location))
+    except (OSError, ValueError):
+        # Arrow raises either for a damaged file.
+        with open(os.devnull, "wb") as nowhere:
+            _download(location, shard, nowhere)
+        raise

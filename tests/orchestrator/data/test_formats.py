@@ -90,6 +90,15 @@ def test_parquet_that_does_not_fit(columns: dict[str, Any], message: str, tmp_pa
         read(parquet(tmp_path / "x.parquet", columns))
 
 
+@pytest.mark.parametrize("column", ["label", "key"])
+def test_parquet_whose_names_are_not_utf8(column: str, tmp_path: Path) -> None:
+    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    names = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffb")])
+    columns = {"image": BYTES, "label": NUMBERS, column: names}
+    with pytest.raises(UsageError, match=r"x\.parquet is not a whole parquet file: .*Invalid UTF8"):
+        read(parquet(tmp_path / "x.parquet", columns))
+
+
 def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
     image = pa.array(
         [{"bytes": b"a", "path": "0"}, {"bytes": None, "path": "1"}, None, {"bytes": b"d", "path": "3"}]
@@ -296,6 +305,20 @@ def test_files_that_are_cut_short(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(UsageError, match=f"{path} is not a whole parquet file"):
             index_file(str(path))
+
+
+def test_damaged_parquet(tmp_path: Path) -> None:
+    """Any block of it is overwritten: samples are found, or the file is named."""
+    path = parquet(tmp_path / "x.parquet", {"image": BYTES, "label": NAMES}, compression="zstd")
+    whole, refused = path.read_bytes(), list[str]()
+    for first in range(0, len(whole), 8):
+        path.write_bytes(whole[:first] + b"\xff" * 8 + whole[first + 8 :])
+        try:
+            index_file(str(path))
+        except UsageError as error:
+            refused.append(str(error))
+    assert refused
+    assert all(str(path) in message for message in refused)
 
 
 def test_damaged_and_compressed_tars(tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def test_compressed_images_are_unpacked_once(root: str, tmp_path: Path, own_cach
         storage.delete(storage.join(root, "shard"))
 
 
+def test_a_compressed_shard_that_is_damaged(root: str, tmp_path: Path, own_cache: Path) -> None:
+    data = compressed(root, tmp_path)
+    content = storage.read_bytes(storage.join(root, "shard"))
+    storage.write_bytes(storage.join(root, "shard"), content[:4] + bytes(8) + content[12:])
+    first = np.array([0])
+    (read,) = data.images("train", first, data.records("train", first, first))[0]
+    with pytest.raises(UsageError, match="shard changed since it was packed"):
+        read()
+
+
 def test_shards_that_changed(tmp_path: Path) -> None:
     data = data_set(str(tmp_path))
     content = (tmp_path / "0").read_bytes()
