@@ -59,7 +59,8 @@ class ModelRef:
         try:
             with torch.device("meta"):
                 model = ViT(self.run.model)
-        except RuntimeError as error:
+        # A size beyond 64 bits is a TypeError.
+        except (RuntimeError, TypeError) as error:
             raise UsageError(f"{self.location} describes a model that cannot be built: {error}") from None
         model.to_empty(device=device or torch.device("cpu"))
         report = start_from(model, self.location)

@@ -82,26 +82,28 @@ def check_alike(models: Sequence[ModelRef]) -> None:
     """Raises UsageError, naming the first field, if their architectures, their classes or what they see of an
     image differ. Unknown classes are taken for the same.
     """
-    first = models[0]
-    for model in models[1:]:
-        known = first.classes and model.classes
-        here, there = (_described(each, classes=bool(known)) for each in (first, model))
-        if different := _difference(here, there):
-            field, was, now = different
-            raise UsageError(
-                f"cannot average different models: {field} is {was} in {first.location}, {now} in"
-                f" {model.location}"
-            )
+    known = [model for model in models if model.classes]
+    for alike, described in ((models, _described), (known, _classes)):
+        for model in alike[1:]:
+            if different := _difference(described(alike[0]), described(model)):
+                field, was, now = different
+                raise UsageError(
+                    f"cannot average different models: {field} is {was} in {alike[0].location}, {now} in"
+                    f" {model.location}"
+                )
 
 
-def _described(model: ModelRef, *, classes: bool) -> dict[str, Any]:
+def _described(model: ModelRef) -> dict[str, Any]:
     data = model.run.data
     return {
         **{f"model.{name}": value for name, value in flat(model.run.model).items()},
         "data.eval_resize": data.eval_resize,
         "data.eval_crop": data.eval_crop,
-        **({f"class {label}": name for label, name in enumerate(model.classes or ())} if classes else {}),
     }
+
+
+def _classes(model: ModelRef) -> dict[str, str]:
+    return {f"class {label}": name for label, name in enumerate(model.classes or ())}
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

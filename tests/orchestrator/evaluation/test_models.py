@@ -226,6 +226,7 @@ def test_loading_reads_the_weights_once(
         {"classes": "5"},
         {"model.width": "x"},
         {"model.width": 2**40},
+        {"model.width": 2**70},
     ],
     ids=str,
 )

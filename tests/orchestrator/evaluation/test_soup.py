@@ -97,6 +97,8 @@ def test_models_of_other_classes_are_refused(trained, tmp_path):
     one, two = replace(trained(0), classes=names), trained(1)
     with pytest.raises(UsageError, match=r"class 0 is 0 in .*seed0\.safetensors, 9 in .*seed1\.safetensors"):
         soup(tmp_path, one, replace(two, classes=names[::-1]))
+    with pytest.raises(UsageError, match=r"class 0 is 0 in .*seed0\.safetensors, 9 in .*seed1\.safetensors"):
+        soup(tmp_path, replace(two, classes=None), one, replace(two, classes=names[::-1]))
     assert not (tmp_path / "soup.safetensors").exists()
     soup(tmp_path, replace(two, classes=None), one)
     assert read_model(f"{tmp_path}/soup.safetensors").classes == names
