@@ -373,6 +373,8 @@ def _bucket_and_key(location: str) -> tuple[str, str]:
     if scheme != "s3":
         raise UsageError(f"{location}: {scheme}:// is not supported: name a local path or s3://bucket/key")
     bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise UsageError(f"{location} names no bucket: name a local path or s3://bucket/key")
     return bucket, key
 
 

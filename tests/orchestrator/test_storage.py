@@ -274,6 +274,8 @@ def test_unknown_places(location):
     for act in (storage.absolute, storage.read_bytes, storage.size, storage.names, storage.delete):
         with pytest.raises(UsageError, match=f"{scheme}:// is not supported: name a local path or s3://buck"):
             act(location)
+        with pytest.raises(UsageError, match="names no bucket: name a local path or s3://buck"):
+            act("s3://")
 
 
 def test_writing_to_a_missing_bucket(bucket):
