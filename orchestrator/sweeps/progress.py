@@ -124,8 +124,8 @@ class SweepProgress(Watch):
         """Returns the number of trials, with those that a search has yet to draw."""
         if self.run is None:
             return 0
-        drawn = self.run.search.count * max(1, len(self._sweep.seeds)) if self.run.search else 0
-        return max(drawn, len(self.run.queue.states))
+        arms = len(self._sweep.arms) + self.run.search.count if self.run.search else 0
+        return max(arms * max(1, len(self._sweep.seeds)), len(self.run.queue.states))
 
     def __enter__(self) -> None:
         self._bars.start()

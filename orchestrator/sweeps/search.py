@@ -128,12 +128,13 @@ class OptunaSearch:
 
     def tell(self, name: str, quality: float | None, cost: float | None) -> None:
         """Records the result of an arm, or its predicted result. A quality that is not finite counts as None.
-        A second result is one more observation.
+        A second result is one more observation. An arm that the search has not proposed is left out.
         """
+        if (asked := self._asked.get(name)) is None:
+            return
         known = None
         if quality is not None and cost is not None and math.isfinite(quality):
             known = self._values[name] = quality, math.log10(cost)
-        asked = self._asked[name]
         if asked.number in self._told:
             if known is not None:
                 self._study.add_trial(

@@ -87,13 +87,15 @@ def test_running_trials_tell_their_steps_now_and_then(clock, capsys):
 
 
 def test_a_search_counts_the_seeds_of_its_arms(capsys):
-    work, shown = Work("tpe-0001-seed0"), SweepProgress(Sweep(base=RunConfig(), arms={}, seeds=(0, 1, 2)))
+    """And those of the arms that the sweep names."""
+    sweep = Sweep(base=RunConfig(), arms={"named": {}}, seeds=(0, 1, 2))
+    work, shown = Work("tpe-0001-seed0"), SweepProgress(sweep)
     work.search = SimpleNamespace(count=20)
     with shown:
         shown.start(work)
         shown.ended("tpe-0001-seed0", "out of memory")
-    assert capsys.readouterr().out.startswith("[ 0/60] tpe-0001-seed0")
-    assert shown.trials() == 60
+    assert capsys.readouterr().out.startswith("[ 0/63] tpe-0001-seed0")
+    assert shown.trials() == 63
 
 
 def test_a_trial_that_goes_on_after_a_pause_begins_anew(clock, capsys):

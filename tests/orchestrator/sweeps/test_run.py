@@ -78,3 +78,5 @@ def test_seeds_and_arms_that_are_added_to_a_search_are_on_its_frontier(
     widest = override(sweep.base, {"model.width": 128})
     highest = costs(widest, widest.train.steps)[FLOPS]
     assert frontier.bound[0] == reference == pytest.approx(1.1 * highest), "of the space, not of the draws"
+    search(replace(sweep, seeds=(0, 1), arms={"named": {"model.width": 48}}), 3)
+    assert trained[6:] == ["named-seed0", "named-seed1"]
