@@ -182,10 +182,13 @@ start_node() {
         }
 }
 
-# Fails if the head has died and left its other processes behind, or has not come up yet.
+# Fails if the head or its dashboard has died and left other processes behind, or has not come up yet.
 check_head() {
-    (: <> "/dev/tcp/127.0.0.1/$(< "$folder/port")") 2> /dev/null \
-        || fail "the head of $folder does not answer: \`$0 stop\` ends what is left of it, \`$0 start\` starts it anew"
+    local port
+    for port in $(< "$folder/ports"); do
+        (: <> "/dev/tcp/127.0.0.1/$port") 2> /dev/null \
+            || fail "the head of $folder does not answer: \`$0 stop\` ends what is left of it, \`$0 start\` starts it anew"
+    done
 }
 
 start() {
@@ -206,7 +209,7 @@ start() {
     DASHBOARD_METRIC_PORT="$(choose_port DASHBOARD_METRIC_PORT 44227)"
     export AUTOSCALER_METRIC_PORT DASHBOARD_METRIC_PORT # Ray reads them
     make_token
-    echo "$port" > "$folder/port"
+    echo "$port ${dashboard##*:}" > "$folder/ports"
     echo "starting a head and $workers nodes with ${CPUS_PER_NODE:-2} CPUs each"
     start_node --head --num-cpus=0 --port="$port" --temp-dir="$folder/ray" \
         --dashboard-host=127.0.0.1 --dashboard-port="${dashboard##*:}" \
@@ -239,7 +242,8 @@ stop) stop ;;
 status)
     [[ -n "$(processes)" ]] || fail "nothing of $folder runs: \`$0 start\` starts it"
     check_head
-    exec "$bin/ray" status --address="127.0.0.1:$(< "$folder/port")"
+    read -r port _ < "$folder/ports"
+    exec "$bin/ray" status --address="127.0.0.1:$port"
     ;;
 *) fail "usage: $0 start [workers] | stop | status" ;;
 esac

@@ -42,21 +42,23 @@ def test_wrong_commands_and_a_taken_port_are_refused(tmp_path):
         assert done.stderr == f"error: RAY_PORT={port}: this port is taken\n"
 
 
-def test_a_cluster_whose_head_died_does_not_run(tmp_path):
-    """Its other nodes still run and would wait for a head."""
+@pytest.mark.parametrize("dead", ["head", "dashboard"])
+def test_a_cluster_whose_head_died_does_not_run(dead, tmp_path):
+    """Its other nodes still run and would wait for a head. Without its dashboard a head takes no jobs."""
     env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "CLUSTER_DIR": str(tmp_path)}
     node = subprocess.Popen(["sleep", "600"], env=env | {"MOE_FRONTIER_LOCAL_CLUSTER": str(tmp_path)})
     try:
-        with create_server(("127.0.0.1", 0)) as head:
-            (tmp_path / "port").write_text(f"{head.getsockname()[1]}\n")
+        with create_server(("127.0.0.1", 0)) as head, create_server(("127.0.0.1", 0)) as dashboard:
+            (tmp_path / "ports").write_text(f"{head.getsockname()[1]} {dashboard.getsockname()[1]}\n")
             done = subprocess.run([SCRIPT, "start"], env=env, capture_output=True, text=True, check=True)
             assert "it runs already" in done.stdout
-        for command in ("start", "status"):
-            done = subprocess.run([SCRIPT, command], env=env, capture_output=True, text=True, check=False)
-            assert (done.returncode, done.stdout) == (1, "")
-            assert done.stderr.startswith(
-                f"error: the head of {tmp_path} does not answer: `{SCRIPT} stop` ends"
-            )
+            {"head": head, "dashboard": dashboard}[dead].close()
+            for command in ("start", "status"):
+                done = subprocess.run([SCRIPT, command], env=env, capture_output=True, text=True, check=False)
+                assert (done.returncode, done.stdout) == (1, "")
+                assert done.stderr.startswith(
+                    f"error: the head of {tmp_path} does not answer: `{SCRIPT} stop` ends"
+                )
     finally:
         node.kill()
         node.wait()
