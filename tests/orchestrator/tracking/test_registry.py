@@ -45,9 +45,10 @@ def test_aliases_move(tracking: Tracking, tmp_path: Path) -> None:
     sweep = {"key": tmp_path.name, "directory": str(tmp_path)}
     first = register(tracking, name, {"knee": model("a"), "best": model("a")}, **sweep)
     assert first["knee"] == first["best"]
+    tracking.client.set_registered_model_alias(name, "made-by-hand", first["knee"])
     second = register(tracking, name, {"knee": model("b"), "best": model("a")}, **sweep)
     assert (second["best"], int(second["knee"])) == (first["best"], int(first["best"]) + 1)
-    for alias, arm in (("@best", "a"), ("@knee", "b"), ("/1", "a")):
+    for alias, arm in (("@best", "a"), ("@knee", "b"), ("@made-by-hand", "a"), ("/1", "a")):
         uri, run, weights = checkpoint_of(f"models:/{name}{alias}", tracking.uri)
         assert (uri, weights, run.name) == (f"/somewhere/{arm}", arm, f"{tmp_path.name}/trials/{arm}")
 

@@ -113,7 +113,8 @@ def test_damaged_lines_are_left_out(folder: str, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
-    writer = LineWriter(str(tmp_path), "metrics")
+    """And a line of the log that finds no room ends no training."""
+    writer, log_file = LineWriter(str(tmp_path), "metrics"), LogFile(str(tmp_path))
     writer.append({"n": 1})
     size = (tmp_path / "metrics.jsonl").stat().st_size
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -122,12 +123,16 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     try:
         with pytest.raises(OSError, match=r"no space left for metrics\.jsonl"):
             writer.append({"n": 2})
+        log_file.handle(logging.makeLogRecord({"msg": "full"}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (tmp_path / "metrics.jsonl").stat().st_size == size
     writer.append({"n": 3})
     assert [row["n"] for row in LineReader(str(tmp_path), "metrics").new()] == [1, 3]
+    log_file.handle(logging.makeLogRecord({"msg": "room again"}))
+    log_file.close()
+    assert [row["line"] for row in LineReader(str(tmp_path), "log").new()] == ["room again"]
 
 
 def test_a_log_is_uploaded_by_time_and_never_ends_training(
