@@ -27,8 +27,8 @@ from torch import nn
 
 from bench.provenance import provenance
 from moe.layer import MoEConfig
+from moe.models.vit import ViT, ViTConfig
 from moe.routers import SoftConfig
-from moe.vit import ViT, ViTConfig
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.config import CheckpointConfig
 

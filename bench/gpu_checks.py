@@ -204,6 +204,7 @@ def build(bench: Bench, config: ViTConfig, dtype: torch.dtype, options: Parallel
     model = build_whole(
         config, bench.device, seed=SEED, options=options or ParallelConfig(), compute_dtype=compute_dtype
     )
+    assert isinstance(model, ViT)
     wake(model)
     return model
 

@@ -181,6 +181,7 @@ def model_of(bench: Bench, config: ViTConfig, compiled: bool) -> ViT:
     """Computes in bfloat16. Only the last one is kept."""
     options = ParallelConfig(compile=compiled)
     model = build_whole(config, bench.device, seed=None, options=options, compute_dtype=torch.bfloat16)
+    assert isinstance(model, ViT)
     draw_weights(model)
     return model
 

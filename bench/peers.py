@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.layer import MoEConfig, MoELayer
+from moe.models.vit import ViT, ViTConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT, ViTConfig
 
 DIM, HIDDEN, TOKENS, SLOTS = 384, 1536, 196, 256  # BASELINES.md, A3
 MODEL_EXPERTS = 128

@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from moe.vit import ViTConfig
+from moe.model import ModelConfig
 from orchestrator.config import RunConfig
 from orchestrator.data.images import BadImage, Picture
 from orchestrator.data.manifest import open_manifest
@@ -15,12 +15,12 @@ MOST_EPOCHS = 300  # of the longest common ImageNet recipes; runs with more are 
 HEADERS_READ = 16  # images whose headers show the data's own size
 
 
-def describe_model(model: ViTConfig) -> str:
-    size = f"width {model.width}, {model.depth} blocks, patches of {model.patch_size} px"
+def describe_model(model: ModelConfig) -> str:
+    size = f"{model.kind} of size {model.size()}"
     if not model.moe:
-        return f"dense ViT without experts ({size})"
+        return f"dense {size}, without experts"
     blocks = ", ".join(map(str, model.moe_blocks()))
-    return f"ViT with {model.moe.num_experts} {model.family()} experts in blocks [{blocks}] ({size})"
+    return f"{size} with {model.moe.num_experts} {model.family()} experts in blocks [{blocks}]"
 
 
 def describe_data(run: RunConfig) -> str:

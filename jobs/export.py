@@ -104,13 +104,13 @@ def print_exported(path: str) -> None:
     from safetensors import safe_open
 
     from moe.cost import num_params
-    from moe.vit import ViTConfig
+    from moe.model import ModelConfig
     from orchestrator import storage
     from orchestrator.codec import read_config
 
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), len(file.keys())
-    params = num_params(read_config(ViTConfig, json.loads(metadata["config"])["model"]))
+    params = num_params(read_config(ModelConfig, json.loads(metadata["config"])["model"]))
     size = (storage.size(path) or 0) / 1e6
     print(f"{path}: step {metadata['step']}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
 

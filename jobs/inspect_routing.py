@@ -120,10 +120,13 @@ def analyse(
     from experiments.routing_analysis import report
     from experiments.routing_analysis.collect import collect
     from experiments.routing_analysis.examples import capacity_settings, discards, examples
+    from moe.models import ViT
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import default_device
 
     model = trained.load(default_device())
+    if not isinstance(model, ViT):
+        raise UsageError(f"{trained.name} is of kind {model.config.kind!r}; routing is drawn for a vit only")
     moe = trained.run.model.moe
     assert moe
     settings, refused = [], []

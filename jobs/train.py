@@ -21,7 +21,7 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 
 if TYPE_CHECKING:
-    from moe.vit import ViTConfig
+    from moe.model import ModelConfig
     from orchestrator.config import RunConfig
 
 
@@ -170,7 +170,7 @@ def check_trained_on(default: str, directory: str) -> None:
         )
 
 
-def preset(name: str) -> ViTConfig:
+def preset(name: str) -> ModelConfig:
     """The model of the papers with this name. Raises UsageError if there is none."""
     from moe import presets
 

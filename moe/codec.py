@@ -21,11 +21,13 @@ def to_dict(config: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
-    """Rebuilds a config, which checks itself. A list stands for a tuple, and text is read as the type of its
-    field, as a command line has it.
+    """Rebuilds a config, which checks itself: of `cls`, or of the kind that `data` names if that is a family.
+
+    A list stands for a tuple, and text is read as the type of its field, as a command line has it.
 
     Raises ValueError for an unknown field or kind, with those that exist, and for a value that is refused.
     """
+    cls = member_of(cls, data, path.rstrip(".") or "config")
     hints = hints_of(cls)
     if unknown := sorted(data.keys() - hints.keys()):
         raise ValueError(

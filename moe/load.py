@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe.codec import from_dict
-from moe.vit import ViT, ViTConfig
+from moe.model import Model, ModelConfig
 
 # The files of an exported folder.
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> ViT:
+def load(path: str | Path, device: torch.device | str = "cpu") -> Model:
     """Returns the model of an exported folder or file, in evaluation mode.
 
     ``model(images).logits`` takes images (B, 3, H, W) in -1..1 (``pixels / 127.5 - 1``).
@@ -35,7 +35,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ViT:
         if "model" not in config:
             raise ValueError("its config has no model")
         with torch.device("meta"):
-            model = ViT(from_dict(ViTConfig, config["model"], "model."))
+            model = from_dict(ModelConfig, config["model"], "model.").build(seed=None)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is not an export: {error}") from None
     expected = model.state_dict()

@@ -26,11 +26,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from moe.config import Config, PositiveInt
+from moe.cost import param_shapes
 from moe.experts import Experts
 from moe.init import Region, init_weights
-from moe.layer import MoELayer
+from moe.model import Model, ModelConfig, find_moe_layers
 from moe.precision import compute_in, refresh
-from moe.vit import ViT, ViTConfig
 
 GRAPHS = 64  # of a block's code that torch.compile keeps
 
@@ -66,7 +66,7 @@ def make_mesh(device_type: str, *, ep: int, dp_replicate: int = 1) -> DeviceMesh
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-def check_layout(config: ViTConfig, *, dp: int, ep: int, dp_replicate: int = 1) -> None:
+def check_layout(config: ModelConfig, *, dp: int, ep: int, dp_replicate: int = 1) -> None:
     """Raises ValueError if `dp_replicate` does not divide dp (workers / ep), or the model's experts do not
     split evenly over the ranks of a copy."""
     if dp % dp_replicate:
@@ -79,50 +79,51 @@ def check_layout(config: ViTConfig, *, dp: int, ep: int, dp_replicate: int = 1) 
             f"num_experts={config.moe.num_experts} does not divide over ep={ep}; use one of {fits}"
         )
     shards = dp // dp_replicate
-    if config.width % shards or config.mlp_dim % shards or config.expert_dim() % shards:
-        ranks = f"dp={dp}" if dp_replicate == 1 else f"dp / dp_replicate = {dp} / {dp_replicate}"
-        own = f", expert_dim={config.moe.expert_dim}" if config.moe.expert_dim else ""
-        raise ValueError(
-            f"width={config.width} and mlp_dim={config.mlp_dim}{own} must divide by {ranks} to be sharded"
-        )
+    for name, shape in param_shapes(config).items() if shards > 1 else ():
+        if ".experts." in name and shape[1] % shards:
+            ranks = f"dp={dp}" if dp_replicate == 1 else f"dp / dp_replicate = {dp} / {dp_replicate}"
+            raise ValueError(
+                f"{name} has {shape[1]} rows in each expert, which {ranks} does not divide to shard them; use"
+                f" one of {[n for n in range(1, shape[1] + 1) if shape[1] % n == 0]}"
+            )
 
 
 def build_whole(
-    config: ViTConfig,
+    config: ModelConfig,
     device: torch.device,
     *,
     seed: int | None,
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
-) -> ViT:
-    """Builds the model of `ViT(config, seed=seed)` for training on a single rank, without a mesh.
+) -> Model:
+    """Builds the model of `config.build(seed=seed)` for training on a single rank, without a mesh.
 
     With `compute_dtype` (bfloat16) it computes what `parallelize` computes in that type (`moe.precision`).
     """
     with device:
-        model = ViT(config, seed=seed)
-    for block in model.blocks:
+        model = config.build(seed=seed)
+    for block in model.units():
         _compile(block, options)
     if compute_dtype:
         compute_in(model, compute_dtype)
-    for block in model.blocks:
+    for block in model.units():
         _checkpoint(block, options)
     return model
 
 
 def build_sharded(
-    config: ViTConfig,
+    config: ModelConfig,
     mesh: DeviceMesh,
     *,
     seed: int | None,
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
-) -> ViT:
-    """Builds the model of `ViT(config, seed=seed)` in shards; no rank ever holds the whole model. Raises
+) -> Model:
+    """Builds the model of `config.build(seed=seed)` in shards; no rank ever holds the whole model. Raises
     ValueError if the model does not split evenly over `mesh`."""
     check_layout(config, dp=mesh["dp"].size(), ep=mesh["ep"].size())
     with torch.device("meta"):
-        model = ViT(config)
+        model = config.build(seed=None)
     parallelize(model, mesh, options, compute_dtype)
     model.to_empty(device=mesh.device_type)
     if seed is not None:
@@ -130,13 +131,13 @@ def build_sharded(
     return model
 
 
-def set_weights(model: ViT, seed: int) -> None:
-    """Sets every weight and buffer of a model, sharded or not, to that of `ViT(config, seed=seed)`."""
+def set_weights(model: Model, seed: int) -> None:
+    """Sets every weight and buffer of a model, sharded or not, to that of `config.build(seed=seed)`."""
     init_weights(model, seed, local=_local)
 
 
 def parallelize(
-    model: ViT,
+    model: Model,
     mesh: DeviceMesh,
     options: ParallelConfig = ParallelConfig(),
     compute_dtype: torch.dtype | None = None,
@@ -154,8 +155,8 @@ def parallelize(
         # The views are routers' results, which are never written to.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .*Router.* returned a view tensor")
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    for block in model.blocks:
-        if isinstance(layer := block.mlp, MoELayer):
+    for block in model.units():
+        for layer in find_moe_layers(block):
             layer.experts = ExpertParallel(layer.experts, mesh["ep"], chunks=options.overlap_chunks)
             # Shard(1) over dp: dim 0 belongs to ep, and sharding it twice makes strided shards.
             shard(layer.experts, mesh=expert_mesh, shard_placement_fn=lambda _: Shard(1))
@@ -180,10 +181,11 @@ def _compile(block: nn.Module, options: ParallelConfig) -> None:
         # without statistics, in training and evaluation, for each batch size. Above the limit, 8 by default,
         # blocks run without compilation.
         torch._dynamo.config.recompile_limit = GRAPHS
-        if isinstance(block.mlp, MoELayer) and isinstance(experts := block.mlp.experts, ExpertParallel):
-            # A compiled all-to-all is waited for where it starts. `disable` loses the type.
-            experts.forward = torch.compiler.disable(experts.forward)  # pyright: ignore[reportAttributeAccessIssue]
-            experts.mlps = torch.compile(experts.mlps, dynamic=False)
+        for layer in find_moe_layers(block):
+            if isinstance(experts := layer.experts, ExpertParallel):
+                # A compiled all-to-all is waited for where it starts. `disable` loses the type.
+                experts.forward = torch.compiler.disable(experts.forward)  # pyright: ignore[reportAttributeAccessIssue]
+                experts.mlps = torch.compile(experts.mlps, dynamic=False)
         block.forward = torch.compile(block.forward, dynamic=False)
 
 

@@ -14,23 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe.layer import MoELayer
-from moe.vit import Output, ViT
+from moe.model import Model, Output, find_moe_layers
 
 # The attribute of a model that holds its copies; they are neither parameters nor modules.
 COPIES = "copies"
 
 
-def compute_in(model: ViT, dtype: torch.dtype) -> None:
+def compute_in(model: Model, dtype: torch.dtype) -> None:
     """Makes `model` compute with weights and images rounded to `dtype`. Its logits are float32.
 
     `refresh` must follow each change of the weights but those before the first forward pass. The model can be
     neither copied nor converted: build another, and load its state.
     """
-    routers = {m for layer in model.modules() if isinstance(layer, MoELayer) for m in layer.router.modules()}
+    routers = {m for layer in find_moe_layers(model) for m in layer.router.modules()}
     left = [module for module in model.modules() if module not in routers]
     vars(model)[COPIES] = []
-    for block in model.blocks:
+    for block in model.units():
         inside = set(block.modules())
         copies = Copies([module for module in left if module in inside], dtype)
         left = [module for module in left if module not in inside]
@@ -38,17 +37,16 @@ def compute_in(model: ViT, dtype: torch.dtype) -> None:
         vars(model)[COPIES].append(copies)
     rest = Copies(left, dtype)
     vars(model)[COPIES].append(rest)
-    forward, features = rest.used_by(model.forward), rest.used_by(model.features)
+    forward = rest.used_by(model.forward)
 
     def in_dtype(images: Tensor, *args: Any, **kwargs: Any) -> Output:
         output = forward(images.to(dtype), *args, **kwargs)
-        return output._replace(logits=output.logits.float())
+        return output._replace(heads={name: head.float() for name, head in output.heads.items()})
 
     def refuse(memo: object) -> None:
         raise TypeError("a model with rounded copies of its weights cannot be copied: build another")
 
     model.forward = in_dtype
-    model.features = lambda images, *args, **kwargs: features(images.to(dtype), *args, **kwargs)
     vars(model)["__deepcopy__"] = refuse
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from moe.config import did_you_mean
 from moe.layer import MoEConfig
+from moe.model import Model
+from moe.models import ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
-from moe.vit import ViT, ViTConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
 _S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
@@ -81,9 +82,9 @@ def preset(name: str) -> ViTConfig:
     return PRESETS[name]
 
 
-def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> ViT:
+def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> Model:
     """Returns a model of `PRESETS` with weights drawn from `seed`; without a seed they are not set.
 
     Raises ValueError for a name that does not exist.
     """
-    return ViT(replace(preset(name), num_classes=num_classes), seed=seed)
+    return replace(preset(name), num_classes=num_classes).build(seed=seed)

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from moe.model import ModelConfig
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
-from moe.vit import ViTConfig
 from orchestrator.errors import UsageError
 from orchestrator.names import check_run_path
 from orchestrator.optimizers import AdamWConfig, OptimizerConfig
@@ -219,7 +219,7 @@ class RunConfig(Config):
 
     name: str = "train"
     storage: str = field(default_factory=home)
-    model: ViTConfig = PRESETS["debug"]
+    model: ModelConfig = PRESETS["debug"]
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

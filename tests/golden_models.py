@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from moe.adapt import resize_position
 from moe.layer import MoEConfig
+from moe.models.vit import ViT, ViTConfig
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT, ViTConfig
 from orchestrator.optimizers import AdamWConfig, LambConfig, SGDConfig
 from orchestrator.optimizers.lamb import Lamb
 from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig

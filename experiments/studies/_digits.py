@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from moe import MoEConfig, RoutingOverrides, ViT, ViTConfig
+from moe.model import Output
 from moe.overrides import AS_TRAINED
 from moe.routers import RouterConfig
-from moe.vit import Output
 
 # 790 of the 797 images that are not for training are used, so that they fill groups of ten. Experts in blocks
 # 1 and 3 would matter little in so small a model, because the dense block before them suffices.

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
+from moe.model import ModelConfig
 from moe.parallel import local_part
-from moe.vit import ViT, ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import SUFFIX, Reader, fill, open_tensors
@@ -245,10 +245,10 @@ def start_from(
     return report
 
 
-def start_report(config: ViTConfig, location: str, *, without: str | None = None) -> StartReport:
+def start_report(config: ModelConfig, location: str, *, without: str | None = None) -> StartReport:
     """Returns the report of `start_from` for such a model, without reading tensors. Raises as it does."""
     with torch.device("meta"):
-        model = ViT(config)
+        model = config.build(seed=None)
     with open_weights(location) as source:
         return _compare(source, model.state_dict(), without)
 

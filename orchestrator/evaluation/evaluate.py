@@ -22,8 +22,8 @@ from ray.exceptions import RayTaskError
 from torch import Tensor, nn
 
 from moe.cost import forward_gflops_2mac
+from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.codec import to_dict
 from orchestrator.data.batch import Batch
@@ -33,7 +33,6 @@ from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name
-from orchestrator.evaluation.shared_work import forward_at
 from orchestrator.training.loop import one_thread
 from orchestrator.training.losses import hits
 from orchestrator.training.metrics import device_sync
@@ -120,7 +119,7 @@ class Scores:
 
 
 def evaluate_at(
-    model: ViT, batches: Iterable[Batch], points: Sequence[RoutingOverrides] = (AS_TRAINED,)
+    model: Model, batches: Iterable[Batch], points: Sequence[RoutingOverrides] = (AS_TRAINED,)
 ) -> list[Scores]:
     """The scores at each operating point, in one pass over the images that computes shared parts once.
 
@@ -136,7 +135,7 @@ def evaluate_at(
         if (highest := int(labels.max())) >= num_classes:
             raise UsageError(f"class {highest} in the data, but the model has {num_classes} outputs")
         try:
-            logits = forward_at(model, normalize(batch.image), batch.valid, points)
+            logits = model.at_points(normalize(batch.image), batch.valid, points)
         except ValueError as error:
             raise UsageError(str(error)) from None
         for point_scores, point_logits in zip(scores, logits, strict=True):
@@ -174,7 +173,7 @@ class Latency:
 
 @torch.no_grad()
 def latencies(
-    model: ViT, images: Tensor, points: Sequence[RoutingOverrides] = (AS_TRAINED,), *, repeats: int = 10
+    model: Model, images: Tensor, points: Sequence[RoutingOverrides] = (AS_TRAINED,), *, repeats: int = 10
 ) -> list[Latency]:
     """The latency of each operating point on these images (B, 3, H, W), with one CPU thread.
 

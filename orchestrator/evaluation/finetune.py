@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from scipy import stats
 
+from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
-from moe.vit import ViT, ViTConfig
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import in_order
@@ -92,7 +92,7 @@ def finetune_run(
     )
 
 
-def _finetune_model(config: ViTConfig, image_size: int) -> ViTConfig:
+def _finetune_model(config: ModelConfig, image_size: int) -> ModelConfig:
     """Sets the image size, dropout on the experts, and more capacity if tokens choose."""
     moe = config.moe
     if moe:
@@ -179,14 +179,16 @@ class Probe:
     accuracy: Mapping[str, float]  # by data set
 
 
-def probe(vit: ViT, model: ModelRef, paths: Sequence[str], *, batch_size: int, device: torch.device) -> Probe:
+def probe(
+    trained: Model, model: ModelRef, paths: Sequence[str], *, batch_size: int, device: torch.device
+) -> Probe:
     """Fits ridge regression to frozen features of all training images, at the resolution of the model, with
     the strength that few-shot evaluation would choose.
     """
     by_data = {}
     for name, path in short_names(paths).items():
         run = model.run_on(path, batch_size=batch_size)
-        train, test = (frozen_features(vit, in_order(run, split), device) for split in ("train", "val"))
+        train, test = (frozen_features(trained, in_order(run, split), device) for split in ("train", "val"))
         by_data[name] = accuracies(train, test)
     best = best_strength(np.stack(list(by_data.values())))
     accuracy = {name: float(by_strength[best]) for name, by_strength in by_data.items()}

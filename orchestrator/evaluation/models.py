@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe.load import WEIGHTS
-from moe.vit import ViT
+from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
@@ -49,7 +49,7 @@ class ModelRef:
     classes: tuple[str, ...] | None = None  # that it learned, by label; None if unknown
     run_id: str | None = None  # of MLflow; None if MLflow does not know the run
 
-    def load(self, device: torch.device | None = None) -> ViT:
+    def load(self, device: torch.device | None = None) -> Model:
         """Returns the model in evaluation mode, and sets torch's number of threads for it.
 
         Raises:
@@ -58,7 +58,7 @@ class ModelRef:
         set_threads(self.run.model, IMAGES_PER_PASS)
         try:
             with torch.device("meta"):
-                model = ViT(self.run.model)
+                model = self.run.model.build(seed=None)
         # A size beyond 64 bits is a TypeError.
         except (RuntimeError, TypeError) as error:
             raise UsageError(f"{self.location} describes a model that cannot be built: {error}") from None
@@ -114,7 +114,7 @@ class ModelRef:
             )
 
 
-def load_model(reference: str, *, root: str | None = None, tracking_uri: str | None = None) -> ViT:
+def load_model(reference: str, *, root: str | None = None, tracking_uri: str | None = None) -> Model:
     """Returns the model that `reference` names, in evaluation mode: ``model(images in -1 .. 1).logits``.
 
     All commands find models by the same rule.

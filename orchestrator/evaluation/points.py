@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from moe.cost import forward_macs
+from moe.model import ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.vit import ViTConfig, check_overrides
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
 
@@ -81,24 +80,24 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def default_grid(config: ViTConfig) -> list[RoutingOverrides]:
+def default_grid(config: ModelConfig) -> list[RoutingOverrides]:
     """The model as trained, and the settings that its router can run with. A dense model has none."""
     if not config.moe:
         return [AS_TRAINED]
     return possible(config, config.moe.router.grid(config.moe.num_experts))
 
 
-def possible(config: ViTConfig, wanted: Iterable[RoutingOverrides]) -> list[RoutingOverrides]:
+def possible(config: ModelConfig, wanted: Iterable[RoutingOverrides]) -> list[RoutingOverrides]:
     """The model as trained, then the wanted points that it can run."""
     points = dict.fromkeys(wanted)
     return [AS_TRAINED, *(p for p in points if p != AS_TRAINED and why_impossible(config, p) is None)]
 
 
-def why_impossible(config: ViTConfig, point: RoutingOverrides) -> str | None:
+def why_impossible(config: ModelConfig, point: RoutingOverrides) -> str | None:
     """The reason why a model cannot run at a point; None if it can."""
     try:
-        check_overrides(config, point)
-        forward_macs(config, point)
+        config.check_overrides(point)
+        config.macs(point)
     except ValueError as error:
         return str(error)
     return None

@@ -141,7 +141,8 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
     if isinstance(model := changes.get("model"), dict):
         # A model by its name has the classes of the scale, whose loss starts from their number.
         own = SCALES[scale].of(name, UNCHANGED).base.model
-        changes = {**changes, "model": model | {"num_classes": own.num_classes, "head_bias": own.head_bias}}
+        kept = {name: getattr(own, name) for name in ("num_classes", "head_bias") if name in model}
+        changes = {**changes, "model": model | kept}
     sweep = _changed(name, scale, changes)
     for field in changes:
         if sweep.arms and field.startswith(("model.", "train.")):

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import NamedTuple
 
-from moe.cost import expert_rows, forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
-from moe.dense import stem_channels
+from moe.cost import forward_gflops_2mac, num_params, param_shapes, train_flops_6mac, unit_shapes
+from moe.model import ModelConfig
 from moe.parallel import check_layout
-from moe.vit import ViTConfig
 from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -212,18 +211,20 @@ class _Unit(NamedTuple):
         return self.dense * dp * ep + self.experts * dp
 
 
-def _units(model: ViTConfig, dp: int, ep: int) -> list[_Unit]:
+def _units(model: ModelConfig, dp: int, ep: int) -> list[_Unit]:
     """The unit outside of the blocks, then every block, on the first rank, with FSDP's padding."""
-    held = [[0, 0] for _ in range(1 + model.depth)]
-    for name, shape in param_shapes(model).items():
-        unit = held[1 + int(name.split(".")[1]) if name.startswith("blocks.") else 0]
-        unit[".experts." in name] += prod(_shard(name, shape, dp, ep))
-    return [_Unit(*numbers) for numbers in held]
+    held = []
+    for shapes in unit_shapes(model):
+        numbers = [0, 0]
+        for name, shape in shapes.items():
+            numbers[is_expert(name)] += prod(_shard(name, shape, dp, ep))
+        held.append(_Unit(*numbers))
+    return held
 
 
 def _shard(name: str, shape: Sequence[int], dp: int, ep: int) -> list[int]:
     """The shape of a parameter on the first rank."""
-    if ".experts." in name:
+    if is_expert(name):
         return [shape[0] // ep, shape[1] // dp, *shape[2:]]
     return [-(-shape[0] // (dp * ep)), *shape[1:]]
 
@@ -261,15 +262,16 @@ def _memory(run: RunConfig, ep: int) -> dict[str, float]:
     last = max(blocks, key=lambda unit: unit.gathered(dp, ep))
     last_gathered, everything = last.gathered(dp, ep), sum(unit.gathered(dp, ep) for unit in units)
 
-    stream = images * number * model.tokens() * model.width  # from block to block
-    outside, *saved = (images * n for n in saved_bytes(model, number))
+    kept, *others = model.activations(number)
+    outside, *saved = (images * size for size in kept)
+    stream, widest = (images * size for size in others)
     backward = {
         "gradients": FP32 * float(everything if accumulates else sum(last)),
         "activations": outside + sum(saved),
-        "buffers": stream + images * number * max(_hidden(model, i) for i in range(model.depth)),
+        "buffers": stream + widest,
     }
     if scale.activation_checkpointing:
-        backward["activations"] = outside + model.depth * stream + max(saved)
+        backward["activations"] = outside + len(saved) * stream + max(saved)
     if scale.workers > 1:
         dense = max(unit.dense for unit in blocks) * dp * ep  # of the next block, which arrives early
         keeps_all = accumulates or not scale.reshard_after_forward
@@ -282,42 +284,6 @@ def _memory(run: RunConfig, ep: int) -> dict[str, float]:
     update = {"gradients": own, "activations": 0.0, "buffers": 0.0}
     peak = max(backward, update, key=lambda part: sum(part.values()))
     return {"parameters": parameters, "optimizer": _moment_bytes(run, dp, ep)} | peak
-
-
-def saved_bytes(model: ViTConfig, number: int = FP32) -> list[float]:
-    """Bytes that autograd keeps of one image's forward pass: outside of the blocks, then for every block.
-
-    Counted: what matmuls, attention, LayerNorm, GELU and the routing's mixes need again. Assumed: fused
-    attention, which keeps no S x S scores, and no activation checkpointing. Not counted: router internals of
-    the size of its logits beyond gates, indices and mixing weights; the loss.
-
-    Args:
-        number: bytes of a number outside of routers, which compute in float32.
-    """
-    D, F, S, H = model.width, model.mlp_dim, model.tokens(), model.heads
-    channels = stem_channels(D, model.patch_size) if model.stem else ()
-    outside = 3 * model.image_size**2 + S * (D + 2) + D + 2 * (model.representation_size or 0)
-    outside += sum(3 * n * (model.image_size >> i) ** 2 for i, n in enumerate(channels, start=1))
-    if model.pooling == "map":
-        outside += S * D * (3 + model.qk_norm) + 2 * F + 6 * D
-    qk_norm = 2 * S * D + 4 * S * H if model.qk_norm else 0  # normalised queries, keys; means, deviations
-    # inputs and outputs of both norms; queries, keys, values; the output of the heads, log-sum-exp
-    attention_norms = S * (4 * D + 4) + 3 * S * D + qk_norm + S * D + S * H
-    found: list[float] = [number * outside]
-    for i in range(model.depth):
-        found.append(number * (attention_norms + 2 * _hidden(model, i)))  # before and after GELU
-        if i in model.moe_blocks():
-            assert model.moe
-            rows, mixing = model.moe.router.saved(model.layer_shape())
-            found[-1] += number * rows * D + FP32 * (mixing + (S * D if number < FP32 else 0))
-    return found
-
-
-def _hidden(model: ViTConfig, block: int) -> float:
-    """Numbers in the hidden layer of a block's MLP or experts, per image."""
-    if block in model.moe_blocks():
-        return model.expert_dim() * expert_rows(model)
-    return model.mlp_dim * model.tokens()
 
 
 def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:
@@ -335,11 +301,15 @@ def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:
     dense, experts = (sum(unit[i] for unit in blocks) for i in (0, 1))
     gathers = 1 + passes if scale.reshard_after_forward else 1
     exchanges = 6 if scale.activation_checkpointing else 4
-    rows = run.images_per_pass() * passes * expert_rows(model) * len(model.moe_blocks()) if model.moe else 0
+    # The widths of all MoE layers.
+    widths = sum(
+        shape[1] for name, shape in param_shapes(model).items() if name.endswith(".experts.w_in_EDF")
+    )
+    sent = run.images_per_pass() * passes * model.expert_rows() * widths if model.moe else 0
     all_ranks, same_experts = _Group(dp * ep, 1, node), _Group(dp, ep, node)
     copies = _Group(scale.dp_replicate, dp * ep, node)
     return {
-        "all_to_all": _Group(ep, 1, node).exchange(number * exchanges * rows * model.width),
+        "all_to_all": _Group(ep, 1, node).exchange(number * exchanges * sent),
         "all_gather": all_ranks.gather(number * (root.dense + gathers * dense))
         + same_experts.gather(number * gathers * experts),
         "reduce_scatter": all_ranks.gather(FP32 * (root.dense + dense)) + same_experts.gather(FP32 * experts),

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import log
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from moe.vit import ViTConfig
+from moe.models import ViTConfig
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.optimizers import AdamWConfig
@@ -53,6 +53,11 @@ class Scale:
         """
         base = override(override(self.base, self.bases.get(sweep, {})), changes)
         return replace(self, base=base, sizes=self.sizes_of.get(sweep, self.sizes))
+
+
+def vit_of(run: RunConfig) -> ViTConfig:
+    """Returns the model of a run of the papers, which all are of ViTs."""
+    return cast(ViTConfig, run.model)
 
 
 def vit_size(width: int, depth: int, heads: int, patch_size: int | None = None) -> dict[str, Any]:

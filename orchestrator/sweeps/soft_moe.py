@@ -22,7 +22,7 @@ from orchestrator.sweeps.arms import (
     soft,
     token_choice,
 )
-from orchestrator.sweeps.scales import Scale
+from orchestrator.sweeps.scales import Scale, vit_of
 from orchestrator.sweeps.sweep import Sweep
 
 
@@ -80,7 +80,7 @@ def pareto(scale: Scale) -> Sweep:
     """
     arms, published = dict[str, Arm](), dict[str, str]()
     for name, changes in scale.sizes.items():
-        model = override(scale.base, changes).model
+        model = vit_of(override(scale.base, changes))
         arms[f"{name}-dense"] = dict(changes)
         published[f"{name}-dense"] = f"{_printed(name)} Dense"
         layers = {f"{MOE}.layers": last_half(model.depth)}
@@ -156,7 +156,7 @@ def long_runs(scale: Scale) -> Sweep:
         kind = f"{name}-soft-{experts}e" if experts else f"{name}-dense"
         arm = f"{kind}-{millions}M-cooldown{cooldown}k"
         if experts:
-            layers = last_half(override(scale.base, changes).model.depth)
+            layers = last_half(vit_of(override(scale.base, changes)).depth)
             changes |= moe("soft", experts, slots_per_expert=1, layers=layers)
         arms[arm] = changes | {
             "train.steps": round(steps * millions / 4),
@@ -214,7 +214,7 @@ def slots(scale: Scale) -> Sweep:
     Choice of as many tokens, in groups of 1 and 8 images. Layers are not printed: here the last half.
     """
     tokens, experts = scale.base.model.tokens(), scale.experts
-    layers, arms = last_half(scale.base.model.depth), dict[str, Arm]()
+    layers, arms = last_half(vit_of(scale.base).depth), dict[str, Arm]()
     for s in (1, 2, 3, 4, 8, 16, 32):
         if s > tokens:
             continue
@@ -233,7 +233,7 @@ def ablations(scale: Scale) -> Sweep:
     identity (token i to slot i), and the dense model; MoE in the last half of the blocks, an expert with one
     slot for every token. The paper's is S/14: 256 tokens, 256 experts.
     """
-    tokens, layers = scale.base.model.tokens(), last_half(scale.base.model.depth)
+    tokens, layers = scale.base.model.tokens(), last_half(vit_of(scale.base).depth)
     rows = {
         "soft": ("soft", "soft"),
         "soft-uniform": ("soft", "uniform"),
@@ -271,7 +271,7 @@ def moe_layers(scale: Scale) -> Sweep:
     MoE with one slot per expert, Experts Choice with c of 1, Tokens Choice with K of 1 and batch prioritized
     routing. At other depths the blocks keep their place in proportion, if they stay different.
     """
-    model, arms = scale.base.model, dict[str, Arm]()
+    model, arms = vit_of(scale.base), dict[str, Arm]()
     total = 2 ** ceil(log2(2 * model.tokens()))  # 512 for 196 tokens
     for place in PLACES:
         layers = tuple(dict.fromkeys((block + 1) * model.depth // 12 - 1 for block in place))
@@ -291,7 +291,7 @@ def token_choices(scale: Scale) -> Sweep:
     Source: Soft MoE, table 7: S/16 with 32 and 64 experts, K of 1 and 2, with and without the
     priority. C is 1 and the layers are the last half, as in table 9; table 7 prints neither.
     """
-    layers = last_half(scale.base.model.depth)
+    layers = last_half(vit_of(scale.base).depth)
     arms = {
         f"e{e}-k{k}{'-bpr' if priority == 'max' else ''}": token_choice(
             e, k, priority=priority, layers=layers
@@ -312,7 +312,7 @@ def normalization(scale: Scale) -> Sweep:
     """
     arms: dict[str, Arm] = {}
     for name, changes in scale.sizes.items():
-        layers = last_half(override(scale.base, changes).model.depth)
+        layers = last_half(vit_of(override(scale.base, changes)).depth)
         for normalize, label in (("vmoe", "normalized"), ("none", "plain")):
             router = moe("soft", 4 * scale.experts, slots_per_expert=1, normalize=normalize, layers=layers)
             arms[f"{name}-{label}"] = {**changes, **router}

@@ -17,7 +17,7 @@ from orchestrator.sweeps.arms import (
     soft,
     token_choice,
 )
-from orchestrator.sweeps.scales import Scale
+from orchestrator.sweeps.scales import Scale, vit_of
 from orchestrator.sweeps.sweep import Sweep
 
 
@@ -89,7 +89,7 @@ def expert_count(scale: Scale) -> Sweep:
     model are not readable; those here are ours, and hold the 2, 8, 16, 64, 128 printed for CIFAR100. The
     paper's model of one huge expert has two here, since a layer needs at least two.
     """
-    model = scale.base.model
+    model = vit_of(scale.base)
     total = model.mlp_dim * scale.experts // 2  # hidden units of all experts of a layer
     counts = [2**i for i in range(1, 8) if 2**i <= 4 * scale.experts and total % 2**i == 0]
     layers = last_half(model.depth)
@@ -134,7 +134,7 @@ def vmoe(scale: Scale) -> Sweep:
     """
     arms: dict[str, Arm] = {}
     for name, changes in scale.sizes.items():
-        depth = override(scale.base, changes).model.depth
+        depth = vit_of(override(scale.base, changes)).depth
         last = 5 if depth >= 32 else min(2, depth // 4)
         arms[f"{name}-dense"] = dict(changes)
         for layers in ("every_2", *([f"last_{last}_odd"] if last else [])):
@@ -178,7 +178,7 @@ def mixtures(scale: Scale) -> Sweep:
         "mlp-gate": {"gate": "mlp"},
         "scaled-inputs": {"scale_inputs": True},
     }
-    half = last_half(scale.base.model.depth)
+    half = last_half(vit_of(scale.base).depth)
     arms: dict[str, Arm] = {"dense": {}}
     for name, fields in variants.items():
         arms[name] = moe("mixture", scale.experts, layers=half, temperature_decay=0.99, **fields)

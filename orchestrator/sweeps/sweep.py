@@ -201,7 +201,7 @@ _LEFT_OUT = ("kind", "capacity_factor", "slots_per_expert", "total_slots")
 def settings(run: RunConfig) -> dict[str, str | float]:
     """Settings of an arm by short names, for claims, filters and hover texts.
 
-    ``family`` (`ViTConfig.family`), ``router`` (its kind), ``size``, ``capacity`` (expert slots per token:
+    ``family`` (`ModelConfig.family`), ``router`` (its kind), ``size``, ``capacity`` (expert slots per token:
     k * C, c, or slots / tokens), ``steps`` of training, and every field of the router; of its affinity, the
     kind alone.
     """
@@ -209,7 +209,7 @@ def settings(run: RunConfig) -> dict[str, str | float]:
     found: dict[str, str | float] = {
         "family": model.family(),
         "router": model.moe.router.kind if model.moe else "dense",
-        "size": f"w{model.width}d{model.depth}p{model.patch_size}",
+        "size": model.size(),
         "capacity": round(slots_per_token(model), 3),
         "experts": float(model.moe.num_experts if model.moe else 1),
         "steps": float(run.train.steps),

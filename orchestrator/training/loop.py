@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import mix
+from moe.model import ModelConfig
 from moe.parallel import accumulate, sum_over_ranks, update
 from moe.routing import Router
-from moe.vit import ViTConfig
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data import augment
@@ -216,16 +216,15 @@ def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
     return dict(zip(metrics, values.tolist(), strict=True))
 
 
-def threads_for(config: ViTConfig, images: int) -> int:
+def threads_for(config: ModelConfig, images: int) -> int:
     """Returns the number of threads that the largest matmul of `images` keeps busy, at most `CORES`.
 
     Matmuls of small models end before a second thread has woken up.
     """
-    flops = 2 * images * config.tokens() * config.width * config.mlp_dim
-    return max(1, min(CORES, int(flops / FLOPS_PER_THREAD)))
+    return max(1, min(CORES, int(2 * images * config.largest_matmul() / FLOPS_PER_THREAD)))
 
 
-def set_threads(config: ViTConfig, images: int) -> None:
+def set_threads(config: ModelConfig, images: int) -> None:
     torch.set_num_threads(threads_for(config, images))
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
+from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
-from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
@@ -203,7 +203,7 @@ def train_worker(
 
 
 def _begin(
-    run: RunConfig, checkpoints: Checkpoints, model: ViT, optimizer: torch.optim.Optimizer
+    run: RunConfig, checkpoints: Checkpoints, model: Model, optimizer: torch.optim.Optimizer
 ) -> tuple[int, Progress, Metrics]:
     """Sets the model's weights: from the run's newest checkpoint, else from the run that it branches from,
     else from the seed, and from other weights if there are any. Weights that a checkpoint overwrites are not
@@ -235,7 +235,7 @@ def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
     return f"{saved} kept: continue in another run, with --init-from {location} and a smaller train.lr"
 
 
-def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> ViT:
+def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> Model:
     """Returns the model, sharded over all workers of the run; a single worker does not shard. Without a seed
     its weights are not set.
     """

@@ -13,7 +13,7 @@ import torch
 
 from jobs import export
 from moe.load import load
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read

@@ -43,13 +43,13 @@ def test_what_is_trained_is_said_first(home, call):
     first, what, *_ = said.splitlines()
     assert first == "training soft: loading libraries .."
     assert what == (
-        "soft: ViT with 8 soft experts in blocks [1] (width 32, 2 blocks, patches of 2 px), images of"
+        "soft: vit of size w32d2p2 with 8 soft experts in blocks [1], images of"
         " 8 x 8 px, batch 64, 4 steps = 0.179 epochs of 1,430 images; always guessing the largest class:"
         " val/acc1 0.1117"
     )
     assert re.search(r"step 2/4  train/loss", said)
     stopped, said = call(train.main, "--name", "large", *SHORT, "--set", "model.image_size=16")
-    assert "dense ViT without experts (" in said
+    assert "dense vit of size w32d2p2, without experts" in said
     assert "images of 16 x 16 px (the data's median: 8 x 8 px), batch" in said
 
 

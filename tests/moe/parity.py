@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moe.init import mix
+from moe.model import Model, ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, accumulate, build_sharded, make_mesh, sum_over_ranks, update
-from moe.vit import ViT, ViTConfig
 
 BATCH, SEED = 8, 3
 PLAIN = ParallelConfig()
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}  # relative
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    config: ViTConfig
+    config: ModelConfig
     dtype: torch.dtype = torch.float64
     steps: int = 3
     batch: int = BATCH
@@ -67,7 +67,7 @@ def batches(case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def forward_backward(
-    model: ViT, case: Case, batch: tuple[Tensor, ...], mine: slice, microbatches: int = 1
+    model: Model, case: Case, batch: tuple[Tensor, ...], mine: slice, microbatches: int = 1
 ) -> Tensor:
     """This rank's share of the loss, its gradients accumulated over equal `microbatches`."""
     shares = zip(*(whole_batch[mine].chunk(microbatches) for whole_batch in batch), strict=True)
@@ -82,7 +82,7 @@ def forward_backward(
     return torch.stack(losses).sum()
 
 
-def train(model: ViT, case: Case, mine: slice, microbatches: int = 1) -> Trained:
+def train(model: Model, case: Case, mine: slice, microbatches: int = 1) -> Trained:
     """Steps of AdamW, with noise, on this rank's slice of every batch."""
     exact = case.dtype == torch.float64
     start = {name: p.detach().clone() for name, p in model.named_parameters()} if exact else {}
@@ -162,7 +162,7 @@ def local(got: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     return got.to_local(), whole
 
 
-def wake(*models: ViT) -> None:
+def wake(*models: Model) -> None:
     """Sets the heads to the same numbers: from its start at zero, a head passes no gradient on."""
     for model in models:
         weight = model.head.weight.detach()
@@ -222,7 +222,7 @@ def one_process(cases: dict[str, Case], folder: Path) -> dict[str, Trained]:
     results = {}
     for name, case in cases.items():
         with default_dtype(case.dtype):
-            results[name] = train(ViT(case.config, seed=SEED), case, slice(0, case.batch))
+            results[name] = train(case.config.build(seed=SEED), case, slice(0, case.batch))
     torch.save(results, folder / "one-process")
     return results
 

@@ -15,9 +15,9 @@ from moe.adapt import plan_transfer, shapes_of
 from moe.config import members
 from moe.init import init_weights, split
 from moe.layer import MoEConfig, MoELayer
+from moe.models.vit import ViT, ViTConfig
 from moe.presets import PRESETS
 from moe.routers import RouterConfig
-from moe.vit import ViT, ViTConfig
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 KINDS = [kind() for kind in members(RouterConfig)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe.adapt import plan_transfer, resize_position
+from moe.models.vit import ViT, ViTConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT, ViTConfig
 from tests.moe.parts import GOLDENS, each_kind, read_golden, upcycle, vit_config
 
 DEBUG = PRESETS["debug"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe.experts import Experts
 from moe.init import dropout, gaussian, init_weights, mix, split, uniform
+from moe.models.vit import ViT
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT
 from tests.moe.parts import each_kind, each_model, vit_config
 
 

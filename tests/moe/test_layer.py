@@ -9,9 +9,9 @@ from torch import nn
 
 from moe.init import mix, split
 from moe.layer import MoEConfig, MoELayer
+from moe.models.vit import ViT
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
-from moe.vit import ViT
 from tests.moe.parts import build_layer, each_kind, randn
 
 S, D = 6, 8

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from moe.codec import from_dict, to_dict
 from moe.layer import MoEConfig
 from moe.load import load
+from moe.models.vit import ViTConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from moe.vit import ViTConfig
 from tests.moe.parts import KINDS, build_vit, images
 
 MOE = Path(__file__).parents[2] / "moe"

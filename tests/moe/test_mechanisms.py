@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from experiments.studies._digits import EXPERTS, MOE_BLOCKS, accuracy, answer, trained_vit
+from moe.models.vit import ViT
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
-from moe.vit import ViT
 
 pytestmark = pytest.mark.slow  # it trains eight models
 

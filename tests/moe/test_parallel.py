@@ -37,6 +37,7 @@ from tests.moe.parity import (
     train,
 )
 from tests.moe.parts import vit_config
+from tests.own.convnet import ConvNetConfig
 
 LAYOUTS = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}  # ranks -> (dp, ep)
 MIXED = {2: (1, 2), 4: (2, 2)}
@@ -68,6 +69,13 @@ ONCE = {
     "dropout": Case(config=replace(vit_config(TokenChoiceConfig(k=2)), dropout=0.2)),
     "convolutions first": Case(config=replace(vit_config(SOFT), stem="conv")),
     "mixture": Case(config=vit_config(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2)),
+    "a user's convolutions": Case(
+        config=ConvNetConfig(
+            moe=MoEConfig(
+                layers="last_1", num_experts=4, images_per_group=2, expert_dropout=0.1, router=TOKENS
+            )
+        )
+    ),
     "overridden": Case(
         config=vit_config(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
         overrides=RoutingOverrides(k=1, capacity_factor=0.6, priority="max", experts=3),
@@ -138,11 +146,11 @@ def test_update_clips_as_torch_does_in_one_process(kind, fused, dtype):
             {"dp": 1, "ep": 4},
             r"num_experts=6 does not divide over ep=4; use one of \[1, 2, 3, 6\]",
         ),
-        ({}, {"dp": 3, "ep": 1}, "width=32 and mlp_dim=128 must divide by dp=3"),
-        ({"mlp_dim": 132}, {"dp": 8, "ep": 1}, "width=32 and mlp_dim=132 must divide by dp=8"),
+        ({}, {"dp": 3, "ep": 1}, "32 rows in each expert, which dp=3 does not"),
+        ({"mlp_dim": 132}, {"dp": 8, "ep": 1}, "132 rows in each expert, which dp=8 does not"),
         ({}, {"dp": 6, "ep": 1, "dp_replicate": 4}, "dp_replicate=4 does not divide dp=6"),
         # each copy is sharded over dp / dp_replicate ranks
-        ({}, {"dp": 6, "ep": 1, "dp_replicate": 2}, "must divide by dp / dp_replicate = 6 / 2 to be sharded"),
+        ({}, {"dp": 6, "ep": 1, "dp_replicate": 2}, "which dp / dp_replicate = 6 / 2 does not divide"),
         ({"num_experts": 6}, {"dp": 2, "ep": 3}, None),
         ({}, {"dp": 6, "ep": 1, "dp_replicate": 3}, None),
         ({"moe": None}, {"dp": 3, "ep": 7}, None),  # without experts every layout is possible

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe.models.vit import ViT
 from moe.parallel import ParallelConfig, build_sharded
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
-from moe.vit import ViT
 from tests.moe.parity import SEED, Case, batches, forward_backward, one_rank, wake
 from tests.moe.parts import vit_config
 

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoELayer
+from moe.models.vit import ViT
 from moe.parallel import ExpertParallel, ParallelConfig, build_sharded, make_mesh, sum_over_ranks
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT
 from tests.moe.parity import (
     SEED,
     Case,

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from moe.layer import MoELayer
+from moe.models.vit import ViT
 from moe.parallel import ParallelConfig, accumulate, build_sharded, build_whole, update
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from moe.vit import ViT
 from tests.lanes import mostly_slow
 from tests.moe.parity import BATCH, SEED, Case, batches, local, one_rank, wake
 from tests.moe.parts import vit_config

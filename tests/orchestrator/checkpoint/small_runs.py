@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moe.init import mix
+from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh, sum_over_ranks, update
 from moe.routers.mixture import MixtureRouter
-from moe.vit import ViT
 from orchestrator.checkpoint.files import state_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint import manifest as manifests

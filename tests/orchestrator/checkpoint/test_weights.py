@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from moe.layer import MoEConfig
 from moe.load import CONFIG, WEIGHTS
 from moe.load import load as load_exported
+from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
 from moe.routers import SoftConfig
-from moe.vit import ViT
 from orchestrator import storage
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints

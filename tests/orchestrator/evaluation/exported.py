@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.checkpoint.weights import write_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig

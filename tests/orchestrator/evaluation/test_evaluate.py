@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe.models.vit import ViT
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
-from moe.vit import ViT
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
 from orchestrator.evaluation import evaluate

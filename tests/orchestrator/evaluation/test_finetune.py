@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.checkpoint.weights import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moe.layer import MoEConfig
+from moe.models.vit import ViT, ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT, ViTConfig
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.points import (
     default_grid,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
-from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.optimizers.adafactor import Adafactor, factored_dims

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
-from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.optimizers import LambConfig

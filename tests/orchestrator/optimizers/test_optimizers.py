@@ -17,10 +17,10 @@ from torch import nn
 
 from moe.config import members
 from moe.layer import MoEConfig
+from moe.models.vit import ViT
 from moe.parallel import update
 from moe.presets import PRESETS
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig
-from moe.vit import ViT
 from orchestrator.optimizers import AdafactorConfig, AdamWConfig, SGDConfig
 from orchestrator.optimizers.adafactor import Adafactor
 from orchestrator.optimizers.adamw import AdamW

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from moe.cost import num_expert_params, num_params, train_flops_6mac
+from moe.models.vit import ViT
 from moe.parallel import build_sharded, local_part, make_mesh
 from moe.presets import PRESETS
-from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -28,7 +28,6 @@ from orchestrator.sweeps.estimate import (
     layouts,
     memory_problem,
     resolve_auto,
-    saved_bytes,
 )
 from tests.moe.fake_ranks import fake_ranks
 
@@ -62,7 +61,7 @@ def test_peak_by_hand() -> None:
     memory = layout(run, 1).memory
     assert memory["parameters"] == 4 * num_params(run.model)
     assert memory["optimizer"] == 8 * num_params(run.model)
-    assert memory["activations"] == 64 * sum(saved_bytes(run.model))
+    assert memory["activations"] == 64 * sum(run.model.activations().saved)
     assert memory["buffers"] == 64 * 4 * 16 * (128 + 32)  # gradients of a hidden layer, and of the tokens
     sgd = {"train.optimizer.kind": "sgd"}
     memory = layout(run_of(images=1, **CHOICE | sgd | {"model.num_classes": 5000}), 1).memory
@@ -132,7 +131,7 @@ def test_every_layout_of_the_workers() -> None:
     six = SOFT | {"model.moe.num_experts": 6}
     assert meshes(6, **six) == [(2, 3), (1, 6)]  # 3 does not divide the width
     with pytest.raises(
-        UsageError, match=r"no ep splits .* over 14 workers; ep=1: width=32 .* by dp=14 to be"
+        UsageError, match=r"no ep splits .* over 14 workers; ep=1: .*experts.* 32 rows .*dp=14 does not"
     ):
         meshes(14, **SOFT)
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe.models.vit import ViT
 from moe.parallel import accumulate, update
-from moe.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.estimate import layout, saved_bytes
+from orchestrator.sweeps.estimate import layout
 from orchestrator.training.worker import build_model
 from tests.moe.fake_ranks import fake_ranks
 
@@ -160,7 +160,7 @@ def test_what_autograd_keeps(router: str, head: dict[str, Any]) -> None:
         size = run.model.image_size
         model(torch.randn(4, 3, size, size)).logits.sum()
     measured = sum(storage.nbytes() for storage in kept.values())
-    assert 4 * sum(saved_bytes(run.model)) == pytest.approx(measured, rel=0.08)
+    assert 4 * sum(run.model.activations().saved) == pytest.approx(measured, rel=0.08)
 
 
 class Collectives(TorchDispatchMode):

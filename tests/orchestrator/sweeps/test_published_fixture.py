@@ -7,8 +7,8 @@ import pytest
 
 from moe.cost import forward_gflops_2mac, num_params, train_flops_3mac
 from moe.layer import MoEConfig
+from moe.models.vit import ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
-from moe.vit import ViTConfig
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ROWS = list(csv.DictReader((FIXTURES / "published_arms.csv").open()))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe.cost import train_flops_6mac
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.codec import override

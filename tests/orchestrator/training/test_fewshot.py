@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.packing import Sample, write_shards

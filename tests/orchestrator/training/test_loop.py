@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.vit import ViT, ViTConfig
+from moe.models.vit import ViT, ViTConfig
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from moe.init import mix
-from moe.vit import ViT
+from moe.models.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import augment

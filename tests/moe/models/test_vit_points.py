@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe.models.vit import ViT
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
-from moe.vit import ViT
-from orchestrator.evaluation.shared_work import forward_at
 from tests.moe.parts import images, vit_config
 
 EVERYWHERE = (
@@ -49,7 +48,7 @@ def test_every_point_has_the_logits_of_a_pass_alone(router: RouterConfig, images
     """Seven images do not fill groups of three; one is padding."""
     model, points = build(router, images_per_group=images_per_group), POINTS[router]
     x, valid = images(7), torch.tensor([1.0, 1, 1, 0, 1, 1, 1])
-    together = forward_at(model, x, valid, points)
+    together = model.at_points(x, valid, points)
     with torch.no_grad():
         for point, logits in zip(points, together, strict=True):
             assert torch.equal(logits, model(x, valid, routing_overrides=point).logits), point
@@ -86,18 +85,18 @@ def test_what_points_share_is_computed_once():
         RoutingOverrides(random_blocks=(3,)),
         RoutingOverrides(k=2, capacity_factor=1.0),  # as trained, in other words
     ]
-    logits = forward_at(model, images(2), None, points)
+    logits = model.at_points(images(2), None, points)
     assert calls == {"embed": 1, "attention0": 1, "attention1": 1, "attention2": 3, "attention3": 3}
     assert logits[4] is logits[0]
 
 
 def test_a_dense_model_has_one_point():
     model = build(None)
-    (logits,) = forward_at(model, images(2), None, [AS_TRAINED])
+    (logits,) = model.at_points(images(2), None, [AS_TRAINED])
     assert torch.equal(logits, model(images(2)).logits)
-    assert forward_at(model, images(2), None, []) == []
+    assert model.at_points(images(2), None, []) == []
     with pytest.raises(ValueError, match="a dense model has no routing"):
-        forward_at(model, images(2), None, [RoutingOverrides(experts=1)])
+        model.at_points(images(2), None, [RoutingOverrides(experts=1)])
 
 
 @pytest.mark.parametrize(
@@ -110,4 +109,4 @@ def test_a_dense_model_has_one_point():
 )
 def test_points_that_the_model_refuses(point: RoutingOverrides, message: str):
     with pytest.raises(ValueError, match=message):
-        forward_at(build(TokenChoiceConfig()), images(2), None, [AS_TRAINED, point])
+        build(TokenChoiceConfig()).at_points(images(2), None, [AS_TRAINED, point])

@@ -1,32 +1,34 @@
-"""One pass over images at many operating points, which computes what they share once.
+"""One pass of a ViT at many operating points, which computes what they share once.
 
 Overrides change nothing before the first block whose routing differs: the points form a tree that branches
 between a block's attention and its experts.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moe.layer import MoELayer
 from moe.overrides import RoutingOverrides
-from moe.vit import Block, ViT, check_overrides
+
+if TYPE_CHECKING:
+    from moe.models.vit import Block, ViT
 
 
 @torch.no_grad()
-def forward_at(
-    model: ViT, images: Tensor, valid_B: Tensor | None, points: Sequence[RoutingOverrides]
+def at_points(
+    model: "ViT", images: Tensor, valid_B: Tensor | None, points: Sequence[RoutingOverrides]
 ) -> list[Tensor]:
     """Returns for each point the logits of ``model(images, valid_B, routing_overrides=point)``, (B, classes).
 
     The model must not be split over processes. Points with equal outputs share a tensor.
 
-    Raises:
-        ValueError: if the model has no such routing, or its router refuses a value.
+    Raises ValueError if the model has no such routing, or its router refuses a value.
     """
     for point in points:
-        check_overrides(model.config, point)
+        model.config.check_overrides(point)
     moe, B = model.config.moe, len(images)
     images, valid_BP, _ = model.whole_groups(images, valid_B)
     blocks: list[tuple[int, Block]] = list(enumerate(model.blocks))  # pyright: ignore[reportAssignmentType]
@@ -39,7 +41,7 @@ def forward_at(
         router = point.apply(moe.router.evaluated())
         return router, point.experts, point.subset_seed, block in point.random_blocks
 
-    def second_half(block: Block, x_BSD: Tensor, point: RoutingOverrides) -> Tensor:
+    def second_half(block: "Block", x_BSD: Tensor, point: RoutingOverrides) -> Tensor:
         if not isinstance(block.mlp, MoELayer):
             return x_BSD + block.mlp(block.norm2(x_BSD))
         y_BSD = block.mlp(block.norm2(x_BSD), valid_BP, None, point)

@@ -12,11 +12,11 @@ from torch import Tensor
 from moe.dense import MLP
 from moe.init import init_weights, mix, split, uniform
 from moe.layer import MoEConfig
+from moe.models.vit import ViT, ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
-from moe.vit import ViT, ViTConfig
 from tests.lanes import mostly_slow
 from tests.moe.parts import KINDS, build_vit, each_kind, each_model, images, randn, vit_config
 
@@ -40,7 +40,7 @@ def test_output(router):
     assert not output.stats
     assert output.logits.shape == (4, 10)
     assert torch.equal(output.logits, requested.logits)
-    _, aux, *_ = model.encoded(images(4))
+    _, aux, *_ = model(images(4))
     assert torch.equal(model.head(model.features(images(4))), output.logits)
     assert [r.gates_GSE.shape for r in requested.routings] == [(2, 32, 4)] * (2 if router else 0)
     assert ("dropped_frac" in measured.stats) == (router is not None)

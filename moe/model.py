@@ -1,0 +1,304 @@
+"""The contract of models: a config that answers for the model, and a module of units.
+
+A model is a file that defines both. It joins by being imported: in `moe.models`, or anywhere before its kind
+is named.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.config import Family
+from moe.init import init_weights
+from moe.layer import MoEConfig, MoELayer
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import RouterConfig, Routing
+from moe.trace import Activations, trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Family, ABC, default="vit"):
+    """The settings of a model, and what others need to know of it before it is built.
+
+    Attributes:
+        image_size: pixels of an image's side.
+        num_classes: outputs of the head; commands take the number of classes of the data.
+        moe: the MoE layers; None for a dense model.
+        head: name of the submodule whose input is an image's representation.
+        causal: whether the output at a token must not depend on later tokens.
+    """
+
+    if TYPE_CHECKING:  # fields of each model
+        image_size: int
+        num_classes: int
+        moe: MoEConfig | None
+    head: ClassVar[str] = "head"
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+        if self.moe:
+            for router in (self.moe.router, self.moe.router.evaluated()):
+                self.slots(router)
+                tokens = self.tokens() * self.moe.images_per_group
+                why = router.leaks_future(num_tokens=tokens, num_experts=self.moe.num_experts)
+                if self.causal and why:
+                    raise ValueError(f"a model of kind {self.kind!r} is causal, and its router is not: {why}")
+
+    @abstractmethod
+    def build(self, *, seed: int | None = 0) -> "Model":
+        """Returns the model with weights drawn from `seed`; without a seed they are not set."""
+
+    @abstractmethod
+    def tokens(self) -> int:
+        """Returns the number of tokens of an image that a MoE layer routes."""
+
+    @abstractmethod
+    def size(self) -> str:
+        """Returns the size in a word, the same for models that differ only in their experts or classes."""
+
+    def check(self) -> None:
+        """Raises ValueError for fields that do not fit each other."""
+
+    def moe_blocks(self) -> tuple[int, ...]:
+        """Returns the indices of the units with MoE layers, by default of a model on the meta device."""
+        return _moe_units(self) if self.moe else ()
+
+    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
+        """Returns the multiply-adds of one image's forward pass, by part. By default they are counted in a
+        forward pass on the meta device.
+
+        Raises ValueError if the router refuses the overrides.
+        """
+        return trace(self.at_point(overrides)).macs
+
+    def largest_matmul(self) -> float:
+        """Returns the multiply-adds of one image's largest matmul or convolution."""
+        return trace(self).largest
+
+    def activations(self, number: int = 4) -> Activations:
+        """Returns the bytes of one image's activations, by default measured on the meta device.
+
+        `number`: bytes of a number outside of routers, which compute in float32.
+        """
+        saved, stream, widest = trace(self).activations
+        part = number / 4
+        return Activations([part * size for size in saved], part * stream, part * widest)
+
+    def family(self) -> str:
+        """Returns the routing algorithm: ``dense``, or the router's kind, prefixed by the kind of its
+        affinity unless that is softmax, e.g. ``sinkhorn_token_choice``.
+        """
+        if not self.moe:
+            return "dense"
+        router = self.moe.router
+        affinity = getattr(router, "affinity", None)
+        if affinity is None or affinity.kind == "softmax":
+            return router.kind
+        return f"{affinity.kind}_{router.kind}"
+
+    def slots(self, router: RouterConfig | None = None) -> int:
+        """Returns C, the slots per expert and group of a MoE layer, here or with another router; 0 if there
+        is none.
+        """
+        if not self.moe:
+            return 0
+        group = self.tokens() * self.moe.images_per_group
+        return (router or self.moe.router).slots(num_tokens=group, num_experts=self.moe.num_experts)
+
+    def expert_rows(self, overrides: RoutingOverrides = AS_TRAINED) -> float:
+        """Returns the number of rows that the experts of a MoE layer compute per image."""
+        config = self.at_point(overrides)
+        assert config.moe
+        return overrides.num_kept(config.moe.num_experts) * config.slots() / config.moe.images_per_group
+
+    def at_point(self, overrides: RoutingOverrides) -> Self:
+        """Returns the config with the overrides of k, capacity and priority. Raises ValueError if the router
+        has no such setting, or refuses the value.
+        """
+        return self.with_router(overrides.apply(self.moe.router)) if self.moe else self
+
+    def with_router(self, router: RouterConfig) -> Self:
+        """Returns the config with another router; it has one."""
+        assert self.moe
+        return replace(self, moe=replace(self.moe, router=router))
+
+    def check_overrides(self, overrides: RoutingOverrides) -> None:
+        """Raises ValueError if there is no routing to override, or `random_blocks` are not MoE blocks."""
+        if overrides == AS_TRAINED:
+            return
+        if not self.moe:
+            raise ValueError("a dense model has no routing to override")
+        blocks = self.moe_blocks()
+        if dense := sorted(set(overrides.random_blocks).difference(blocks)):
+            raise ValueError(
+                f"random_blocks={dense} are no MoE blocks; the MoE blocks of this model are {blocks}"
+            )
+
+
+class Output(NamedTuple):
+    """The output of a forward pass.
+
+    Attributes:
+        heads: name -> (B, ..) float32; a classifier has ``logits``, (B, num_classes).
+        aux: scalar, the routers' auxiliary losses: mean over groups, sum over layers.
+        stats: routing statistics, name -> (MoE layers,), detached; empty unless requested.
+        routings: one routing per MoE layer if requested, else ().
+    """
+
+    heads: dict[str, Tensor]
+    aux: Tensor
+    stats: dict[str, Tensor]
+    routings: tuple[Routing, ...]
+
+    @property
+    def logits(self) -> Tensor:
+        return self.heads["logits"]
+
+
+class UnitOutput(NamedTuple):
+    """The output of a unit: x, and of its MoE layer the auxiliary loss, statistics and routing if requested.
+
+    All but the routing are plain tensors, which FSDP hooks and activation checkpointing need.
+    """
+
+    x: Tensor
+    aux: Tensor
+    stats: dict[str, Tensor]
+    routing: Routing | None
+
+
+def without_experts(x: Tensor) -> UnitOutput:
+    """Returns the output of a unit that has no MoE layer."""
+    return UnitOutput(x, x.new_zeros((), dtype=torch.float32), {}, None)
+
+
+def with_experts(x: Tensor, routing: Routing, *, return_routing: bool) -> UnitOutput:
+    """Returns the output of a unit whose MoE layer has routed so."""
+    return UnitOutput(x, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None)
+
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+class Model(nn.Module, ABC, Generic[C]):
+    """A model with weights drawn from `seed`. Without a seed they are not set, for a checkpoint to fill or
+    `moe.parallel.set_weights` to draw; nor are they on the meta device.
+    """
+
+    config: C
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+        super().__init__()
+        self.config = config  # pyright: ignore[reportAttributeAccessIssue]
+        device = torch.get_default_device()
+        # On the meta device torch's layers do not draw weights from the global generator.
+        with torch.device("meta"):
+            self.add_layers()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            if seed is not None:
+                init_weights(self, seed)
+
+    @abstractmethod
+    def add_layers(self) -> None:
+        """Makes the layers that `config` describes, as other modules do in their constructor."""
+
+    @abstractmethod
+    def units(self) -> Sequence[nn.Module]:
+        """Returns the blocks in their order: each is sharded, compiled and recomputed as a whole.
+
+        A unit has ``forward(x, valid_B, keys_B, overrides, return_stats, return_routing) -> UnitOutput``.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        images: Tensor,
+        valid_B: Tensor | None = None,
+        keys_B: Tensor | None = None,
+        routing_overrides: RoutingOverrides = AS_TRAINED,
+        return_stats: bool = False,
+        return_routings: bool = False,
+    ) -> Output:
+        """Classifies images (B, 3, H, W) in -1..1; an incomplete last routing group is padded.
+
+        Args:
+            valid_B: 0 for padding images, which take no capacity, else 1; None: all are valid.
+            keys_B: int64 seeds of router noise and dropout; None, as in evaluation, turns both off.
+
+        Raises ValueError if an override names a block without experts, or the router refuses its value.
+        """
+
+    def features(self, images: Tensor, routing_overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
+        """Returns the head's input: (B, 3, H, W) in -1..1 -> (B, D).
+
+        Raises ValueError as a forward pass does.
+        """
+        found: list[Tensor] = []
+        head = self.get_submodule(self.config.head)
+        handle = head.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+        try:
+            self(images, routing_overrides=routing_overrides)
+        finally:
+            handle.remove()
+        return found[0]
+
+    @torch.no_grad()
+    def at_points(
+        self, images: Tensor, valid_B: Tensor | None, points: Sequence[RoutingOverrides]
+    ) -> list[Tensor]:
+        """Returns the logits of a forward pass at each operating point. Raises ValueError as they do."""
+        return [self(images, valid_B, routing_overrides=point).logits for point in points]
+
+    def whole_groups(
+        self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Pads images, mask and keys to whole routing groups."""
+        valid_B = images.new_ones(len(images)) if valid_B is None else valid_B
+        missing = -len(images) % (self.config.moe.images_per_group if self.config.moe else 1)
+        if missing:
+            images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
+            keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))
+        return images, valid_B, keys_B
+
+    def through(
+        self,
+        x: Tensor,
+        valid_B: Tensor,
+        keys_B: Tensor | None,
+        overrides: RoutingOverrides,
+        return_stats: bool,
+        return_routings: bool,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], tuple[Routing, ...]]:
+        """Runs all units. Returns the last one's x, and what `Output` has after its heads."""
+        self.config.check_overrides(overrides)
+        aux, layers, routings = x.new_zeros((), dtype=torch.float32), [], []
+        for unit in self.units():
+            x, unit_aux, stats, routing = unit(x, valid_B, keys_B, overrides, return_stats, return_routings)
+            aux = aux + unit_aux
+            if stats:
+                layers.append(stats)
+            if routing:
+                routings.append(routing)
+        names = layers[0] if layers else ()
+        return x, aux, {n: torch.stack([layer[n] for layer in layers]) for n in names}, tuple(routings)
+
+
+def find_moe_layers(module: nn.Module) -> list[MoELayer]:
+    """Returns the MoE layers within a module."""
+    return [layer for layer in module.modules() if isinstance(layer, MoELayer)]
+
+
+@cache
+def _moe_units(config: ModelConfig) -> tuple[int, ...]:
+    with torch.device("meta"):
+        units = config.build(seed=None).units()
+    return tuple(i for i, unit in enumerate(units) if find_moe_layers(unit))

@@ -1,0 +1,124 @@
+"""What a model costs, measured in a forward pass on the meta device, which has shapes and no numbers.
+
+A model needs no formulas of its costs: these are the defaults of `ModelConfig`. The formulas of other models
+are tested by them.
+"""
+
+from collections import defaultdict
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from moe.model import ModelConfig
+
+
+class Activations(NamedTuple):
+    """Bytes of one image's activations in training.
+
+    saved: what autograd keeps for the backward pass: outside of the units, then for each unit.
+    stream: what a unit passes to the next one. widest: the largest tensor within a unit.
+    """
+
+    saved: list[float]
+    stream: float
+    widest: float
+
+
+class Trace(NamedTuple):
+    """One image's forward pass: multiply-adds by part, those of the largest operation, and activations in
+    float32.
+    """
+
+    macs: dict[str, float]
+    largest: float
+    activations: Activations
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the multiply-adds of matmuls and convolutions under the name of the running part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.macs, self.largest = "other", defaultdict[str, float](float), 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func._overloadpacket):
+            macs = count(*args, **(kwargs or {}), out_val=out) / 2
+            self.macs[self.part] += macs
+            self.largest = max(self.largest, macs)
+        return out
+
+
+class _Saved:
+    """Counts the bytes that autograd keeps, once for each storage: outside of the units, and in each."""
+
+    def __init__(self, model: nn.Module, units: int) -> None:
+        self.unit, self.saved, self.widest = 0, [0.0] * (1 + units), 0.0
+        self._seen = {param.untyped_storage()._cdata for param in model.parameters()}
+        self._alive: list[Any] = []  # so that no address is used twice
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(storage)
+            size = tensor.numel() * tensor.element_size()
+            self.saved[self.unit] += size
+            if self.unit:
+                self.widest = max(self.widest, size)
+        return tensor
+
+
+@cache
+def trace(config: "ModelConfig") -> Trace:
+    """Measures one routing group in training, and divides by its images.
+
+    Raises ValueError if the model cannot run on the meta device, as code that reads a number cannot.
+    """
+    count = config.moe.images_per_group if config.moe else 1
+    with torch.device("meta"):
+        model = config.build(seed=None).train()
+        images = torch.empty(count, 3, config.image_size, config.image_size)
+    units = model.units()
+    operations, saved, streams = _Operations(), _Saved(model, len(units)), [0.0]
+
+    def begin_part(name: str, module: nn.Module, inputs: Any) -> None:
+        operations.part = name
+
+    def begin_unit(index: int, module: nn.Module, inputs: Any) -> None:
+        saved.unit = index
+
+    def end_part(module: nn.Module, inputs: Any, output: Any) -> None:
+        operations.part = "other"
+
+    def end_unit(module: nn.Module, inputs: Any, output: Any) -> None:
+        saved.unit = 0
+        streams.append(output[0].numel() * output[0].element_size())
+
+    for name, child in model.named_children():
+        for part in child if isinstance(child, nn.ModuleList) else [child]:
+            part.register_forward_pre_hook(partial(begin_part, name))
+            part.register_forward_hook(end_part)
+    for index, unit in enumerate(units, start=1):
+        unit.register_forward_pre_hook(partial(begin_unit, index))
+        unit.register_forward_hook(end_unit)
+    try:
+        with operations, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            model(images)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"a model of kind {config.kind!r} cannot run on the meta device, where its costs are measured"
+            f" ({error}): give its config the methods macs, largest_matmul and activations"
+        ) from None
+    kept = [size / count for size in saved.saved]
+    return Trace(
+        {name: macs / count for name, macs in operations.macs.items()},
+        operations.largest / count,
+        Activations(kept, max(streams) / count, saved.widest / count),
+    )
