@@ -5,12 +5,12 @@ Conventions differ by factors of two between the papers, so each cost has its co
 backward at one FLOP per MAC (its exaFLOP), ``6mac`` at two (V-MoE table 2).
 """
 
-from functools import cache
 from math import prod
 
 import torch
 
-from moe.model import ModelConfig
+from moe.experts import is_expert
+from moe.model import ModelConfig, unit_shapes
 from moe.overrides import AS_TRAINED, RoutingOverrides
 
 
@@ -21,7 +21,7 @@ def num_params(config: ModelConfig) -> int:
 
 def num_expert_params(config: ModelConfig) -> int:
     """Number of parameters of the experts' MLPs."""
-    return sum(prod(shape) for name, shape in param_shapes(config).items() if ".experts." in name)
+    return sum(prod(shape) for name, shape in param_shapes(config).items() if is_expert(name))
 
 
 def num_active_params(config: ModelConfig) -> float:
@@ -39,18 +39,6 @@ def num_active_params(config: ModelConfig) -> float:
 def param_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Shapes by parameter name."""
     return {name: shape for unit in unit_shapes(config) for name, shape in unit.items()}
-
-
-@cache
-def unit_shapes(config: ModelConfig) -> list[dict[str, torch.Size]]:
-    """Shapes by parameter name, read from a model on the meta device: outside of its units, then of each."""
-    with torch.device("meta"):
-        model = config.build(seed=None)
-    unit_of = {param: i for i, unit in enumerate(model.units(), start=1) for param in unit.parameters()}
-    found: list[dict[str, torch.Size]] = [{} for _ in range(1 + len(model.units()))]
-    for name, param in model.named_parameters():
-        found[unit_of.get(param, 0)][name] = param.shape
-    return found
 
 
 def forward_gflops_2mac(config: ModelConfig, overrides: RoutingOverrides = AS_TRAINED) -> float:

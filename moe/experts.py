@@ -20,6 +20,11 @@ from moe.routing import Routing
 Activation = Literal["gelu", "relu"]
 
 
+def is_expert(name: str) -> bool:
+    """Returns whether a parameter of this name is a stack with a layer of each expert."""
+    return ".experts." in name
+
+
 class Experts(nn.Module):
     """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on any number of rows per expert (`rows`)."""
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.config import Family
+from moe.experts import is_expert
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -45,11 +46,10 @@ class ModelConfig(Family, ABC, default="vit"):
         super().__post_init__()
         self.check()
         if self.moe:
+            tokens, experts = self.tokens() * self.moe.images_per_group, self.moe.num_experts
             for router in (self.moe.router, self.moe.router.evaluated()):
                 self.slots(router)
-                tokens = self.tokens() * self.moe.images_per_group
-                why = router.leaks_future(num_tokens=tokens, num_experts=self.moe.num_experts)
-                if self.causal and why:
+                if self.causal and (why := router.leaks_future(num_tokens=tokens, num_experts=experts)):
                     raise ValueError(f"a model of kind {self.kind!r} is causal, and its router is not: {why}")
 
     @abstractmethod
@@ -68,8 +68,8 @@ class ModelConfig(Family, ABC, default="vit"):
         """Raises ValueError for fields that do not fit each other."""
 
     def moe_blocks(self) -> tuple[int, ...]:
-        """Returns the indices of the units with MoE layers, by default of a model on the meta device."""
-        return _moe_units(self) if self.moe else ()
+        """Returns the indices of the units with MoE layers, by default those that have experts."""
+        return tuple(i for i, shapes in enumerate(unit_shapes(self)[1:]) if any(map(is_expert, shapes)))
 
     def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
         """Returns the multiply-adds of one image's forward pass, by part. By default they are counted in a
@@ -77,7 +77,12 @@ class ModelConfig(Family, ABC, default="vit"):
 
         Raises ValueError if the router refuses the overrides.
         """
-        return trace(self.at_point(overrides)).macs
+        macs = dict(trace(self.at_point(overrides)).macs)
+        if self.moe:
+            # With a subset of experts only their slots are mixed and computed (`experts.run_chosen`).
+            share = overrides.num_kept(self.moe.num_experts) / self.moe.num_experts
+            macs |= {part: share * macs[part] for part in ("experts", "dispatch_combine") if part in macs}
+        return macs
 
     def largest_matmul(self) -> float:
         """Returns the multiply-adds of one image's largest matmul or convolution."""
@@ -193,11 +198,9 @@ class Model(nn.Module, ABC, Generic[C]):
     `moe.parallel.set_weights` to draw; nor are they on the meta device.
     """
 
-    config: C
-
-    def __init__(self, config: ModelConfig, *, seed: int | None = 0) -> None:
+    def __init__(self, config: C, *, seed: int | None = 0) -> None:
         super().__init__()
-        self.config = config  # pyright: ignore[reportAttributeAccessIssue]
+        self.config = config
         device = torch.get_default_device()
         # On the meta device torch's layers do not draw weights from the global generator.
         with torch.device("meta"):
@@ -298,7 +301,12 @@ def find_moe_layers(module: nn.Module) -> list[MoELayer]:
 
 
 @cache
-def _moe_units(config: ModelConfig) -> tuple[int, ...]:
+def unit_shapes(config: ModelConfig) -> list[dict[str, torch.Size]]:
+    """Shapes by parameter name, read from a model on the meta device: outside of its units, then of each."""
     with torch.device("meta"):
-        units = config.build(seed=None).units()
-    return tuple(i for i, unit in enumerate(units) if find_moe_layers(unit))
+        model = config.build(seed=None)
+    unit_of = {param: i for i, unit in enumerate(model.units(), start=1) for param in unit.parameters()}
+    found: list[dict[str, torch.Size]] = [{} for _ in range(1 + len(model.units()))]
+    for name, param in model.named_parameters():
+        found[unit_of.get(param, 0)][name] = param.shape
+    return found

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe.config import Config, PositiveInt
 from moe.cost import param_shapes
-from moe.experts import Experts
+from moe.experts import Experts, is_expert
 from moe.init import Region, init_weights
 from moe.model import Model, ModelConfig, find_moe_layers
 from moe.precision import compute_in, refresh
@@ -80,7 +80,7 @@ def check_layout(config: ModelConfig, *, dp: int, ep: int, dp_replicate: int = 1
         )
     shards = dp // dp_replicate
     for name, shape in param_shapes(config).items() if shards > 1 else ():
-        if ".experts." in name and shape[1] % shards:
+        if is_expert(name) and shape[1] % shards:
             ranks = f"dp={dp}" if dp_replicate == 1 else f"dp / dp_replicate = {dp} / {dp_replicate}"
             raise ValueError(
                 f"{name} has {shape[1]} rows in each expert, which {ranks} does not divide to shard them; use"

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from moe.config import did_you_mean
 from moe.layer import MoEConfig
-from moe.model import Model
-from moe.models import ViTConfig
+from moe.models import ViT, ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
@@ -82,7 +81,7 @@ def preset(name: str) -> ViTConfig:
     return PRESETS[name]
 
 
-def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> Model:
+def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> ViT:
     """Returns a model of `PRESETS` with weights drawn from `seed`; without a seed they are not set.
 
     Raises ValueError for a name that does not exist.

@@ -1,4 +1,4 @@
-"""What a model costs, measured in a forward pass on the meta device, which has shapes and no numbers.
+"""Measures the cost of a model in a forward pass on the meta device, where tensors have no data.
 
 A model needs no formulas of its costs: these are the defaults of `ModelConfig`. The formulas of other models
 are tested by them.
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from moe.layer import MoELayer
+
 if TYPE_CHECKING:
     from moe.model import ModelConfig
 
 
 class Activations(NamedTuple):
-    """Bytes of one image's activations in training.
+    """The bytes of activations per image in training.
 
     saved: what autograd keeps for the backward pass: outside of the units, then for each unit.
     stream: what a unit passes to the next one. widest: the largest tensor within a unit.
@@ -32,6 +34,9 @@ class Activations(NamedTuple):
 class Trace(NamedTuple):
     """One image's forward pass: multiply-adds by part, those of the largest operation, and activations in
     float32.
+
+    Parts are ``router``, ``experts`` and ``dispatch_combine`` of all MoE layers, and the rest by the names of
+    the model's children.
     """
 
     macs: dict[str, float]
@@ -44,13 +49,13 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.macs, self.largest = "other", defaultdict[str, float](float), 0.0
+        self.parts, self.macs, self.largest = ["other"], defaultdict[str, float](float), 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if count := flop_registry.get(func._overloadpacket):
             macs = count(*args, **(kwargs or {}), out_val=out) / 2
-            self.macs[self.part] += macs
+            self.macs[self.parts[-1]] += macs
             self.largest = max(self.largest, macs)
         return out
 
@@ -89,22 +94,28 @@ def trace(config: "ModelConfig") -> Trace:
     operations, saved, streams = _Operations(), _Saved(model, len(units)), [0.0]
 
     def begin_part(name: str, module: nn.Module, inputs: Any) -> None:
-        operations.part = name
+        operations.parts.append(name)
 
     def begin_unit(index: int, module: nn.Module, inputs: Any) -> None:
         saved.unit = index
 
     def end_part(module: nn.Module, inputs: Any, output: Any) -> None:
-        operations.part = "other"
+        operations.parts.pop()
 
     def end_unit(module: nn.Module, inputs: Any, output: Any) -> None:
         saved.unit = 0
         streams.append(output[0].numel() * output[0].element_size())
 
-    for name, child in model.named_children():
-        for part in child if isinstance(child, nn.ModuleList) else [child]:
-            part.register_forward_pre_hook(partial(begin_part, name))
-            part.register_forward_hook(end_part)
+    parts = [
+        (name, part)
+        for name, child in model.named_children()
+        for part in (child if isinstance(child, nn.ModuleList) else [child])
+    ]
+    for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
+        parts += [("dispatch_combine", layer), ("router", layer.router), ("experts", layer.experts)]
+    for name, part in parts:
+        part.register_forward_pre_hook(partial(begin_part, name))
+        part.register_forward_hook(end_part)
     for index, unit in enumerate(units, start=1):
         unit.register_forward_pre_hook(partial(begin_unit, index))
         unit.register_forward_hook(end_unit)

@@ -31,8 +31,16 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     },
     "moe.routers.choice": {"moe.config", "moe.routers.affinity", "moe.routing", "moe.overrides", "moe.init"},
     "moe.layer": {"moe.config", "moe.experts", "moe.routers", "moe.routing", "moe.overrides", "moe.init"},
-    "moe.model": {"moe.config", "moe.init", "moe.layer", "moe.overrides", "moe.routing", "moe.trace"},
-    "moe.trace": {"moe.model"},  # for type checkers
+    "moe.model": {
+        "moe.config",
+        "moe.experts",
+        "moe.init",
+        "moe.layer",
+        "moe.overrides",
+        "moe.routing",
+        "moe.trace",
+    },
+    "moe.trace": {"moe.layer", "moe.model"},  # the model for type checkers
     "moe.models": {
         "moe.config",
         "moe.dense",
@@ -44,7 +52,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "moe.routing",
         "moe.trace",
     },
-    "moe.cost": {"moe.model", "moe.overrides"},
+    "moe.cost": {"moe.experts", "moe.model", "moe.overrides"},
     "orchestrator": {"orchestrator"},  # the public API, which type checkers alone import at once
     "orchestrator.config": {
         "moe",
@@ -54,7 +62,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.storage",
     },
     "orchestrator.names": set(),
-    "orchestrator.optimizers": {"moe.config", "moe.parallel", "orchestrator.optimizers"},
+    "orchestrator.optimizers": {"moe.config", "moe.experts", "moe.parallel", "orchestrator.optimizers"},
     "orchestrator.schedules": {"moe.config"},
     "orchestrator.codec": {"moe.codec", "moe.config"},
     "orchestrator.storage": set(),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from moe.config import Family, NonNegativeFloat
+from moe.experts import is_expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,6 @@ class OptimizerConfig(Family, ABC, default="adamw"):
 
         expert: whether the parameter is a stack with a layer of each expert.
         """
-
-
-def is_expert(name: str) -> bool:
-    """Returns whether a parameter of this name is a stack with a layer of each expert."""
-    return ".experts." in name
 
 
 def expert_stacks(model: nn.Module) -> list[nn.Parameter]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import NamedTuple
 
-from moe.cost import forward_gflops_2mac, num_params, param_shapes, train_flops_6mac, unit_shapes
-from moe.model import ModelConfig
+from moe.cost import forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
+from moe.experts import is_expert
+from moe.model import ModelConfig, unit_shapes
 from moe.parallel import check_layout
 from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.optimizers.base import is_expert
 
 GIB = 2**30
 FP32 = 4  # bytes

@@ -51,6 +51,17 @@ def test_measured_costs_are_those_of_the_formulas(config):
     assert measured.activations.stream == formula.stream
 
 
+@pytest.mark.parametrize("router", ROUTERS, ids=lambda router: router.kind)
+@pytest.mark.parametrize("experts", [2, (0, 3)])
+def test_measured_costs_of_a_subset_of_experts(router, experts):
+    """The experts that are left out compute nothing, in the measurement as in the formula."""
+    config, point = vit_config(router), RoutingOverrides(experts=experts)
+    measured, formula = ModelConfig.macs(config, point), config.macs(point)
+    for part in ("router", "experts", "dispatch_combine"):
+        assert measured.get(part, 0) == formula[part]
+    assert sum(measured.values()) == sum(formula.values()) < sum(config.macs().values())
+
+
 def test_a_model_without_formulas_has_its_costs_measured():
     """A stem of 3 x 2 x 2 numbers per place, two 3 x 3 convolutions by channel, a dense MLP, the router's
     matrix, the rows of the experts, the head."""
@@ -65,8 +76,10 @@ def test_a_model_without_formulas_has_its_costs_measured():
     assert config.largest_matmul() == rows * mlp / 2
     assert config.moe_blocks() == (1,)
     assert config.activations(2).stream == 2 * places * width
-    fewer = RoutingOverrides(capacity_factor=0.5)
-    assert sum(config.macs(fewer).values()) < sum(config.macs().values())
+    for fewer in (RoutingOverrides(capacity_factor=0.5), RoutingOverrides(experts=2)):
+        assert sum(config.macs(fewer).values()) == sum(config.macs().values()) - rows * mlp / 2
+    with pytest.raises(ValueError, match="has no k to override"):
+        convnet(SoftConfig()).macs(RoutingOverrides(k=1))
 
 
 @pytest.mark.parametrize("config", [vit_config(SoftConfig()), convnet()], ids=["vit", "convnet"])

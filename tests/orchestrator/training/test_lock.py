@@ -125,7 +125,8 @@ def test_the_lease_of_a_killed_process_is_waited_for(
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(inside) == ["in", "out", "refused"]
+    # The refusal falls within the other's stay, which begins a moment before its first word.
+    assert inside in (["in", "refused", "out"], ["refused", "in", "out"])
     assert time.monotonic() - began > lock_file.LEASE_S
     assert "is locked by a process on elsewhere, which may have been killed: waiting up to 1 s" in caplog.text
 
