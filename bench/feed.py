@@ -70,11 +70,9 @@ class ReadyStream(NamedTuple):
         return len(slots)
 
     def decode(self, n: int) -> PartialBatch:
-        ints, floats = np.zeros(n, np.int64), np.zeros((n, 5), np.float32)
-        others = np.zeros((n, 0), np.int64)
-        return PartialBatch(
-            _ready(n, self.size).copy(), ints, floats[:, 0], ints, ints, floats, others, [], Traffic()
-        )
+        ints, fields = np.zeros(n, np.int64), {"image": _ready(n, self.size).copy()}
+        fields["label"] = np.zeros((n, 1), np.int64)
+        return PartialBatch(fields, np.zeros(n, np.float32), ints, ints, [], Traffic())
 
 
 @lru_cache(maxsize=4)
@@ -141,9 +139,8 @@ class ShortTasks:
     def execute(self, plan: ReadPlan, first: int, tasks: int) -> Iterator[Any]:
         def decode(ids: Any) -> dict[str, Any]:
             parts = decoded(plan, first + int(ids["id"][0]))
-            return {
-                name: np.concatenate([getattr(p, name) for p in parts]) for name in PartialBatch._fields[:-2]
-            }
+            rows = [p.fields | {"valid": p.valid, "key": p.key, "sample": p.sample} for p in parts]
+            return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
         dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
         dataset.context.enable_progress_bars = dataset.context.print_on_execution_start = False

@@ -167,7 +167,7 @@ def ours_by_ray_data(job: Job) -> Times:
 def images_of(job: Job, read: Reader, epochs: int) -> Iterator[Tensor]:
     stream = open_stream(run_of(job), "train", 0, 1)
     steps = range(-(-epochs * job.images // BATCH))
-    return (batch.image for batch in read(stream, steps))
+    return (batch["image"] for batch in read(stream, steps))
 
 
 def run_of(job: Job) -> RunConfig:

@@ -125,7 +125,7 @@ def measure(form: str, steps: int) -> dict[str, float]:
     arrived, images = [], 0
     for batch in in_process(stream, range(steps)):
         arrived.append(time.perf_counter() - began)
-        images += len(batch.label)
+        images += len(batch)
     half = len(arrived) // 2
     return {
         "first batch s": arrived[0],

@@ -120,13 +120,13 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
     optimizer = run.train.optimizer.build(network)
     images, side = run.data.batch_size, run.model.image_size
     batch = Batch(
-        image=torch.randint(256, (images, 3, side, side), dtype=torch.uint8),
-        label=torch.randint(run.model.num_classes, (images,)),
+        fields={
+            "image": torch.randint(256, (images, 3, side, side), dtype=torch.uint8),
+            "label": torch.randint(run.model.num_classes, (images, 1)),
+        },
         valid=torch.ones(images),
         key=torch.arange(images),
         sample=torch.arange(images),
-        mix=torch.zeros(images, 5),
-        others=torch.empty(images, 0, dtype=torch.int64),
     )
     for step in range(3):
         train_step(network, optimizer, batch, run, step=step)

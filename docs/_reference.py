@@ -25,6 +25,7 @@ from moe.presets import PRESETS
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.catalog import SWEEPS, make_sweep
 from orchestrator.sweeps.scales import SCALES
+from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
 
 JOBS = Path(__file__).parents[1] / "jobs"
@@ -121,7 +122,8 @@ def help_of(command: str) -> str:
 
 
 def metrics_page() -> str:
-    rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items())
+    metrics = METRICS | ClassificationConfig.described
+    rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in metrics.items())
     return "\n".join(
         [
             "# Metrics",
@@ -159,7 +161,7 @@ def sweeps_page() -> str:
                     scale.base.model.num_classes,
                     scale.experts,
                     f"{scale.base.train.steps:,} x {scale.base.data.batch_size}",
-                    scale.base.train.loss,
+                    getattr(scale.base.task, "loss", scale.base.task.kind),
                 )
                 for name, scale in SCALES.items()
             ),

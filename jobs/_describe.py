@@ -29,8 +29,8 @@ def describe_data(run: RunConfig) -> str:
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
     own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
     scaled = "" if own in (None, (size, size)) else f" (the data's median: {own[0]} x {own[1]} px)"
-    floor = manifest.val_majority and manifest.val_majority / manifest.rows("val")
-    floors = f"; always guessing the largest class: val/acc1 {floor:.4f}" if floor else ""
+    floor = run.task.classifies and manifest.val_majority / manifest.rows("val")
+    floors = f"; always guessing the largest class: {run.task.quality} {floor:.4f}" if floor else ""
     repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
     return (
         f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="

@@ -35,8 +35,9 @@ def print_sweeps(scale: str) -> None:
     for name, found in SCALES.items():
         run = found.base
         training = f"{run.train.steps:,} x {run.data.batch_size}"
+        loss = getattr(run.task, "loss", run.task.kind)
         model = (run.model.image_size, run.model.num_classes)
-        scales.append((name, " ".join(found.sizes), *model, found.experts, training, run.train.loss))
+        scales.append((name, " ".join(found.sizes), *model, found.experts, training, loss))
     columns = ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss")
     print_table(columns, scales, title="scales, before a sweep's own recipe", left=2)
     print_models()

@@ -12,6 +12,7 @@ and so on, with the table by class as an artifact.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ def evaluated(
     the time of day is the step, so that a later evaluation follows an earlier one.
     """
     from moe.cost import forward_gflops_2mac
-    from orchestrator.data.images import normalize
+    from orchestrator.data.batch import normalize
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies
     from orchestrator.evaluation.points import point_key, point_name
@@ -108,21 +109,22 @@ def evaluated(
 
     vit = model.load(default_device())
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
-    scores, *random_scores = evaluate_at(vit, flags.on.images(model, path), [point, *drawn])
+    scores, *random_scores = evaluate_at(vit, flags.on.images(model, path), [point, *drawn], model.run.task)
     batch = next(flags.on.images(model, path))
-    (latency,) = latencies(vit, normalize(batch.image), [point], repeats=flags.repeats)
+    (latency,) = latencies(vit, normalize(batch["image"]), [point], repeats=flags.repeats)
     metrics = scores.metrics() | {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
     }
-    print(f"{model.name}: {metrics['acc1']:.4f} of {scores.images()} images", flush=True)
+    quality = model.run.task.quality.removeprefix("val/")
+    print(f"{model.name}: {metrics[quality]:.4f} of {scores.images()} images", flush=True)
     if drawn:
-        accuracies = [each.metrics()["acc1"] for each in random_scores]
+        accuracies = [each.metrics()[quality] for each in random_scores]
         mean, deviation = fmean(accuracies), stdev(accuracies)
-        metrics |= {"random_acc1": mean, "random_acc1_std": deviation}
+        metrics |= {f"random_{quality}": mean, f"random_{quality}_std": deviation}
         if deviation:
             # Implicit Bias in Soft MoE, section 4.4.2.
-            metrics["random_z"] = (metrics["acc1"] - mean) / deviation
+            metrics["random_z"] = (metrics[quality] - mean) / deviation
         z = f", z = {metrics['random_z']:.1f}" if deviation else ""
         print(
             f"  {len(drawn)} random subsets of {point.experts} experts: mean {mean:.4f}, standard deviation"
@@ -141,7 +143,7 @@ def evaluated(
         "unread": scores.unread,
         "metrics": metrics,
         "latency": latency.summary(),
-        "classes": scores.by_class(open_manifest(path).classes),
+        "classes": scores.table(open_manifest(path).classes),
     }
     if model.run_id:
         run, (data,) = results_of(store, model.run_id, path)
@@ -159,14 +161,15 @@ def timing(report: dict[str, Any]) -> str:
 
 
 def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
-    rows = []
+    rows, costs = [], ("forward_gflops_2mac", "ms_per_image")
+    names = [n for n in reports[0]["metrics"] if n not in costs and not n.startswith("random_")]
     for report in reports:
         metrics = report["metrics"]
         unread = f" ({report['unread']} unread)" if report["unread"] else ""
-        quality = (metrics[name] for name in ("acc1", "acc5", "prec1", "loss"))
-        costs = (f"{metrics[name]:.4g}" for name in ("forward_gflops_2mac", "ms_per_image"))
-        rows.append((report["model"], f"{report['images']}{unread}", *quality, *costs))
-    columns = ("model", "images", "acc@1", "acc@5", "prec@1", "loss", "GFLOP/image", "ms/image")
+        cells = (*(metrics[name] for name in names), *(f"{metrics[name]:.4g}" for name in costs))
+        rows.append((report["model"], f"{report['images']}{unread}", *cells))
+    titles = [re.sub(r"(\d+)$", r"@\1", name) for name in names]
+    columns = ("model", "images", *titles, "GFLOP/image", "ms/image")
     first = reports[0]
     title = f"{first['point']} on {first['data']}, {first['split']}; ms: {timing(first)}"
     print_table(columns, rows, title=title)

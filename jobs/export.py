@@ -81,9 +81,9 @@ def export(flags: ExportFlags) -> None:
 def print_states(directory: str, steps: list[int]) -> bool:
     """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
     from orchestrator.checkpoint import manifest as manifests
-    from orchestrator.checkpoint.manager import BEST_BY, quality_of
+    from orchestrator.checkpoint.manager import quality_of
 
-    print(f"{'step':>9} {BEST_BY:>9} {'MB':>9}  state")
+    print(f"{'step':>9} {'quality':>9} {'MB':>9}  state")
     all_whole = True
     for step in steps:
         folder, quality, megabytes = manifests.folder_of(directory, step), quality_of(directory, step), ""

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -165,7 +165,7 @@ def first_images(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     """The first `count` images; the rest of their last batch counts as padding."""
     for batch in batches:
         places = batch.valid.cumsum(0)
-        yield batch._replace(valid=batch.valid * (places <= count))
+        yield replace(batch, valid=batch.valid * (places <= count))
         count -= int(batch.valid.sum())
         if count <= 0:
             return

@@ -101,17 +101,18 @@ def tasks_of(
 def measured(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row]]:
     """Maps each model's location to a row for each point, with its quality and its costs."""
     from orchestrator.evaluation.evaluate import ROUNDS, benchmark_all, evaluate_all
-    from orchestrator.sweeps.operating import QUALITY, QUARTILES, TIME
+    from orchestrator.sweeps.operating import QUARTILES, TIME
 
     rows: dict[str, list[Row]] = {}
     began, count = time.monotonic(), sum(len(task.points) for task in tasks)
     print(f"{count} operating points of {len(tasks)} models", flush=True)
     for task, found in evaluate_all(tasks):
         rows[task.model.location] = found
-        best = max(found, key=lambda row: row[QUALITY])
+        quality = task.model.run.task.quality
+        best = max(found, key=lambda row: row[quality])
         print(
             f"[{len(rows):2}/{len(tasks)}] {task.model.name:24} {len(found):3} points, as trained"
-            f" {found[0][QUALITY]:.4f}, best {best[QUALITY]:.4f} ({best['point']}), weights"
+            f" {found[0][quality]:.4f}, best {best[quality]:.4f} ({best['point']}), weights"
             f" {found[0]['weights'][:12]} unchanged, {time.monotonic() - began:.0f} s",
             flush=True,
         )

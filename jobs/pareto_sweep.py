@@ -282,7 +282,7 @@ def sweep(flags: SweepFlags) -> None:
         plan(sweep, kind, device, flags.mfu or PLAN_MFU)
     if flags.plan:
         return
-    chance = 1 / sweep.base.model.num_classes
+    chance = sweep.base.task.chance(sweep.base.model)
     store = flags.run.places.open_store()
     options = SweepOptions(
         mode=flags.run.mode(),

@@ -58,7 +58,8 @@ def make_soup(flags: SoupFlags) -> None:
     write_soup(models, out, fresh=flags.fresh)
     if flags.evaluate:
         rows.append(row(flags.on, replace(read_model(out), name="soup")))
-        print_table(("model", "step", "images", "acc1", "loss"), rows, title=f"{flags.on.split} split")
+        columns = ("model", "step", "images", quality_of(models[0]), "loss")
+        print_table(columns, rows, title=f"{flags.on.split} split")
     print(f"soup of {len(models)}  {out}  {(storage.size(out) or 0) / 1e6:.1f} MB")
 
 
@@ -66,16 +67,21 @@ def row(on: Evaluation, model: ModelRef) -> tuple[Any, ...]:
     """The model's row of the table. Raises UsageError if the images do not fit the model."""
     from orchestrator.evaluation.evaluate import default_device, evaluate_at
 
-    (scores,) = evaluate_at(model.load(default_device()), on.images(model, on.path(model)))
+    images, quality = on.images(model, on.path(model)), quality_of(model)
+    (scores,) = evaluate_at(model.load(default_device()), images, task=model.run.task)
     metrics = scores.metrics()
-    log.info("%s: acc1 %.4f", model.location, metrics["acc1"])
+    log.info("%s: %s %.4f", model.location, quality, metrics[quality])
     return (
         model.name,
         model.step if model.step >= 0 else "",
         scores.images(),
-        metrics["acc1"],
-        metrics["loss"],
+        metrics[quality],
+        metrics.get("loss", ""),
     )
+
+
+def quality_of(model: ModelRef) -> str:
+    return model.run.task.quality.removeprefix("val/")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class ModelConfig(Family, ABC, default="vit"):
         image_size: pixels of an image's side.
         num_classes: outputs of the head; commands take the number of classes of the data.
         moe: the MoE layers; None for a dense model.
+        gives: heads of the model's output.
         head: name of the submodule whose input is an image's representation.
         causal: whether the output at a token must not depend on later tokens.
     """
@@ -39,6 +40,7 @@ class ModelConfig(Family, ABC, default="vit"):
         image_size: int
         num_classes: int
         moe: MoEConfig | None
+    gives: ClassVar[tuple[str, ...]] = ("logits",)
     head: ClassVar[str] = "head"
     causal: ClassVar[bool] = False
 
@@ -257,9 +259,9 @@ class Model(nn.Module, ABC, Generic[C]):
     @torch.no_grad()
     def at_points(
         self, images: Tensor, valid_B: Tensor | None, points: Sequence[RoutingOverrides]
-    ) -> list[Tensor]:
-        """Returns the logits of a forward pass at each operating point. Raises ValueError as they do."""
-        return [self(images, valid_B, routing_overrides=point).logits for point in points]
+    ) -> list[dict[str, Tensor]]:
+        """Returns the heads of a forward pass at each operating point. Raises ValueError as they do."""
+        return [self(images, valid_B, routing_overrides=point).heads for point in points]
 
     def whole_groups(
         self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None

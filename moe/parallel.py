@@ -249,6 +249,25 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def gather(rows: Tensor) -> Tensor:
+    """Returns the rows of all ranks, in the order of ranks: (b, ..) -> (B, ..). A loss over all of them, of
+    which each rank computes a share, reaches each row with the sum of the gradients of all shares.
+    """
+    return _Gather.apply(rows) if dist.is_initialized() else rows
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        every = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, rows.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return sum_over_ranks(gradients[0].clone()).chunk(dist.get_world_size())[dist.get_rank()]
+
+
 def _fsdp_meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
     """Returns the meshes of dense parameters and of experts; an axis of copies comes first."""
     one_copy = mesh["dp", "ep"]._flatten("dp_ep")

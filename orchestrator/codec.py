@@ -1,7 +1,7 @@
 """Configs as plain dicts and back (`moe.codec`), with overrides by dotted names."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 # Fields that may differ between a run and its resumption: how it is split, and how and where it is kept.
 MAY_CHANGE = ("scale.", "checkpoint.", "storage", "train.microbatch", "data.cache_gb", "data.max_bad_frac")
+
+# Fields of earlier versions: then -> now. Configs and changes that they wrote are read on.
+MOVED = {"train.loss": "task.loss"}
 
 
 @contextmanager
@@ -33,7 +36,18 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
     Raises:
         UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
     """
+    for before, now in MOVED.items():
+        data = _moved(data, before.split("."), now.split("."))
     return codec.from_dict(cls, data)
+
+
+def _moved(tree: Mapping[str, Any], before: Sequence[str], now: Sequence[str]) -> Mapping[str, Any]:
+    """Returns the tree with a leaf at its new place, if it is at the old one."""
+    (group, leaf), (new_group, new_leaf) = before, now
+    if leaf not in (tree.get(group) or {}):
+        return tree
+    rest = {name: value for name, value in tree[group].items() if name != leaf}
+    return {**tree, group: rest, new_group: {new_leaf: tree[group][leaf], **tree.get(new_group, {})}}
 
 
 @_usage_errors()
@@ -47,6 +61,7 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
         UsageError: as `read_config`.
     """
     tree = to_dict(config)
+    changes = renamed(changes)
     for path, value in sorted(changes.items(), key=_parents_and_kinds_first):
         node, cls, (*parents, leaf) = tree, type(config), path.split(".")
         for depth, name in enumerate(parents, start=1):
@@ -64,6 +79,11 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
             node.clear()
         node[leaf] = value
     return read_config(type(config), tree)
+
+
+def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns dotted changes under today's names."""
+    return {MOVED.get(name, name): value for name, value in changes.items()}
 
 
 def _parents_and_kinds_first(change: tuple[str, Any]) -> tuple[int, bool]:

@@ -12,8 +12,7 @@ from orchestrator.names import check_run_path
 from orchestrator.optimizers import AdamWConfig, OptimizerConfig
 from orchestrator.schedules import RsqrtConfig, ScheduleConfig
 from orchestrator.storage import home
-
-Loss = Literal["softmax", "sigmoid"]
+from orchestrator.tasks import ClassificationConfig, TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +111,13 @@ class TrainConfig(Config):
             the data, as a cooldown does. None: the run starts at step 0.
         report_every: steps between reports.
         eval_every: steps between evaluations; None: only at the end.
-        stop_at: ``val/acc1`` at which the run finishes early, to compare models at one quality (Implicit Bias
-            in Soft MoE, section 4.2). None: the run takes all its steps.
+        stop_at: the task's quality at which the run finishes early, to compare models at one quality
+            (Implicit Bias in Soft MoE, section 4.2). None: the run takes all its steps.
         microbatch: images per worker and forward pass, whose gradients are accumulated; None: a worker's
             whole share of the batch at once.
         compute_dtype: data type of matmuls and activations; ``auto``: bfloat16 on GPUs, else float32. The
             weights that are trained stay float32, and so does the optimiser's state unless its `state_dtype`
             says otherwise; routers compute in float32.
-        loss: cross-entropy over the softmax of the classes, or the sum of a binary one for each class
-            (``sigmoid``), as the papers pre-train; then let model.head_bias start at -ln(classes) or so.
         clip_norm: largest gradient norm; None: any.
         fewshot: few-shot evaluation of the frozen features at every evaluation; None: none.
     """
@@ -136,7 +133,6 @@ class TrainConfig(Config):
     stop_at: Fraction | None = None
     microbatch: PositiveInt | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    loss: Loss = "softmax"
     clip_norm: PositiveFloat | None = 1.0
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = RsqrtConfig()
@@ -160,7 +156,7 @@ class CheckpointConfig(Config):
     Attributes:
         every: steps between checkpoints; None: a tenth of the run. The last step is always saved.
         asynchronous: write while training continues, from a second copy of the state in host memory.
-        keep_last, keep_best: how many of the newest checkpoints are kept, and of those of best ``val/acc1``.
+        keep_last, keep_best: how many of the newest checkpoints are kept, and of those of best quality.
         keep_every: multiples of this many steps are kept too, for cooldowns to branch from (Soft MoE, 3.4).
     """
 
@@ -220,6 +216,7 @@ class RunConfig(Config):
     name: str = "train"
     storage: str = field(default_factory=home)
     model: ModelConfig = PRESETS["debug"]
+    task: TaskConfig = ClassificationConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -240,7 +237,13 @@ class RunConfig(Config):
                 f"data.lanes={self.lane_count()} does not divide over workers={workers}: begin the run"
                 f" with data.lanes a multiple of the workers and a divisor of data.batch_size={batch}"
             )
-        if (self.data.mixup or self.data.cutmix) and self.images_per_pass() % 2:
+        self.task.check(self.model)
+        mixing = self.data.mixup or self.data.cutmix
+        if mixing and not self.task.classifies:
+            raise ValueError(
+                f"mixup and cutmix mix labels, of which a task of kind {self.task.kind!r} has none"
+            )
+        if mixing and self.images_per_pass() % 2:
             raise ValueError(
                 f"mixup and cutmix mix pairs of images: the {self.images_per_pass()} images of one forward"
                 " pass must be even"

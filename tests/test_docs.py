@@ -29,6 +29,7 @@ from jobs.train import RunFlags, preset
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.points import parse_point
+from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
 from orchestrator.training.metrics_file import read_metrics
 from tests.parts import png
@@ -273,4 +274,4 @@ def test_every_metric_is_described(trained_home: Path) -> None:
     files = [*trained_home.rglob("metrics.jsonl")]
     assert files
     names = {name for file in files for line in read_metrics(str(file.parent)) for name in line.metrics}
-    assert names <= METRICS.keys()
+    assert names <= (METRICS | ClassificationConfig.described).keys()

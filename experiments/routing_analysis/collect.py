@@ -23,8 +23,7 @@ from moe.init import mix, split
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from moe.routing import DenseRouting, GatherRouting, Routing, SoftRouting
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import Batch, normalize
 
 BINS = 50  # of the histogram of weights, which lie in 0..1
 SIGMAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -171,8 +170,8 @@ def collect(
 
 def _correct(model: ViT, batch: Batch, overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
     """The number of images that are classified correctly."""
-    logits = model(normalize(batch.image), batch.valid, routing_overrides=overrides).logits
-    return ((logits.argmax(-1) == batch.label) * batch.valid).sum()
+    logits = model(normalize(batch["image"]), batch.valid, routing_overrides=overrides).logits
+    return ((logits.argmax(-1) == batch["label"][:, 0]) * batch.valid).sum()
 
 
 def _count_layer(
@@ -182,7 +181,7 @@ def _count_layer(
     (residual_BSD,), _ = seen[f"blocks.{block}.norm2"]
     _, (experts_BSD, _) = seen[f"blocks.{block}.mlp"]
     (x_GSD, valid_GS, *_), routing = seen[f"blocks.{block}.mlp.router"]
-    found = count(view_of(routing, model.config, valid), batch.label[valid.bool()], classes=classes)
+    found = count(view_of(routing, model.config, valid), batch["label"][:, 0][valid.bool()], classes=classes)
     ratio_BS = experts_BSD.norm(dim=-1) / residual_BSD.norm(dim=-1).clamp(min=1e-30)
     found["contribution"] = patches(ratio_BS, model.config, valid).double().mean(1).sum()
     if hasattr(router.config, "noise_std"):

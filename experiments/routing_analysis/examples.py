@@ -13,8 +13,7 @@ from torch import Tensor
 from experiments.routing_analysis.collect import RoutingView, parameter_cosines, patches, view_of
 from moe import ExpertChoiceConfig, RoutingOverrides, TokenChoiceConfig, ViT, ViTConfig
 from moe.routing import SoftRouting
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import Batch, normalize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +44,19 @@ def examples(
 ) -> Examples:
     """Routes a whole batch, because images of a group compete, and keeps `count` of its images."""
     config, valid = model.config, batch.valid
-    labels = batch.label[valid.bool()].cpu()
+    labels = batch["label"][:, 0][valid.bool()].cpu()
     chosen = pick(labels.tolist(), count)
 
     def kept(x_GS: Tensor) -> Tensor:
         return patches(x_GS, config, valid).cpu()[chosen]
 
-    output = model(normalize(batch.image), valid, return_routings=True)
+    output = model(normalize(batch["image"]), valid, return_routings=True)
     routings = dict(zip(config.moe_blocks(), output.routings, strict=True))
     soft = {b: routings[b] for b in blocks if isinstance(routings[b], SoftRouting)}
     views = {block: vars(view_of(routings[block], config, valid)) for block in blocks}
     phi = {block: parameter_cosines(model.get_submodule(f"blocks.{block}.mlp.router")) for block in blocks}
     return Examples(
-        image_B3HW=batch.image[valid.bool()].cpu()[chosen],
+        image_B3HW=batch["image"][valid.bool()].cpu()[chosen],
         label_B=labels[chosen],
         views={b: RoutingView(**{k: v.cpu()[chosen] for k, v in view.items()}) for b, view in views.items()},
         dispatch_BPEC={block: kept(routing.dispatch_GSEC) for block, routing in soft.items()},
@@ -77,7 +76,7 @@ def pick(label_B: Sequence[int], count: int) -> list[int]:
 @torch.inference_mode()
 def discard(model: ViT, batch: Batch, setting: RoutingOverrides, chosen: Sequence[int]) -> Discarded:
     """The patches that no expert sees at these settings, of the `chosen` images."""
-    output = model(normalize(batch.image), batch.valid, routing_overrides=setting, return_routings=True)
+    output = model(normalize(batch["image"]), batch.valid, routing_overrides=setting, return_routings=True)
     patch_BP = {
         block: view_of(routing, model.config, batch.valid).discarded_BP().cpu()
         for block, routing in zip(model.config.moe_blocks(), output.routings, strict=True)

@@ -225,8 +225,8 @@ class ViT(Model[ViTConfig]):
 
     def at_points(
         self, images: Tensor, valid_B: Tensor | None, points: Sequence[RoutingOverrides]
-    ) -> list[Tensor]:
-        return at_points(self, images, valid_B, points)
+    ) -> list[dict[str, Tensor]]:
+        return [{"logits": logits} for logits in at_points(self, images, valid_B, points)]
 
     def embedded(self, images: Tensor) -> Tensor:
         """Returns the first block's input: (B, 3, H, W) -> (B, S, D)."""

@@ -28,7 +28,6 @@ from orchestrator.config import CheckpointConfig
 from orchestrator.errors import UsageError, reason_of
 
 log = logging.getLogger(__name__)
-BEST_BY = "val/acc1"
 FILE = re.compile(
     r"(weights|optimizer)-\d{5,}-\d{3,}\.[0-9a-f]{8}\.safetensors|manifest\.json\.[0-9a-f]{32}\.tmp"
 )
@@ -305,15 +304,15 @@ def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collectio
     """
     ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
     whole = {s: _readable(directory, s) for s in ours - set(skipped)}
-    found = {s: _quality(manifest) for s, manifest in whole.items() if manifest}
+    found = {s: manifest.quality() for s, manifest in whole.items() if manifest}
     for old in ours - checkpoints_to_keep(found, keep):
         manifests.remove(manifests.folder_of(directory, old))
 
 
 def quality_of(directory: str, step: int) -> float | None:
-    """Returns `BEST_BY`, if it was measured at exactly this step and the manifest can be read."""
+    """Returns the task's quality, if it was measured at exactly this step and the manifest can be read."""
     manifest = _readable(directory, step)
-    return manifest and _quality(manifest)
+    return manifest and manifest.quality()
 
 
 def collect_garbage(directory: str) -> None:
@@ -376,11 +375,6 @@ def drop_optimizer(directory: str) -> int:
 
 def _readable(directory: str, step: int) -> CheckpointManifest | None:
     return manifests.read_or_none(manifests.folder_of(directory, step))
-
-
-def _quality(manifest: CheckpointManifest) -> float | None:
-    progress = manifest.progress
-    return progress.get("metrics", {}).get(BEST_BY) if progress.get("reported") == manifest.step else None
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

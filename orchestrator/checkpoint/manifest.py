@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from orchestrator import storage
+from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
+from orchestrator.tasks import TaskConfig
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +64,13 @@ class CheckpointManifest:
         """Returns a SHA-256 of the weights, independent of the other files."""
         digests = sorted(file.sha256 for name, file in self.files.items() if name.startswith("weights"))
         return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    def quality(self) -> float | None:
+        """Returns the quality of the run's task, if it was measured at exactly this step."""
+        if self.progress.get("reported") != self.step:
+            return None
+        task = read_config(TaskConfig, self.config.get("task", {}))
+        return self.progress.get("metrics", {}).get(task.quality)
 
     def size(self) -> int:
         """Returns the bytes of all files."""

@@ -116,22 +116,6 @@ def draw(keys: Sequence[str], *, mixup: float, cutmix: float, size: int) -> NDAr
     return draws
 
 
-def mix_images(images: Tensor, draws: Tensor) -> Tensor:
-    """Mixes (B, 3, S, S) float32 images by (B, 5) draws -> (B, 3, S, S)."""
-    weight, top, left, bottom, right = draws[..., None, None].unbind(1)  # (B, 1, 1) each
-    position = torch.arange(images.shape[-1], device=images.device)
-    rows = (position >= top) & (position < bottom)  # (B, 1, S)
-    columns = (position >= left) & (position < right)
-    inside = rows.transpose(1, 2) & columns  # (B, S, S)
-    own = torch.where(bottom > top, (~inside).float(), weight)
-    return torch.lerp(partners(images), images, own[:, None])
-
-
-def partners(batch: Tensor) -> Tensor:
-    """Returns (B, ..): for each entry of the batch the entry that it is mixed with."""
-    return batch.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
-
-
 def _cutmix(rng: Random, parameter: float, size: int) -> Draw:
     """Draws a box around a random pixel; the weight is the fraction of the area outside of the box."""
     half = int(size * math.sqrt(1 - rng.betavariate(parameter, parameter))) // 2

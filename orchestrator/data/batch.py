@@ -1,7 +1,9 @@
 """The batches that a model trains on, and the parts that they are joined from."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,65 +35,99 @@ class DecodeError(NamedTuple):
     reason: str
 
 
-class Batch(NamedTuple):
-    """B images of a step, with what training needs to know about them.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """B samples of a step, with what training needs to know about them.
 
-    image: (B, 3, H, W) uint8, channels last in memory.
-    label: (B,) int64, the first label of each image.
+    fields: name -> tensor with a row per sample: `image` (B, 3, H, W) uint8, channels last in memory; `label`
+        (B, M) int64, -1 where an image has fewer labels than another; `mix` (B, 5) float32, how the image is
+        mixed with its neighbour, as `augment.draw` returns it, where a run mixes images.
     valid: (B,) float32, 0 for slots that evaluation ignores: padding, and images that cannot be decoded.
     key: (B,) int64, the slot's number in the run (or in the validation set), the same for any number of
         workers; router noise depends on it.
-    sample: (B,) int64, the `index.sample_ids` of each image's key.
-    mix: (B, 5) float32, how the image is mixed with its neighbour, as `augment.draw` returns it.
-    others: (B, K) int64, the further labels of each image, -1 where it has fewer. K is 0 for data sets whose
-        images have one label each.
+    sample: (B,) int64, the `index.sample_ids` of each sample's key.
     bad: images that could not be decoded while this batch was read.
     traffic: what was fetched from S3 for it.
     """
 
-    image: Tensor
-    label: Tensor
+    fields: Mapping[str, Tensor]
     valid: Tensor
     key: Tensor
     sample: Tensor
-    mix: Tensor
-    others: Tensor
     bad: tuple[DecodeError, ...] = ()
     traffic: Traffic = Traffic()
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self[:-2]
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
 
-    def label_sets(self) -> Tensor:
-        """Returns (B, 1 + K) int64: all labels of each image, -1 where it has fewer."""
-        return torch.cat([self.label.unsqueeze(1), self.others], 1)
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.fields.values(), self.valid, self.key, self.sample]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Returns the batch with `function` applied to every tensor."""
-        return Batch(*map(function, self.tensors()), bad=self.bad, traffic=self.traffic)
+        fields = {name: function(tensor) for name, tensor in self.fields.items()}
+        valid, key, sample = map(function, (self.valid, self.key, self.sample))
+        return replace(self, fields=fields, valid=valid, key=key, sample=sample)
+
+    def split(self, samples: int) -> list["Batch"]:
+        """Returns the batch in parts of so many samples, without `bad` and `traffic`."""
+        alone, starts = replace(self, bad=(), traffic=Traffic()), range(0, len(self), samples)
+        return [alone.map(itemgetter(slice(first, first + samples))) for first in starts]
+
+
+def concatenated(batches: Sequence[Batch]) -> Batch:
+    """Returns the samples of batches in their order as one batch."""
+
+    def cat(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat([*tensors])
+
+    return Batch(
+        fields={name: cat(batch[name] for batch in batches) for name in batches[0].fields},
+        valid=cat(batch.valid for batch in batches),
+        key=cat(batch.key for batch in batches),
+        sample=cat(batch.sample for batch in batches),
+        bad=tuple(error for batch in batches for error in batch.bad),
+        traffic=Traffic(*map(sum, zip(*(batch.traffic for batch in batches), strict=True))),
+    )
 
 
 class PartialBatch(NamedTuple):
-    """n slots of a worker's share of a batch, as numpy arrays; image is (n, H, W, 3)."""
+    """n slots of a worker's share of a batch, as numpy arrays; an image is (n, H, W, 3)."""
 
-    image: NDArray[np.uint8]
-    label: NDArray[np.int64]
+    fields: dict[str, NDArray[Any]]
     valid: NDArray[np.float32]
     key: NDArray[np.int64]
     sample: NDArray[np.int64]
-    mix: NDArray[np.float32]
-    others: NDArray[np.int64]
     bad: list[DecodeError]
     traffic: Traffic
 
 
 def join_batches(parts: Sequence[PartialBatch]) -> Batch:
     """Concatenates the parts of a batch in their order."""
-    *arrays, bad, traffic = zip(*parts, strict=True)
-    image, *fields = (torch.from_numpy(np.concatenate(array)) for array in arrays)
-    return Batch(
-        image.permute(0, 3, 1, 2),
-        *fields,
-        bad=tuple(error for errors in bad for error in errors),
-        traffic=Traffic(*map(sum, zip(*traffic, strict=True))),
+
+    def tensors(part: PartialBatch) -> Iterator[tuple[str, Tensor]]:
+        for name, array in part.fields.items():
+            tensor = torch.from_numpy(array)
+            yield name, tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
+
+    return concatenated(
+        [
+            Batch(
+                fields=dict(tensors(part)),
+                valid=torch.from_numpy(part.valid),
+                key=torch.from_numpy(part.key),
+                sample=torch.from_numpy(part.sample),
+                bad=tuple(part.bad),
+                traffic=part.traffic,
+            )
+            for part in parts
+        ]
     )
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Maps uint8 to float in -1..1, as the papers' code does."""
+    return images.float() / 127.5 - 1

@@ -175,11 +175,6 @@ def _central(encoded: bytes, size: int, eval_resize: str, eval_crop: float) -> T
     return _cropped(picture, Box((height - h) // 2, (width - w) // 2, h, w), size)
 
 
-def normalize(images: Tensor) -> Tensor:
-    """Maps uint8 to float in -1..1, as the papers' code does."""
-    return images.float() / 127.5 - 1
-
-
 def inception_box(height: int, width: int, rng: Random) -> Box:
     """Draws a box of 5-100 % of the area, aspect 3/4 to 4/3; the whole image if ten draws do not fit.
 

@@ -72,6 +72,13 @@ def records_of(
     return records
 
 
+def labels_of(records: Records) -> Ints:
+    """Returns (n, M) int64: all labels of each image, `NO_LABEL` where it has fewer."""
+    first = records["label"][:, None].astype(np.int64)
+    several = "others" in (records.dtype.names or ())
+    return np.concatenate([first, records["others"]], 1) if several else first
+
+
 def write_index(data_set: str, split: str, shards: Iterable[IndexedShard]) -> str:
     """Writes the index of a split, shard after shard, and returns the SHA-256 of its records."""
     digest = hashlib.sha256()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.data
+from numpy.typing import NDArray
 from ray.data.block import BlockAccessor
 from ray.exceptions import GetTimeoutError, RayTaskError
 
@@ -343,9 +344,13 @@ def _cpus() -> int:
 
 def _packed(number: int, parts: list[PartialBatch]) -> dict[str, Any]:
     """Returns a block, a table of one row: all images, and the rest of each part."""
-    images = [part.image for part in parts]
-    rest = pickle.dumps((number, [part._replace(image=part.image[:0]) for part in parts]))
+    images = [part.fields["image"] for part in parts]
+    rest = pickle.dumps((number, [_with_image(part, part.fields["image"][:0]) for part in parts]))
     return {"image": (images[0] if len(images) == 1 else np.concatenate(images))[None], "rest": [rest]}
+
+
+def _with_image(part: PartialBatch, image: NDArray[np.uint8]) -> PartialBatch:
+    return part._replace(fields=part.fields | {"image": image})
 
 
 def _unpacked(number: int, chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
@@ -355,7 +360,7 @@ def _unpacked(number: int, chunk: list[Part], block: Any) -> Iterator[tuple[rang
     assert made == number, f"block {made} came as block {number}"
     first = 0
     for (_, slots), part in zip(chunk, parts, strict=True):
-        yield slots, part._replace(image=columns["image"][0][first : first + len(slots)])
+        yield slots, _with_image(part, columns["image"][0][first : first + len(slots)])
         first += len(slots)
 
 

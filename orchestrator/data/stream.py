@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from orchestrator.data import augment
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join_batches
 from orchestrator.data.decoded import decoded_split
 from orchestrator.data.images import BadImage, Transform
-from orchestrator.data.index import NO_LABEL, Ints, Records
+from orchestrator.data.index import NO_LABEL, Ints, Records, labels_of
 from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.plan import Places, Plan
 from orchestrator.data.shards import DataSet, Image, fetch_whole
@@ -103,17 +103,14 @@ class Stream:
             UsageError: for a shard that differs from the manifest, and for too many bad images in a row.
         """
         n, size, config = len(fetch.key), self.transform.size, self.run.data
-        image, label = np.zeros((n, size, size, 3), np.uint8), np.zeros(n, np.int64)
+        image, label = np.zeros((n, size, size, 3), np.uint8), self._no_labels(n)
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
-        others = np.full((n, self.data.manifest.labels - 1), NO_LABEL, np.int64)
         bad: list[DecodeError] = []
         names = [""] * n
         kept, starts = decoded_split(self.data, self.split, self.transform), self.data.starts(self.split)
         if (known := fetch.known) is not None:
             image[: len(known)], valid[: len(known)] = known, 1
-            label[: len(known)], sample[: len(known)] = fetch.records["label"], fetch.records["sample"]
-            if others.size:
-                others[: len(known)] = fetch.records["others"]
+            label[: len(known)], sample[: len(known)] = labels_of(fetch.records), fetch.records["sample"]
             for i, epoch in enumerate(fetch.places.epoch.tolist()):
                 names[i] = f"{self.run.train.seed}/{epoch}/{sample[i]}"
                 if self.transform.varies():
@@ -121,7 +118,7 @@ class Stream:
                     image[i] = _by_place(self.transform.vary(central, names[i]))
         for i in range(len(fetch.images)):
             for attempt, (place, record, read) in enumerate(self._candidates(fetch, i), start=1):
-                names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample']}"
+                names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample'].item()}"
                 try:
                     if kept:
                         pixels = self.transform.central(read())
@@ -137,24 +134,29 @@ class Stream:
                         raise UsageError(f"{attempt} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
                 image[i] = _by_place(pixels)
-                label[i], valid[i], sample[i] = record["label"], 1, record["sample"]
-                if others.size:
-                    others[i] = record["others"]
+                label[i], valid[i], sample[i] = labels_of(record)[0], 1, record["sample"].item()
                 break
-        mixup, cutmix = (config.mixup, config.cutmix) if self.plan else (0, 0)
-        mix = augment.draw(names, mixup=mixup, cutmix=cutmix, size=size)
-        return PartialBatch(image, label, valid, fetch.key, sample, mix, others, bad, fetch.traffic)
+        fields = {"image": image, "label": label}
+        if self.plan and (config.mixup or config.cutmix):
+            fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
+        return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
 
-    def _candidates(self, fetch: "Fetch", slot: int) -> Iterator[tuple[SampleLocation, Any, Image]]:
-        """Yields the slot's sample, its record and its image; with a plan also what may replace it."""
+    def _no_labels(self, n: int) -> Ints:
+        """Returns the labels of `n` empty slots: class 0, which no score counts."""
+        label = np.full((n, self.data.manifest.labels), NO_LABEL, np.int64)
+        label[:, 0] = 0
+        return label
+
+    def _candidates(self, fetch: "Fetch", slot: int) -> Iterator[tuple[SampleLocation, Records, Image]]:
+        """Yields the slot's sample, its record, (1,), and its image; with a plan also what may replace it."""
         place = SampleLocation(*(int(array[slot]) for array in fetch.places))
-        yield place, fetch.records[slot], fetch.images[slot]
+        yield place, fetch.records[slot : slot + 1], fetch.images[slot]
         if self.plan:
             for following in count(fetch.within[slot] + 1):
                 places = self.plan.locate(fetch.lane[slot, None], following[None])
                 records = self.data.records(self.split, places.shard, places.row)
                 images, _ = self.data.images(self.split, places.shard, records)
-                yield SampleLocation(*(int(array[0]) for array in places)), records[0], images[0]
+                yield SampleLocation(*(int(array[0]) for array in places)), records, images[0]
 
 
 class Fetch(NamedTuple):

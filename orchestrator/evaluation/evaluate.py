@@ -8,7 +8,6 @@ node's speed affects all of them alike.
 
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-import torch.nn.functional as F
 from ray.exceptions import RayTaskError
 from torch import Tensor, nn
 
@@ -26,20 +24,20 @@ from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from orchestrator import storage
 from orchestrator.codec import to_dict
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name
+from orchestrator.tasks import ClassificationConfig, TaskConfig
+from orchestrator.tasks.base import Heads
 from orchestrator.training.loop import one_thread
-from orchestrator.training.losses import hits
 from orchestrator.training.metrics import device_sync
 
-TOP = 5
 WARM_UP = 3  # untimed passes of each operating point
 ROUNDS = 3  # of timing
+CLASSIFICATION = ClassificationConfig()
 
 Row = dict[str, Any]
 
@@ -57,90 +55,53 @@ def images_of(
 
 
 class Scores:
-    """Counts by class while images come in, on the device.
-
-    An answer is right if it is one of the image's labels: accuracy is then V-MoE's precision@1, and ReaL
-    accuracy on ReaL's labels (Beyer et al. 2020). An image with several labels counts in the row of its first
-    label, and its loss is the softmax cross-entropy of that label, whatever loss the model was trained with.
+    """A task's scores in detail, summed while images come in, on the device.
 
     Attributes:
-        counts: (C, 6): images of a class, how many of them have a right best answer or one among the best
-            five, how many images of any class have the class as best answer, the sum of cross-entropies in
-            nats, and for how many images of any class the class is a right best answer.
+        sums: as `TaskConfig.details` returns them; empty before the first batch.
         unread: images that could not be decoded. They count nowhere else.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
-        # Float64 holds whole numbers exactly up to 2^53, more than any data set has images.
-        self.counts = torch.zeros(num_classes, 6, dtype=torch.float64, device=device)
+    def __init__(self, task: TaskConfig) -> None:
+        self.task = task
+        self.sums: dict[str, Tensor] = {}
         self.unread = 0
 
-    def add(self, logits: Tensor, labels: Tensor, valid: Tensor) -> None:
-        """Counts logits (B, C) of images with labels (B, L), -1 where an image has fewer.
-
-        Images with `valid` 0 do not count.
-        """
-        first = labels[:, 0]
-        top5 = logits.topk(min(TOP, logits.shape[-1]), dim=-1).indices
-        # The first of equal logits counts, as in the validation during training.
-        best = logits.argmax(-1)
-        hit = hits(logits, labels)
-        hit5 = hit | (top5.unsqueeze(2) == labels.unsqueeze(1)).any((1, 2))
-        loss = F.cross_entropy(logits.float(), first, reduction="none")
-        zero = torch.zeros_like(loss)
-        rows = torch.stack([torch.ones_like(loss), hit, hit5, zero, loss, zero], 1)
-        self.counts.index_add_(0, first, (rows * valid.unsqueeze(1)).double())
-        self.counts[:, 3].index_add_(0, best, valid.double())
-        self.counts[:, 5].index_add_(0, best, (hit * valid).double())
+    def add(self, heads: Heads, batch: Batch) -> None:
+        for name, value in self.task.details(heads, batch).items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.unread += len(batch.bad)
 
     def images(self) -> int:
-        return int(self.counts[:, 0].sum())
+        return int(self.sums["samples"])
 
     def metrics(self) -> dict[str, float]:
-        """Fractions of images whose best answer is right (``acc1``), or one of the best five (``acc5``).
+        return self.task.metrics(self.sums)
 
-        ``loss`` is in nats. ``prec1``, V-MoE's precision@1, equals acc1.
-        """
-        images, hits, hits5, _, loss, _ = self.counts.sum(0).tolist()
-        return {"acc1": hits / images, "acc5": hits5 / images, "prec1": hits / images, "loss": loss / images}
-
-    def by_class(self, names: Sequence[str]) -> dict[str, list[Any]]:
-        """A table with a row for each named class: column -> values, None for a mean over no images.
-
-        ``precision`` is the fraction of right answers among the answers that name the class.
-        """
-        images, hits, hits5, answers, loss, right = self.counts[: len(names)].cpu().T
-        table: dict[str, list[Any]] = {"class": list(names), "images": images.long().tolist()}
-        means = zip(("acc1", "acc5", "precision", "loss"), (hits, hits5, right, loss), strict=True)
-        for name, total in means:
-            mean = total / (answers if name == "precision" else images)
-            table[name] = [value if math.isfinite(value) else None for value in mean.tolist()]
-        return table
+    def table(self, names: Sequence[str]) -> dict[str, list[Any]]:
+        return self.task.table(self.sums, names)
 
 
 def evaluate_at(
-    model: Model, batches: Iterable[Batch], points: Sequence[RoutingOverrides] = (AS_TRAINED,)
+    model: Model,
+    batches: Iterable[Batch],
+    points: Sequence[RoutingOverrides] = (AS_TRAINED,),
+    task: TaskConfig = CLASSIFICATION,
 ) -> list[Scores]:
     """The scores at each operating point, in one pass over the images that computes shared parts once.
 
     Raises:
-        UsageError: if the model has no output for the class of an image, or no such routing, or if none of
-            the images can be decoded.
+        UsageError: if the task refuses the images, the model has no such routing, or none of the images can
+            be decoded.
     """
-    scores: list[Scores] = []
+    scores = [Scores(task) for _ in points]
     for batch in batches:
-        num_classes = model.config.num_classes
-        labels = batch.label_sets()
-        scores = scores or [Scores(num_classes, labels.device) for _ in points]
-        if (highest := int(labels.max())) >= num_classes:
-            raise UsageError(f"class {highest} in the data, but the model has {num_classes} outputs")
         try:
-            logits = model.at_points(normalize(batch.image), batch.valid, points)
+            at_points = model.at_points(normalize(batch["image"]), batch.valid, points)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        for point_scores, point_logits in zip(scores, logits, strict=True):
-            point_scores.add(point_logits, labels, batch.valid)
-            point_scores.unread += len(batch.bad)
+        for point_scores, heads in zip(scores, at_points, strict=True):
+            point_scores.add(heads, batch)
     if not all(point_scores.images() for point_scores in scores):
         raise UsageError("none of the images of the split can be decoded")
     return scores
@@ -232,8 +193,8 @@ class EvalTask:
 
 
 def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:
-    """Yields each task when it is done, with a row per operating point: ``point``, ``val/acc1``,
-    ``val/acc5``, ``val/loss``, ``cost/forward_gflops_2mac``, and ``weights``, the SHA-256 of the weights.
+    """Yields each task when it is done, with a row per operating point: ``point``, the metrics of what the
+    model was trained for, ``cost/forward_gflops_2mac``, and ``weights``, the SHA-256 of the weights.
 
     Raises:
         UsageError: if data or weights are damaged or incomplete.
@@ -296,12 +257,12 @@ def _evaluate(task: EvalTask) -> list[Row]:
     file = storage.join(task.results, f"{task.key(weights)}.json")
     if storage.size(file) is not None:
         return json.loads(storage.read_bytes(file))
-    all_scores = evaluate_at(model, task.images(), task.points)
+    all_scores = evaluate_at(model, task.images(), task.points, task.model.run.task)
     assert weights_sha256(model) == weights, "evaluation changed the weights"
     rows = [
         {
             "point": point_name(point),
-            **{f"val/{name}": value for name, value in scores.metrics().items() if name != "prec1"},
+            **{f"val/{name}": value for name, value in scores.metrics().items()},
             "cost/forward_gflops_2mac": forward_gflops_2mac(task.model.run.model, point),
             "weights": weights,
         }
@@ -315,7 +276,7 @@ def _evaluate(task: EvalTask) -> list[Row]:
 class _Clock:
     def time(self, task: EvalTask, repeats: int) -> list[Latency]:
         model = task.model.load(default_device())
-        images = normalize(next(task.images()).image)
+        images = normalize(next(task.images())["image"])
         return latencies(model, images, task.points, repeats=repeats)
 
 

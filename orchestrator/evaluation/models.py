@@ -97,6 +97,8 @@ class ModelRef:
             UsageError: if the data set has other classes, or has them in another order.
         """
         classes = open_manifest(path).classes
+        if not self.run.task.classifies:
+            return
         if self.classes is None:
             outputs = self.run.model.num_classes
             fits, known = len(classes) <= outputs, f"unknown classes ({outputs} outputs)"

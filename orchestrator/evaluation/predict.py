@@ -35,14 +35,16 @@ from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
-from orchestrator.data.images import BadImage, Transform, may_be_image, normalize
+from orchestrator.data.batch import normalize
+from orchestrator.data.images import BadImage, Transform, may_be_image
 from orchestrator.data.manifest import has_manifest, open_manifest
 from orchestrator.data.samples import files_below
 from orchestrator.data.shards import DataSet
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import TOP, default_device
+from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.models import ModelRef
+from orchestrator.tasks.classification import TOP
 from orchestrator.training.loop import CORES
 from orchestrator.training.resources import most_resources
 

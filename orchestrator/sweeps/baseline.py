@@ -17,9 +17,12 @@ ITERATIONS = 100
 
 
 def linear_baseline(run: RunConfig) -> dict[str, float]:
-    """Returns `NAME` -> ``val/acc1`` of logistic regression on the pixels that the run's model sees, without
-    augmentation; nothing for data sets of more than `MOST_VALUES` values, or with several labels per image.
+    """Returns `NAME` -> accuracy of logistic regression on the pixels that the run's model sees, without
+    augmentation; nothing for data sets of more than `MOST_VALUES` values, or with several labels per image,
+    and for other tasks than classification.
     """
+    if not run.task.classifies:
+        return {}
     manifest = open_manifest(run.data.path)
     values = manifest.rows("train") * 3 * run.model.image_size**2
     if values > MOST_VALUES or manifest.labels > 1:
@@ -37,7 +40,7 @@ def _images(run: RunConfig, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     stream = in_order(replace(run, scale=replace(run.scale, workers=1, ep=1)), split)
     batches = list(in_process(stream, stream.steps()))
     valid = torch.cat([batch.valid for batch in batches]) > 0
-    images = torch.cat([batch.image for batch in batches])[valid]
+    images = torch.cat([batch["image"] for batch in batches])[valid]
     if (images == images[:, :1]).all():
         images = images[:, :1]
-    return images.flatten(1) / 255, torch.cat([batch.label for batch in batches])[valid]
+    return images.flatten(1) / 255, torch.cat([batch["label"][:, 0] for batch in batches])[valid]

@@ -218,7 +218,7 @@ def complete_reference(
         known = [p.cost if name == sweep.cost else p.costs.get(name, math.nan) for p in points]
         if positive := [cost for cost in known if 0 < cost < math.inf]:
             highest[name] = max(positive)
-    chance = 1 / min(trial.config.model.num_classes for trial in trials)
+    chance = max(trial.config.task.chance(trial.config.model) for trial in trials)
     return {sweep.cost: 1.0, sweep.quality: chance, **raised_reference(sweep.reference, highest)}
 
 

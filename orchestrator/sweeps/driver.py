@@ -16,7 +16,7 @@ from ray.train import TrainingFailedError
 
 from moe.config import Config, NonNegativeInt, PositiveFloat, PositiveInt
 from orchestrator import storage
-from orchestrator.codec import changed_fields, flat, to_dict
+from orchestrator.codec import changed_fields, flat, read_config, renamed, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import write_shards
@@ -296,11 +296,11 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     )
     if was is None:
         check_resumable(directory, "resume" if resume else "auto")
-        baselines = linear_baseline(base) if sweep.quality == "val/acc1" else {}
+        baselines = linear_baseline(base) if sweep.quality == base.task.quality else {}
         # It rises only when an arm costs more, so that hypervolumes of a sweep compare. A search has no arms
         # yet. Measured costs are added when results are published first.
         runs = list(sweep.runs().values()) or (sample(sweep.space, base, SAMPLED) if sweep.space else [])
-        chance = {sweep.quality: 1 / base.model.num_classes}
+        chance = {sweep.quality: base.task.chance(base.model)}
         reference = raised_reference(chance, _highest_costs(runs))
         now = replace(now, reference=reference, baselines=baselines)
     else:
@@ -330,10 +330,10 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
 def _fixed(record: SweepRecord, arms: Iterable[str]) -> dict[str, Any]:
     """The fields that may not change when a sweep is continued. `arms`: the arms that it began with."""
     return {
-        **flat(record.base),
+        **flat(read_config(RunConfig, record.base)),
         DATA: record.data_digest,
         **{name: getattr(record, name) for name in ("quality", "cost", "trunk", "seeds")},
-        **{f"arms.{name}": record.arms.get(name) for name in arms},
+        **{f"arms.{name}": renamed(record.arms[name]) if name in record.arms else None for name in arms},
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import ModelRef
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
@@ -17,13 +18,11 @@ from orchestrator.tracking.find import RunInfo
 TABLE = "operating_points.json"
 TAG = "operating_points"
 AS_TRAINED = "as trained"
-QUALITY = "val/acc1"
 TIME = "perf/ms_per_image"
 QUARTILES = (f"{TIME}_q25", f"{TIME}_q75")
 COSTS = ("cost/forward_gflops_2mac", TIME)
 PICTURES = {COSTS[0]: "operating.png", TIME: "operating-ms.png"}
 TIMING = (*QUARTILES, "batch", "device", "rounds", "repeats")
-COLUMNS = ("run", "point", QUALITY, "val/acc5", "val/loss", *COSTS, *TIMING)
 DETAILS = {"val/acc5": "accuracy @5", "val/loss": "loss", "batch": "timed batch", "device": "timed on"}
 
 Row = Mapping[str, Any]
@@ -31,7 +30,9 @@ Row = Mapping[str, Any]
 
 def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Column -> values, as MLflow stores a table."""
-    return {name: [row[name] for row in rows] for name in COLUMNS}
+    metrics = [name for name in rows[0] if name.startswith("val/")] if rows else []
+    columns = ("run", "point", *metrics, *COSTS, *TIMING)
+    return {name: [row[name] for row in rows] for name in columns}
 
 
 def read_operating(sweep: RunInfo) -> list[Row]:
@@ -51,7 +52,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     An operating point is the mean over the seeds of an arm, and left out if a seed was not measured there.
     Nothing changes where quality is another metric.
     """
-    if frontier.quality_name != QUALITY or not rows:
+    if not rows or frontier.quality_name not in rows[0]:
         return frontier
     by_run: dict[str, dict[str, Row]] = {}
     for row in rows:
@@ -63,9 +64,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
         points.append(trained)
         for name in seeds[0] if is_complete(point) else ():
             if name != AS_TRAINED and all(name in seed for seed in seeds):
-                operating.append(
-                    _operating(trained, name, [seed[name] for seed in seeds], frontier.cost_name)
-                )
+                operating.append(_operating(trained, name, [seed[name] for seed in seeds], frontier))
     retrained = tuple(_timed(point, [{}], frontier.cost_name) for point in frontier.retrained)
     note = f"{frontier.note} {_how_timed(rows)}".strip()
     times = [point.costs[TIME] for point in points if point.costs[TIME] > 0]
@@ -81,7 +80,12 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
 
 
 def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[Row]]) -> Frontier:
-    """The frontier of models as trained: the first of the rows of each location."""
+    """The frontier of models as trained: the first of the rows of each location. Raises UsageError if models
+    were trained for different qualities.
+    """
+    quality, *others = dict.fromkeys(model.run.task.quality for model in models)
+    if others:
+        raise UsageError(f"qualities of models differ, and do not compare: {', '.join([quality, *others])}")
     points = []
     for model in models:
         row, found = rows[model.location][0], settings(model.run)
@@ -90,7 +94,7 @@ def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[R
                 arm=model.name,
                 family=model.run.model.family(),
                 cost=row[COSTS[0]],
-                quality=row[QUALITY],
+                quality=row[quality],
                 size=float(found["capacity"]),
                 run_id=model.location,
                 status="finished",
@@ -98,14 +102,14 @@ def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[R
                 settings=found,
             )
         )
-    chance = 1 / min(model.run.model.num_classes for model in models)
+    chance = max(model.run.task.chance(model.run.model) for model in models)
     highest = max(point.cost for point in points)
     return Frontier(
         name="Operating points",
-        quality_name=QUALITY,
+        quality_name=quality,
         cost_name=COSTS[0],
         points=tuple(points),
-        reference={QUALITY: chance, COSTS[0]: 1.1 * highest},
+        reference={quality: chance, COSTS[0]: 1.1 * highest},
     )
 
 
@@ -122,19 +126,20 @@ def _timed(point: Point, seeds: Sequence[Row], cost_name: str) -> Point:
     )
 
 
-def _operating(trained: Point, name: str, seeds: Sequence[Row], cost_name: str) -> Point:
+def _operating(trained: Point, name: str, seeds: Sequence[Row], frontier: Frontier) -> Point:
     costs = {cost: _mean(seeds, cost) for cost in COSTS}
     details = {
         label: _mean(seeds, column) if column.startswith("val/") else seeds[0][column]
         for column, label in DETAILS.items()
+        if column in seeds[0]
     }
     return replace(
         trained,
         arm=f"{trained.arm}: {name}",
-        cost=costs.get(cost_name, math.nan),
+        cost=costs.get(frontier.cost_name, math.nan),
         costs=costs,
         spreads=_spreads(seeds),
-        quality=_mean(seeds, QUALITY),
+        quality=_mean(seeds, frontier.quality_name),
         qualities=(),
         details=details,
         settings={**trained.settings, "operating point": name},

@@ -28,7 +28,6 @@ from orchestrator.tracking.store import Tracking
 from orchestrator.training.fit import check_data, check_start
 from orchestrator.training.resources import check_resources, most_resources, node_name, on_every_node
 
-QUALITIES = ("val/acc1", "train/acc1")  # to maximise
 COSTS = (
     "cost/train_flops_6mac",
     "cost/marginal_train_flops_6mac",
@@ -142,7 +141,7 @@ def check_sweep(sweep: Sweep, *, verify: bool = False) -> None:
 def check_metrics(sweep: Sweep) -> None:
     """Raises UsageError for a quality or a cost that no trial will report."""
     fewshot = sweep.base.train.fewshot
-    qualities = (*QUALITIES, *(fewshot.metrics() if fewshot else ()))
+    qualities = (*sweep.base.task.qualities, *(fewshot.metrics() if fewshot else ()))
     for name, metric, known in (("quality", sweep.quality, qualities), ("cost", sweep.cost, COSTS)):
         if metric not in known:
             raise UsageError(f"{name}={metric!r} of a sweep is none of {', '.join(known)}")

@@ -15,7 +15,6 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 
 EVERY_S = 20  # between lines about one trial, without a terminal
-SHOWN = ("train/loss", "val/acc1", "perf/images_per_s", "data/wait_frac")
 
 
 def new_console() -> Console:
@@ -91,6 +90,7 @@ class StepLines:
 
     def __init__(self, run: RunConfig) -> None:
         self._pace = RunProgress(run.train.steps)
+        self._shown = ("train/loss", run.task.quality, "perf/images_per_s", "data/wait_frac")
         self._console = new_console()
 
     def say(self, line: str) -> None:
@@ -98,7 +98,7 @@ class StepLines:
 
     def show(self, step: int, metrics: Metrics) -> None:
         self._pace.report(step, metrics)
-        values = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+        values = [f"{name} {metrics[name]:.4g}" for name in self._shown if name in metrics]
         self.say("  ".join([f"step {step}/{self._pace.steps}", *values, self._pace.left()]).rstrip())
 
 

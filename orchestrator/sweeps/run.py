@@ -187,7 +187,7 @@ class SweepRun:
             if isinstance(end, Result) and end.status == "finished"
         ]
         points = np.array(rows, dtype=np.float64).reshape(-1, 2)
-        chance = 1 / self.sweep.base.model.num_classes
+        chance = self.sweep.base.task.chance(self.sweep.base.model)
         highest = 1.1 * max((state.cost for state in states), default=1.0)
         running = [state for state in states if state.running]
         devices = sum(state.trial.run.scale.workers for state in running)

@@ -16,6 +16,7 @@ from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.optimizers import AdamWConfig
 from orchestrator.schedules import LinearConfig, RsqrtConfig
+from orchestrator.tasks import ClassificationConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
@@ -139,7 +140,7 @@ _ILSVRC2012 = {  # V-MoE-S/32 as released, vmoe_paper/vmoe_s32_last2_ilsvrc2012_
     "data.randaugment_magnitude": 10,
     "train.steps": 300 * 1_281_167 // 8192,  # 300 epochs
     "train.lr": 3e-3,
-    "train.loss": "sigmoid",
+    "task.loss": "sigmoid",
     "train.schedule.kind": "linear",
     "train.schedule.warmup_steps": 10_000,
     "train.schedule.end_frac": 1e-5 / 3e-3,
@@ -212,11 +213,11 @@ _IN1K = RunConfig(
 # The recipe of the released V-MoE-B/16: vmoe_paper/pretrain_imagenet21k.py.
 _IN21K = RunConfig(
     model=ViTConfig(num_classes=21_843, head_bias=-10.0, width=768, heads=12, mlp_dim=3072),
+    task=ClassificationConfig(loss="sigmoid"),
     data=DataConfig(batch_size=4096, augment="inception", mixup=0.5, randaugment=2, randaugment_magnitude=20),
     train=TrainConfig(
         steps=1_040_000,  # 300 epochs of about 14.2M images
         lr=8e-4,
-        loss="sigmoid",
         report_every=100,
         eval_every=25_000,
         schedule=LinearConfig(warmup_steps=10_000, end_frac=1e-5 / 8e-4),
@@ -228,11 +229,11 @@ _IN21K = RunConfig(
 # numbers are those of its released long runs: soft_moe/pretrain_jft4b.py and soft_moe/common.py:93-126.
 _JFT = RunConfig(
     model=ViTConfig(num_classes=29_593, head_bias=-log(29_593)),  # pretrain_jft4b.py:31, common.py:201
+    task=ClassificationConfig(loss="sigmoid"),  # pretrain_jft4b.py:77
     data=DataConfig(batch_size=4096, augment="inception"),  # pretrain_jft4b.py:66: crop and flip alone
     train=TrainConfig(
         steps=300_000,
         lr=1e-3,  # common.py:122-126, with warm-up and timescale
-        loss="sigmoid",  # pretrain_jft4b.py:77
         report_every=100,
         eval_every=25_000,
         schedule=RsqrtConfig(warmup_steps=10_000, cooldown_steps=50_000, timescale=10_000),

@@ -116,7 +116,7 @@ class Sweep(Config):
     Attributes:
         base: the run that every arm changes; its name is the sweep's.
         arms: name -> dotted changes of the base.
-        quality, cost: the metrics to maximise and to minimise.
+        quality, cost: the metrics to maximise and to minimise; by default the quality of the base's task.
         seeds: every arm is trained once with each; none: once, with the base's.
         trunk: every arm is trained once, and cooled down from several of its steps.
         claims: statements about the outcome, as `frontier.claims` reads them.
@@ -127,13 +127,18 @@ class Sweep(Config):
 
     base: RunConfig
     arms: Mapping[str, Mapping[str, Any]]
-    quality: str = "val/acc1"
+    quality: str = ""
     cost: str = "cost/train_flops_6mac"
     seeds: tuple[int, ...] = ()
     trunk: Trunk | None = None
     claims: tuple[str, ...] = ()
     space: Space | None = None
     published: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.quality:
+            object.__setattr__(self, "quality", self.base.task.quality)
 
     def trials(self, drawn: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Trial]:
         """Returns name -> trial, trunks before their branches. Raises UsageError naming the arm whose config

@@ -28,10 +28,12 @@ from mlflow.exceptions import MlflowException
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.tasks import ClassificationConfig
 
 EXPERIMENT = "moe-frontier"
 ANSWER_S = 5  # a server that is silent for longer counts as down
 CREATION_S = 120.0  # creating the tables takes some seconds; a process that holds their lock longer is stuck
+QUALITY = ClassificationConfig().quality
 TRIALS = "trials"  # name of the shared view below
 TAGS = {  # of the experiment; tried with MLflow 3.17
     "mlflow.experimentKind": "custom_model_development",
@@ -39,11 +41,11 @@ TAGS = {  # of the experiment; tried with MLflow 3.17
     f"mlflow.sharedViewState.{TRIALS}": json.dumps(
         {
             "searchFilter": "tags.role != 'sweep'",
-            "orderByKey": "metrics.`val/acc1`",
+            "orderByKey": f"metrics.`{QUALITY}`",
             "orderByAsc": False,
             "selectedColumns": [
                 "attributes.`Duration`",
-                "metrics.`val/acc1`",
+                f"metrics.`{QUALITY}`",
                 "metrics.`val/loss`",
                 "metrics.`cost/train_flops_6mac`",
                 "metrics.`cost/device_s`",

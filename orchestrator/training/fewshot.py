@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.config import FewShotConfig, RunConfig
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import normalize
 from orchestrator.data.plan import Ints
 from orchestrator.data.stream import Stream, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
@@ -198,15 +198,16 @@ def frozen_features(model: nn.Module, stream: Stream, device: torch.device) -> F
     """Returns the input of the head for every image, in evaluation mode. All workers call it together."""
     seen: list[Tensor] = []
     # A hook, because a sharded model gathers its weights only in `forward`.
-    hook = model.get_submodule("head").register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    head = model.get_submodule(stream.run.model.head)
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     training, size = model.training, stream.run.images_per_pass()
     model.eval()
     rows, places = [], []
     try:
         for batch in prefetched(in_process(stream, stream.steps()), device):
-            for images, valid in zip(batch.image.split(size), batch.valid.split(size), strict=True):
-                model(normalize(images), valid)
-            about = torch.stack([batch.label.float(), batch.valid], 1)
+            for part in batch.split(size):
+                model(normalize(part["image"]), part.valid)
+            about = torch.stack([batch["label"][:, 0].float(), batch.valid], 1)
             rows.append(torch.cat([torch.cat(seen).float(), about], 1).cpu())
             places.append(batch.key.cpu())
             seen.clear()

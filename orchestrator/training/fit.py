@@ -75,7 +75,7 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
             f"data.batch_size={run.data.batch_size} is more than the {manifest.rows('train')} training images"
             f" of {run.data.path}: use at most {manifest.rows('train')}"
         )
-    if len(manifest.classes) > run.model.num_classes:
+    if run.task.classifies and len(manifest.classes) > run.model.num_classes:
         raise UsageError(
             f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
             " classes"

@@ -1,7 +1,10 @@
 """One training step, the loop around it, and evaluation. Runs on every worker; knows torch, not Ray.
 
-Losses are sums over this worker's images divided by the global batch, so they add up over workers and
-microbatches to the mean over the batch, however it is split.
+A task's loss is a worker's share, and shares add up over workers to the loss of the global batch, however it
+is split. They add up over microbatches too if a sample's loss depends on that sample alone
+(`TaskConfig.scope`). Else the loss is computed once per step, of the heads of all microbatches, and its
+gradient is carried through them by a second forward pass (GradCache, Gao et al. 2021,
+https://arxiv.org/abs/2101.06983), which gives the same heads, because noise is keyed by sample.
 """
 
 import math
@@ -14,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import mix
-from moe.model import ModelConfig
+from moe.model import ModelConfig, Output
 from moe.parallel import accumulate, sum_over_ranks, update
 from moe.routing import Router
 from orchestrator.checkpoint.manager import NotFiniteError
-from orchestrator.config import RunConfig, TrainConfig
-from orchestrator.data import augment
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
-from orchestrator.training.losses import dominant_labels, hits, image_losses, mixed_losses
+from orchestrator.config import RunConfig
+from orchestrator.data.batch import Batch, concatenated, normalize
+from orchestrator.tasks.base import Heads
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.profile import phase
@@ -82,7 +83,7 @@ def run_steps(
                     report(step, values)
             if not math.isfinite(loss):
                 raise Diverged(f"train/loss is {loss} at step {step}")
-            stopping = reports and (should_stop() or good_enough(config, values))
+            stopping = reports and (should_stop() or good_enough(run, values))
             if saves or stopping:
                 try:
                     with phase("checkpoint"):
@@ -96,9 +97,10 @@ def run_steps(
     return until
 
 
-def good_enough(config: TrainConfig, metrics: Metrics) -> bool:
+def good_enough(run: RunConfig, metrics: Metrics) -> bool:
     """Returns whether `metrics`, which are the same on every worker, end the run before its last step."""
-    return config.stop_at is not None and metrics.get("val/acc1", -math.inf) >= config.stop_at
+    stop_at = run.train.stop_at
+    return stop_at is not None and metrics.get(run.task.quality, -math.inf) >= stop_at
 
 
 def train_step(
@@ -120,94 +122,119 @@ def train_step(
         if isinstance(module, Router):
             module.anneal(step)
     optimizer.zero_grad(set_to_none=True)
-    passes, microbatches = [], _microbatches(batch, run.images_per_pass())
-    for i, microbatch in enumerate(microbatches, start=1):
-        accumulate(model, last=i == len(microbatches))
-        passes.append(_forward_backward(model, microbatch, run, stats))
+    parts = batch.split(run.images_per_pass())
+    backward = _backward_of_batch if run.task.scope == "batch" and len(parts) > 1 else _backward_of_samples
+    passes = backward(model, parts, run, stats)
     with phase("optimizer"):
         grad_norm = update(model, optimizer, run.train.clip_norm)
-    metrics = {name: torch.stack([values[name] for values in passes]).sum() for name in passes[0]}
+    metrics = {n: torch.stack([each[n] for each in passes if n in each]).sum() for n in passes[0]}
     # These are the same on every worker, and all metrics are summed over workers.
     shared = {"train/grad_norm": grad_norm, "train/lr": torch.full_like(grad_norm, rate, dtype=torch.float64)}
     return metrics | {name: value / run.scale.workers for name, value in shared.items()}
 
 
-def _forward_backward(model: nn.Module, batch: Batch, run: RunConfig, stats: bool) -> dict[str, Tensor]:
-    share = len(batch.label) / run.data.batch_size
-    images, labels, loss = normalize(batch.image), batch.label_sets(), run.train.loss
-    mixed = run.data.mixup > 0 or run.data.cutmix > 0
-    if mixed:
-        images = augment.mix_images(images, batch.mix)
-    with phase("forward"):
-        output = model(images, keys_B=mix(batch.key, run.train.seed), return_stats=stats)
-        if mixed:
-            loss_B = mixed_losses(loss, output.logits, labels, batch.mix)
-            labels = dominant_labels(labels, batch.mix)
-        else:
-            loss_B = image_losses(loss, output.logits, labels)
-        loss_class = loss_B.sum() / run.data.batch_size
-        loss_router = output.aux * share
-    with phase("backward"):
-        (loss_class + loss_router).backward()
-    correct = hits(output.logits.detach(), labels)
+def _forward(model: nn.Module, batch: Batch, run: RunConfig, stats: bool) -> Output:
+    return model(run.task.images(batch), keys_B=mix(batch.key, run.train.seed), return_stats=stats)
+
+
+def _backward_of_samples(
+    model: nn.Module, parts: list[Batch], run: RunConfig, stats: bool
+) -> list[dict[str, Tensor]]:
+    """Returns the metrics of each microbatch, after its backward pass."""
+    passes = []
+    for i, part in enumerate(parts, start=1):
+        accumulate(model, last=i == len(parts))
+        with phase("forward"):
+            output = _forward(model, part, run, stats)
+            loss, metrics = run.task.loss_share(output.heads, part, run.data.batch_size)
+            loss_router = output.aux * (len(part) / run.data.batch_size)
+        with phase("backward"):
+            (loss + loss_router).backward()
+        passes.append(_metrics(loss, loss_router, output, len(part) / run.data.batch_size) | metrics)
+    return passes
+
+
+def _backward_of_batch(
+    model: nn.Module, parts: list[Batch], run: RunConfig, stats: bool
+) -> list[dict[str, Tensor]]:
+    """As `_backward_of_samples`, for a loss of the heads of all microbatches together."""
+    with torch.no_grad(), phase("forward"):
+        found = [_forward(model, part, run, False).heads for part in parts]
+    heads = {name: torch.cat([each[name] for each in found]).requires_grad_() for name in run.task.needs}
+    loss, metrics = run.task.loss_share(heads, concatenated(parts), run.data.batch_size)
+    gradients = torch.autograd.grad(loss, list(heads.values()))
+    rows = zip(*(gradient.split(len(parts[0])) for gradient in gradients), strict=True)
+    passes = []
+    for i, (part, gradient) in enumerate(zip(parts, rows, strict=True), start=1):
+        accumulate(model, last=i == len(parts))
+        with phase("forward"):
+            output = _forward(model, part, run, stats)
+            loss_router = output.aux * (len(part) / run.data.batch_size)
+        with phase("backward"):
+            # The gradient of this sum in each head is the loss's.
+            carriers = [(output.heads[n] * g).sum() for n, g in zip(heads, gradient, strict=True)]
+            (torch.stack(carriers).sum() + loss_router).backward()
+        passes.append(_metrics(loss / len(parts), loss_router, output, len(part) / run.data.batch_size))
+    passes[0] |= metrics
+    return passes
+
+
+def _metrics(loss: Tensor, loss_router: Tensor, output: Output, share: float) -> dict[str, Tensor]:
     return {
-        "train/loss": (loss_class + loss_router).detach(),
-        "train/loss_class": loss_class.detach(),
+        "train/loss": (loss + loss_router).detach(),
         "train/loss_router": loss_router.detach(),
-        "train/acc1": correct.float().mean() * share,
     } | {f"moe/{name}": layers.mean() * share for name, layers in output.stats.items()}
-
-
-def _microbatches(batch: Batch, images: int) -> list[Batch]:
-    fields = zip(*(field.split(images) for field in batch.tensors()), strict=True)
-    return [Batch(*part) for part in fields]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
-    """Returns accuracy and loss over the valid images of all workers, and this worker's forward time per
+    """Returns the task's metrics over the valid images of all workers, and this worker's forward time per
     image: the median over `TIMED` passes on one thread, after `WARM_UP` others. An evaluation of few passes
-    repeats its last one until a pass is timed. Without any valid image, accuracy and loss are NaN.
+    repeats its last one until a pass is timed. Without any valid image, the task's metrics are NaN.
     """
     model.eval()
-    sums: list[Tensor] = []
+    sums: list[dict[str, Tensor]] = []
     seconds: list[float] = []
-    part = None
-    for part in (part for batch in batches for part in _microbatches(batch, run.images_per_pass())):
-        timed = WARM_UP <= len(sums) < WARM_UP + TIMED
-        if timed:
-            logits, time_per_image = _timed_pass(model, part)
-            seconds.append(time_per_image)
-        else:
-            logits = _logits(model, part)
-        labels = part.label_sets()
-        loss, correct = image_losses(run.train.loss, logits, labels), hits(logits, labels).float()
-        sums.append(torch.stack([correct, loss, torch.ones_like(loss)]) @ part.valid)
+    passes, part = 0, None
+    for batch in batches:
+        found: list[tuple[Batch, Heads]] = []
+        for part in batch.split(run.images_per_pass()):
+            if WARM_UP <= passes < WARM_UP + TIMED:
+                heads, time_per_image = _timed_pass(model, part)
+                seconds.append(time_per_image)
+            else:
+                heads = _heads(model, part)
+            passes += 1
+            found.append((part, heads))
+        if run.task.scope == "batch":
+            joined = {name: torch.cat([heads[name] for _, heads in found]) for name in run.task.needs}
+            found = [(batch, joined)]
+        sums += [run.task.scores(heads, part) for part, heads in found]
     assert part is not None
-    for _ in range(len(sums), WARM_UP + 1):
+    for _ in range(passes, WARM_UP + 1):
         seconds = [_timed_pass(model, part)[1]]
     model.train()
-    # As tensors, because 0 / 0 of numbers raises an error.
-    correct, loss, count = sum_over_ranks(torch.stack(sums).sum(0)).double().cpu()
-    return {
-        "val/acc1": float(correct / count),
-        "val/loss": float(loss / count),
-        "perf/ms_per_image": 1000 * median(seconds),
+    # One tensor, so that workers exchange one.
+    total = torch.stack([torch.cat([value.flatten() for value in each.values()]) for each in sums]).sum(0)
+    rows = sum_over_ranks(total).double().cpu().split([value.numel() for value in sums[0].values()])
+    means = run.task.metrics({n: row.view_as(sums[0][n]) for n, row in zip(sums[0], rows, strict=True)})
+    return {f"val/{name}": value for name, value in means.items()} | {
+        "perf/ms_per_image": 1000 * median(seconds)
     }
 
 
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    return model(normalize(batch.image), batch.valid).logits
+def _heads(model: nn.Module, batch: Batch) -> Heads:
+    return model(normalize(batch["image"]), batch.valid).heads
 
 
-def _timed_pass(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
-    """Returns the logits and the seconds per image on one thread."""
+def _timed_pass(model: nn.Module, batch: Batch) -> tuple[Heads, float]:
+    """Returns the heads and the seconds per image on one thread."""
     with one_thread():
         device_sync()
         began = time.perf_counter()
-        logits = _logits(model, batch)
+        heads = _heads(model, batch)
         device_sync()
-        return logits, (time.perf_counter() - began) / len(batch.label)
+        return heads, (time.perf_counter() - began) / len(batch)
 
 
 def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:

@@ -25,16 +25,12 @@ MIN_COUNTED = 1000  # images; of fewer images, a single bad one would be a large
 LISTED = 20  # bad images in an error message
 GIB = 2**30
 
-# Unit and meaning of every name in `metrics.jsonl`; docs/_reference.py makes a page of it.
+# Unit and meaning of every name in `metrics.jsonl`, beside those of tasks; docs/_reference.py makes a page.
 METRICS = {
     "train/loss": ("nats", "mean loss over the global batch, with the routers' auxiliary losses"),
-    "train/loss_class": ("nats", "its part from the classes"),
     "train/loss_router": ("nats", "its part from the routers"),
-    "train/acc1": ("fraction", "training images of the batch that the model classifies correctly"),
     "train/grad_norm": ("-", "norm of the gradient before clipping"),
     "train/lr": ("-", "learning rate"),
-    "val/acc1": ("fraction", "validation images that the model classifies correctly"),
-    "val/loss": ("nats", "mean loss over the validation images, without auxiliary losses"),
     "fewshot/acc_<n>shot": (
         "fraction",
         "test images that ridge regression on frozen features, fitted to n"
@@ -100,7 +96,7 @@ class Meter:
         asked = time.perf_counter()
         for batch in batches:
             self._wait_s += time.perf_counter() - asked
-            self._images += len(batch.label)
+            self._images += len(batch)
             yield batch
             asked = time.perf_counter()
 

@@ -16,7 +16,7 @@ from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.manager import BEST_BY, Checkpoints
+from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.weights import start_from
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
@@ -58,7 +58,7 @@ class Progress:
     Attributes:
         device_s: device-seconds of training.
         reported, metrics: step and values of the last report.
-        best: the best value of `BEST_BY`, and its step.
+        best: the best value of the task's quality, and its step.
         trunk: steps and device-seconds of the run that this run branched from.
         fingerprint, bad: what was read (`SampleTracker`).
     """
@@ -71,17 +71,17 @@ class Progress:
     fingerprint: int = 0
     bad: list[DecodeError] = field(default_factory=list)
 
-    def after(self, step: int, metrics: Metrics) -> "Progress":
+    def after(self, step: int, metrics: Metrics, quality_name: str) -> "Progress":
         """Returns the progress after the report of `step`."""
-        best, quality = self.best, metrics.get(BEST_BY)
+        best, quality = self.best, metrics.get(quality_name)
         if quality is not None and (best is None or quality > best[0]):
             best = quality, step
         return replace(self, reported=step, metrics=metrics, best=best)
 
-    def best_so_far(self) -> str:
+    def best_so_far(self, quality_name: str) -> str:
         if not self.best:
-            return f"no {BEST_BY} yet"
-        return f"best {BEST_BY} {self.best[0]:.4g} at step {self.best[1]}"
+            return f"no {quality_name} yet"
+        return f"best {quality_name} {self.best[0]:.4g} at step {self.best[1]}"
 
 
 def train_worker(
@@ -112,7 +112,7 @@ def train_worker(
     config = to_dict(run)
 
     done, progress, resumed = _begin(run, checkpoints, model, optimizer)
-    if resumed and good_enough(run.train, progress.metrics):  # only the result is missing
+    if resumed and good_enough(run, progress.metrics):  # only the result is missing
         until = done
     metrics_file = MetricsWriter(run) if rank == 0 else None
     if metrics_file and done:
@@ -130,7 +130,7 @@ def train_worker(
         values |= samples.traffic()
         if checkpoints.failures:
             values["checkpoint/failed"] = float(checkpoints.failures)
-        progress, resumed = progress.after(step, values | resumed), {}
+        progress, resumed = progress.after(step, values | resumed, run.task.quality), {}
         if metrics_file:
             if bad:
                 write_csv(storage.join(run_directory(run), BAD_IMAGES), DecodeError._fields, bad)
@@ -177,10 +177,10 @@ def train_worker(
     except Diverged as error:
         status, reached, reason = "diverged", until, str(error)
     else:
-        if good_enough(run.train, progress.metrics):
+        if good_enough(run, progress.metrics):
             status, until = "finished", reached
         elif run.train.stop_at is not None and reached == run.train.steps:
-            best = progress.best_so_far()
+            best = progress.best_so_far(run.task.quality)
             log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
     checkpoints.finish()
     if metrics_file:
@@ -211,7 +211,7 @@ def _begin(
     """
     if (restored := checkpoints.restore(model, optimizer)) is not None:
         done, progress = restored.step, Progress(**restored.progress)
-        best = progress.best_so_far()
+        best = progress.best_so_far(run.task.quality)
         log.info("%s: resumes from step %d of %d, %s", run.name, done, run.train.steps, best)
         return done, progress, {"resumed/step": float(done)}
     if run.train.trunk:

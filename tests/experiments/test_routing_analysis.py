@@ -27,9 +27,9 @@ from moe.routers import RouterConfig
 from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import Batch, concatenated, normalize
 from tests.lanes import mostly_slow
+from tests.orchestrator.training.batches import make_batch, with_fields
 
 FOUR_PATCHES = replace(PRESETS["debug"], image_size=8, patch_size=4)
 KINDS = [kind() for kind in members(RouterConfig)]
@@ -47,15 +47,8 @@ def build_vit(router: RouterConfig, pooling: str = "gap", **fields) -> ViT:
 def noise_batch(count: int, valid: int | None = None, seed: int = 0) -> Batch:
     """Images of noise without white pixels; labels 0, 1, 2, 0, .., the last images padding."""
     drawn = torch.Generator().manual_seed(seed)
-    return Batch(
-        image=torch.randint(0, 250, (count, 3, 8, 8), generator=drawn, dtype=torch.uint8),
-        label=torch.arange(count) % 3,
-        valid=(torch.arange(count) < (count if valid is None else valid)).float(),
-        key=torch.arange(count),
-        sample=torch.arange(count),
-        mix=torch.zeros(count, 5),
-        others=torch.empty(count, 0, dtype=torch.int64),
-    )
+    images = torch.randint(0, 250, (count, 3, 8, 8), generator=drawn, dtype=torch.uint8)
+    return make_batch(images, torch.arange(count) % 3, valid=valid)
 
 
 def counts_of(model: ViT, batches: list[Batch], classes: int = 10) -> dict[int, Counts]:
@@ -107,7 +100,7 @@ def test_groups_class_tokens_and_padding():
 @each_router
 def test_views_of_every_router(router):
     model, batch = build_vit(router, "token", images_per_group=2), noise_batch(6, valid=5)
-    routings = model(normalize(batch.image), batch.valid, return_routings=True).routings
+    routings = model(normalize(batch["image"]), batch.valid, return_routings=True).routings
     view = collect.view_of(routings[0], model.config, batch.valid)
     assert view.gate_BPE.shape == view.seat_BPE.shape == (5, 16, 4)
     torch.testing.assert_close(view.gate_BPE.sum(-1), torch.ones(5, 16))
@@ -157,16 +150,17 @@ def values(layers: dict[int, Counts]) -> list[float]:
 def test_padding_counts_nowhere_and_batches_add_up(router):
     model = build_vit(router)
     batch = noise_batch(6, valid=4)
-    batch = batch._replace(label=model(normalize(batch.image), batch.valid).logits.argmax(-1))
+    answers = model(normalize(batch["image"]), batch.valid).logits.argmax(-1)
+    batch = with_fields(batch, label=answers[:, None])
     whole = counts_of(model, [batch])
     assert {int(counts.images) for counts in whole.values()} == {4}
     assert {int(counts.correct) for counts in whole.values()} == {4}
-    alone = counts_of(model, [Batch(*(x[:4] for x in batch.tensors()))])
+    alone = counts_of(model, batch.split(4)[:1])
     assert values(whole) == pytest.approx(values(alone), abs=1e-5)
 
     model = build_vit(router, "token", images_per_group=2)
     parts = [noise_batch(4, seed=seed) for seed in range(2)]
-    joint = Batch(*(torch.cat(pair) for pair in zip(parts[0].tensors(), parts[1].tensors(), strict=True)))
+    joint = concatenated(parts)
     apart, together = counts_of(model, parts), counts_of(model, [joint])
     for block, counts in apart.items():
         for name in (
@@ -185,8 +179,8 @@ def test_accuracy_with_one_random_router():
     model, batch = build_vit(TokenChoiceConfig()), noise_batch(64)
     for block, counts in counts_of(model, [batch]).items():
         point = RoutingOverrides(random_blocks=(block,))
-        logits = model(normalize(batch.image), routing_overrides=point).logits
-        assert counts.correct_random == (logits.argmax(-1) == batch.label).sum()
+        logits = model(normalize(batch["image"]), routing_overrides=point).logits
+        assert counts.correct_random == (logits.argmax(-1) == batch["label"][:, 0]).sum()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +206,7 @@ def test_contribution_of_experts_in_closed_form():
     first.mlp.experts.b_out_ED.data.fill_(0.5)
     residual = {}
     first.norm2.register_forward_hook(lambda _, given, __: residual.update(x=given[0]))
-    model(normalize(batch.image))
+    model(normalize(batch["image"]))
     expected = 0.5 * model.config.width**0.5 / residual["x"].detach().norm(dim=-1)
     found = next(iter(counts_of(model, [batch]).values())).contribution
     assert float(found / 4) == pytest.approx(float(expected.mean()), rel=1e-5)
@@ -273,7 +267,7 @@ def test_white_patches_are_those_without_a_seat(pooling, priority):
     model, batch = build_vit(TokenChoiceConfig(k=1), pooling, images_per_group=2), noise_batch(6, valid=5)
     setting = RoutingOverrides(capacity_factor=0.4, priority=priority)
     found = examples.discard(model, batch, setting, chosen=range(5))
-    output = model(normalize(batch.image), batch.valid, routing_overrides=setting, return_routings=True)
+    output = model(normalize(batch["image"]), batch.valid, routing_overrides=setting, return_routings=True)
     tokens = model.config.tokens()
     for block, routing in zip(model.config.moe_blocks(), output.routings, strict=True):
         seats = [set(routing.token_GEC[group].flatten().tolist()) for group in range(3)]

@@ -90,7 +90,7 @@ def test_features_are_the_input_of_the_head(config):
 
 def test_points_of_a_model_without_a_shared_pass():
     model, points = with_a_head(convnet().build()), [AS_TRAINED, RoutingOverrides(experts=2)]
-    logits = model.at_points(images(3), torch.ones(3), points)
+    logits = [heads["logits"] for heads in model.at_points(images(3), torch.ones(3), points)]
     assert [each.shape for each in logits] == [(3, 10)] * 2
     assert not torch.equal(*logits)
     with pytest.raises(ValueError, match=r"random_blocks=\[0\] are no MoE blocks.*\(1,\)"):

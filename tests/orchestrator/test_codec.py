@@ -117,12 +117,12 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
     [
         (
             {"trian.lr": 1},
-            "unknown field trian; there is: name, storage, model, data, train, checkpoint, scale;"
+            "unknown field trian; there is: name, storage, model, task, data, train, checkpoint, scale;"
             " did you mean 'train'?",
         ),
         (
             {"nmae": 1},
-            "unknown field nmae; the config has: name, storage, model, data, train, checkpoint, scale;"
+            "unknown field nmae; the config has: name, storage, model, task, data, train, checkpoint, scale;"
             " did you mean 'name'?",
         ),
         ({"data.paht": 1}, "unknown field data.paht; data has: path, batch_size, lanes, shuffle_window,"),

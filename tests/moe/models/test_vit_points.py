@@ -48,7 +48,7 @@ def test_every_point_has_the_logits_of_a_pass_alone(router: RouterConfig, images
     """Seven images do not fill groups of three; one is padding."""
     model, points = build(router, images_per_group=images_per_group), POINTS[router]
     x, valid = images(7), torch.tensor([1.0, 1, 1, 0, 1, 1, 1])
-    together = model.at_points(x, valid, points)
+    together = [heads["logits"] for heads in model.at_points(x, valid, points)]
     with torch.no_grad():
         for point, logits in zip(points, together, strict=True):
             assert torch.equal(logits, model(x, valid, routing_overrides=point).logits), point
@@ -87,13 +87,13 @@ def test_what_points_share_is_computed_once():
     ]
     logits = model.at_points(images(2), None, points)
     assert calls == {"embed": 1, "attention0": 1, "attention1": 1, "attention2": 3, "attention3": 3}
-    assert logits[4] is logits[0]
+    assert logits[4]["logits"] is logits[0]["logits"]
 
 
 def test_a_dense_model_has_one_point():
     model = build(None)
-    (logits,) = model.at_points(images(2), None, [AS_TRAINED])
-    assert torch.equal(logits, model(images(2)).logits)
+    (heads,) = model.at_points(images(2), None, [AS_TRAINED])
+    assert torch.equal(heads["logits"], model(images(2)).logits)
     assert model.at_points(images(2), None, []) == []
     with pytest.raises(ValueError, match="a dense model has no routing"):
         model.at_points(images(2), None, [RoutingOverrides(experts=1)])

@@ -10,13 +10,8 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from orchestrator.data.augment import (
-    OPERATIONS,
-    draw,
-    mix_images,
-    partners,
-    randaugment,
-)
+from orchestrator.data.augment import OPERATIONS, draw, randaugment
+from orchestrator.tasks.classification import mix_images, partners
 from tests.orchestrator.data.images import RGB
 
 LARGE = RGB.resize((224, 224), Image.Resampling.BILINEAR)

@@ -17,7 +17,8 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import functional as tv
 
 from orchestrator.data.augment import randaugment
-from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, normalize
+from orchestrator.data.batch import normalize
+from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
 
 LARGE = RGB.resize((1008, 800), Image.Resampling.BILINEAR)

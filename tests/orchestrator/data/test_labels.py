@@ -1,4 +1,4 @@
-"""Images with several labels: lists in files, packed or in place, become `Batch.others`."""
+"""Images with several labels: lists in files, packed or in place, become columns of the field `label`."""
 
 import json
 import struct
@@ -28,7 +28,6 @@ from orchestrator.data.sources import open_source
 from orchestrator.data.stream import Split, in_order, in_process, open_stream
 from orchestrator.data.tars import MAX_LABELS
 from orchestrator.errors import UsageError
-from orchestrator.training.loop import _microbatches
 from tests.orchestrator.data.images import numbered, parquet, tar
 
 SETS = [[2, 0], [1], [0, 2, 0, 1], [], [1, 1], [0, 1]]  # as files list them
@@ -239,12 +238,12 @@ def pack_sets(path: str, monkeypatch: pytest.MonkeyPatch, *, count: int = 20) ->
 def check_sets(batch: Batch) -> int:
     """Checks the labels of images of `pack_sets`, and returns how many are valid."""
     valid = batch.valid.bool()
-    grey = batch.image[:, 0, 0, 0].long()
-    assert batch.others.dtype == torch.int64
-    assert batch.others.shape == (len(grey), 2)
-    for n, labels in zip(grey[valid].tolist(), batch.label_sets()[valid].tolist(), strict=True):
+    grey = batch["image"][:, 0, 0, 0].long()
+    assert batch["label"].dtype == torch.int64
+    assert batch["label"].shape == (len(grey), 3)
+    for n, labels in zip(grey[valid].tolist(), batch["label"][valid].tolist(), strict=True):
         assert labels == [n % 10] + [(n + i) % 10 if i <= n % 3 else -1 for i in (1, 2)]
-    assert (batch.others[~valid] == -1).all()
+    assert (batch["label"][~valid, 1:] == -1).all()
     return int(valid.sum())
 
 
@@ -255,7 +254,7 @@ def test_from_files_to_batches(root: str, monkeypatch: pytest.MonkeyPatch) -> No
     run = override(RunConfig(), changes | {"model.image_size": 8, "model.patch_size": 4})
     for batch in in_process(open_stream(run, "train", 0, 1), range(5)):
         assert check_sets(batch) == 4
-        assert [check_sets(part) for part in _microbatches(batch, 3)] == [3, 1]
+        assert [check_sets(part) for part in batch.split(3)] == [3, 1]
     val = open_stream(run, "val", 0, 1)
     assert [check_sets(batch) for batch in in_process(val, val.steps())] == [4, 3]
 
@@ -270,8 +269,8 @@ def test_an_image_that_takes_the_slot_of_another_brings_its_labels(
     changes = {"data.path": str(tmp_path), "data.batch_size": 6, "model.image_size": 8, "data.lanes": 1}
     run = override(RunConfig(), changes | {"model.patch_size": 4})
     (batch,) = in_process(open_stream(run, "train", 0, 1), range(1))
-    grey = batch.image[:, 0, 0, 0].long()
+    grey = batch["image"][:, 0, 0, 0].long()
     assert len(batch.bad) == 1
-    assert batch.label_sets().tolist() == [[n, n + 1] for n in grey.tolist()]
+    assert batch["label"].tolist() == [[n, n + 1] for n in grey.tolist()]
     (batch,) = in_process(open_stream(run, "val", 0, 1), range(1))
-    assert (batch.others == -1).all()
+    assert (batch["label"][:, 1:] == -1).all()

@@ -13,7 +13,7 @@ import torch
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import stream as streams
-from orchestrator.data.batch import Batch
+from orchestrator.data.batch import Batch, concatenated
 from orchestrator.data.index import sample_ids
 from orchestrator.data.manifest import Manifest
 from orchestrator.data.packing import Sample, write_shards
@@ -33,14 +33,9 @@ def greys_run(path: str, **changes) -> RunConfig:
 
 def numbers(batch: Batch) -> list[int]:
     """Returns the numbers that the images show; each image has a single grey."""
-    grey = batch.image[:, 0, 0, 0]
-    assert (batch.image == grey.view(-1, 1, 1, 1)).all()
+    grey = batch["image"][:, 0, 0, 0]
+    assert (batch["image"] == grey.view(-1, 1, 1, 1)).all()
     return grey.tolist()
-
-
-def joined(parts: list[Batch]) -> Batch:
-    tensors = (torch.cat(fields) for fields in zip(*(part.tensors() for part in parts), strict=True))
-    return Batch(*tensors, bad=tuple(bad for part in parts for bad in part.bad))
 
 
 def equal(one: Batch, other: Batch) -> bool:
@@ -69,15 +64,15 @@ def test_images_come_in_the_order_of_the_plan_with_their_labels(pack_greys: Pack
         places = stream.plan.locate(*stream.plan.slots(step, range(6)))
         shown = numbers(batch)
         assert shown == (4 * places.shard + places.row).tolist()
-        assert batch.label.tolist() == [n % 10 for n in shown]
+        assert batch["label"][:, 0].tolist() == [n % 10 for n in shown]
         assert batch.sample.tolist() == sample_ids(f"grey-{n}" for n in shown).tolist()
         assert batch.key.tolist() == list(range(6 * step, 6 * step + 6))
         assert batch.valid.tolist() == [1] * 6
-        assert batch.mix.tolist() == [[1, 0, 0, 0, 0]] * 6
+        assert "mix" not in batch.fields
         assert batch.bad == ()
-        assert (batch.image.dtype, batch.label.dtype) == (torch.uint8, torch.int64)
-        assert tuple(batch.image.shape) == (6, 3, 8, 8)
-        assert batch.image.is_contiguous(memory_format=torch.channels_last)
+        assert (batch["image"].dtype, batch["label"][:, 0].dtype) == (torch.uint8, torch.int64)
+        assert tuple(batch["image"].shape) == (6, 3, 8, 8)
+        assert batch["image"].is_contiguous(memory_format=torch.channels_last)
     assert len({n for batch in batches[:4] for n in numbers(batch)}) == 24
 
 
@@ -88,9 +83,9 @@ def test_workers_together_read_what_one_reads(workers: int, digits: str) -> None
     (alone,) = workers_of(run, 1)
     parts = [in_process(stream, range(5, 9)) for stream in workers_of(run, workers)]
     for whole, *shares in zip(in_process(alone, range(5, 9)), *parts, strict=True):
-        assert equal(joined(shares), whole)
-        assert len({tuple(draw) for draw in whole.mix.tolist()}) == 6
-        assert torch.equal(whole.mix[::2], whole.mix[1::2])
+        assert equal(concatenated(shares), whole)
+        assert len({tuple(draw) for draw in whole["mix"].tolist()}) == 6
+        assert torch.equal(whole["mix"][::2], whole["mix"][1::2])
 
 
 def test_steps_can_be_read_from_anywhere(pack_greys: Pack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +110,7 @@ def test_augmentation_differs_between_epochs_and_seeds(tmp_path: Path) -> None:
     def images(seed: int, augment: str) -> set[bytes]:
         changes = {"data.batch_size": 1, "data.lanes": 1, "train.seed": seed, "data.augment": augment}
         (stream,) = workers_of(greys_run(path, **changes), 1)
-        return {batch.image.numpy().tobytes() for batch in in_process(stream, range(5))}
+        return {batch["image"].numpy().tobytes() for batch in in_process(stream, range(5))}
 
     assert len(images(0, "none") | images(1, "none")) == 1
     assert len(images(0, "inception") | images(1, "inception")) == 10
@@ -126,14 +121,14 @@ def test_validation_covers_every_image_once_in_order(val: int, workers: int, pac
     """Batches of 6: whole, one image less than whole, and nearly empty."""
     path, _ = pack_greys(train=5, val=val, rows_per_shard=5)
     parts = [list(in_process(s, s.steps())) for s in workers_of(greys_run(path), workers, "val")]
-    batches = [joined(list(step)) for step in zip(*parts, strict=True)]
-    assert [len(batch.label) for batch in batches] == [6] * -(-val // 6)
-    whole = joined(batches)
+    batches = [concatenated(list(step)) for step in zip(*parts, strict=True)]
+    assert [len(batch) for batch in batches] == [6] * -(-val // 6)
+    whole = concatenated(batches)
     assert whole.valid.tolist() == [1] * val + [0] * (6 * len(batches) - val)
     assert numbers(whole)[:val] == list(range(5, 5 + val))
-    assert whole.label[:val].tolist() == [n % 10 for n in range(5, 5 + val)]
-    assert not whole.image[val:].any()
-    assert not whole.label[val:].any()
+    assert whole["label"][:val, 0].tolist() == [n % 10 for n in range(5, 5 + val)]
+    assert not whole["image"][val:].any()
+    assert not whole["label"][val:].any()
 
 
 class TestBadImages:
@@ -153,7 +148,7 @@ class TestBadImages:
         assert alone.plan
         parts = [in_process(stream, range(8)) for stream in workers_of(run, workers)]
         for step, shares in enumerate(zip(*parts, strict=True)):
-            batch = joined(list(shares))
+            batch = concatenated(list(shares))
             lanes, index = alone.plan.slots(step, range(6))
             for lane, i, shown in zip(lanes, index, numbers(batch), strict=True):
                 expected = iter(
@@ -169,7 +164,7 @@ class TestBadImages:
         assert {error.shard for error in bad} == {f"{path}/train/000000.parquet"}
         assert all("runcated" in error.reason or "image" in error.reason for error in bad)
         (stream,) = workers_of(greys_run(path), 1, "val")
-        whole = joined(list(in_process(stream, stream.steps())))
+        whole = concatenated(list(in_process(stream, stream.steps())))
         assert whole.valid.tolist() == [float(n not in (3, 4, 10)) for n in range(12)]
         assert sorted(error.row for error in whole.bad) == [3, 4, 10]
 
@@ -196,13 +191,13 @@ def test_prefetching_reads_a_few_batches_ahead() -> None:
     read: list[int] = []
     batches = prefetched(numbered(20, read), CPU)
     for taken in (1, 2):
-        assert int(next(batches).label[0]) == taken - 1
+        assert int(next(batches)["label"][0]) == taken - 1
         before = -1
         while before != len(read):
             before = len(read)
             time.sleep(0.1)
         assert before == taken + BATCHES_AHEAD
-    assert [int(batch.label[0]) for batch in batches] == list(range(2, 20))
+    assert [int(batch["label"][:, 0][0]) for batch in batches] == list(range(2, 20))
     assert list(prefetched(iter([]), CPU)) == []
 
 
@@ -212,7 +207,7 @@ def test_errors_arrive_after_the_batches_before_them() -> None:
         raise OSError("the disk is gone")
 
     batches = prefetched(fails(), CPU)
-    assert [int(next(batches).label[0]) for _ in range(3)] == [0, 1, 2]
+    assert [int(next(batches)["label"][0]) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
 
@@ -229,8 +224,8 @@ def test_the_prefetching_thread_ends_with_its_consumer() -> None:
 @pytest.mark.gpu
 def test_prefetching_to_a_gpu() -> None:
     for number, batch in enumerate(prefetched(numbered(50, []), torch.device("cuda"))):
-        assert batch.image.device.type == "cuda"
-        assert (batch.image.cpu() == number).all()
+        assert batch["image"].device.type == "cuda"
+        assert (batch["image"].cpu() == number).all()
 
 
 @pytest.mark.parametrize(("batch_size", "image_size"), [(48, 512), (6, 3000), (2048, 8), (30, 224)])

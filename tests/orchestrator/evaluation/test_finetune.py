@@ -152,8 +152,8 @@ def test_the_probe_is_scikit_learns_ridge(trained: ModelRef, digits: str):
         (batch,) = in_process(stream, stream.steps())
         whole = batch.valid > 0
         with torch.no_grad():
-            x[split] = model.features(batch.image[whole].float() / 127.5 - 1).double().numpy()
-        y[split] = batch.label[whole].numpy()
+            x[split] = model.features(batch["image"][whole].float() / 127.5 - 1).double().numpy()
+        y[split] = batch["label"][:, 0][whole].numpy()
     mean, scale = x["train"].mean(0), x["train"].std(0) + 1e-5
     ridge = Ridge(alpha=found.strength, fit_intercept=False, solver="svd")
     ridge.fit(augmented(x["train"], mean, scale), 2 * np.eye(10)[y["train"]] - 1)

@@ -155,7 +155,7 @@ def test_a_sweep_trains_by_the_recipe_of_its_paper() -> None:
     assert (changed.kind, changed.warmup_steps) == ("linear", 7)
     assert make_sweep("long_runs", "jft").base.train.steps == 4_000_000
     for scale in ("in21k", "jft"):
-        assert make_sweep("pareto", scale).base.train.loss == "sigmoid"
+        assert make_sweep("pareto", scale).base.task.loss == "sigmoid"
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
         "decays": decay.decays,
         "clip_norm": train.clip_norm,
         "optimizer": {"adamw": "adam"}.get(decay.kind, decay.kind),
-        "loss": train.loss,
+        "loss": run.task.loss,
         "augment": {"inception": "inception_crop+flip"}.get(data.augment, data.augment),
         "randaugment": f"{data.randaugment},{data.randaugment_magnitude}" if data.randaugment else None,
         "mixup": data.mixup or None,

@@ -173,7 +173,7 @@ def test_figures_by_the_definition(run: RunConfig) -> None:
     train, test = (frozen_features(model, in_order(run, split), CPU) for split in ("train", "val"))
     batch = next(iter(in_process(in_order(run, "train"), range(1))))
     with torch.no_grad():
-        ours = model.eval().features(batch.image.float() / 127.5 - 1)
+        ours = model.eval().features(batch["image"].float() / 127.5 - 1)
     np.testing.assert_allclose(train.x[: len(ours)], ours.numpy(), atol=1e-6)
     each = [accuracies(train, test, choose_shots(train.label, shots=5, seed=seed)) for seed in range(2)]
     best = STRENGTHS.index(result.strength[5])
@@ -190,10 +190,12 @@ def test_only_the_chosen_images_are_read(run: RunConfig) -> None:
     expected = [
         everything.read(index // 48, range(index % 48, index % 48 + 1)) for index in chosen.train.indices
     ]
-    labels = torch.cat([batch.label[batch.valid > 0] for batch in batches])
-    assert labels.tolist() == [int(piece.label[0]) for piece in expected]
-    images = torch.cat([batch.image[batch.valid > 0] for batch in batches])
-    assert torch.equal(images, torch.cat([torch.from_numpy(p.image).permute(0, 3, 1, 2) for p in expected]))
+    labels = torch.cat([batch["label"][:, 0][batch.valid > 0] for batch in batches])
+    assert labels.tolist() == [int(piece.fields["label"][0, 0]) for piece in expected]
+    images = torch.cat([batch["image"][batch.valid > 0] for batch in batches])
+    assert torch.equal(
+        images, torch.cat([torch.from_numpy(p.fields["image"]).permute(0, 3, 1, 2) for p in expected])
+    )
 
 
 def test_images_become_squares(run: RunConfig, tmp_path: Path) -> None:
@@ -205,9 +207,9 @@ def test_images_become_squares(run: RunConfig, tmp_path: Path) -> None:
     run = override(run, {"data.path": path, "data.eval_crop": 1.0})
     (shots,) = FewShot(run, FewShotConfig(shots=(1,), seeds=1)).sets.values()
     for stream in (shots.train, shots.test):
-        image = next(in_process(stream, range(1))).image[0]
+        image = next(in_process(stream, range(1)))["image"][0]
         assert image[:, :, [0, 4, 7]].unique(dim=1).flatten().tolist() == [0, 200, 0] * 3
-    assert next(in_process(in_order(run, "val"), range(1))).image[0].unique().tolist() == [200]
+    assert next(in_process(in_order(run, "val"), range(1)))["image"][0].unique().tolist() == [200]
 
 
 def test_one_strength_for_several_data_sets(run: RunConfig, digits: str, tmp_path: Path) -> None:
@@ -283,9 +285,9 @@ def write_inverted(path: str, to: str) -> None:
     splits = {}
     for split in ("train", "val"):
         (batch,) = in_process(in_order(override(run, {"data.batch_size": 64}), split), range(1))
-        images = 255 - batch.image.permute(0, 2, 3, 1).numpy()
+        images = 255 - batch["image"].permute(0, 2, 3, 1).numpy()
         splits[split] = [
             Sample(png(i), int(n), f"{split}{k}")
-            for k, (i, n) in enumerate(zip(images, batch.label, strict=True))
+            for k, (i, n) in enumerate(zip(images, batch["label"][:, 0], strict=True))
         ]
     write_shards(to, map(str, range(10)), splits)

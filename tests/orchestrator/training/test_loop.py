@@ -16,8 +16,7 @@ from moe.models.vit import ViT, ViTConfig
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import Batch
-from orchestrator.data.images import normalize
+from orchestrator.data.batch import Batch, normalize
 from orchestrator.training import loop
 from orchestrator.training.loop import (
     Diverged,
@@ -193,7 +192,7 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
     model, plain = live_model(run), live_model(run)
     batch = random_batch(8)
     metrics = train_step(model, run.train.optimizer.build(model), batch, run, step=0)
-    loss = F.cross_entropy(plain(normalize(batch.image)).logits, batch.label)
+    loss = F.cross_entropy(plain(normalize(batch["image"])).logits, batch["label"][:, 0])
     loss.backward()
     grads = [param.grad for param in plain.parameters()]
     norm = torch.stack([grad.norm() for grad in grads if grad is not None]).norm()
@@ -268,8 +267,8 @@ def test_a_state_that_is_not_finite_ends_the_run(report_every: int) -> None:
 def plain_evaluation(model: ViT, batches: list[Batch]) -> tuple[float, float]:
     with torch.no_grad():
         # groups never cross batches
-        logits = [model(normalize(b.image), b.valid).logits.double()[b.valid.bool()] for b in batches]
-    labels = torch.cat([batch.label[batch.valid.bool()] for batch in batches])
+        logits = [model(normalize(b["image"]), b.valid).logits.double()[b.valid.bool()] for b in batches]
+    labels = torch.cat([batch["label"][:, 0][batch.valid.bool()] for batch in batches])
     logits = torch.cat(logits)
     return (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
 
@@ -296,8 +295,8 @@ def test_padding_does_not_matter(router: str) -> None:
     run = small_run(router)
     model = live_model(run)
     black, noise = random_batch(8, 0, valid=3), random_batch(8, 0, valid=3)
-    black.image[3:] = 0
-    noise.label[3:] = 9 - noise.label[3:]
+    black["image"][3:] = 0
+    noise["label"][:, 0][3:] = 9 - noise["label"][:, 0][3:]
     short = black.map(lambda field: field[:4])
     losses = [evaluate(model, [batch], run)["val/loss"] for batch in (black, noise, short)]
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)

@@ -3,6 +3,7 @@
 import mmap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_a_gpu_whose_utilization_cannot_be_measured(
 
 def batch(samples: list[int], places: list[int], bad: list[DecodeError] | None = None) -> Batch:
     made = make_batch(torch.zeros(len(samples), 3, 1, 1), torch.zeros(len(samples)))
-    return made._replace(sample=torch.tensor(samples), key=torch.tensor(places), bad=tuple(bad or ()))
+    return replace(made, sample=torch.tensor(samples), key=torch.tensor(places), bad=tuple(bad or ()))
 
 
 def bad(*rows: int) -> list[DecodeError]:
@@ -181,7 +182,7 @@ def test_requests_for_images_are_counted_where_there_are_any() -> None:
     samples = SampleTracker()
     for training, traffic in ((True, Traffic()), (True, Traffic(2, 10**9)), (False, Traffic(3, 10**9))):
         read = samples.training if training else samples.validation
-        list(read(iter([batch([1], [0])._replace(traffic=traffic)])))
+        list(read(iter([replace(batch([1], [0]), traffic=traffic)])))
         if traffic == Traffic():
             assert samples.traffic() == {}
     assert samples.traffic() == {"data/s3_requests": 5, "data/s3_gb": 2}

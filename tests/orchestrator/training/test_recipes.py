@@ -15,7 +15,7 @@ from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import build_model
 from tests.moe.parity import share, spawn
-from tests.orchestrator.training.batches import make_batch
+from tests.orchestrator.training.batches import make_batch, with_fields
 
 STEPS, BATCH, TOLERANCE = 4, 16, 1e-6
 SOFT = {"model.moe.router.kind": "soft"}
@@ -23,8 +23,8 @@ TOKENS = {"model.moe.router.kind": "token_choice", "model.moe.router.k": 2}
 EXPERTS = {"model.moe.router.kind": "expert_choice"}
 RECIPES: dict[str, dict[str, Any]] = {
     "as it was": SOFT,
-    "sigmoid": SOFT | {"train.loss": "sigmoid", "model.head_bias": -2.3},
-    "sigmoid, mixup": TOKENS | {"train.loss": "sigmoid", "data.mixup": 0.5},
+    "sigmoid": SOFT | {"task.loss": "sigmoid", "model.head_bias": -2.3},
+    "sigmoid, mixup": TOKENS | {"task.loss": "sigmoid", "data.mixup": 0.5},
     "scale and head decay": SOFT
     | {"train.optimizer.weight_decay_scale": 0.3, "train.optimizer.weight_decay_head": 3.0},
     "all decays": TOKENS | {"train.optimizer.weight_decay": 0.3, "train.optimizer.decays": "all"},
@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model.moe.router.kind": "mixture",
         "model.moe.router.temperature_decay": 0.9,
     },
-    "several labels": SOFT | {"train.loss": "sigmoid", "data.mixup": 0.3},
+    "several labels": SOFT | {"task.loss": "sigmoid", "data.mixup": 0.3},
     "momentum": SOFT | {"train.optimizer.kind": "sgd", "train.optimizer.decays": "all"},
 }
 
@@ -72,9 +72,10 @@ def digits(run: RunConfig, step: int, *, several: bool) -> Batch:
     names = [f"{step}/{n}" for n in range(BATCH)]
     draws = augment.draw(names, mixup=run.data.mixup, cutmix=run.data.cutmix, size=8)
     if several:
-        second = torch.where(batch.key % 3 == 0, (batch.label + 1) % 10, -1)
-        batch = batch._replace(others=second.unsqueeze(1))
-    return batch._replace(mix=torch.from_numpy(draws))
+        second = torch.where(batch.key % 3 == 0, (batch["label"][:, 0] + 1) % 10, -1)
+        batch = with_fields(batch, label=torch.stack([batch["label"][:, 0], second], 1))
+    mixing = run.data.mixup or run.data.cutmix
+    return with_fields(batch, mix=torch.from_numpy(draws)) if mixing else batch
 
 
 def trained(recipe: str, rank: int = 0, workers: int = 1) -> list[Metrics]:

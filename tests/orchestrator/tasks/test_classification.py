@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orchestrator.training.losses import dominant_labels, hits, image_losses, mixed_losses
+from orchestrator.tasks.classification import dominant_labels, hits, image_losses, mixed_losses
 
 LABELS = torch.tensor([[0, 3, -1], [4, -1, -1], [2, 1, 0], [-1, -1, -1]])
 DRAWS = torch.tensor([[0.75, 0, 0, 0, 0]] * 2 + [[0.25, 0, 0, 0, 0]] * 2)

@@ -1,0 +1,6 @@
+"""What models are trained for."""
+
+from orchestrator.tasks.base import TaskConfig
+from orchestrator.tasks.classification import ClassificationConfig
+
+__all__ = ["ClassificationConfig", "TaskConfig"]

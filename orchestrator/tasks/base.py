@@ -1,0 +1,85 @@
+"""The contract of tasks: what a model is trained for, and how its quality is measured.
+
+A task is a file that defines a config. It joins by being imported: in `orchestrator.tasks`, or anywhere
+before its kind is named. It knows torch and batches, not Ray.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from moe.config import Family
+from moe.model import ModelConfig
+from orchestrator.data.batch import Batch, normalize
+
+Heads = Mapping[str, Tensor]
+
+
+class TaskConfig(Family, ABC, default="classification"):
+    """The settings of a task.
+
+    Attributes:
+        qualities: metrics in 0..1 of which more is better; the first is the task's `quality`, by which runs
+            end early, checkpoints are kept and models are compared.
+        needs: heads of the model's output that the task reads.
+        scope: ``sample``: the loss of a sample depends on that sample alone, and microbatches add up;
+            ``batch``: the loss is one of the global batch (`moe.parallel.gather`), exact under microbatches
+            by a second forward pass.
+        classifies: whether ``logits`` are of the classes of the field ``label``, so that labels can be mixed,
+            classes named, answers ranked, and a linear classifier compared.
+        described: metric -> unit and meaning.
+    """
+
+    qualities: ClassVar[tuple[str, ...]]
+    needs: ClassVar[tuple[str, ...]] = ("logits",)
+    scope: ClassVar[Literal["sample", "batch"]] = "sample"
+    classifies: ClassVar[bool] = False
+    described: ClassVar[Mapping[str, tuple[str, str]]] = {}
+
+    @property
+    def quality(self) -> str:
+        return self.qualities[0]
+
+    def check(self, model: ModelConfig) -> None:
+        """Raises ValueError if the model does not give what the task needs."""
+        if missing := [head for head in self.needs if head not in model.gives]:
+            raise ValueError(
+                f"a task of kind {self.kind!r} reads {', '.join(missing)}, and a model of kind {model.kind!r}"
+                f" gives {', '.join(model.gives)}"
+            )
+
+    @abstractmethod
+    def chance(self, model: ModelConfig) -> float:
+        """Returns the quality of guessing."""
+
+    def images(self, batch: Batch) -> Tensor:
+        """Returns the model's input in training: (B, 3, H, W) float32 in -1..1."""
+        return normalize(batch["image"])
+
+    @abstractmethod
+    def loss_share(self, heads: Heads, batch: Batch, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns this worker's share of the loss, and of further metrics: over workers, and with the scope
+        ``sample`` over microbatches, shares add up to the value for the global batch of `batch_size`.
+        """
+
+    @abstractmethod
+    def scores(self, heads: Heads, batch: Batch) -> dict[str, Tensor]:
+        """Returns sums over the valid samples of a batch, which add up over batches and workers. ``samples``
+        is their number.
+        """
+
+    @abstractmethod
+    def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns means by their names in `qualities` and `described`, without ``val/``, from summed scores
+        or details. Without any sample they are NaN.
+        """
+
+    def details(self, heads: Heads, batch: Batch) -> dict[str, Tensor]:
+        """Returns the scores of an evaluation after training, which may be more than `scores`."""
+        return self.scores(heads, batch)
+
+    def table(self, sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, list[Any]]:
+        """Returns a table of summed details, with a row for each named class: column -> values."""
+        return {}
