@@ -83,7 +83,9 @@ def print_states(directory: str, steps: list[int]) -> bool:
     from orchestrator.checkpoint import manifest as manifests
     from orchestrator.checkpoint.manager import quality_of
 
-    print(f"{'step':>9} {'quality':>9} {'MB':>9}  state")
+    found = [manifests.read_or_none(manifests.folder_of(directory, step)) for step in steps]
+    quality_name = next((manifest.task().quality for manifest in found if manifest), "quality")
+    print(f"{'step':>9} {quality_name:>9} {'MB':>9}  state")
     all_whole = True
     for step in steps:
         folder, quality, megabytes = manifests.folder_of(directory, step), quality_of(directory, step), ""

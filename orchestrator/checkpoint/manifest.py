@@ -65,12 +65,13 @@ class CheckpointManifest:
         digests = sorted(file.sha256 for name, file in self.files.items() if name.startswith("weights"))
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
+    def task(self) -> TaskConfig:
+        return read_config(TaskConfig, self.config.get("task", {}))
+
     def quality(self) -> float | None:
         """Returns the quality of the run's task, if it was measured at exactly this step."""
-        if self.progress.get("reported") != self.step:
-            return None
-        task = read_config(TaskConfig, self.config.get("task", {}))
-        return self.progress.get("metrics", {}).get(task.quality)
+        metrics = self.progress.get("metrics", {}) if self.progress.get("reported") == self.step else {}
+        return metrics.get(self.task().quality)
 
     def size(self) -> int:
         """Returns the bytes of all files."""
