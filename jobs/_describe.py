@@ -29,13 +29,19 @@ def describe_data(run: RunConfig) -> str:
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
     own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
     scaled = "" if own in (None, (size, size)) else f" (the data's median: {own[0]} x {own[1]} px)"
-    floor = run.task.classifies and manifest.val_majority / manifest.rows("val")
+    floor = guessing(run)
     floors = f"; always guessing the largest class: {run.task.quality} {floor:.4f}" if floor else ""
     repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
     return (
         f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
         f" {epochs} epochs of {rows:,} images{repeats}{floors}"
     )
+
+
+def guessing(run: RunConfig) -> float:
+    """The accuracy of always guessing the largest class; 0 for other tasks than classification."""
+    manifest = open_manifest(run.data.path)
+    return manifest.val_majority / manifest.rows("val") if run.task.classifies else 0.0
 
 
 def own_size(run: RunConfig) -> tuple[int, int] | None:

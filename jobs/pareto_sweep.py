@@ -304,6 +304,7 @@ def sweep(flags: SweepFlags) -> None:
 
 def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun, store: Tracking) -> None:
     """Prints the frontier, and where its page, its pictures and its models are."""
+    from jobs._describe import guessing
     from orchestrator import storage
     from orchestrator.tracking.projection import SUMMARY
     from orchestrator.tracking.registry import registered_name
@@ -321,6 +322,9 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
         paused = sum(state.outcome is None for state in states)
         print(f"early stopping: {paused} of {len(states)} trials stay paused")
     print_frontier(frontier)
+    floor = guessing(sweep.base) if sweep.quality == sweep.base.task.quality else 0.0
+    if poor := [point.arm for point in frontier.points if point.quality <= floor]:
+        print(f"no better than always guessing the largest class, {floor:.4f}: {', '.join(poor)}")
     print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {redact_uri(uri)}")
     aliases = (read_json(storage.join(folder, SUMMARY)) or {}).get("aliases", {})
     record, model = read_sweep(folder), None

@@ -50,7 +50,8 @@ from orchestrator.training.resources import most_resources
 
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
-IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group")  # of a plan: may not change
+# Of a plan: may not change.
+IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background")
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
@@ -138,11 +139,12 @@ def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[st
             raise UsageError(f"{out} has parquet files and no {PLAN}: choose another --out, or use --fresh")
         before = json.loads(storage.read_bytes(storage.join(out, PLAN)))
         for field in IDENTITY:
-            if before[field] != plan[field]:
+            if before.get(field) != plan[field]:
+                files = "1 file" if len(done) == 1 else f"{len(done)} files"
                 raise UsageError(
-                    f"{out} has {len(done)} files of predictions by {before['model']} for {before['images']}"
-                    f" with another {field} (was {before[field]}, now {plan[field]}): choose another --out,"
-                    " or use --fresh to begin again"
+                    f"{out} has {files} of predictions by {before['model']} for {before['images']}"
+                    f" with another {field} (was {before.get(field)}, now {plan[field]}): choose another"
+                    " --out, or use --fresh to begin again"
                 )
         return before, done
     for number in done:

@@ -151,6 +151,8 @@ class SweepRun:
         if self.search:
             self.search.restore([(a, changes, *self._values(a)) for a, changes in self._drawn().items()])
         self.watch.start(self)
+        if complete := sum(state.outcome is not None for state in self.queue.states.values()):
+            self.watch.say(f"{complete} of {len(trials)} trials are complete already")
         run_jobs(self.sweep.base, self.queue, self)
         self._tell_predictions()
 

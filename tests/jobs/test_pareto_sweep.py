@@ -62,6 +62,11 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     table = json.loads(next(home.rglob("frontier.json")).read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert [row["arm"] for row in rows if row["status"] == "diverged"] == ["hot"]
+    (soft,) = [row for row in rows if row["arm"] == "soft"]
+    # 41 of 367 images are of the largest class.
+    assert ("no better than always guessing the largest class, 0.1117: soft" in said) == (
+        soft["val/acc1"] <= 41 / 367
+    )
     parent = runs["small"].info.run_id
     assert all(run.data.tags["mlflow.parentRunId"] == parent for name, run in runs.items() if name != "small")
     version = client.get_model_version_by_alias("small", "pareto-best")
@@ -79,6 +84,7 @@ def test_trained_and_published_once(command: list[str], call: Call, tmp_path: Pa
     assert len(trained) == 2
     stopped, said = call(pareto_sweep.main, *command)
     assert stopped == ""
+    assert "2 of 2 trials are complete already" in said
     assert not re.search(r"step \d", said)
     assert trained == {path: path.stat().st_mtime_ns for path in trained}
     assert len(client.search_runs([experiment.experiment_id])) == len(runs)

@@ -109,7 +109,7 @@ def test_what_is_complete_needs_no_ray(tmp_path, pack_greys, empty_home, call):
     other = exported(tmp_path / "other.safetensors", seed=1)
     stopped, _ = call(predict.main, other.location, *flags[1:])
     assert stopped.startswith(
-        f"error: {tmp_path}/out has 1 files of predictions by {model.location} for {path} with another"
+        f"error: {tmp_path}/out has 1 file of predictions by {model.location} for {path} with another"
         " model_sha256 (was "
     )
     (tmp_path / "out/_plan.json").unlink()

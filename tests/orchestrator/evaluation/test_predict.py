@@ -208,6 +208,7 @@ PLANNED = {
     "split": None,
     "routing": {},
     "group": 1,
+    "background": None,
     "classes": ["cat", "dog"],
 }
 
@@ -227,7 +228,14 @@ def test_a_call_that_continues(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("model_sha256", "c"), ("images_sha256", "c"), ("split", "val"), ("routing", {"k": 1}), ("group", 8)],
+    [
+        ("model_sha256", "c"),
+        ("images_sha256", "c"),
+        ("split", "val"),
+        ("routing", {"k": 1}),
+        ("group", 8),
+        ("background", [255, 255, 255]),
+    ],
 )
 def test_nothing_is_mixed(field: str, value: Any, tmp_path: Path):
     out, other = str(tmp_path), {**PLANNED, field: value}

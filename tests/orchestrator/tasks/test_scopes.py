@@ -108,7 +108,7 @@ def test_the_model_must_give_what_the_task_reads() -> None:
 
     with pytest.raises(ValueError, match=r"'proportions' reads image, text, and .* gives logits"):
         RunConfig(task=Pairs())
-    with pytest.raises(UsageError, match="mixup and cutmix mix labels, of which .*'proportions'"):
+    with pytest.raises(UsageError, match=r"mixup and cutmix mix labels, of which .*'proportions'"):
         override(RunConfig(), PROPORTIONS | {"data.mixup": 0.5})
 
 
