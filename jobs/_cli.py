@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 STOP_S = 2.5  # from a signal to the forced end, which loses nothing
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
+FLAGS = {"hours": "budget-hours", "usd": "budget-usd", "retrain": "confirm"}  # that have another name
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; `ray job stop`, Kubernetes and batch systems
 
 _arrived = 0  # the signal that has arrived, if any
@@ -55,7 +57,7 @@ def command(doing: str, places: Storage | None = None, *, to: TextIO | None = No
             places.check_local()
         yield
     except (UsageError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {with_flags(str(error))}")
     except KeyboardInterrupt:
         print("Interrupted. Run the same command again to continue.", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -64,6 +66,15 @@ def command(doing: str, places: Storage | None = None, *, to: TextIO | None = No
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def with_flags(message: str) -> str:
+    """Names settings as the command line does: the library's `fresh` or `mode=fresh` becomes --fresh."""
+
+    def flag_of(setting: re.Match[str]) -> str:
+        return "--" + FLAGS.get(setting[1], setting[1]).replace("_", "-")
+
+    return re.sub(r"`(?:mode=)?(\w+)`", flag_of, message)
 
 
 def _stop_soon_on_signals() -> None:
@@ -129,7 +140,7 @@ def named(models: Sequence[str]) -> str:
 
 def failed(reasons: dict[str, str]) -> str:
     """The error of a command whose runs failed, for these reasons."""
-    listed = "\n".join(f"  {name}: {reason}" for name, reason in reasons.items())
+    listed = "\n".join(f"  {name}: {with_flags(reason)}" for name, reason in reasons.items())
     return f"error: {len(reasons)} runs failed:\n{listed}"
 
 

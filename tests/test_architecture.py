@@ -261,6 +261,16 @@ def test_only_jobs_print() -> None:
         assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls), module
 
 
+def test_the_library_knows_no_flags() -> None:
+    """Its messages name settings, as `fresh`, which commands write as --fresh; other programs keep theirs."""
+    for module, path in sources():
+        docs = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+        for node in nodes(path) if module.split(".")[0] in ("moe", "orchestrator") else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                text = re.sub(r"(ray job submit|pip install) [-\w .]+", "", node.value)
+                assert not re.search(r"(?<![\w-])--[a-z]", text), f"{module}: {node.value}"
+
+
 def test_configs_check_themselves() -> None:
     """A dataclass that is called a config derives from `moe.config.Config`, or from another config."""
     for module, path in sources():

@@ -140,7 +140,7 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
         raise UsageError(f"{out}: weights are exported to a local file or folder")
     file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
     if storage.size(config or file) is not None and not fresh:
-        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; --fresh replaces it")
+        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; `fresh` replaces it")
     with open_weights(location) as source:
         tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)

@@ -103,7 +103,7 @@ def open_manifest(path: str) -> Manifest:
         if "splits" in tree and tree.get("format") != FORMAT:
             raise UsageError(
                 f"{path} was packed by another version, in format {tree.get('format', 1)}, and this version"
-                f" reads format {FORMAT}: pack it again, with --fresh"
+                f" reads format {FORMAT}: pack it again, with `fresh`"
             )
         manifest = Manifest(
             classes=tuple(tree["classes"]),

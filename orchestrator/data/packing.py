@@ -214,7 +214,7 @@ def write_shard(
 def check_free(out: str) -> None:
     """Raises UsageError if `out` holds a data set, or files of something else."""
     if has_manifest(out):
-        raise UsageError(f"{out} already holds a data set: choose another place, or use --fresh")
+        raise UsageError(f"{out} already holds a data set: choose another place, or use `fresh`")
     if others := [name for name in storage.names(out) if not re.fullmatch(OWN, name)]:
         raise UsageError(f"{out} holds other files ({others[0]} ..): choose a new or an empty folder")
 

@@ -162,7 +162,7 @@ class Table:
         if self.is_val.all() or not self.is_val.any():
             empty = "train" if self.is_val.all() else "val"
             raise UsageError(
-                f"none of the {len(self.is_val)} images is for {empty}: add images, or another --val-frac"
+                f"none of the {len(self.is_val)} images is for {empty}: add images, or another `val_frac`"
             )
 
     def parts(self, split: str) -> Iterator[Part]:

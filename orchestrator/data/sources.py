@@ -77,7 +77,7 @@ def open_source(
         UsageError: for a source that is unknown, missing or malformed.
     """
     if not 0 < val_frac < 1:
-        raise UsageError(f"--val-frac {val_frac}: must lie between 0 and 1, both excluded")
+        raise UsageError(f"`val_frac` {val_frac}: must lie between 0 and 1, both excluded")
     kind, _, rest = name.partition(":")
     if name == "digits":
         return _digits(val_frac)
@@ -259,7 +259,7 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
             # torchvision itself would name an argument of its own.
             packed = sorted(map(str, [*Path(root).glob("*.gz"), *Path(root, name).rglob("*.gz")]))
             unpack = f"unpack {packed[0]} and its like, or " if packed else ""
-            reason = f"its files are not there: {unpack}let --download fetch them"
+            reason = f"its files are not there: {unpack}let `download` fetch them"
         raise UsageError(f"torchvision:{name} below {root!r}: {reason}") from None
     own = {part.name: None if part.name == "all" else part.name for part in listed}
     if isinstance(listed[0].images[0], str):

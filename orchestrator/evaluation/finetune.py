@@ -103,7 +103,7 @@ def _finetune_model(config: ModelConfig, image_size: int) -> ModelConfig:
     try:
         return replace(config, image_size=image_size, moe=moe)
     except ValueError as error:
-        raise UsageError(f"--image-size {image_size}: {error}") from None
+        raise UsageError(f"`image_size` {image_size}: {error}") from None
 
 
 def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Sweep:
@@ -167,7 +167,7 @@ def failures(outcomes: Mapping[str, Outcome]) -> dict[str, str]:
         if isinstance(outcome, str):
             reasons[name] = outcome
         elif outcome.status == "diverged":
-            reasons[name] = f"diverged at step {outcome.step}: try a lower --set train.lr"
+            reasons[name] = f"diverged at step {outcome.step}: try a lower train.lr"
     return reasons
 
 

@@ -86,7 +86,7 @@ class ModelRef:
             train = replace(self.run.train, microbatch=None)
             return replace(self.run, data=data, scale=ScaleConfig(), train=train)
         except ValueError as error:
-            raise UsageError(f"--batch-size {batch_size}: {error}") from None
+            raise UsageError(f"`batch_size` {batch_size}: {error}") from None
 
     def check_classes(self, path: str) -> None:
         """Checks that the labels of a data set mean the classes that this model learned.
@@ -181,7 +181,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
         except FileNotFoundError as error:
             raise UsageError(
                 f"{reference} was registered from {location}, and that is gone: {error}; if the storage was"
-                " moved, `python jobs/report.py --name SWEEP` registers its models again"
+                " moved, `jobs/report.py` registers its models again"
             ) from None
         if manifest.weights_digest() != digest:
             raise UsageError(

@@ -28,7 +28,7 @@ def parse_point(assignments: Sequence[str]) -> RoutingOverrides:
     """Returns the point of ``routing.k=1`` and the like. Raises UsageError for other settings or values."""
     (point, *more) = parse_grid(assignments)
     if more:
-        raise UsageError(f"--set {' '.join(assignments)}: give one value each; a list is written [0,5]")
+        raise UsageError(f"{' '.join(assignments)}: give one value each; a list is written [0,5]")
     return point
 
 

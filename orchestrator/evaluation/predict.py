@@ -91,7 +91,7 @@ def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, li
         rows = {s: manifest.rows(s) for s in ("train", "val") if split in (None, s)}
     else:
         if split:
-            raise UsageError(f"--split {split}: {location} has no manifest.json and so no splits")
+            raise UsageError(f"`split` {split}: {location} has no manifest.json and so no splits")
         sizes = files_below(location)
         names = [name for name in sizes if may_be_image(name)]
         others = [name for name in sizes if not may_be_image(name)]
@@ -136,7 +136,7 @@ def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[st
             storage.delete(storage.join(out, name))
     if done and not fresh:
         if PLAN not in names:
-            raise UsageError(f"{out} has parquet files and no {PLAN}: choose another --out, or use --fresh")
+            raise UsageError(f"{out} has parquet files and no {PLAN}: choose another `out`, or use `fresh`")
         before = json.loads(storage.read_bytes(storage.join(out, PLAN)))
         for field in IDENTITY:
             if before.get(field) != plan[field]:
@@ -144,7 +144,7 @@ def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[st
                 raise UsageError(
                     f"{out} has {files} of predictions by {before['model']} for {before['images']}"
                     f" with another {field} (was {before.get(field)}, now {plan[field]}): choose another"
-                    " --out, or use --fresh to begin again"
+                    " `out`, or use `fresh` to begin again"
                 )
         return before, done
     for number in done:
@@ -273,7 +273,7 @@ def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
     kind = "GPU" if most.get("GPU", 0) >= 1 else "CPU"
     room = int(most.get(kind, 0))
     if not room or (workers or 0) > room:
-        raise UsageError(f"--workers {workers or 1}: each takes one of the {room} {kind}s of the cluster")
+        raise UsageError(f"`workers` {workers or 1}: each takes one of the {room} {kind}s of the cluster")
     if kind == "CPU":
         return workers or room, {"num_cpus": 1.0}
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]

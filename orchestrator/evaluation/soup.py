@@ -32,9 +32,9 @@ def write_soup(models: Sequence[ModelRef], out: str, *, fresh: bool = False) -> 
         OSError: if reading or writing fails.
     """
     if not (storage.is_local(out) and out.endswith(SUFFIX)):
-        raise UsageError(f"--out {out}: a soup is a local file that ends in {SUFFIX}")
+        raise UsageError(f"`out` {out}: a soup is a local file that ends in {SUFFIX}")
     if storage.size(out) is not None and not fresh:
-        raise UsageError(f"{out} exists already; --fresh replaces it")
+        raise UsageError(f"{out} exists already; `fresh` replaces it")
     check_alike(models)
     metadata = {
         "format": "pt",

@@ -74,11 +74,11 @@ class Budget:
     def __post_init__(self) -> None:
         for name, value in (("hours", self.hours), ("usd", self.usd)):
             if value is not None and not value > 0:  # also refuses nan
-                raise UsageError(f"--budget-{name} must be above 0, got {value:g}")
+                raise UsageError(f"`{name}` must be above 0, got {value:g}")
         if self.usd is not None and self.usd_per_hour <= 0:
             raise UsageError(
-                f"--budget-usd {self.usd:g} needs the price of a device, which is {self.usd_per_hour:g} per"
-                " hour: name a device of jobs/prices.yaml, or use --budget-hours"
+                f"`usd` {self.usd:g} needs the price of a device, which is {self.usd_per_hour:g} per"
+                " hour: name a device of jobs/prices.yaml, or use `hours`"
             )
 
     def limit_s(self) -> float:

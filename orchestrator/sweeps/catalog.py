@@ -155,9 +155,7 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
                 continue
             has_it = all(flat(run).get(field) == value for run in runs.values())
             if same and not has_it and flat(without.base).get(field) != value:
-                raise UsageError(
-                    f"--set {field} changes nothing: every arm of {name} that could have it sets it"
-                )
+                raise UsageError(f"{field} changes nothing: every arm of {name} that could have it sets it")
     return sweep
 
 

@@ -188,7 +188,7 @@ def run_sweep(
     directory = run_directory(sweep.base)
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
-            raise UsageError("the budget does not hold a single trial: give a larger --budget-hours")
+            raise UsageError("the budget does not hold a single trial: give a larger one")
         frontier = publish(directory)
         for point in knee_points(frontier.points, 0 if run.trials_left() else options.retrain):
             _retrain(run, point.arm)

@@ -203,13 +203,13 @@ def unfit(sweep: Sweep) -> dict[str, str]:
 def check_retrain(sweep: Sweep) -> None:
     """Raises UsageError, before anything is trained, if an arm could not be retrained."""
     if sweep.trunk:
-        raise UsageError("cooldown branches are not confirmed: use --confirm 0")
+        raise UsageError("cooldown branches are not confirmed: use `retrain` 0")
     for trial in sweep.trials().values():
         if trial.run.model.moe:
             try:
                 check_resources(sweep.retrain_config(trial))
             except UsageError as error:
-                raise UsageError(f"confirming {trial.arm}: {error}; --confirm 0 leaves it out") from None
+                raise UsageError(f"confirming {trial.arm}: {error}; `retrain` 0 leaves it out") from None
 
 
 def require(findings: Iterable[Finding]) -> None:
@@ -235,7 +235,7 @@ def _check_sweep(sweep: Sweep, *, verify: bool) -> str:
 
 def _check_storage(root: str) -> str:
     if problem := _storage_problem(root):
-        raise UsageError(f"{root} cannot be used: {problem}. Name another place with --storage")
+        raise UsageError(f"{root} cannot be used: {problem}. Name another place with `storage`")
     return f"{root}: written, read and deleted"
 
 
@@ -338,11 +338,11 @@ def check_shared_files(nodes: Nodes, root: str, data: str) -> str:
     _refuse(
         blind,
         nodes,
-        f"{root} is not shared by all nodes: use --storage s3://bucket/prefix, or a common mount",
+        f"{root} is not shared by all nodes: use `storage` s3://bucket/prefix, or a common mount",
     )
     digest = open_manifest(data).digest()
     other = {name: f"found {node.data}, here {digest}" for name, node in nodes.items() if node.data != digest}
-    _refuse(other, nodes, f"{data} differs: name data that every node has with --data")
+    _refuse(other, nodes, f"{data} differs: name data that every node has with `data`")
     return f"{_count(nodes)} read and write {root}, and read the same data"
 
 

@@ -115,8 +115,8 @@ class SweepRun:
         known = [*costs(sweep.base, 1), "cost/marginal_train_flops_6mac"]
         if sweep.cost not in known and isinstance(policy, MultiObjectiveASHA):
             raise UsageError(
-                f"--stop-early judges by what a trial will cost, and {sweep.cost} is measured: leave out"
-                f" --stop-early, or use one of {', '.join(known)}"
+                f"early stopping judges by what a trial will cost, and {sweep.cost} is measured: train to the"
+                f" end, or use one of {', '.join(known)}"
             )
         self.sweep = sweep
         self.budget = budget

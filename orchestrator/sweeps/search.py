@@ -163,7 +163,9 @@ class OptunaSearch:
             try:
                 self._asked[name] = self._ask_for(_read(self.space, run)[0])
             except _OutsideError as error:
-                raise UsageError(f"trial {name} is of another space, {error}: --fresh begins anew") from None
+                raise UsageError(
+                    f"trial {name} is of another space, {error}: `mode=fresh` begins anew"
+                ) from None
             if quality is None and cost is None:
                 self._again.append(Arm(name=name, changes=changes))
             else:

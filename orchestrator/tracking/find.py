@@ -154,7 +154,7 @@ def find_sweep(tracking: Tracking, name: str) -> RunInfo:
         listed = "; ".join(sorted(directories))
         raise UsageError(
             f"{len(directories)} sweeps at {redact_uri(tracking.uri)} are named {name!r}, in {listed}: give"
-            " each its own --name, or work in its --storage"
+            " each its own `name`, or work in its `storage`"
         )
     return found[0]
 
@@ -203,7 +203,7 @@ def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:
     if not (storage.is_local(was) and storage.is_local(directory) and os.path.samefile(was, directory)):
         raise UsageError(
             f"{directory} is a copy of {was}, which MLflow at {redact_uri(tracking.uri)} shows: give the copy"
-            " a store of its own with --tracking-uri, or delete the other one"
+            " a store of its own with `tracking_uri`, or delete the other one"
         )
 
 

@@ -86,7 +86,7 @@ def store_uri(root: str, uri: str | None = None) -> str:
     if found := uri or os.environ.get("MLFLOW_TRACKING_URI"):
         return found
     if not storage.is_local(root):
-        raise UsageError(f"--storage {root} holds no MLflow store: name one with --tracking-uri")
+        raise UsageError(f"`storage` {root} holds no MLflow store: name one with `tracking_uri`")
     return database_uri(f"{root}/mlflow.db")
 
 
@@ -131,7 +131,7 @@ def database_uri(path: str) -> str:
     if sqlalchemy.make_url(uri).database != path:
         raise UsageError(
             f"{path} cannot be an MLflow store, because '?' and '%' have another meaning in a URI: rename the"
-            " folder, or name another store with --tracking-uri"
+            " folder, or name another store with `tracking_uri`"
         )
     return uri
 

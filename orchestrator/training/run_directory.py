@@ -120,7 +120,7 @@ def read_json(location: str) -> Any:
     try:
         return json.loads(storage.read_bytes(location))
     except ValueError:
-        raise UsageError(f"{location} is damaged: delete it to start over, or use another --name") from None
+        raise UsageError(f"{location} is damaged: delete it to start over, or use another `name`") from None
 
 
 def write_json(location: str, content: Any) -> None:
@@ -225,8 +225,8 @@ def acquire_run_dir(
             before = read_config(RunConfig, there.config)  # a field that an old config lacks had its default
         except UsageError as error:
             raise UsageError(
-                f"{directory} was started with a config that cannot be read ({error}); use another --name,"
-                " or --fresh to start over"
+                f"{directory} was started with a config that cannot be read ({error}); use another `name`,"
+                " or `mode=fresh` to start over"
             ) from None
         lanes = {"data.lanes": before.lane_count()}  # which it keeps
         changes |= changed_fields(flat(before) | lanes, flat(run) | ({} if run.data.lanes else lanes))
@@ -256,28 +256,28 @@ def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:
     """Raises UsageError if the directory belongs to the other kind."""
     other, file = ("sweep", SWEEP) if kind == "run" else ("run", CONFIG)
     if storage.size(storage.join(directory, file)) is not None:
-        raise UsageError(f"{directory} belongs to a {other}, and this is a {kind}: use another --name")
+        raise UsageError(f"{directory} belongs to a {other}, and this is a {kind}: use another `name`")
 
 
 def check_resumable(directory: str, mode: Mode) -> None:
     if mode == "resume":
-        raise UsageError(f"nothing to resume at {directory}; leave out --resume to start")
+        raise UsageError(f"nothing to resume at {directory}; leave out `mode=resume` to start")
 
 
 def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: str) -> NoReturn:
     """Raises a UsageError that names the changed fields, given as name -> (before, now)."""
     if DATA in changes and "data.path" not in changes:
         raise UsageError(
-            f"the data at {data} changed since {directory} was started: use another --name, or --fresh to"
-            " start over"
+            f"the data at {data} changed since {directory} was started: use another `name`, or `mode=fresh`"
+            " to start over"
         )
     # Other data has another digest, and the path says more than two digests.
     shown = {name: change for name, change in changes.items() if name != DATA}
     first = sorted(shown, key=lambda name: name != "data.path")
     listed = "; ".join("{}: {!r} -> {!r}".format(name, *shown[name]) for name in first)
     raise UsageError(
-        f"{directory} was started with another config ({listed}); give the old values, use another --name, or"
-        " --fresh to start over"
+        f"{directory} was started with another config ({listed}); give the old values, use another `name`, or"
+        " `mode=fresh` to start over"
     )
 
 
@@ -290,7 +290,7 @@ def move_aside(directory: str) -> str | None:
     if set(storage.names(directory)) <= {LOCK}:
         return None
     if not storage.is_local(directory):
-        raise UsageError(f"--fresh cannot move {directory} aside: S3 has no rename; use another --name")
+        raise UsageError(f"`mode=fresh` cannot move {directory} aside: S3 has no rename; use another `name`")
     aside = next(path for n in range(1, 1_000_000) if not os.path.exists(path := f"{directory}.old-{n}"))
     os.rename(directory, aside)
     return aside
@@ -300,7 +300,7 @@ def check_run_dir_visible(directory: str) -> None:
     """Raises UsageError on a worker's node that does not see what the driver wrote."""
     if storage.size(storage.join(directory, CONFIG)) is None:
         raise UsageError(
-            f"{socket.gethostname()} does not see {directory}: with several nodes use --storage"
+            f"{socket.gethostname()} does not see {directory}: with several nodes use `storage`"
             " s3://bucket/prefix, or a directory that every node mounts"
         )
 

@@ -232,7 +232,7 @@ def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
         return "no checkpoint was saved: start again with a smaller train.lr"
     saved = f"step {steps[0]} is" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} are"
     location = checkpoint_directory(run)
-    return f"{saved} kept: continue in another run, with --init-from {location} and a smaller train.lr"
+    return f"{saved} kept: continue in another run, with train.init_from={location} and a smaller train.lr"
 
 
 def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> Model:

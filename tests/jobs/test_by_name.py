@@ -82,5 +82,5 @@ def test_set_goes_before_the_arms(empty_home: Path, monkeypatch: pytest.MonkeyPa
     assert sweep.arms["soft"]["model.moe.num_experts"] == 64
     words = ["--sweep", "slots_experts", "--set", "model.moe.num_experts=4"]
     monkeypatch.setattr(sys, "argv", ["job", *words])
-    with pytest.raises(UsageError, match=r"--set model.moe.num_experts changes nothing: every arm"):
+    with pytest.raises(UsageError, match=r"model.moe.num_experts changes nothing: every arm"):
         parse(pareto_sweep.SweepFlags, "").make()

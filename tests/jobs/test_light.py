@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jobs._cli import with_flags
 from orchestrator.evaluation import finetune
 from tests.jobs.bare import run_bare
 
@@ -95,3 +96,10 @@ def test_help_states_what_holds(answers: list[Any]):
     assert f"data.batch_size={short.batch_size}," in shown["finetune.py"]
     assert f"expert_dropout={finetune.EXPERT_DROPOUT}," in shown["finetune.py"]
     assert f"capacity_factor={finetune.CAPACITY}" in shown["finetune.py"]
+
+
+def test_messages_of_the_library_name_flags_on_the_command_line() -> None:
+    said = "use another `name`, or `mode=fresh` to start over; give more `hours`; `ray job submit`"
+    assert with_flags(said) == (
+        "use another --name, or --fresh to start over; give more --budget-hours; `ray job submit`"
+    )

@@ -53,7 +53,7 @@ def test_a_manifest_of_another_project_is_not_a_data_set(tmp_path: Path):
 def test_a_storage_whose_name_differs_in_a_uri(name: str, tmp_path: Path, empty_store: Callable[[Path], str]):
     """It holds no database, which would lie elsewhere. With one elsewhere, its artifacts lie in it."""
     root = str(tmp_path / name)
-    with pytest.raises(UsageError, match="rename the folder, or name another store with --tracking-uri"):
+    with pytest.raises(UsageError, match="rename the folder, or name another store with `tracking_uri`"):
         open_store(root)
     store = open_store(root, empty_store(tmp_path / "database"))
     create_run(store, "any", {}).write_text("page.html", "<p>")

@@ -236,12 +236,12 @@ def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
     path, folder = tmp_path / "out/model.safetensors", tmp_path / "folder"
     path.parent.mkdir()
     path.write_bytes(b"precious")
-    with pytest.raises(UsageError, match=r"model\.safetensors exists already; --fresh"):
+    with pytest.raises(UsageError, match=r"model\.safetensors exists already; `fresh`"):
         export(dense[0], str(path))
     export(dense[0], str(folder))
     assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
     assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
-    with pytest.raises(UsageError, match="folder holds an export already; --fresh"):
+    with pytest.raises(UsageError, match="folder holds an export already; `fresh`"):
         export(dense[0], str(folder))
 
     def disk_full(name):

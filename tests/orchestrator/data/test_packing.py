@@ -120,7 +120,7 @@ def test_overwriting(images: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write(tmp_path / "out", mine | {"skipped.txt": b"old"})
     before = files(out)
     for refused in (lambda: pack(out, open_source("digits")), lambda: check_free(out)):
-        with pytest.raises(UsageError, match=f"{out} already holds a data set: .*--fresh"):
+        with pytest.raises(UsageError, match=f"{out} already holds a data set: .*`fresh`"):
             refused()
     assert files(out) == before
     monkeypatch.setattr(packing, "ROWS_PER_SHARD", 1000)

@@ -195,7 +195,7 @@ def test_a_data_set_of_an_older_version(tmp_path: Path) -> None:
     write_shards(str(tmp_path), ["a"], {"train": samples, "val": samples})
     text = (tmp_path / "manifest.json").read_text().replace('"format": 2,', "")
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UsageError, match=r"another version, in format 1, .*: pack it again, with --fresh"):
+    with pytest.raises(UsageError, match=r"another version, in format 1, .*: pack it again, with `fresh`"):
         open_manifest(str(tmp_path))
 
 

@@ -196,7 +196,7 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
         ("torchvision:mnist", "torchvision.datasets has no 'mnist'; it has .*MNIST"),  # the name of a module
         (
             "torchvision:CIFAR10",
-            "CIFAR10 below '/not/there': its files are not there: let --download fetch them",
+            "CIFAR10 below '/not/there': its files are not there: let `download` fetch them",
         ),
         ("torchvision:ImageFolder", "torchvision:ImageFolder below '/not/there': .*No such file"),
         ("torchvision:CocoDetection", "torchvision:CocoDetection below '/not/there': .*annFile"),
@@ -207,7 +207,7 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
 def test_unknown_sources(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         open_source(name, root="/not/there")
-    with pytest.raises(UsageError, match=r"--val-frac nan: must lie between 0 and 1"):
+    with pytest.raises(UsageError, match=r"`val_frac` nan: must lie between 0 and 1"):
         open_source(name, val_frac=float("nan"))
 
 
@@ -215,7 +215,7 @@ def test_files_that_are_still_packed_are_named(tmp_path: Path) -> None:
     packed = tmp_path / "FashionMNIST/raw/train-images-idx3-ubyte.gz"
     packed.parent.mkdir(parents=True)
     packed.touch()
-    with pytest.raises(UsageError, match=f"are not there: unpack {packed} and its like, or let --download"):
+    with pytest.raises(UsageError, match=f"are not there: unpack {packed} and its like, or let `download`"):
         open_source("torchvision:FashionMNIST", root=str(tmp_path))
 
 

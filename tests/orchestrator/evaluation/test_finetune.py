@@ -57,7 +57,7 @@ def test_the_recipe(trained: ModelRef) -> None:
     assert (moe.expert_dropout, moe.router.capacity_factor) == (0.1, 1.5)  # pyright: ignore
     assert run.model.grid() == 2 * trained.run.model.grid()
     assert run.model.slots() > trained.run.model.slots()
-    with pytest.raises(UsageError, match=r"--image-size 15: patch_size=2 does not divide image_size=15"):
+    with pytest.raises(UsageError, match=r"`image_size` 15: patch_size=2 does not divide image_size=15"):
         finetune_run(trained, image_size=15)
 
 
@@ -126,7 +126,7 @@ def test_figures_of_seeds_and_data_sets(trained: ModelRef, digits: str, tmp_path
     overall = found.overall()
     assert overall is not None
     assert overall.mean == pytest.approx(0.65)
-    assert failures(outcomes) == {"b-seed1": "diverged at step 500: try a lower --set train.lr"}
+    assert failures(outcomes) == {"b-seed1": "diverged at step 500: try a lower train.lr"}
     assert failures({"b-seed0": "no space"}) == {"b-seed0": "no space"}
     assert fine_tuned(sweep, {}).accuracy == {}
 

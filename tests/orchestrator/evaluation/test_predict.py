@@ -136,7 +136,7 @@ def test_where_there_are_no_images(tmp_path: Path):
     for place, split, message in [
         ("nothing", None, "no folder .*nothing"),
         ("tars", None, r"no images below .*tars, but 1 other files, such as 0\.tar; shards need a manifest"),
-        ("tars", "val", r"--split val: .*tars has no manifest\.json"),
+        ("tars", "val", r"`split` val: .*tars has no manifest\.json"),
     ]:
         with pytest.raises(UsageError, match=message):
             list_parts(str(tmp_path / place), split, group=1)
@@ -244,7 +244,7 @@ def test_nothing_is_mixed(field: str, value: Any, tmp_path: Path):
     begin(out, PLANNED, fresh=False)
     (tmp_path / file_of(3)).write_bytes(b"")
     (tmp_path / "notes.txt").write_bytes(b"")
-    with pytest.raises(UsageError, match=rf"another {field} \(was .*, now .*\): choose another --out"):
+    with pytest.raises(UsageError, match=rf"another {field} \(was .*, now .*\): choose another `out`"):
         begin(out, other, fresh=False)
     assert begin(out, other, fresh=True) == (other, set())
     assert sorted(file.name for file in tmp_path.iterdir()) == [PLAN, "notes.txt"]
@@ -258,7 +258,7 @@ def test_the_pool_and_what_goes_wrong_in_it(
     a write that fails leaves no file.
     """
     assert pool_size(None) == (2, {"num_cpus": 1.0})
-    with pytest.raises(UsageError, match="--workers 3: each takes one of the 2 CPUs of the cluster"):
+    with pytest.raises(UsageError, match="`workers` 3: each takes one of the 2 CPUs of the cluster"):
         pool_size(3)
     path, _ = pack_greys(train=150, val=3)
     settings = {

@@ -116,5 +116,5 @@ def test_names_that_are_refused(trained, tmp_path):
     for out in ("s3://bucket/soup.safetensors", f"{tmp_path}/soup.pt"):
         with pytest.raises(UsageError, match=r"a soup is a local file that ends in \.safetensors"):
             write_soup([trained(0)], out)
-    with pytest.raises(UsageError, match=r"seed0\.safetensors exists already; --fresh"):
+    with pytest.raises(UsageError, match=r"seed0\.safetensors exists already; `fresh`"):
         write_soup([trained(0)], f"{tmp_path}/seed0.safetensors")

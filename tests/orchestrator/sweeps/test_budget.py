@@ -49,9 +49,9 @@ def test_money_is_device_hours_at_the_price() -> None:
     assert Budget(usd=3, usd_per_hour=1.5).limit_s() == 7200
     assert Budget(usd=3, hours=1, usd_per_hour=1.5).limit_s() == 3600
     assert Budget().limit_s() == math.inf
-    with pytest.raises(UsageError, match="budget-usd 3 needs the price of a device"):
+    with pytest.raises(UsageError, match="`usd` 3 needs the price of a device"):
         Budget(usd=3)
-    with pytest.raises(UsageError, match="budget-hours must be above 0, got 0"):
+    with pytest.raises(UsageError, match="`hours` must be above 0, got 0"):
         Budget(hours=0)
 
 

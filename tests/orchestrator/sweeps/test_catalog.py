@@ -108,7 +108,7 @@ def test_a_change_that_arms_set_themselves_is_theirs() -> None:
     with pytest.raises(UsageError) as refused:
         make_sweep("routers", "jft", {"model.patch_size": 14})
     assert str(refused.value) == (
-        "--set model.patch_size changes nothing: every arm of routers that could have it sets it"
+        "model.patch_size changes nothing: every arm of routers that could have it sets it"
     )
     moe = make_sweep("quickstart", "tiny", {"model.moe.expert_dim": 8}).runs()
     assert moe["w16-dense-seed0"].model.moe is None

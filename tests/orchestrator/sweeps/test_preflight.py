@@ -69,7 +69,7 @@ def test_faults_here_are_all_found_before_the_cluster_is_joined(digits: str, tmp
     found = checked(sweep, connect=connect, open_store=open_store)
     assert [(check, one.ok) for check, one in found.items()] == [(check, False) for check in CHECKS[:3]]
     assert "copy it again" in found["sweep"].message
-    assert "Name another place with --storage" in found["storage"].message
+    assert "Name another place with `storage`" in found["storage"].message
     with pytest.raises(
         UsageError, match=r"(?s)cannot start:.*sweep: .*parquet .*storage: .*tracking: no MLflow"
     ):
@@ -133,7 +133,7 @@ def test_what_a_node_sees(digits: str, tmp_path: Path) -> None:
     assert elsewhere.storage_problem == "does not see what the driver wrote"
     assert "no data set at /nowhere" in elsewhere.data
     nodes = {"a": here, "b": elsewhere}
-    with pytest.raises(UsageError, match=r"1 of 2 nodes: b: does not see .* is not shared .*--storage s3://"):
+    with pytest.raises(UsageError, match=r"1 of 2 nodes: b: does not see .* is not shared .*`storage` s3://"):
         check_shared_files(nodes, str(tmp_path), digits)
     nodes["b"] = replace(here, data="other")
     with pytest.raises(UsageError, match=r"1 of 2 nodes: b: found other, here .* differs: name data"):

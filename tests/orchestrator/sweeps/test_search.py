@@ -175,7 +175,7 @@ def test_a_restored_search_repeats_unfinished_arms_and_goes_on(sampler: Kind) ->
 
 
 def test_restored_trials_of_another_space_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"tpe-0001 is of another space, model.width=32.*--fresh"):
+    with pytest.raises(UsageError, match=r"tpe-0001 is of another space, model.width=32.*`mode=fresh`"):
         search("tpe", count=5).restore([("tpe-0001", {"model.depth": 40}, 0.5, 1e6)])
 
 

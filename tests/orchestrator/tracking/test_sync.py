@@ -314,7 +314,7 @@ def test_a_copy_does_not_take_over_what_mlflow_shows(sqlite: Sqlite, tmp_path: P
     copy = shutil.copytree(directory, tmp_path / "copy")
     for refused in (Sync(tracking, str(copy)).update, lambda: check_original(tracking, str(copy))):
         with pytest.raises(
-            UsageError, match=f"{copy} is a copy of {directory}, which MLflow at .* --tracking-uri"
+            UsageError, match=f"{copy} is a copy of {directory}, which MLflow at .* `tracking_uri`"
         ):
             refused()
     assert found(tracking, directory).run_id == old.run_id

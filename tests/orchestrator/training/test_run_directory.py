@@ -55,7 +55,12 @@ def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: 
     before, changed = content(directory), run_at(tmp_path, train__lr=0.5, data__augment="inception")
     with pytest.raises(UsageError) as caught:
         acquire_run_dir(override(changed, {"scale.workers": 2}), DIGEST, mode)
-    for part in (str(directory), "train.lr: 0.001 -> 0.5", "data.augment: 'none' -> 'inception'", "--fresh"):
+    for part in (
+        str(directory),
+        "train.lr: 0.001 -> 0.5",
+        "data.augment: 'none' -> 'inception'",
+        "`mode=fresh`",
+    ):
         assert part in str(caught.value)
     assert "scale.workers" not in str(caught.value)
     assert content(directory) == before
@@ -64,7 +69,7 @@ def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: 
 def test_other_refusals(tmp_path: Path) -> None:
     """Nothing to resume, changed data, a sweep in the directory, a damaged record."""
     directory = tmp_path / "run"
-    with pytest.raises(UsageError, match=f"nothing to resume at {directory}; leave out --resume to start"):
+    with pytest.raises(UsageError, match=f"nothing to resume at {directory}; leave out `mode=resume`"):
         acquire_run_dir(run_at(tmp_path), DIGEST, "resume")
     assert not directory.exists()
     acquire_run_dir(run_at(tmp_path, data__path="/shards"), DIGEST)
@@ -75,7 +80,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"run/config.json is damaged: delete it to start over"):
         acquire_run_dir(run_at(tmp_path), DIGEST)
     (directory / "sweep.json").write_text("{}")
-    with pytest.raises(UsageError, match="run belongs to a sweep, and this is a run: use another --name"):
+    with pytest.raises(UsageError, match="run belongs to a sweep, and this is a run: use another `name`"):
         acquire_run_dir(run_at(tmp_path), DIGEST)
 
 
@@ -116,7 +121,12 @@ def test_checkpoints_alone_have_a_config(tmp_path: Path) -> None:
     for mode in ("auto", "resume"):
         with pytest.raises(UsageError) as caught:
             acquire_run_dir(run_at(tmp_path, train__lr=0.5, train__seed=7), DIGEST, mode)
-        for part in (str(directory), "(train.lr: 0.25 -> 0.5; train.seed: 0 -> 7)", "old values", "--fresh"):
+        for part in (
+            str(directory),
+            "(train.lr: 0.25 -> 0.5; train.seed: 0 -> 7)",
+            "old values",
+            "`mode=fresh`",
+        ):
             assert part in str(caught.value)
         assert content(directory) == before
     record = acquire_run_dir(override(run, {"scale.workers": 2, "data.cache_gb": 3}), DIGEST, "resume")
@@ -143,7 +153,7 @@ def test_a_record_that_is_older_than_a_field(tmp_path: Path) -> None:
     record.config["train"]["magic"] = 1
     runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
     with pytest.raises(
-        UsageError, match=r"run was started with a config .* \(unknown field train.magic; .*--fresh"
+        UsageError, match=r"run was started with a config .* \(unknown field train.magic; .*`mode=fresh`"
     ):
         acquire_run_dir(run_at(tmp_path), DIGEST)
 

@@ -204,7 +204,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoints(
     assert result.reason.endswith(f"{what} at step 30")
     assert (
         f"{run.name} diverged: {result.reason}; steps 10, 20 are kept: continue in another run, with"
-        f" --init-from {directory} and a smaller train.lr"
+        f" train.init_from={directory} and a smaller train.lr"
     ) in caplog.text
 
 
