@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 from uuid import uuid4
 
-from jobs._flags import flag
+from jobs._flags import PLUGIN, flag
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,13 +39,16 @@ _arrived = 0  # the signal that has arrived, if any
 
 
 @contextmanager
-def command(doing: str, places: Storage | None = None, *, to: TextIO | None = None) -> Iterator[None]:
+def command(
+    doing: str, places: Places | None = None, *, plugins: Sequence[str] = (), to: TextIO | None = None
+) -> Iterator[None]:
     """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
     Ctrl-C into exit code 130 and SIGTERM into 143, at most `STOP_S` seconds after the signal.
 
     Args:
         places: where the command will write. A local storage is tried first, because that needs no large
             library.
+        plugins: files to load, if `places` does not name them.
     """
     print(f"{doing}: loading libraries ..", flush=True, file=to)
     logging.basicConfig(format="%(message)s")
@@ -55,6 +58,10 @@ def command(doing: str, places: Storage | None = None, *, to: TextIO | None = No
     try:
         if places:
             places.check_local()
+        if plugins := plugins or (places.plugin if places else ()):
+            from orchestrator.plugins import load_plugins
+
+            load_plugins(plugins)
         yield
     except (UsageError, OSError) as error:
         sys.exit(f"error: {with_flags(str(error))}")
@@ -211,11 +218,12 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Places(Storage):
-    """places of files and MLflow runs"""
+    """places of files, MLflow runs and code of your own"""
 
     tracking_uri: str | None = flag(
         None, "MLflow store; default: $MLFLOW_TRACKING_URI, else mlflow.db below the storage"
     )
+    plugin: tuple[str, ...] = PLUGIN
 
     def uri(self) -> str:
         """The URI of the MLflow store. Raises UsageError if the storage cannot hold one."""

@@ -49,6 +49,9 @@ def flag(
     return dataclasses.field(default=default, metadata={**options, "positional": positional})
 
 
+PLUGIN = flag((), "file of your own that defines routers, models or optimisers (repeatable)", metavar="FILE")
+
+
 def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:
     """The checked flags of `sys.argv`. Wrong flags end the process with one line and exit code 2."""
     raw = argparse.RawDescriptionHelpFormatter

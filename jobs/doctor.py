@@ -25,7 +25,8 @@ class DoctorFlags(SweepFlags):
 
 def main() -> None:
     flags = parse(DoctorFlags, __doc__)
-    with command("checking what the sweep needs", to=sys.stderr if flags.json else None):
+    to, plugins = sys.stderr if flags.json else None, flags.run.places.plugin
+    with command("checking what the sweep needs", plugins=plugins, to=to):
         from orchestrator.sweeps.preflight import preflight
 
         with redirect_stdout(sys.stderr if flags.json else sys.stdout):

@@ -34,7 +34,7 @@ class ExportFlags:
 def main() -> None:
     flags = parse(ExportFlags, __doc__)
     doing = "listing checkpoints of" if flags.list else "exporting"
-    with command(f"{doing} {flags.model}"):
+    with command(f"{doing} {flags.model}", plugins=flags.places.plugin):
         export(flags)
 
 

@@ -242,7 +242,8 @@ def main() -> None:
     doing, places = "planning" if flags.plan else "training", flags.run.places
     if flags.run.list or flags.run.asks_for_fields():
         doing, places = "listing" if flags.run.list else "fields of", None
-    with command(f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})", places):
+    what = f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})"
+    with command(what, places, plugins=flags.run.places.plugin):
         sweep(flags)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import command
-from jobs._flags import assignment, flag, parse
+from jobs._flags import PLUGIN, assignment, flag, parse
 from jobs.train import preset
 from orchestrator.errors import UsageError
 
@@ -45,6 +45,7 @@ class PlanFlags:
         read=assignment,
         nargs="+",
     )
+    plugin: tuple[str, ...] = PLUGIN
 
 
 def plan(flags: PlanFlags) -> None:
@@ -127,7 +128,7 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 def main() -> None:
     flags = parse(PlanFlags, __doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
-    with command(f"planning {flags.model} on {flags.devices} devices"):
+    with command(f"planning {flags.model} on {flags.devices} devices", plugins=flags.plugin):
         plan(flags)
 
 

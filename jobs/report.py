@@ -26,7 +26,7 @@ class ReportFlags:
 
 def main() -> None:
     flags = parse(ReportFlags, __doc__)
-    with command(f"drawing the frontier of {flags.published or flags.name}"):
+    with command(f"drawing the frontier of {flags.published or flags.name}", plugins=flags.places.plugin):
         report_published(flags, flags.published) if flags.published else report(flags)
 
 

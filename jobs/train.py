@@ -101,6 +101,7 @@ class RunFlags:
             "storage": "--storage",
             "data.path": "--data",
             "train.init_from": "--init-from",
+            "plugins": "--plugin",
         }
         for field, instead in used.items():
             if field in assigned:
@@ -193,7 +194,7 @@ def main() -> None:
     doing, places = f"training {flags.name or 'train'}", flags.places
     if flags.list or flags.asks_for_fields():
         doing, places = "listing" if flags.list else "train: fields", None
-    with command(doing, places):
+    with command(doing, places, plugins=flags.places.plugin):
         train(flags)
 
 

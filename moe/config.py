@@ -96,7 +96,7 @@ class Family(Config):
     Raises TypeError for a second class of the same kind.
     """
 
-    kinds: ClassVar[dict[str, type]]
+    kinds: ClassVar[dict[str, "type[Family]"]]
     default_kind: ClassVar[str]
 
     if TYPE_CHECKING:

@@ -1,10 +1,12 @@
 """An exported model, loaded with torch and safetensors, without the rest of this project.
 
 Copy the folder `moe` and what `jobs/export.py --out DIR/` wrote; then ``load("DIR")`` returns the model.
+Import the user's own files that it was made with first: they are in ``DIR/plugins``.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,8 +36,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Model:
         config = json.loads((path / CONFIG).read_text() if path.is_dir() else metadata.get("config", "{}"))
         if "model" not in config:
             raise ValueError("its config has no model")
+        model_config = _model_config(config)
         with torch.device("meta"):
-            model = from_dict(ModelConfig, config["model"], "model.").build(seed=None)
+            model = model_config.build(seed=None)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} is not an export: {error}") from None
     expected = model.state_dict()
@@ -47,3 +50,15 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Model:
     except RuntimeError as error:
         raise ValueError(f"{path} does not hold the model that its config describes: {error}") from None
     return model.eval()
+
+
+def _model_config(config: dict[str, Any]) -> ModelConfig:
+    try:
+        return from_dict(ModelConfig, config["model"], "model.")
+    except ValueError as error:
+        made = (
+            f"; import the files it was made with: {', '.join(plugins)}"
+            if (plugins := config.get("plugins"))
+            else ""
+        )
+        raise ValueError(f"{error}{made}") from None

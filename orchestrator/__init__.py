@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.evaluation.models import load_model
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.frontier.points import Point
+    from orchestrator.plugins import load_plugins
     from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
     from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.sweep import Sweep
@@ -34,6 +35,7 @@ __all__ = [
     "Watch",
     "digits",
     "load_model",
+    "load_plugins",
     "override",
     "run_sweep",
     "train",
@@ -49,6 +51,7 @@ _HOMES = {
     "Watch": "sweeps.run",
     "digits": "sweeps.driver",
     "load_model": "evaluation.models",
+    "load_plugins": "plugins",
     "override": "codec",
     "run_sweep": "sweeps.driver",
     "train": "sweeps.driver",

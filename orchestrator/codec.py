@@ -10,6 +10,7 @@ from moe import codec
 from moe.codec import dataclasses_of, hints_of, member_of, to_dict
 from moe.config import did_you_mean
 from orchestrator.errors import UsageError
+from orchestrator.plugins import check_loaded
 
 T = TypeVar("T")
 
@@ -34,8 +35,11 @@ def read_config(cls: type[T], data: Mapping[str, Any]) -> T:
     """Rebuilds a config, which checks itself. Strings are parsed as the types of their fields.
 
     Raises:
-        UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses.
+        UsageError: for an unknown field or kind, naming those that exist; for a value that its field refuses;
+            for a plugin that is not loaded.
     """
+    if isinstance(plugins := data.get("plugins"), list):
+        check_loaded(map(str, plugins))
     for before, now in MOVED.items():
         data = _moved(data, before.split("."), now.split("."))
     return codec.from_dict(cls, data)

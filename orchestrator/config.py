@@ -1,7 +1,7 @@
 """The config of a run: one frozen tree, which `codec.py` turns into JSON and back."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, SupportsIndex
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from moe.model import ModelConfig
@@ -10,6 +10,7 @@ from moe.presets import PRESETS
 from orchestrator.errors import UsageError
 from orchestrator.names import check_run_path
 from orchestrator.optimizers import AdamWConfig, OptimizerConfig
+from orchestrator.plugins import plugins_of, shipped, unpickled
 from orchestrator.schedules import RsqrtConfig, ScheduleConfig
 from orchestrator.storage import home
 from orchestrator.tasks import ClassificationConfig, TaskConfig
@@ -211,6 +212,8 @@ class RunConfig(Config):
             run of a sweep is called ``<sweep>/trials/<arm>``.
         storage: directory or URI below which runs lie; by default ``$MOE_FRONTIER_HOME``, else
             ``~/moe-frontier``.
+        plugins: the user's own files that define parts of this config, ``name@SHA-256`` each. They are found:
+            whatever is given is replaced.
     """
 
     name: str = "train"
@@ -221,9 +224,11 @@ class RunConfig(Config):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     scale: ScaleConfig = ScaleConfig()
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "plugins", plugins_of(self))
         check_run_path(self.name)
         workers, batch = self.scale.workers, self.data.batch_size
         if batch % workers:
@@ -257,6 +262,9 @@ class RunConfig(Config):
         if self.scale.ep != "auto":
             dp = workers // self.scale.ep
             check_layout(self.model, dp=dp, ep=self.scale.ep, dp_replicate=self.scale.dp_replicate)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return unpickled, (shipped(self.plugins), type(self)), self.__dict__
 
     def ep(self) -> int:
         """Returns the number of workers that share one set of experts.

@@ -50,6 +50,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneRay:
     return OneRay(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--plugin", action="append", metavar="FILE", help="a plugin, which must obey the laws too"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if files := config.getoption("plugin"):
+        from orchestrator import load_plugins
+
+        load_plugins(files)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with what uses the cluster, which takes longest. Tests for a GPU skip where there is none."""
     import torch

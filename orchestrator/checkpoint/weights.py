@@ -37,6 +37,7 @@ from orchestrator.codec import read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
+from orchestrator.plugins import save_plugins
 
 VERSION = "1"  # version of the metadata in an exported file
 SHOWN = 5  # names that a message lists; the others are counted
@@ -127,7 +128,7 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 def export(location: str, out: str, *, fresh: bool = False) -> None:
     """Writes the weights of a checkpoint, as `find_checkpoint` finds it, into a local `SUFFIX` file, bit for
-    bit, or into a local folder as `WEIGHTS`, with `CONFIG` beside it.
+    bit, or into a local folder as `WEIGHTS`, with `CONFIG` and plugins beside it.
 
     The file's metadata holds `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
     `manifest_sha256` (of the checkpoint's manifest) and `version`.
@@ -168,8 +169,10 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
             "eval_resize": run.data.eval_resize,
             "eval_crop": run.data.eval_crop,
             "classes": classes,
+            "plugins": run.plugins,
             "model": to_dict(run.model),
         }
+        save_plugins(out, run.plugins)
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 

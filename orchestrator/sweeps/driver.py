@@ -24,6 +24,7 @@ from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
+from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import raised_reference, say_raised
@@ -276,7 +277,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     directory, base = run_directory(sweep.base), sweep.base
     was = read_sweep(directory)
     drawn = was.drawn_arms() if was else {}
-    manifest = open_manifest(base.data.path)
+    manifest, trials = open_manifest(base.data.path), sweep.trials(drawn).values()
     now = SweepRecord(
         key=new_key(),
         name=base.name,
@@ -291,8 +292,9 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         claims=list(sweep.claims),
         arms=drawn | {name: dict(changes) for name, changes in sweep.arms.items()},
         drawn=list(drawn),
-        trials={t.name: t.labels(bool(sweep.seeds)) for t in sweep.trials(drawn).values()},
+        trials={t.name: t.labels(bool(sweep.seeds)) for t in trials},
         labels=dict(labels),
+        plugins=list({plugin: None for run in (base, *(t.run for t in trials)) for plugin in run.plugins}),
     )
     if was is None:
         check_resumable(directory, "resume" if resume else "auto")
@@ -304,6 +306,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         reference = raised_reference(chance, _highest_costs(runs))
         now = replace(now, reference=reference, baselines=baselines)
     else:
+        check_loaded(was.plugins)
         more_seeds = was.seeds and set(was.seeds) <= set(now.seeds)
         as_written = SweepRecord(**json.loads(json.dumps(asdict(now))))  # lists in place of tuples
         if more_seeds:
@@ -315,14 +318,14 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
             now,
             key=was.key,
             began_s=was.began_s,
-            reference=raised_reference(
-                was.reference, _highest_costs(trial.run for trial in sweep.trials(drawn).values())
-            ),
+            reference=raised_reference(was.reference, _highest_costs(trial.run for trial in trials)),
             baselines=was.baselines,
             trials=was.trials | now.trials,
             labels=now.labels or was.labels,
+            plugins=[*was.plugins, *(plugin for plugin in now.plugins if plugin not in was.plugins)],
         )
         say_raised(was.reference, now.reference, now.cost)
+    save_plugins(directory, now.plugins)
     write_sweep(directory, now)
     return now
 

@@ -18,7 +18,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
 from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
 from orchestrator.sweeps.scheduler import QueueScheduler
-from orchestrator.sweeps.sweep import Trial, trial_config
+from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.fit import fit
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.resources import is_inline, run_resources
@@ -63,7 +63,7 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
         return  # Tune would wait for something to do
     try:
         ray.tune.run(
-            ray.tune.with_resources(ray.tune.with_parameters(train_trial, base=base), _reserved),
+            ray.tune.with_resources(train_trial, _reserved),
             name="tune",
             storage_path=run_directory(base),
             scheduler=scheduler,
@@ -89,7 +89,7 @@ def _trial_id(trial: TuneTrial) -> str:
     return trial.trial_id
 
 
-def train_trial(config: Mapping[str, Any], base: RunConfig) -> None:
+def train_trial(config: Mapping[str, Any]) -> None:
     """Trains the trial of `config` to its next pause or its end, here or with Ray Train workers.
 
     A pause is reported once its checkpoint is in storage and its workers have ended: Tune ends the process
@@ -100,7 +100,7 @@ def train_trial(config: Mapping[str, Any], base: RunConfig) -> None:
     # Tune waits so long for this thread to end before it reuses the process. On a busy machine its default of
     # 2 s is too short, and the next trial would fail.
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
-    run = trial_config(base, config["name"], config["changes"])
+    run: RunConfig = config["run"]
     try:
         result = fit(run, _report, until=config["until"])
     except Exception as error:
@@ -214,8 +214,7 @@ class NewTrials(Searcher):
             return None if self.scheduler.active() else Searcher.FINISHED
         run = job.trial.run
         need = run_resources(run) if is_inline(run) else None
-        changes = dict(job.trial.changes)
-        return {"name": job.trial.name, "changes": changes, "until": job.until, "need": need}
+        return {"name": job.trial.name, "run": run, "until": job.until, "need": need}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Does nothing: the scheduler informs the queue."""

@@ -23,7 +23,7 @@ from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import start_report
-from orchestrator.codec import override, read_config, to_dict
+from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data, start_feeds
@@ -295,7 +295,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     try:
         Trainer(
             _train_worker_on_ray,
-            train_loop_config={"run": to_dict(run), "until": until, "feeds": feeds},
+            train_loop_config={"run": run, "until": until, "feeds": feeds},
             torch_config=ConnectConfig(
                 backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
             ),
@@ -322,7 +322,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
-    run = read_config(RunConfig, config["run"])
+    run: RunConfig = config["run"]
     directory = run_directory(run)
     first = ray.train.get_context().get_world_rank() == 0
     ours = logging.getLogger("orchestrator")  # without Ray's own lines

@@ -6,6 +6,7 @@
     RUN/paused-N.json         the state of the run when it paused at step N
     RUN/result.json           how it ended
     RUN/error.txt             why its last attempt failed
+    RUN/plugins/              copies of the user's own files that its config needs
     SWEEP/sweep.json          objectives, seeds, reference point, trials; its runs lie below it
 
 A report is written before the checkpoint that contains it, so a run that resumes leaves no gap. The last line
@@ -27,6 +28,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, last_line
+from orchestrator.plugins import FOLDER, save_plugins
 
 Mode = Literal["auto", "resume"]
 
@@ -161,6 +163,7 @@ class SweepRecord:
         baselines: what is no arm of the sweep -> its quality, such as a linear classifier on pixels.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
+        plugins: those that its trials were made with.
         status: ``running`` until its trials have ended, or its command. ``interrupted`` if trials are left.
     """
 
@@ -181,6 +184,7 @@ class SweepRecord:
     baselines: dict[str, float] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    plugins: list[str] = field(default_factory=list)
     status: Literal["running", "finished", "failed", "interrupted"] = "running"
 
     def drawn_arms(self) -> dict[str, dict[str, Any]]:
@@ -248,6 +252,7 @@ def acquire_run_dir(
         data_digest=data_digest,
         labels=dict(labels or {}),
     )
+    save_plugins(directory, run.plugins)
     write_json(storage.join(directory, CONFIG), asdict(record))
     return record
 
@@ -310,8 +315,8 @@ def new_key() -> str:
 
 
 def _trained(directory: str) -> bool:
-    """Returns whether the directory has more than the records of attempts that never trained, and Ray's."""
+    """Returns whether there is more than plugins, Ray's files and what attempts left that never trained."""
     return any(
-        size > 0 and name not in UNTRAINED and not name.startswith("ray/")
+        size > 0 and name not in UNTRAINED and not name.startswith(("ray/", f"{FOLDER}/"))
         for name, size in storage.files(directory).items()
     )

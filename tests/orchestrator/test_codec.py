@@ -117,13 +117,13 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
     [
         (
             {"trian.lr": 1},
-            "unknown field trian; there is: name, storage, model, task, data, train, checkpoint, scale;"
-            " did you mean 'train'?",
+            "unknown field trian; there is: name, storage, model, task, data, train, checkpoint, scale,"
+            " plugins; did you mean 'train'?",
         ),
         (
             {"nmae": 1},
-            "unknown field nmae; the config has: name, storage, model, task, data, train, checkpoint, scale;"
-            " did you mean 'name'?",
+            "unknown field nmae; the config has: name, storage, model, task, data, train, checkpoint, scale,"
+            " plugins; did you mean 'name'?",
         ),
         ({"data.paht": 1}, "unknown field data.paht; data has: path, batch_size, lanes, shuffle_window,"),
         ({"train.lr.x": 1}, "train.lr is a value, not a group: train.lr.x does not exist"),

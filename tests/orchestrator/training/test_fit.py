@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ray.exceptions import RayError
 
-from orchestrator.codec import override, to_dict
+from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import Sample, write_shards
@@ -240,7 +240,7 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
     monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
     start(run)
-    fit_file._train_worker_on_ray({"run": to_dict(run), "until": None, "feeds": []})
+    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": []})
     assert stops == [True]
 
 

@@ -1,0 +1,177 @@
+"""Plugins: loading, refusing, and configs that travel to other processes with the text of theirs."""
+
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from moe.codec import to_dict
+from moe.config import Family
+from orchestrator import RunConfig, load_plugins, override
+from orchestrator import plugins as module
+from orchestrator.codec import read_config
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.driver import acquire_sweep_dir
+from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.run_directory import acquire_run_dir, run_directory
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "tests" / "own"
+PEAKED = """
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestrator.schedules import ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakConfig(ScheduleConfig):
+    kind: Literal["peak"] = "peak"
+
+    def after_warmup(self, step, *, peak, total):
+        return peak
+"""
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test loads, no other test has, and here it finds no members from other tests."""
+    monkeypatch.setattr(module, "_texts", {})
+    for family in Family.__subclasses__():
+        own = {kind: cls for kind, cls in family.kinds.items() if not cls.__module__.startswith("tests.")}
+        monkeypatch.setattr(family, "kinds", own)
+    yield
+    for name in [name for name in sys.modules if name.startswith("moe_plugin_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def peak(tmp_path: Path) -> Path:
+    file = tmp_path / "peak.py"
+    file.write_text(PEAKED)
+    return file
+
+
+def digest(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()
+
+
+def in_another_process(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_config_names_the_plugins_of_its_parts(peak):
+    files = [OWN / "cosine.py", OWN / "convnet.py", OWN / "lion.py", peak]
+    loaded = load_plugins(files)
+    assert loaded == tuple(f"{file.name}@{digest(file)}" for file in files)
+    assert load_plugins(files[:1]) == loaded[:1], "again is nothing new"
+    assert RunConfig().plugins == ()
+    run = override(RunConfig(), {"model.moe.router.kind": "cosine", "train.optimizer.kind": "lion"})
+    assert run.plugins == (loaded[0], loaded[2])
+    run = override(run, {"model.kind": "convnet", "train.schedule.kind": "peak"})
+    assert run.plugins == loaded[1:]
+    assert override(run, {"model.moe.router.kind": "cosine"}).plugins == loaded
+    assert override(run, {"plugins": ()}).plugins == run.plugins
+    assert run == deepcopy(run) == read_config(RunConfig, json.loads(json.dumps(to_dict(run))))
+    source = inspect.getsource(type(run.model).build)
+    assert source in (OWN / "convnet.py").read_text(), "tracebacks and torch.compile show the lines"
+
+
+def test_a_config_takes_its_plugins_to_another_process(peak, tmp_path):
+    load_plugins([OWN / "cosine.py", peak])
+    run = override(RunConfig(), {"model.moe.router.kind": "cosine", "train.schedule.kind": "peak"})
+    (tmp_path / "run.pickle").write_bytes(pickle.dumps([run, run.model.moe]))
+    (tmp_path / "run.json").write_text(json.dumps(to_dict(run)))
+    code = "import pickle, sys; run, moe = pickle.load(open(sys.argv[1], 'rb'));"
+    code += "print(moe is run.model.moe, run.train.schedule.rate(3, peak=0.5, total=9), run.plugins)"
+    done = in_another_process(code, tmp_path / "run.pickle")
+    assert done.stdout == f"True 0.5 {run.plugins}\n", done.stderr
+    code = "import json, sys; from orchestrator import RunConfig; from orchestrator.codec import read_config;"
+    done = in_another_process(
+        code + "read_config(RunConfig, json.load(open(sys.argv[1])))", tmp_path / "run.json"
+    )
+    assert (
+        f"UsageError: made with the plugin cosine.py (SHA-256 {digest(OWN / 'cosine.py')[:12]}..)"
+        in done.stderr
+    )
+    assert "and it is not loaded: load that file" in done.stderr
+
+
+def test_a_changed_plugin_is_another(peak, tmp_path):
+    load_plugins([peak])
+    changes = {"train.schedule.kind": "peak", "storage": str(tmp_path), "data.path": "/shards"}
+    run = override(RunConfig(), changes)
+    acquire_run_dir(run, "digest")
+    assert Path(run_directory(run), "plugins", "peak.py").read_text() == PEAKED
+    before = digest(peak)[:12]
+    peak.write_text(PEAKED.replace("return peak", "return 2 * peak"))
+    now = digest(peak)[:12]
+    with pytest.raises(
+        UsageError, match=rf"{now}.* cannot be loaded, because .*{before}.*: start a new process"
+    ):
+        load_plugins([peak])
+    # As a new process.
+    module._texts.clear()
+    del type(run.train.schedule).kinds["peak"]
+    load_plugins([peak])
+    with pytest.raises(
+        UsageError, match=rf"made with the plugin .*{before}.*{now}.* is loaded: load that file"
+    ):
+        acquire_run_dir(override(RunConfig(), changes), "digest")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no file .*mine.py: a plugin is a Python file of your own"),
+        ("def f():\n  return 1 +\n", "mine.py, line 2: SyntaxError: "),
+        ("a = 1\ndef f():\n    raise ValueError('no')\n\nf()\n", "mine.py, line 3: ValueError: no"),
+        ("import json\n\njson.loads('[')\n", "mine.py, line 3: JSONDecodeError: "),
+        (
+            "a = 1\n",
+            "mine.py defines no config with a kind, derived from one of .*RouterConfig, ScheduleConfig",
+        ),
+        (
+            PEAKED.replace('"peak"', '"cosine"'),
+            "mine.py, line 9: TypeError: PeakConfig and CosineConfig both are",
+        ),
+        (PEAKED.replace("after_warmup", "rates"), "mine.py: PeakConfig has no after_warmup"),
+        (PEAKED.replace("@dataclass", "#"), "mine.py: PeakConfig is no dataclass: @dataclass.frozen=True"),
+        (PEAKED + "1 / 0\n", "mine.py, line 14: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_is_no_plugin(text, message, tmp_path):
+    """The file and the line are named, and the mended file can be loaded."""
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_plugins([file])
+    file.write_text(PEAKED)
+    load_plugins([file])
+    assert override(RunConfig(), {"train.schedule.kind": "peak"}).plugins
+
+
+def test_a_sweep_records_the_plugins_of_its_arms(peak, digits, tmp_path):
+    (plugin,) = load_plugins([peak])
+    base = override(RunConfig(), {"storage": str(tmp_path), "name": "s", "data.path": digits})
+    sweep = Sweep(base=base, arms={"a": {"train.schedule.kind": "peak"}, "b": {}}, quality="val/loss")
+    assert acquire_sweep_dir(sweep, resume=False, labels={}).plugins == [plugin]
+    assert (tmp_path / "s" / "plugins" / "peak.py").read_text() == PEAKED
+    more = Sweep(base=base, arms={**sweep.arms, "c": {}}, quality="val/loss")
+    assert acquire_sweep_dir(more, resume=True, labels={}).plugins == [plugin]
+    peak.write_text(PEAKED + "# changed\n")
+    module._texts.clear()
+    del type(sweep.runs()["a"].train.schedule).kinds["peak"]
+    load_plugins([peak])
+    with pytest.raises(UsageError, match=r"made with the plugin peak.py .*, and peak.py .* is loaded"):
+        acquire_sweep_dir(more, resume=True, labels={})
