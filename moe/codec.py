@@ -58,9 +58,9 @@ def member_of(hint: Any, value: Mapping[str, Any], path: str) -> Any:
     choices = dataclasses_of(hint)
     if not choices:
         raise ValueError(f"{path} is a value, not a group of fields")
-    if len(choices) == 1 or "kind" not in value:
-        return choices[0]
     by_kind = _by_kind(choices)
+    if not by_kind or "kind" not in value:
+        return choices[0]
     # A list, because a value from JSON may have no hash.
     if value["kind"] not in [*by_kind]:
         raise ValueError(

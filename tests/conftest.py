@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -149,6 +150,28 @@ def pack_greys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[...
         return path, packing.write_shards(path, map(str, range(10)), splits)
 
     return pack
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Keeps plugins in one test, and members that other tests define out of it. A call forgets plugins, as
+    a new process would begin.
+    """
+    from orchestrator import RunConfig, plugins
+
+    assert RunConfig.plugins == ()  # all families are there
+    monkeypatch.setattr(plugins, "_texts", {})
+    for family in plugins._families():
+        kinds = {kind: cls for kind, cls in family.kinds.items() if not cls.__module__.startswith("tests.")}
+        monkeypatch.setattr(family, "kinds", kinds)
+
+    def forget() -> None:
+        plugins._texts.clear()
+        for name in [name for name in sys.modules if name.startswith("moe_plugin_")]:
+            plugins._forget(name)
+
+    yield forget
+    forget()
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
             step = int(metadata.get("step", -1))
             classes = tuple(json.loads(metadata.get("classes", "null")) or ())
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise UsageError(f"the metadata of {location} are damaged ({error}): export it again") from None
+            raise UsageError(f"the metadata of {location} cannot be read: {error}") from None
     else:
         try:
             folder, manifest = find_checkpoint(location, whole=whole)

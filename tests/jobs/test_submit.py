@@ -75,8 +75,9 @@ def submit(
 
 @pytest.mark.slow
 def test_a_submitted_job_trains_and_its_exit_code_tells_the_truth(env, head):
-    soft = ["--workers", "2", "--ep", "2", "--set", "model.moe.router.kind=soft", "--set", "train.steps=10"]
-    done = submit(env, head, "jobs/train.py", "--name", "submitted", *soft)
+    """Its router is a plugin, which lies in the working directory."""
+    cosine = ["--plugin", "tests/own/cosine.py", "--set", "model.moe.router.kind=cosine", "train.steps=10"]
+    done = submit(env, head, "jobs/train.py", "--name", "submitted", "--workers", "2", "--ep", "2", *cosine)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "submitted is complete: finished after 10 steps" in done.stdout
     assert (Path(env["MOE_FRONTIER_HOME"]) / "submitted/result.json").exists()

@@ -82,12 +82,6 @@ def test_a_model_without_formulas_has_its_costs_measured():
         convnet(SoftConfig()).macs(RoutingOverrides(k=1))
 
 
-@pytest.mark.parametrize("config", [vit_config(SoftConfig()), convnet()], ids=["vit", "convnet"])
-def test_features_are_the_input_of_the_head(config):
-    model = with_a_head(config.build())
-    assert torch.equal(model.get_submodule("head")(model.features(images(3))), model(images(3)).logits)
-
-
 def test_points_of_a_model_without_a_shared_pass():
     model, points = with_a_head(convnet().build()), [AS_TRAINED, RoutingOverrides(experts=2)]
     logits = [heads["logits"] for heads in model.at_points(images(3), torch.ones(3), points)]

@@ -5,7 +5,6 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
@@ -13,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from moe.codec import to_dict
-from moe.config import Family
 from orchestrator import RunConfig, load_plugins, override
-from orchestrator import plugins as module
 from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.driver import acquire_sweep_dir
@@ -40,23 +37,14 @@ class PeakConfig(ScheduleConfig):
 """
 
 
-@pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test loads, no other test has, and here it finds no members from other tests."""
-    monkeypatch.setattr(module, "_texts", {})
-    for family in Family.__subclasses__():
-        own = {kind: cls for kind, cls in family.kinds.items() if not cls.__module__.startswith("tests.")}
-        monkeypatch.setattr(family, "kinds", own)
-    yield
-    for name in [name for name in sys.modules if name.startswith("moe_plugin_")]:
-        del sys.modules[name]
-
-
 @pytest.fixture
 def peak(tmp_path: Path) -> Path:
     file = tmp_path / "peak.py"
     file.write_text(PEAKED)
     return file
+
+
+pytestmark = pytest.mark.usefixtures("new_process")
 
 
 def digest(file: Path) -> str:
@@ -106,7 +94,7 @@ def test_a_config_takes_its_plugins_to_another_process(peak, tmp_path):
     assert "and it is not loaded: load that file" in done.stderr
 
 
-def test_a_changed_plugin_is_another(peak, tmp_path):
+def test_a_changed_plugin_is_another(peak, tmp_path, new_process):
     load_plugins([peak])
     changes = {"train.schedule.kind": "peak", "storage": str(tmp_path), "data.path": "/shards"}
     run = override(RunConfig(), changes)
@@ -119,9 +107,7 @@ def test_a_changed_plugin_is_another(peak, tmp_path):
         UsageError, match=rf"{now}.* cannot be loaded, because .*{before}.*: start a new process"
     ):
         load_plugins([peak])
-    # As a new process.
-    module._texts.clear()
-    del type(run.train.schedule).kinds["peak"]
+    new_process()
     load_plugins([peak])
     with pytest.raises(
         UsageError, match=rf"made with the plugin .*{before}.*{now}.* is loaded: load that file"
@@ -161,7 +147,7 @@ def test_a_file_that_is_no_plugin(text, message, tmp_path):
     assert override(RunConfig(), {"train.schedule.kind": "peak"}).plugins
 
 
-def test_a_sweep_records_the_plugins_of_its_arms(peak, digits, tmp_path):
+def test_a_sweep_records_the_plugins_of_its_arms(peak, digits, tmp_path, new_process):
     (plugin,) = load_plugins([peak])
     base = override(RunConfig(), {"storage": str(tmp_path), "name": "s", "data.path": digits})
     sweep = Sweep(base=base, arms={"a": {"train.schedule.kind": "peak"}, "b": {}}, quality="val/loss")
@@ -170,8 +156,7 @@ def test_a_sweep_records_the_plugins_of_its_arms(peak, digits, tmp_path):
     more = Sweep(base=base, arms={**sweep.arms, "c": {}}, quality="val/loss")
     assert acquire_sweep_dir(more, resume=True, labels={}).plugins == [plugin]
     peak.write_text(PEAKED + "# changed\n")
-    module._texts.clear()
-    del type(sweep.runs()["a"].train.schedule).kinds["peak"]
+    new_process()
     load_plugins([peak])
     with pytest.raises(UsageError, match=r"made with the plugin peak.py .*, and peak.py .* is loaded"):
         acquire_sweep_dir(more, resume=True, labels={})

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from moe.config import members
+from moe.experts import is_expert
 from moe.layer import MoEConfig
 from moe.models.vit import ViT
 from moe.parallel import update
 from moe.presets import PRESETS
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig
-from orchestrator.optimizers import AdafactorConfig, AdamWConfig, SGDConfig
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from orchestrator.optimizers.adafactor import Adafactor
 from orchestrator.optimizers.adamw import AdamW
 from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
@@ -169,7 +170,29 @@ ROUTERS_AND_VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", [AdamWConfig, SGDConfig, AdafactorConfig])
+each_optimizer = pytest.mark.parametrize("optimizer", members(OptimizerConfig))
+
+
+@each_optimizer
+def test_an_update_at_rate_zero_makes_the_state_and_moves_nothing(optimizer: type[OptimizerConfig]) -> None:
+    """As a checkpoint needs, and the state has as many bytes as the config says."""
+    model = ViT(replace(PRESETS["debug"], moe=MoEConfig()))
+    config = optimizer(weight_decay=0.1)
+    built, before = config.build(model), [param.clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for group in built.param_groups:
+        group["lr"] = 0.0
+    built.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    held = [value for state in built.state.values() for name, value in state.items() if name != "step"]
+    assert sum(value.nbytes for value in held if value is not None) == sum(
+        config.state_bytes(param.shape, param.shape, expert=is_expert(name))
+        for name, param in model.named_parameters()
+    )
+
+
+@each_optimizer
 @pytest.mark.parametrize("router", [None, *ROUTERS_AND_VARIANTS])
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None

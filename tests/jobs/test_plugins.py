@@ -1,0 +1,120 @@
+"""A router, a model and an optimiser from outside of the tree, each in one file, as a user has them."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import evaluate, export, fewshot, pareto_sweep, predict, report, train
+from moe.load import load
+from orchestrator.plugins import load_plugins
+from tests.parts import png
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
+
+OWN = Path(__file__).parents[1] / "own"
+GUESTS = {
+    "cosine": ["model.moe.router.kind=cosine"],
+    "convnet": ["model.kind=convnet", "model.moe.layers=last_1", "model.moe.num_experts=4"],
+    "lion": ["train.optimizer.kind=lion", "train.optimizer.weight_decay=0.1", "train.lr=1e-4"],
+}
+SHORT = ["train.steps=4", "train.report_every=2", "checkpoint.every=2", "checkpoint.keep_last=2"]
+SWEEP = """
+from orchestrator import RunConfig, Sweep, override
+
+def make():
+    base = override(RunConfig(), {"name": "guests", "train.steps": 4})
+    arms = {
+        "cosine": {"model.moe.router.kind": "cosine"},
+        "convnet": {"model.kind": "convnet"},
+        "lion": {"train.optimizer.kind": "lion"},
+    }
+    return Sweep(base=base, arms=arms)
+"""
+
+
+def reports(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_a_guest(name, empty_home, call, new_process, tmp_path):
+    """It trains on two workers and goes on with one, is exported, evaluated, predicts; or refused by name."""
+    file, run = OWN / f"{name}.py", empty_home / name
+    plugin, settings = ["--plugin", str(file)], ["--name", name, "--set", *GUESTS[name], *SHORT]
+    workers = ["--workers", "2", *(["--ep", "2"] if name == "convnet" else [])]
+    stopped, said = call(train.main, *plugin, *settings, *workers)
+    assert stopped == "", said
+    (written,) = load_plugins([file])
+    assert json.loads((run / "config.json").read_text())["config"]["plugins"] == [written]
+    assert (run / "plugins" / file.name).read_bytes() == file.read_bytes()
+    before = [each["metrics"] for each in reports(run)]
+
+    # As if it had been killed after its first checkpoint.
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    new_process()
+    assert f".kind '{name}'; known: " in call(train.main, *settings)[0]
+    assert call(train.main, *plugin, *settings)[0] == ""
+    resumed = reports(run)[len(before) :]
+    assert [each.get("resumed", each.get("step")) for each in resumed] == [2, 4]
+    after = resumed[-1]["metrics"]
+    assert math.isclose(after["train/loss"], before[-1]["train/loss"], rel_tol=1e-5)
+    assert after["data/fingerprint"] == before[-1]["data/fingerprint"]
+
+    exported, folder = tmp_path / f"{name}.safetensors", tmp_path / "folder"
+    assert call(export.main, name, "--out", str(exported), *plugin)[0] == ""
+    assert call(export.main, name, "--out", f"{folder}/", *plugin)[0] == ""
+    new_process()
+    missing = f"made with the plugin {file.name} (SHA-256 {written.split('@')[1][:12]}..), and it is not"
+    photos, said = tmp_path / "photos", tmp_path / "said"
+    photos.mkdir()
+    for number in range(9):
+        (photos / f"{number}.png").write_bytes(png(np.full((8, 8), 9 * number)))
+    predicting = [str(exported), "--images", str(photos), "--out", str(said), "--workers", "1"]
+    readers = {evaluate: [name], fewshot: [name, "--shots", "1"], predict: predicting}
+    for job, words in (readers | {export: [name, "--out", str(tmp_path / "again.safetensors")]}).items():
+        assert missing in call(job.main, *words)[0], job
+    if name != "lion":
+        with pytest.raises(ValueError, match=f"unknown .*; import the files it was made with: {written}"):
+            load(folder)
+    for job, words in readers.items():
+        assert call(job.main, *words, *plugin)[0] == "", job
+    assert pq.read_table(said).num_rows == 9
+    assert load(folder).config.kind == ("convnet" if name == "convnet" else "vit")
+
+
+def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
+    """Trials load what their arms need, on one worker and for the knee on two; so does a resumed sweep."""
+    for name in GUESTS:
+        shutil.copy(OWN / f"{name}.py", tmp_path)
+    files = [tmp_path / f"{name}.py" for name in GUESTS]
+    plugins = [word for file in files for word in ("--plugin", str(file))]
+    sweep, of = tmp_path / "guests.py", ["--sweep", f"{tmp_path}/guests.py:make", "--confirm", "1"]
+    sweep.write_text(SWEEP)
+    stopped, said = call(pareto_sweep.main, *of, *plugins)
+    assert stopped == "", said
+    trials = empty_home / "guests" / "trials"
+    for file in files:
+        config = json.loads((trials / file.stem / "config.json").read_text())["config"]
+        assert [each.split("@")[0] for each in config["plugins"]] == [file.name]
+        assert (empty_home / "guests" / "plugins" / file.name).read_bytes() == file.read_bytes()
+    assert list((empty_home / "guests" / "confirm").glob("*/result.json"))
+
+    sweep.write_text(SWEEP.replace("arms = {", 'arms = {"dense": {},'))
+    new_process()
+    assert call(pareto_sweep.main, *of, *plugins, "--resume")[0] == ""
+    assert (trials / "dense" / "result.json").exists()
+    new_process()
+    assert "made with the plugin" in call(report.main, "--name", "guests")[0]
+    assert call(report.main, "--name", "guests", *plugins)[0] == ""
+
+    files[2].write_text(files[2].read_text() + "\n# changed\n")
+    new_process()
+    stopped, _ = call(pareto_sweep.main, *of, *plugins, "--resume")
+    assert stopped.startswith("error: made with the plugin lion.py (SHA-256 ")
+    assert "and lion.py (SHA-256 " in stopped

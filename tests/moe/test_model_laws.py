@@ -1,0 +1,69 @@
+"""Laws that every model satisfies, dense and with experts. A model is tested because it is a ModelConfig."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe.codec import from_dict, to_dict
+from moe.config import members
+from moe.layer import MoEConfig
+from moe.model import Model, ModelConfig
+from moe.presets import PRESETS
+from tests.moe.parts import randn
+
+SMALL = {"vit": PRESETS["debug"]}
+MODELS = [SMALL.get(cls.kind) or cls() for cls in members(ModelConfig)]
+EXPERTS = MoEConfig(num_experts=4, layers="last_1")
+each_model = pytest.mark.parametrize(
+    "config",
+    [replace(config, moe=moe) for config in MODELS for moe in (None, EXPERTS)],
+    ids=lambda config: f"{config.kind}-{'moe' if config.moe else 'dense'}",
+)
+
+
+def built(config: ModelConfig) -> Model:
+    """A model whose head is not at its zero start."""
+    model = config.build()
+    torch.nn.init.normal_(model.get_submodule("head").weight, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def images(config: ModelConfig, count: int) -> torch.Tensor:
+    return randn(count, 3, config.image_size, config.image_size)
+
+
+@each_model
+def test_a_config_reads_on_and_knows_its_costs(config):
+    assert from_dict(ModelConfig, to_dict(config)) == config
+    assert config.moe_blocks() or not config.moe
+    assert sum(config.macs().values()) > 0
+    assert config.tokens() > 0
+    assert config.size()
+
+
+@each_model
+def test_gradient_reaches_every_parameter(config):
+    model = built(config).train()
+    output = model(images(config, 4), keys_B=torch.arange(4))
+    assert output.logits.shape == (4, config.num_classes)
+    (output.logits.square().sum() + output.aux).backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        assert param.grad.isfinite().all(), name
+
+
+@each_model
+def test_images_do_not_influence_each_other(config):
+    """Nor does padding, which is no image."""
+    model, four = built(config).eval(), images(config, 4)
+    expected = model(four[:2]).logits
+    torch.testing.assert_close(model(four).logits[:2], expected, rtol=1e-4, atol=1e-5)
+    padded = model(four, torch.tensor([1.0, 1, 0, 0])).logits[:2]
+    torch.testing.assert_close(padded, expected, rtol=1e-4, atol=1e-5)
+
+
+@each_model
+def test_features_are_the_input_of_the_head(config):
+    model, two = built(config).eval(), images(config, 2)
+    assert torch.equal(model.get_submodule("head")(model.features(two)), model(two).logits)
