@@ -40,6 +40,8 @@ TUTORIALS = (  # each line is run in one shell, in a copy of the project
     ("first_frontier.md", "read_a_frontier.md", "../README.md"),
     ("own_images.md",),
     ("own_router.md",),
+    ("own_model.md",),
+    ("own_optimizer.md",),
     ("cluster_from_zero.md",),
 )
 INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the project
@@ -257,6 +259,15 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
             assert done.returncode == 0, f"{page}: {done.stdout[-3000:]}"
     finally:
         subprocess.run([str(copy / "cluster/local.sh"), "stop"], env=env, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("page", "guest"), [("own_router", "cosine"), ("own_model", "convnet"), ("own_optimizer", "lion")]
+)
+def test_pages_show_the_guests_that_are_tested(page: str, guest: str) -> None:
+    """`tests/jobs/test_plugins.py` trains them."""
+    plugin = blocks(ROOT / f"docs/{page}.md")
+    assert (ROOT / f"tests/own/{guest}.py").read_text() in [block.text for block in plugin if block.title]
 
 
 def test_features_of_a_model(trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Routers, models and optimisers as users write them: each in one file, with nothing else changed."""
+"""Routers, models, tasks, optimisers as users write them: each in one file, with nothing else changed."""
