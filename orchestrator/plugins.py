@@ -51,7 +51,7 @@ def check_loaded(plugins: Iterable[str]) -> None:
             other = _of_this_name(plugin)
             raise UsageError(
                 f"made with the plugin {_shown(plugin)}, and"
-                f" {f'{_shown(other)} is' if other else 'it is not'} loaded: load that file (--plugin, in"
+                f" {f'{_shown(other)} is' if other else 'it is not'} loaded: load that file (`plugin`, in"
                 f" Python load_plugins); its run keeps a copy in {FOLDER}/"
             )
 
