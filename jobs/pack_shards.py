@@ -13,6 +13,7 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
                     with a label or a list of them
   parquet:PATH      a file, a folder of them, or a pattern: a column of encoded images and one of labels,
                     or of lists of them where images have several
+  FILE.py:NAME      a function in a file of your own, which returns samples
   torchvision:NAME  a class of torchvision.datasets, below --root, fetched only with --download;
                     other arguments of the class follow: 'torchvision:EMNIST?split=letters'
 
@@ -42,8 +43,8 @@ SHOWN = 20  # lines about skipped files
 def source_name(text: str) -> str:
     """Reads --source. Raises UsageError for a kind of path that does not exist."""
     kind, colon, _ = text.partition(":")
-    if colon and kind not in KINDS:
-        known = ("digits", "cluttered-digits", *KINDS)
+    if colon and kind not in KINDS and not kind.endswith(".py"):
+        known = ("digits", "cluttered-digits", *KINDS, "your own FILE.py:NAME")
         raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(known)}")
     return text
 

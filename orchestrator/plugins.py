@@ -6,10 +6,11 @@ along, so that workers need no folder in common.
 """
 
 import hashlib
+import importlib.util
 import linecache
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +43,29 @@ def load_plugins(paths: Iterable[str | Path]) -> tuple[str, ...]:
         loaded.append(f"{path.name}@{hashlib.sha256(text).hexdigest()}")
         _load(loaded[-1], text)
     return tuple(loaded)
+
+
+def function_of(reference: str) -> Callable[..., Any]:
+    """Returns a function of a user's own file: ``path/to/file.py:function``. It may be sent to other
+    processes, which then get it by value.
+
+    Raises:
+        UsageError: if there is no such file or function, or its code fails.
+    """
+    path, _, function = reference.rpartition(":")
+    if not Path(path).is_file():
+        raise UsageError(f"no file {path}: a function of your own is path/to/file.py:function")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code
+        raise UsageError(f"{path} raises {error!r}") from error
+    if not callable(found := getattr(module, function, None)):
+        raise UsageError(f"{path} has no function {function!r}")
+    return found
 
 
 def check_loaded(plugins: Iterable[str]) -> None:

@@ -83,6 +83,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     },
     "orchestrator.data": {
         "orchestrator.config",
+        "orchestrator.plugins",
         "orchestrator.storage",
         "orchestrator.data",
     },

@@ -25,6 +25,7 @@ from orchestrator.data.samples import (
     VALIDATION,
     Execute,
     Part,
+    Sample,
     Source,
     Table,
     files_below,
@@ -34,8 +35,12 @@ from orchestrator.data.samples import (
     splits_of,
 )
 from orchestrator.errors import UsageError
+from orchestrator.plugins import function_of
 
-KINDS = "digits, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME"
+KINDS = (
+    "digits, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME, or your own"
+    " FILE.py:NAME"
+)
 CANVAS = 16  # pixels of the side of a cluttered digit
 PIECES, PIECE = 2, 4  # their number in an image, and the pixels of a side
 DRAWS = {"train": 8, "val": 6}  # images of every digit
@@ -79,6 +84,8 @@ def open_source(
     if not 0 < val_frac < 1:
         raise UsageError(f"`val_frac` {val_frac}: must lie between 0 and 1, both excluded")
     kind, _, rest = name.partition(":")
+    if kind.endswith(".py"):
+        return _of_user(name, val_frac)
     if name == "digits":
         return _digits(val_frac)
     if name == "cluttered-digits":
@@ -111,6 +118,24 @@ def _source(
     mixed = mixed and not any(shard and shard.unpacked for shard in table.shards)
     samples = {split: table.samples(split, mixed=mixed) for split in ("train", "val")}
     return Source(classes=table.classes, splits=samples, fetch=fetch, skipped=(*skipped, *table.skipped))
+
+
+def _of_user(name: str, val_frac: float) -> Source:
+    """Returns what a user's own function does: a `Source`, or samples with their bytes, which are split."""
+    try:
+        found = function_of(name)()
+        samples = [] if isinstance(found, Source) else list(found)
+    except UsageError:
+        raise
+    except Exception as error:  # the user's own code
+        raise UsageError(f"{name} raises {error!r}") from error
+    if isinstance(found, Source):
+        return found
+    if not samples or not all(isinstance(sample, Sample) for sample in samples):
+        raise UsageError(f"{name} must return a Source, or samples: Sample(image=.., label=.., key=..)")
+    images, labels, keys, _, others = zip(*samples, strict=True)
+    places = [(0, len(image)) for image in images]
+    return _source([Part("all", labels, keys, places, images, others)], {"all": None}, val_frac, iter)
 
 
 def _digits(val_frac: float) -> Source:

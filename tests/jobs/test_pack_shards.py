@@ -212,3 +212,40 @@ def test_interrupted(tmp_path: Path) -> None:
     assert error.splitlines()[-1].startswith("Interrupted.")
     assert list((tmp_path / "out").rglob("*.parquet"))
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("function", ["make", "placed"])
+def test_a_source_of_ones_own(function: str, call: Call, tmp_path: Path, home: Path) -> None:
+    own, out = ROOT / "tests/own/stripes.py", str(tmp_path / "shards")
+    error, lines = call("--source", f"{own}:{function}", "--out", out)
+    assert error == ""
+    manifest = open_manifest(out)
+    assert (sorted(manifest.classes), manifest.rows("train") + manifest.rows("val")) == (
+        ["lying", "standing"],
+        200,
+    )
+    assert lines[-1].endswith("2 classes, 0 skipped")
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("cluster")
+def test_a_source_of_ones_own_reads_on_other_nodes(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its functions are sent to the processes that pack."""
+    monkeypatch.setattr("orchestrator.data.packing.ROWS_PER_SHARD", 8)
+    own, out = ROOT / "tests/own/stripes.py", str(tmp_path / "shards")
+    assert call("--source", f"{own}:placed", "--out", out)[0] == ""
+    assert len(open_manifest(out).splits["train"]) == 20
+
+
+def test_sources_of_ones_own_that_are_refused(call: Call, tmp_path: Path) -> None:
+    file, out = tmp_path / "mine.py", ["--out", str(tmp_path / "out")]
+    file.write_text("def make():\n    return [1]\n\ndef fail():\n    raise KeyError('x')\n")
+    for source, said in {
+        f"{file}:make": f"error: {file}:make must return a Source, or samples: ",
+        f"{file}:fail": f"error: {file}:fail raises KeyError('x')",
+        f"{file}:none": f"error: {file} has no function 'none'",
+        f"{tmp_path}/no.py:make": f"error: no file {tmp_path}/no.py: a function of your own is ",
+    }.items():
+        assert call("--source", source, *out)[0].startswith(said)
