@@ -36,16 +36,17 @@ from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process
 from orchestrator.sweeps.arms import Arm, expert_choice, moe, token_choice
-from orchestrator.sweeps.catalog import pareto, routers
-from orchestrator.sweeps.scales import SCALES, Scale, vit_size
+from orchestrator.sweeps.scales import TINY, Scale, vit_size
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import train_worker
+from papers.routers.sweeps import routers
+from papers.soft_moe.sweeps import pareto
 
 ROOT = Path(__file__).parent.parent
 EVERY = 10
 MOVED = Scale(
-    base=override(SCALES["tiny"].base, {"train.steps": 160}),
+    base=override(TINY.base, {"train.steps": 160}),
     sizes={
         "w24d2": vit_size(24, 2, 2),
         "w40d3": vit_size(40, 3, 2),
@@ -95,7 +96,7 @@ def make(name: str, folder: str) -> Sweep:
     """Returns the sweep, with its data packed in `folder`."""
     match name:
         case "routers":
-            sweep, images = routers(SCALES["tiny"]), digits()
+            sweep, images = routers(TINY), digits()
         case "pareto":
             sweep, images = pareto(MOVED), moved_digits()
         case _:
@@ -109,7 +110,7 @@ def make(name: str, folder: str) -> Sweep:
 
 def families_in_widths() -> Sweep:
     base = override(
-        SCALES["tiny"].base,
+        TINY.base,
         {"train.steps": 160, "model.image_size": 16, "model.patch_size": 4, "model.num_classes": 8},
     )
     kinds: dict[str, Arm] = {f"dense-d{depth}": {"model.depth": depth} for depth in (2, 4)}

@@ -2,7 +2,7 @@
 
   python bench/subsets.py [--published] [--repeats N] [--out FILE]
 
-One thread, the model of `experiments/studies/faster_inference.py`, k of 8 experts for each image
+One thread, the model of `papers/implicit_bias/faster_inference.py`, k of 8 experts for each image
 (algorithm 1 of Implicit Bias in Soft MoE), or with --published the paper's model of 2.32 B parameters on
 random images of 224 pixels (table 3), which takes 10 GB of memory and, on a CPU, long. Wall time: median
 and quartiles; the lower quartile is nearer to what this machine can do where others use it, too.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench.provenance import provenance
-from experiments.studies.faster_inference import EXPERTS, measure, published_model, wide_model
+from papers.implicit_bias.faster_inference import EXPERTS, measure, published_model, wide_model
 
 TARGET = (1, 2, 2.0)  # batch, experts that run, times faster than all
 

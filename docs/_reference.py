@@ -18,13 +18,9 @@ from mkdocs.structure.files import File, Files
 
 import moe
 import orchestrator
-from jobs._list import description, what
+from jobs._list import description, models, scales, sweeps
 from moe.codec import dataclasses_of, hints_of, to_dict
-from moe.cost import forward_gflops_2mac, num_params
-from moe.presets import PRESETS
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.catalog import SWEEPS, make_sweep
-from orchestrator.sweeps.scales import SCALES
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
 
@@ -138,52 +134,21 @@ def metrics_page() -> str:
 
 
 def sweeps_page() -> str:
+    columns, rows = sweeps("tiny")
     lines = [
         "# Sweeps, scales, models",
         "What `--sweep`, `--scale` and `--model` name; `python jobs/pareto_sweep.py --list` prints it too.",
         "## Sweeps",
-        table(
-            ("--sweep", "question", "arms at tiny"),
-            (
-                (f"[{name}](#{name})", what(name), len(make_sweep(name, "tiny").arms) or "drawn")
-                for name in SWEEPS
-            ),
-        ),
+        table(columns, [(f"[{name}](#{name})", *rest) for name, *rest in rows]),
         "## Scales",
         "The numbers before a sweep's own recipe.",
-        table(
-            ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"),
-            (
-                (
-                    f"`{name}`",
-                    " ".join(scale.sizes),
-                    scale.base.model.image_size,
-                    scale.base.model.num_classes,
-                    scale.experts,
-                    f"{scale.base.train.steps:,} x {scale.base.data.batch_size}",
-                    getattr(scale.base.task, "loss", scale.base.task.kind),
-                )
-                for name, scale in SCALES.items()
-            ),
-        ),
+        table(*scales()),
         "## Models",
         "The models of the papers, with ImageNet's classes.",
-        table(
-            ("--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)"),
-            (
-                (
-                    f"`{name}`",
-                    model.family(),
-                    model.image_size,
-                    f"{num_params(model) / 1e6:,.1f}M",
-                    f"{forward_gflops_2mac(model):.3g}",
-                )
-                for name, model in PRESETS.items()
-            ),
-        ),
+        table(*models()),
         "## Each sweep",
     ]
-    for name in SWEEPS:
+    for name, *_ in rows:
         lines += [f"### {name} {{ #{name} }}", description(name)]
     return "\n\n".join(lines)
 

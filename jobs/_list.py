@@ -2,16 +2,29 @@
 
 import inspect
 import re
+from typing import Any
 
 from jobs._cli import print_table
 from moe.cost import forward_gflops_2mac, num_params
 from moe.presets import PRESETS
-from orchestrator.sweeps.catalog import SWEEPS, make_sweep
-from orchestrator.sweeps.scales import SCALES
+from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
+
+Listed = tuple[tuple[str, ...], list[tuple[Any, ...]]]  # columns and rows
 
 
 def print_models() -> None:
-    """Prints the models of the papers, with ImageNet's classes."""
+    print_table(*models(), title="models by name", left=3)
+
+
+def print_sweeps(scale: str) -> None:
+    """Prints the sweeps with their arms at a scale, the scales, and the models."""
+    print_table(*sweeps(scale), title="sweeps", left=3)
+    print_table(*scales(), title="scales, before a sweep's own recipe", left=2)
+    print_models()
+
+
+def models() -> Listed:
+    """The models of the papers, with ImageNet's classes."""
     rows = [
         (
             name,
@@ -22,25 +35,23 @@ def print_models() -> None:
         )
         for name, model in PRESETS.items()
     ]
-    columns = ("--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)")
-    print_table(columns, rows, title="models by name", left=3)
+    return ("--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)"), rows
 
 
-def print_sweeps(scale: str) -> None:
-    """Prints the sweeps with their arms at a scale, the scales, and the models."""
+def sweeps(scale: str) -> Listed:
     rows = [(name, what(name), source(name), len(make_sweep(name, scale).arms) or "drawn") for name in SWEEPS]
-    columns = ("--sweep", "question", "source", f"arms at {scale}")
-    print_table(columns, rows, title="sweeps", left=3)
-    scales = []
+    return ("--sweep", "question", "source", f"arms at {scale}"), rows
+
+
+def scales() -> Listed:
+    rows = []
     for name, found in SCALES.items():
         run = found.base
         training = f"{run.train.steps:,} x {run.data.batch_size}"
         loss = getattr(run.task, "loss", run.task.kind)
         model = (run.model.image_size, run.model.num_classes)
-        scales.append((name, " ".join(found.sizes), *model, found.experts, training, loss))
-    columns = ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss")
-    print_table(columns, scales, title="scales, before a sweep's own recipe", left=2)
-    print_models()
+        rows.append((name, " ".join(found.sizes), *model, found.experts, training, loss))
+    return ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"), rows
 
 
 def what(sweep: str) -> str:

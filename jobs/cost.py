@@ -35,7 +35,7 @@ class CostFlags:
 def main() -> None:
     flags = parse(CostFlags, __doc__, epilog=CONVENTIONS)
     with command("computing costs", to=sys.stderr):
-        from experiments.paper_costs import costs, rows
+        from papers.costs import costs, rows
 
         found = [costs(row) for row in rows(flags.models)]
         print(json.dumps(found, indent=1) if flags.json else table(found))

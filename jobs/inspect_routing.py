@@ -25,9 +25,9 @@ from jobs._flags import MODEL, flag, numbers, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from experiments.routing_analysis.report import Table
     from orchestrator.data.batch import Batch
     from orchestrator.evaluation.models import ModelRef
+    from papers.routing_analysis.report import Table
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run
 PAGE = "routing.html"
@@ -117,12 +117,11 @@ def analyse(
     flags: InspectFlags, trained: ModelRef, blocks: list[int], path: str
 ) -> tuple[str, dict[str, bytes], dict[str, Table]]:
     """The page, its pictures by file name, and the tables behind them by name. Prints a row per layer."""
-    from experiments.routing_analysis import report
-    from experiments.routing_analysis.collect import collect
-    from experiments.routing_analysis.examples import capacity_settings, discards, examples
     from moe.models import ViT
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import default_device
+    from papers.routing_analysis import report
+    from papers.routing_analysis.collect import capacity_settings, collect, discards, examples
 
     model = trained.load(default_device())
     if not isinstance(model, ViT):

@@ -25,6 +25,7 @@ from jobs._cli import command, connect, failed, print_table, source_labels
 from jobs._flags import flag, near, numbers, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
+from orchestrator.guests import from_papers
 
 if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier
@@ -34,25 +35,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.store import Tracking
 
-SWEEPS = (  # of orchestrator.sweeps.catalog, which takes long to load
-    "quickstart",
-    "study",
-    "routers",
-    "slots_experts",
-    "ablations",
-    "pareto",
-    "long_runs",
-    "capacity",
-    "vmoe",
-    "expert_count",
-    "softmax_combine",
-    "slots",
-    "moe_layers",
-    "token_choices",
-    "topk",
-    "normalization",
-    "mixtures",
-)
+SWEEPS = ("quickstart", "study", *from_papers(":SWEEPS", ()))  # of a catalog that takes long to load
 PLAN_MFU = 0.3
 TRIALS = 20
 PRICES = Path(__file__).with_name("prices.yaml")
@@ -137,7 +120,7 @@ class SweepFlags:
 
     def source(self) -> str:
         """Returns the source of the images that come with the project; empty if the sweep has none."""
-        from orchestrator.sweeps.scales import SCALES
+        from orchestrator.sweeps.catalog import SCALES
 
         scale = SCALES[self.scale]
         return scale.data_of.get(self.sweep, scale.data)

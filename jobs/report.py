@@ -68,7 +68,7 @@ def report_published(flags: ReportFlags, name: str) -> None:
     from orchestrator.sweeps.publish import FILES, write_files
 
     if name == "help":
-        rows = [(known, d.source, axis_title(d.quality), axis_title(d.cost)) for known, d in DRAWABLE.items()]
+        rows = [(known, source, *map(axis_title, axes)) for known, (source, *axes) in DRAWABLE.items()]
         print_table(("--published", "points of", "quality", "cost"), rows, left=4)
         return
     frontier = published_frontier(name)

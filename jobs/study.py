@@ -10,6 +10,7 @@ Prints a table; writes table and picture to --out and to a run of MLflow. Seeds 
 from __future__ import annotations
 
 import json
+import pkgutil
 import tempfile
 import time
 from dataclasses import dataclass
@@ -19,19 +20,11 @@ from typing import TYPE_CHECKING
 from jobs._cli import Places, check_writable, command, print_table
 from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
+from papers import STUDIES
 
 if TYPE_CHECKING:
-    from experiments.studies._result import StudyResult
     from orchestrator.tracking.store import Tracking
-
-STUDIES = {  # name -> what it shows; `experiments.studies` has their code
-    "capacity": "batch prioritized routing against vanilla where room is short (V-MoE, figures 5-6)",
-    "k": "another number of experts per token than in training (V-MoE, appendix E.4)",
-    "random-router": "what a random router in one layer costs (V-MoE, appendix E.1)",
-    "specialisation": "subsets of 2 to 16 experts: best, algorithm 1, random (Implicit Bias, figures 1-3, 5)",
-    "l2norm": "one expert cannot learn the length of a vector, five can (Implicit Bias, figure 4)",
-    "faster-inference": "time against the experts that run, batch 1 and 100 (Implicit Bias, table 3)",
-}
+    from papers.results import StudyResult
 
 
 def study_name(text: str) -> str:
@@ -60,7 +53,7 @@ class StudyFlags:
 
 
 def main() -> None:
-    studies = "\n".join(f"  {name:18} {about}" for name, about in STUDIES.items())
+    studies = "\n".join(f"  {name:18} {about}" for name, (about, _) in STUDIES.items())
     flags = parse(StudyFlags, __doc__, epilog=f"studies:\n{studies}")
     with command(f"study {flags.name}", flags.places):
         run_study(flags)
@@ -70,7 +63,6 @@ def run_study(flags: StudyFlags) -> None:
     """Trains and measures what the study compares; prints and publishes the result."""
     import torch
 
-    from experiments import studies
     from orchestrator import storage
 
     # The models are small: more threads take longer.
@@ -81,7 +73,8 @@ def run_study(flags: StudyFlags) -> None:
     check_writable("--out" if flags.out else "--storage", out)
     store = flags.places.open_store()
     options = {} if flags.stop_at is None else {"stop_at": flags.stop_at}
-    result = studies.STUDIES[flags.name](flags.seeds, lambda line: print(line, flush=True), **options)
+    study = pkgutil.resolve_name(STUDIES[flags.name][1])
+    result = study(flags.seeds, lambda line: print(line, flush=True), **options)
     rows = [
         [f"{cell:.4g}" if isinstance(cell, float) else cell for cell in row]
         for row in zip(*result.table.values(), strict=True)

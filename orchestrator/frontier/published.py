@@ -1,23 +1,13 @@
-"""The points that the papers print: drawn beside a sweep that measures the same, and as pages of their own.
-
-``published.csv`` has fractions and FLOPs, where the papers have percent and exaFLOPs. Soft MoE counts 3
-FLOPs of training for a multiply-add of the forward pass, V-MoE 6: the table has both. V-MoE counts core-days,
-two for a chip-day of TPUv3. JFT-300M and JFT-4B are two metrics, because their classes differ.
-`imagenet/acc1` is after fine-tuning. Slots per token are k * c, c, or, for one slot per expert of Soft MoE,
-experts / tokens.
-
-Source: Soft MoE (Puigcerver et al., 2024), tables 1 to 3 and 7 to 9; Routers in Vision MoE (Liu et al.,
-2024), tables 1 to 8; V-MoE (Riquelme et al., 2021), tables 1 and 2.
-"""
+"""The points that papers print: drawn beside a sweep that measures the same, and as pages of their own."""
 
 import csv
 import math
-from importlib.resources import files
-from typing import NamedTuple
+from pathlib import Path
 
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point
+from orchestrator.guests import from_papers
 
 # Names of ImageNet-1k as the last part of a path. A subset of it has another name.
 IMAGENET = ("imagenet", "imagenet-1k", "imagenet1k", "imagenet2012", "in1k", "ilsvrc2012")
@@ -26,32 +16,8 @@ IMAGENET_CLASSES = 1000
 SAME_ON_IMAGENET = {f"fewshot/acc_{shots}shot": f"imagenet/acc_{shots}shot" for shots in (1, 5, 10)}
 
 
-class Drawable(NamedTuple):
-    """A figure or a table of a paper that has a cost and a quality for each model."""
-
-    source: str
-    quality: str
-    cost: str
-
-
-_SOFT, _ROUTERS, _VMOE = (
-    "Soft MoE (2024), table",
-    "Routers in Vision MoE (2024), tables",
-    "V-MoE (2021), table",
-)
-DRAWABLE = {
-    "softmoe-figure3": Drawable(f"{_SOFT} 9", "imagenet/acc_10shot", "cost/tpuv3_days"),
-    "softmoe-figure3-jft": Drawable(f"{_SOFT} 9", "jft4b/prec1", "cost/tpuv3_days"),
-    "softmoe-table8": Drawable(f"{_SOFT} 8", "imagenet/acc_10shot", "cost/train_flops_3mac"),
-    "softmoe-table8-jft": Drawable(f"{_SOFT} 8", "jft4b/prec1", "cost/train_flops_3mac"),
-    "softmoe-table8-finetuned": Drawable(f"{_SOFT} 8", "imagenet/acc1", "cost/train_flops_3mac"),
-    "softmoe-table1": Drawable(f"{_SOFT} 1", "imagenet/acc_10shot", "perf/tpuv3_ms_per_image"),
-    "routers-figure1": Drawable(f"{_ROUTERS} 1-8", "jft300m/prec1", "cost/tpuv3_days"),
-    "routers-figure2": Drawable(f"{_ROUTERS} 1-8", "imagenet/acc_10shot", "cost/tpuv3_days"),
-    "vmoe-table2": Drawable(f"{_VMOE} 2", "imagenet/acc_5shot", "cost/tpuv3_days"),
-    "vmoe-table2-jft": Drawable(f"{_VMOE} 2", "jft300m/prec1", "cost/tpuv3_days"),
-    "vmoe-table2-finetuned": Drawable(f"{_VMOE} 2", "imagenet/acc1", "cost/tpuv3_days"),
-}
+# Figures and tables with a cost and a quality for each model: name -> source, quality, cost.
+DRAWABLE: dict[str, tuple[str, str, str]] = from_papers(":FIGURES", {})
 
 
 def papers_metric(quality: str, data: str, classes: int | None = None) -> str | None:
@@ -98,8 +64,10 @@ def published_frontier(name: str) -> Frontier:
 
 
 def _rows() -> list[dict[str, str]]:
-    table = files("orchestrator.frontier").joinpath("published.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(table.splitlines()))
+    tables = (
+        path for papers in from_papers(":__path__", []) for path in Path(papers).glob("*/published.csv")
+    )
+    return [row for table in sorted(tables) for row in csv.DictReader(table.open(encoding="utf-8"))]
 
 
 def _point(row: dict[str, str], quality: str, cost: str) -> Point:

@@ -54,15 +54,6 @@ def expert_choice(num_experts: int, c: float, *, images: int = GROUP, **others: 
     }
 
 
-def sinkhorn(arm: Arm) -> Arm:
-    """The arm with its tokens sent by the entropic plan. Clark et al. train it without auxiliary losses."""
-    changed = arm | {f"{MOE}.router.affinity.kind": "sinkhorn"}
-    if arm[f"{MOE}.router.kind"] == "token_choice":
-        off = ("noise_std", "importance_weight", "load_weight")
-        changed |= {f"{MOE}.router.{name}": 0.0 for name in off}
-    return changed
-
-
 def soft(num_experts: int, slots_per_token: float, tokens: int, **others: Any) -> Arm:
     """The number of slots per expert that comes nearest to `slots_per_token`, at least one."""
     slots = max(1, round(slots_per_token * tokens / num_experts))
@@ -73,10 +64,6 @@ def seeds(scale: Scale, count: int) -> tuple[int, ...]:
     """Returns `count` seeds that follow from the seed of the base: others for every base."""
     first = count * scale.base.train.seed
     return tuple(range(first, first + count))
-
-
-def last_half(depth: int) -> str:
-    return f"last_{depth // 2}"
 
 
 def families_space(scale: Scale) -> Space:

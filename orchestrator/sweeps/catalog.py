@@ -1,4 +1,4 @@
-"""The named sweeps, each at several scales, and a user's own. To add one: write its function, and list it."""
+"""The sweeps by name, each at several scales: ours, those of the papers, and a user's own."""
 
 import importlib.util
 import inspect
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
+from orchestrator.guests import from_papers
 from orchestrator.sweeps.arms import (
     MOE,
     Arm,
@@ -19,26 +20,7 @@ from orchestrator.sweeps.arms import (
     soft,
     token_choice,
 )
-from orchestrator.sweeps.scales import SCALES, UNCHANGED, Changes, Scale
-from orchestrator.sweeps.soft_moe import (
-    ablations,
-    long_runs,
-    moe_layers,
-    normalization,
-    pareto,
-    slots,
-    slots_experts,
-    token_choices,
-)
-from orchestrator.sweeps.sparse_moe import (
-    capacity,
-    expert_count,
-    mixtures,
-    routers,
-    softmax_combine,
-    topk,
-    vmoe,
-)
+from orchestrator.sweeps.scales import CIFAR, TINY, UNCHANGED, Changes, Scale
 from orchestrator.sweeps.sweep import Sweep
 
 SHARP = 8.0  # scale of soft routers: the papers' 1 makes the routing of small models nearly uniform
@@ -96,28 +78,11 @@ def study(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 
 
-SWEEPS: dict[str, NamedSweep] = {
-    make.__name__: make
-    for make in (
-        quickstart,
-        study,
-        routers,
-        slots_experts,
-        ablations,
-        pareto,
-        long_runs,
-        capacity,
-        vmoe,
-        expert_count,
-        softmax_combine,
-        slots,
-        moe_layers,
-        token_choices,
-        topk,
-        normalization,
-        mixtures,
-    )
+SWEEPS: dict[str, NamedSweep] = {sweep.__name__: sweep for sweep in (quickstart, study)}
+SWEEPS |= {
+    name: from_papers(f".{folder}.sweeps:{name}", None) for name, folder in from_papers(":SWEEPS", {}).items()
 }
+SCALES: dict[str, Scale] = {"tiny": TINY, "cifar": CIFAR, **from_papers(".scales:SCALES", {})}
 
 
 def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:

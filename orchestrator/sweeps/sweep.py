@@ -122,7 +122,7 @@ class Sweep(Config):
         claims: statements about the outcome, as `frontier.claims` reads them.
         space: what a search draws arms from: dotted changes of the base, by Optuna's suggestions under the
             names of their fields.
-        published: arm -> its model in `frontier/published.csv`.
+        published: arm -> its model in the tables of `frontier.published`.
     """
 
     base: RunConfig

@@ -13,8 +13,7 @@ from jobs._sweep_plan import plan, printed_costs
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.budget import Device
-from orchestrator.sweeps.catalog import SWEEPS, make_sweep
-from orchestrator.sweeps.scales import SCALES
+from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 
 Call = Callable[..., tuple[str, str]]
 

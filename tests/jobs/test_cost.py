@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import paper_costs
 from jobs import cost
+from papers import costs
 from tests.jobs.bare import run_bare
 
 
@@ -17,7 +17,7 @@ def test_every_row_of_the_papers():
     lines = job.stdout.splitlines()
     assert max(map(len, lines)) <= 110
     rows = [line.split() for line in lines[2:]]
-    assert [row[0] for row in rows] == [row.model for row in paper_costs.PRINTED]
+    assert [row[0] for row in rows] == [row.model for row in costs.PRINTED]
     assert rows[0][:10] == ["S/16", "33.06M", "33.06M", "33M", "+0.2", "9.2", "9.2", "-0.3", "3", "225.4"]
     assert " NO" not in job.stdout
 
@@ -39,8 +39,8 @@ def test_json(call):
 
 
 def test_a_row_that_is_out_fails(call, monkeypatch):
-    wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in paper_costs.PRINTED]
-    monkeypatch.setattr(paper_costs, "PRINTED", wrong)
+    wrong = [replace(row, exaflop=250.0) if row.model == "S/16" else row for row in costs.PRINTED]
+    monkeypatch.setattr(costs, "PRINTED", wrong)
     code, out = call(cost.main, "S/16", "B/16")
     assert code == "1"
     lines = out.splitlines()

@@ -12,8 +12,7 @@ from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
 from orchestrator.errors import UsageError
-from orchestrator.sweeps.catalog import SWEEPS
-from orchestrator.sweeps.scales import SCALES
+from orchestrator.sweeps.catalog import SCALES, SWEEPS
 
 
 @dataclass(frozen=True, kw_only=True)

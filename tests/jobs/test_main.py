@@ -71,7 +71,7 @@ def test_a_wheel_has_all_that_commands_need(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert packages == {"experiments", "jobs", "moe", "orchestrator"}
+    assert packages == {"jobs", "moe", "orchestrator", "papers"}
     for package in packages:
         for path in (ROOT / package).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -80,11 +80,20 @@ def test_a_wheel_has_all_that_commands_need(tmp_path: Path) -> None:
 
     subprocess.run([*pip, "install", *alone, "--target", tmp_path / "env", wheel], check=True)
     done = subprocess.run(
-        [sys.executable, tmp_path / "env/bin/moe-frontier", "sweep", "--plan", "--mfu", "0.3"],
+        [
+            sys.executable,
+            tmp_path / "env/bin/moe-frontier",
+            "sweep",
+            "--sweep",
+            "pareto",
+            "--plan",
+            "--mfu",
+            "0.3",
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path / "env"), "MOE_FRONTIER_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "w32-soft-seed2" in done.stdout
+    assert "w32d2-soft-x1" in done.stdout

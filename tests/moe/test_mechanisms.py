@@ -1,6 +1,6 @@
 """Effects of routing in trained models that the papers report, on the digits of scikit-learn.
 
-`tests/experiments/test_studies.py` has the others. Accuracies of routers are not compared: at this size they
+`tests/papers/test_studies.py` has the others. Accuracies of routers are not compared: at this size they
 come out in another order than in the papers.
 """
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.studies._digits import EXPERTS, MOE_BLOCKS, accuracy, answer, trained_vit
 from moe.models.vit import ViT
 from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
+from papers.digits import EXPERTS, MOE_BLOCKS, accuracy, answer, trained_vit
 
 pytestmark = pytest.mark.slow  # it trains eight models
 

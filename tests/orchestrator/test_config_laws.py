@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 for path in [
     *ROOT.glob("moe/**/*.py"),
     *ROOT.glob("orchestrator/**/*.py"),
-    *ROOT.glob("experiments/**/*.py"),
+    *ROOT.glob("papers/**/*.py"),
 ]:
     if "moe.config import" in path.read_text():
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -32,7 +32,7 @@ CONFIGS = sorted(
     {
         c
         for c in subclasses(Config)
-        if c.__module__.split(".")[0] in ("moe", "orchestrator", "experiments")
+        if c.__module__.split(".")[0] in ("moe", "orchestrator", "papers")
         and is_dataclass(c)
         and not inspect.isabstract(c)
     },

@@ -20,14 +20,14 @@ from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import driver
+from orchestrator.sweeps.arms import families_space
 from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.catalog import families_space
 from orchestrator.sweeps.driver import SweepOptions, acquire_sweep_dir, run_sweep, train
 from orchestrator.sweeps.preflight import check_sweep, unfit
 from orchestrator.sweeps.progress import ended_line
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
-from orchestrator.sweeps.scales import SCALES
+from orchestrator.sweeps.scales import TINY
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, newest_of
@@ -332,7 +332,7 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_call_goes_on(sweep, 
 
 @pytest.mark.slow  # two sweeps
 def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
-    space = families_space(SCALES["tiny"])
+    space = families_space(TINY)
     sweep = replace(sweep, arms={}, space=space)
 
     def search(count: int) -> SweepOptions:

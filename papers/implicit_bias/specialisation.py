@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.studies._digits import TESTED, accuracy_of, descend, digits
-from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 from moe import RoutingOverrides, SoftConfig
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights
@@ -27,6 +25,8 @@ from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from orchestrator.errors import UsageError
 from orchestrator.frontier.drawing import COLOURS
+from papers.digits import TESTED, accuracy_of, descend, digits
+from papers.results import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 
 EXPERTS = (2, 4, 8, 16)
 TOTAL_HIDDEN, EPOCHS, PEAK = 256, 40, 5e-3

@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from experiments.routing_analysis import draw
-from experiments.routing_analysis.collect import BINS, SIGMAS, Counts, extremes, mutual_information
-from experiments.routing_analysis.examples import Examples, discards
 from moe import ExpertChoiceConfig, SoftConfig, ViTConfig
 from orchestrator.frontier.drawing import png
+from papers.routing_analysis import draw
+from papers.routing_analysis.collect import (
+    BINS,
+    SIGMAS,
+    Counts,
+    Examples,
+    discards,
+    extremes,
+    mutual_information,
+)
 
 Table = dict[str, list[Any]]  # columns of equal length by name
 Section = tuple[str, str, dict[str, bytes]]  # title, how to read its pictures, PNG files by name

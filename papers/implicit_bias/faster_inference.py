@@ -13,11 +13,11 @@ from statistics import fmean
 
 import torch
 
-from experiments.studies._digits import TESTED, digits, vit_config
-from experiments.studies._result import ProgressFn, StudyResult, draw_curve, draw_reference, finish, panels
 from moe import PRESETS, MoEConfig, RoutingOverrides, SoftConfig, ViT
 from moe.cost import forward_gflops_2mac, num_expert_params, num_params
 from orchestrator.evaluation.evaluate import Latency, device_name, latencies
+from papers.digits import TESTED, digits, vit_config
+from papers.results import ProgressFn, StudyResult, draw_curve, draw_reference, finish, panels
 
 EXPERTS, WIDTH, WIDER = 8, 384, 10
 RUN = (8, 6, 4, 3, 2, 1)  # experts of an image that run

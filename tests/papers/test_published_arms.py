@@ -13,11 +13,10 @@ from moe.cost import forward_gflops_2mac, num_params, slots_per_token
 from moe.parallel import check_layout
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from orchestrator.config import RunConfig
-from orchestrator.sweeps.catalog import SWEEPS, make_sweep
-from orchestrator.sweeps.scales import SCALES
+from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 
 Row = dict[str, str]
-ROWS: list[Row] = list(csv.DictReader((Path(__file__).parents[2] / "fixtures" / "published_arms.csv").open()))
+ROWS: list[Row] = list(csv.DictReader((Path(__file__).parents[1] / "fixtures" / "published_arms.csv").open()))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 from moe import SoftConfig
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.routers.soft import SoftRouter
+from papers.results import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 
 TOKENISED = ((5, 2), (2, 5))  # tokens, numbers in each
 EXPERTS = tuple(range(1, 11))

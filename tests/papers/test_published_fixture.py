@@ -10,7 +10,7 @@ from moe.layer import MoEConfig
 from moe.models.vit import ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROWS = list(csv.DictReader((FIXTURES / "published_arms.csv").open()))
 FAMILIES = {
     "dense",

@@ -8,14 +8,15 @@ section 5 and appendix E.4 (k), section 5 and appendix E.1 (random routers).
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch.nn.functional as F
 
-from experiments.studies._digits import MOE_BLOCKS, TESTED, accuracy, answer, digits, trained_vit
-from experiments.studies._result import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 from moe import RoutingOverrides, TokenChoiceConfig, ViT
 from moe.overrides import AS_TRAINED
+from papers.digits import MOE_BLOCKS, TESTED, accuracy, answer, digits, trained_vit
+from papers.results import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 
 CAPACITIES = (1.5, 1.0, 0.7, 0.5, 0.3, 0.15, 0.05)
 CHOICES = (1, 2, 3, 4, 8)
@@ -23,6 +24,7 @@ TRAINED_K, EPOCHS = 2, 20
 ACCURACY = "Accuracy on unseen digits"
 
 
+@cache
 def train_models(seeds: int, progress: ProgressFn) -> list[ViT]:
     """A trained model per seed."""
     models = []
@@ -38,14 +40,15 @@ def accuracies(models: Sequence[ViT], settings: Sequence[RoutingOverrides]) -> n
     return np.array([[accuracy(model, setting) for setting in settings] for model in models])
 
 
-def capacity(models: Sequence[ViT]) -> StudyResult:
+def capacity(seeds: int, progress: ProgressFn) -> StudyResult:
     """V-MoE, figures 5 and 6: batch prioritized routing against the order of the tokens."""
+    models = train_models(seeds, progress)
     vanilla, bpr = (
         accuracies(models, [RoutingOverrides(capacity_factor=c, priority=order) for c in CAPACITIES])
         for order in ("none", "max")
     )
     gains = (bpr - vanilla).mean(0).tolist()
-    title = f"Capacity at inference, trained at 1 without priority ({len(models)} seeds)"
+    title = f"Capacity at inference, trained at 1 without priority ({seeds} seeds)"
     figure, (axes,) = panels(title)
     draw_seeds(axes, CAPACITIES, bpr, label="by priority (BPR)")
     draw_seeds(axes, CAPACITIES, vanilla, label="in the order of tokens (vanilla)")
@@ -60,12 +63,13 @@ def capacity(models: Sequence[ViT]) -> StudyResult:
     )
 
 
-def choices(models: Sequence[ViT]) -> StudyResult:
+def choices(seeds: int, progress: ProgressFn) -> StudyResult:
     """V-MoE, appendix E.4: another k at inference than in training."""
+    models = train_models(seeds, progress)
     found = accuracies(models, [RoutingOverrides(k=k) for k in CHOICES])
     mean = found.mean(0)
     trained = mean[CHOICES.index(TRAINED_K)]
-    title = f"Experts per token at inference, trained with k={TRAINED_K} ({len(models)} seeds)"
+    title = f"Experts per token at inference, trained with k={TRAINED_K} ({seeds} seeds)"
     figure, (axes,) = panels(title)
     draw_seeds(axes, CHOICES, found, label="accuracy")
     draw_reference(axes, CHOICES, [trained] * len(CHOICES), "as trained")
@@ -84,8 +88,9 @@ def choices(models: Sequence[ViT]) -> StudyResult:
     )
 
 
-def random_router(models: Sequence[ViT]) -> StudyResult:
+def random_router(seeds: int, progress: ProgressFn) -> StudyResult:
     """V-MoE, appendix E.1: the router of one layer, or of all, chooses at random."""
+    models = train_models(seeds, progress)
     settings = {"as trained": AS_TRAINED}
     settings |= {f"block {block}": RoutingOverrides(random_blocks=(block,)) for block in MOE_BLOCKS}
     settings["all blocks"] = RoutingOverrides(random_blocks=MOE_BLOCKS)
@@ -97,7 +102,7 @@ def random_router(models: Sequence[ViT]) -> StudyResult:
         np.mean([F.cross_entropy(answer(model, setting).logits, labels).item() for model in models]).item()
         for setting in settings.values()
     ]
-    title = f"A random router at inference ({len(models)} seeds)"
+    title = f"A random router at inference ({seeds} seeds)"
     figure, (axes,) = panels(title)
     error = np.abs(np.stack([found.min(0), found.max(0)]) - mean)
     axes.errorbar(list(settings), mean, error, fmt="o", label="mean, and range of seeds")

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.routing_analysis import collect, draw, examples, report
-from experiments.routing_analysis.collect import Counts, RoutingView
 from moe import (
     PRESETS,
     ExpertChoiceConfig,
@@ -28,6 +26,8 @@ from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
 from orchestrator.data.batch import Batch, concatenated, normalize
+from papers.routing_analysis import collect, draw, report
+from papers.routing_analysis.collect import Counts, RoutingView
 from tests.lanes import mostly_slow
 from tests.orchestrator.training.batches import make_batch, with_fields
 
@@ -105,7 +105,7 @@ def test_views_of_every_router(router):
     assert view.gate_BPE.shape == view.seat_BPE.shape == (5, 16, 4)
     torch.testing.assert_close(view.gate_BPE.sum(-1), torch.ones(5, 16))
     assert not view.weight_BPE[~view.seat_BPE].any()
-    if not examples.discards(router):
+    if not collect.discards(router):
         assert not view.discarded_BP().any()
         torch.testing.assert_close(view.weight_BPE, view.gate_BPE)
 
@@ -255,7 +255,7 @@ def test_weights_of_slots():
 def test_white_pixels_by_hand():
     """A 4x4 image of 2x2 patches of 2x2 pixels, patches 1 and 2 discarded."""
     image = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4).expand(1, 3, 4, 4)
-    white = examples.whitened(image, torch.tensor([[False, True, True, False]]))
+    white = collect.whitened(image, torch.tensor([[False, True, True, False]]))
     expected = [[0, 1, 255, 255], [4, 5, 255, 255], [255, 255, 10, 11], [255, 255, 14, 15]]
     assert white.dtype == torch.uint8
     assert white[0].tolist() == [expected] * 3
@@ -266,7 +266,7 @@ def test_white_patches_are_those_without_a_seat(pooling, priority):
     """Seats are looked up token by token in the routing."""
     model, batch = build_vit(TokenChoiceConfig(k=1), pooling, images_per_group=2), noise_batch(6, valid=5)
     setting = RoutingOverrides(capacity_factor=0.4, priority=priority)
-    found = examples.discard(model, batch, setting, chosen=range(5))
+    found = collect.discard(model, batch, setting, chosen=range(5))
     output = model(normalize(batch["image"]), batch.valid, routing_overrides=setting, return_routings=True)
     tokens = model.config.tokens()
     for block, routing in zip(model.config.moe_blocks(), output.routings, strict=True):
@@ -283,13 +283,13 @@ def test_white_patches_are_those_without_a_seat(pooling, priority):
 
 def test_capacities_that_are_drawn():
     """More room discards less; 16 tokens and 4 experts at capacity 0.01 leave no slot at all."""
-    settings, refused = examples.capacity_settings(build_vit(TokenChoiceConfig(k=1)).config, [0.5, 0.01])
+    settings, refused = collect.capacity_settings(build_vit(TokenChoiceConfig(k=1)).config, [0.5, 0.01])
     assert [(s.capacity_factor, s.priority) for s in settings] == [(0.5, "none"), (0.5, "max")]
     assert len(refused) == 1
     assert refused[0].startswith("capacity 0.01: ")
     model = build_vit(ExpertChoiceConfig())
-    settings, _ = examples.capacity_settings(model.config, [2.0, 0.5, 1.0])
-    fractions = [examples.discard(model, noise_batch(4), setting, range(4)).frac[1] for setting in settings]
+    settings, _ = collect.capacity_settings(model.config, [2.0, 0.5, 1.0])
+    fractions = [collect.discard(model, noise_batch(4), setting, range(4)).frac[1] for setting in settings]
     assert fractions == sorted(fractions, reverse=True)
     assert [s.capacity_factor for s in settings] == [0.5, 1.0, 2.0]
 
@@ -297,12 +297,12 @@ def test_capacities_that_are_drawn():
 def test_example_images():
     """The first of every class, then the rest. Maps of slots over patches, and of patches over slots, sum to
     1."""
-    assert examples.pick([2, 2, 0, 2, 1, 0], 3) == [0, 2, 4]
-    assert examples.pick([2, 2, 0, 2, 1, 0], 4) == [0, 1, 2, 4]
-    assert examples.pick([1, 1], 5) == [0, 1]
+    assert collect.pick([2, 2, 0, 2, 1, 0], 3) == [0, 2, 4]
+    assert collect.pick([2, 2, 0, 2, 1, 0], 4) == [0, 1, 2, 4]
+    assert collect.pick([1, 1], 5) == [0, 1]
     model = build_vit(SoftConfig(slots_per_expert=3))
     blocks = model.config.moe_blocks()
-    found = examples.examples(model, noise_batch(4, valid=3), count=3, blocks=blocks, settings=[])
+    found = collect.examples(model, noise_batch(4, valid=3), count=3, blocks=blocks, settings=[])
     for block in blocks:
         assert found.dispatch_BPEC[block].shape == (3, 16, 4, 3)
         torch.testing.assert_close(found.dispatch_BPEC[block].sum(1), torch.ones(3, 4, 3))
@@ -333,8 +333,8 @@ def test_the_page_of_every_router(router):
     """It asks the network for nothing, class names end no markup, and tables have whole rows."""
     model, batch, names = build_vit(router), noise_batch(6, valid=5), ("cat", "<b>dog</b>", "$x$")
     layers = counts_of(model, [batch], classes=3)
-    settings = examples.capacity_settings(model.config, [0.5])[0] if examples.discards(router) else []
-    drawn = examples.examples(model, batch, count=3, blocks=list(layers), settings=settings)
+    settings = collect.capacity_settings(model.config, [0.5])[0] if collect.discards(router) else []
+    drawn = collect.examples(model, batch, count=3, blocks=list(layers), settings=settings)
     parts = list(report.sections(layers, drawn, model.config, names))
     assert all(picture.startswith(b"\x89PNG") for *_, pictures in parts for picture in pictures.values())
     table, rows = report.layer_table(layers), report.figure_table(layers, drawn, names)
@@ -342,7 +342,7 @@ def test_the_page_of_every_router(router):
     assert "&lt;Routers&gt;" in html
     assert "default-src 'none'" in html
     assert not re.search(r"(src|href)=\"(?!data:|#)", html)
-    assert any("discards nothing" in text for _, text, _ in parts) != examples.discards(router)
+    assert any("discards nothing" in text for _, text, _ in parts) != collect.discards(router)
     assert table["block"] == list(layers)
     assert {len(column) for column in table.values()} == {2}
     found = {tuple(cells): value for *cells, value in zip(*rows.values(), strict=True)}

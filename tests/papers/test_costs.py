@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments import paper_costs
 from moe.presets import PRESETS
 from orchestrator.errors import UsageError
+from papers import costs
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from orchestrator.errors import UsageError
 )
 def test_parameters_may_round(monkeypatch, printed, params, within):
     monkeypatch.setattr("moe.cost.num_params", lambda config: params)
-    assert paper_costs.costs(paper_costs.Row(model="S/16", params=printed))["within"] is within
+    assert costs.costs(costs.Row(model="S/16", params=printed))["within"] is within
 
 
 def test_over_forty_times_as_many():
     """Soft MoE's abstract: 128 experts in 16 layers have over 40x more parameters than ViT-H/14."""
     soft, vit = (
-        next(paper_costs.costs(row)["params"] for row in paper_costs.PRINTED if row.model == name)
+        next(costs.costs(row)["params"] for row in costs.PRINTED if row.model == name)
         for name in ("soft-H/14-128e", "H/14")
     )
     assert 40 < soft / vit < 41
@@ -32,9 +32,9 @@ def test_over_forty_times_as_many():
 
 def test_unknown_model():
     with pytest.raises(UsageError, match="unknown model 'S/17'; known: debug, S/32, "):
-        paper_costs.rows(["S/16", "S/17"])
+        costs.rows(["S/16", "S/17"])
 
 
 def test_every_preset_has_costs():
-    for row in paper_costs.rows(list(PRESETS)):
-        assert paper_costs.costs(row)["within"] is not False
+    for row in costs.rows(list(PRESETS)):
+        assert costs.costs(row)["within"] is not False

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.studies import faster_inference, l2norm, specialisation, vmoe_inference
-from experiments.studies._digits import TESTED, descend, digits
-from experiments.studies._result import StudyResult
-from experiments.studies.specialisation import (
+from moe import RoutingOverrides
+from orchestrator.errors import UsageError
+from orchestrator.frontier.drawing import png
+from papers.digits import TESTED, descend, digits
+from papers.implicit_bias import faster_inference, l2norm, specialisation
+from papers.implicit_bias.specialisation import (
     PatchNet,
     accuracy_with,
     best_subsets,
@@ -17,9 +19,8 @@ from experiments.studies.specialisation import (
     random_accuracies,
     subset_logits,
 )
-from moe import RoutingOverrides, ViT
-from orchestrator.errors import UsageError
-from orchestrator.frontier.drawing import png
+from papers.results import StudyResult
+from papers.vmoe import inference
 
 
 def columns(result: StudyResult, *names: str) -> list[tuple]:
@@ -30,15 +31,10 @@ def quiet(line: str) -> None:
     pass
 
 
-@pytest.fixture(scope="module")
-def models() -> list[ViT]:
-    return vmoe_inference.train_models(2, quiet)
-
-
 @pytest.mark.slow
-def test_prioritized_routing_pays_at_small_capacities(models):
+def test_prioritized_routing_pays_at_small_capacities():
     """V-MoE section 4.1, figures 5-6: at least .02 at every C <= .3, and nothing from 1 on."""
-    result = vmoe_inference.capacity(models)
+    result = inference.capacity(2, quiet)
     for c, gain in columns(result, "capacity", "BPR - vanilla"):
         assert (gain >= 0.02) if c <= 0.3 else (gain >= -0.01), (c, gain)
         assert c < 1 or abs(gain) <= 0.01
@@ -46,18 +42,18 @@ def test_prioritized_routing_pays_at_small_capacities(models):
 
 
 @pytest.mark.slow
-def test_another_k_than_the_trained_one_costs_little(models):
+def test_another_k_than_the_trained_one_costs_little():
     """V-MoE section 5 and appendix E.4."""
-    lost = dict(columns(vmoe_inference.choices(models), "k", "against the trained k"))
+    lost = dict(columns(inference.choices(2, quiet), "k", "against the trained k"))
     assert lost[2] == 0
     assert min(lost[k] for k in (3, 4, 8)) >= -0.03
     assert -0.05 <= lost[1] < 0
 
 
 @pytest.mark.slow
-def test_a_random_router_hurts(models):
+def test_a_random_router_hurts():
     """V-MoE section 5 and appendix E.1; in so small a model in its first layer, and hardly in its second."""
-    lost = dict(columns(vmoe_inference.random_router(models), "random", "lost"))
+    lost = dict(columns(inference.random_router(2, quiet), "random", "lost"))
     assert lost["as trained"] == 0
     assert lost["block 0"] >= 0.05
     assert lost["all blocks"] >= lost["block 0"]

@@ -1,7 +1,4 @@
-"""The sweeps of Soft MoE (Puigcerver et al. 2023, https://arxiv.org/abs/2308.00951).
-
-At scales without the sizes of the paper they are the nearest that the scale's sizes allow.
-"""
+"""The sweeps of Soft MoE (Puigcerver et al. 2023, https://arxiv.org/abs/2308.00951)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,14 +13,14 @@ from orchestrator.sweeps.arms import (
     Arm,
     expert_choice,
     families_space,
-    last_half,
     moe,
     named,
     soft,
     token_choice,
 )
-from orchestrator.sweeps.scales import Scale, vit_of
+from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
+from papers.scales import last_half, vit_of
 
 
 @dataclass(frozen=True)
@@ -80,19 +77,20 @@ def pareto(scale: Scale) -> Sweep:
     """
     arms, published = dict[str, Arm](), dict[str, str]()
     for name, changes in scale.sizes.items():
-        model = vit_of(override(scale.base, changes))
+        run = override(scale.base, changes)
+        tokens = run.model.tokens()
         arms[f"{name}-dense"] = dict(changes)
         published[f"{name}-dense"] = f"{_printed(name)} Dense"
-        layers = {f"{MOE}.layers": last_half(model.depth)}
+        layers = {f"{MOE}.layers": last_half(run)}
         if size := TABLE_9.get(name):
-            for family, arm, print_ in _of_table_9(size, model.tokens()):
+            for family, arm, print_ in _of_table_9(size, tokens):
                 arms[f"{name}-{family}"] = {**changes, **arm, **layers}
                 published[f"{name}-{family}"] = f"{_printed(name)} {print_}"
             continue
         families = (
             {f"token-k{k}": token_choice(scale.experts, k, priority="max") for k in (1, 2)}
             | {f"expert-c{c}": expert_choice(scale.experts, c) for c in (0.5, 1, 2)}
-            | {f"soft-x{x}": soft(scale.experts, x, model.tokens()) for x in (0.5, 1, 2)}
+            | {f"soft-x{x}": soft(scale.experts, x, tokens) for x in (0.5, 1, 2)}
         )
         for family, arm in families.items():
             arms[f"{name}-{family}"] = {**changes, **arm, **layers}
@@ -156,7 +154,7 @@ def long_runs(scale: Scale) -> Sweep:
         kind = f"{name}-soft-{experts}e" if experts else f"{name}-dense"
         arm = f"{kind}-{millions}M-cooldown{cooldown}k"
         if experts:
-            layers = last_half(vit_of(override(scale.base, changes)).depth)
+            layers = last_half(override(scale.base, changes))
             changes |= moe("soft", experts, slots_per_expert=1, layers=layers)
         arms[arm] = changes | {
             "train.steps": round(steps * millions / 4),
@@ -214,7 +212,7 @@ def slots(scale: Scale) -> Sweep:
     Choice of as many tokens, in groups of 1 and 8 images. Layers are not printed: here the last half.
     """
     tokens, experts = scale.base.model.tokens(), scale.experts
-    layers, arms = last_half(vit_of(scale.base).depth), dict[str, Arm]()
+    layers, arms = last_half(scale.base), dict[str, Arm]()
     for s in (1, 2, 3, 4, 8, 16, 32):
         if s > tokens:
             continue
@@ -233,7 +231,7 @@ def ablations(scale: Scale) -> Sweep:
     identity (token i to slot i), and the dense model; MoE in the last half of the blocks, an expert with one
     slot for every token. The paper's is S/14: 256 tokens, 256 experts.
     """
-    tokens, layers = scale.base.model.tokens(), last_half(vit_of(scale.base).depth)
+    tokens, layers = scale.base.model.tokens(), last_half(scale.base)
     rows = {
         "soft": ("soft", "soft"),
         "soft-uniform": ("soft", "uniform"),
@@ -291,7 +289,7 @@ def token_choices(scale: Scale) -> Sweep:
     Source: Soft MoE, table 7: S/16 with 32 and 64 experts, K of 1 and 2, with and without the
     priority. C is 1 and the layers are the last half, as in table 9; table 7 prints neither.
     """
-    layers = last_half(vit_of(scale.base).depth)
+    layers = last_half(scale.base)
     arms = {
         f"e{e}-k{k}{'-bpr' if priority == 'max' else ''}": token_choice(
             e, k, priority=priority, layers=layers
@@ -312,7 +310,7 @@ def normalization(scale: Scale) -> Sweep:
     """
     arms: dict[str, Arm] = {}
     for name, changes in scale.sizes.items():
-        layers = last_half(vit_of(override(scale.base, changes)).depth)
+        layers = last_half(override(scale.base, changes))
         for normalize, label in (("vmoe", "normalized"), ("none", "plain")):
             router = moe("soft", 4 * scale.experts, slots_per_expert=1, normalize=normalize, layers=layers)
             arms[f"{name}-{label}"] = {**changes, **router}

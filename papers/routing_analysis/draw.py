@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
-from experiments.routing_analysis.collect import BINS, SIGMAS, Counts, mutual_information
-from experiments.routing_analysis.examples import Examples, whitened
 from orchestrator.frontier.drawing import COLOURS, INK, MUTED, new_figure, style_axes
+from papers.routing_analysis.collect import BINS, SIGMAS, Counts, Examples, mutual_information, whitened
 
 BLUE, MARK = COLOURS[0], COLOURS[4]
 CMAP = "YlGnBu"  # small values are light, also in print
