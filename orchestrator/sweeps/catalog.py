@@ -1,14 +1,12 @@
 """The sweeps by name, each at several scales: ours, those of the papers, and a user's own."""
 
-import importlib.util
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
 from orchestrator.guests import from_papers
+from orchestrator.plugins import function_of
 from orchestrator.sweeps.arms import (
     MOE,
     Arm,
@@ -144,7 +142,7 @@ def _dense_stays(sweep: Sweep) -> Sweep:
 
 
 def _of_user(name: str, scale: Scale) -> Sweep:
-    make = _from_file(name)
+    make = function_of(name)
     try:
         sweep = make(scale) if inspect.signature(make).parameters else make()
     except UsageError:
@@ -154,20 +152,3 @@ def _of_user(name: str, scale: Scale) -> Sweep:
     if not isinstance(sweep, Sweep):
         raise UsageError(f"{name} must return a Sweep, got {type(sweep).__name__}")
     return sweep
-
-
-def _from_file(name: str) -> Callable[..., Sweep]:
-    path, _, function = name.rpartition(":")
-    if not Path(path).is_file():
-        raise UsageError(f"no file {path}: a sweep of your own is path/to/file.py:function")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code
-        raise UsageError(f"{path} raises {error!r}") from error
-    if not callable(found := getattr(module, function, None)):
-        raise UsageError(f"{path} has no function {function!r}")
-    return found  # pyright: ignore[reportReturnType]  # make_sweep checks what it returns

@@ -172,7 +172,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         make_sweep(f"{file}:wrong", "tiny")
     with pytest.raises(UsageError, match="has no function 'nothing'"):
         make_sweep(f"{file}:nothing", "tiny")
-    with pytest.raises(UsageError, match=r"no file .*: a sweep of your own is path/to/file\.py:function"):
+    with pytest.raises(UsageError, match=r"no file .*: a function of your own is path/to/file\.py:function"):
         make_sweep(f"{tmp_path}/other.py:make", "tiny")
     with pytest.raises(UsageError, match="unknown sweep 'router'; known: quickstart, study"):
         make_sweep("router", "tiny")
