@@ -41,6 +41,7 @@ TUTORIALS = (  # each line is run in one shell, in a copy of the project
     ("own_images.md",),
     ("own_router.md",),
     ("own_model.md",),
+    ("own_task.md",),
     ("own_optimizer.md",),
     ("cluster_from_zero.md",),
 )
@@ -262,7 +263,13 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "guest"), [("own_router", "cosine"), ("own_model", "convnet"), ("own_optimizer", "lion")]
+    ("page", "guest"),
+    [
+        ("own_router", "cosine"),
+        ("own_model", "convnet"),
+        ("own_optimizer", "lion"),
+        ("own_task", "proportions"),
+    ],
 )
 def test_pages_show_the_guests_that_are_tested(page: str, guest: str) -> None:
     """`tests/jobs/test_plugins.py` trains them."""
