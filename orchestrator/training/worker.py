@@ -40,6 +40,7 @@ from orchestrator.training.run_directory import Result, checkpoint_directory, ru
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
+Status = Literal["finished", "diverged", "paused"]
 BRANCHES_DIFFER_IN = (
     "name",
     "train.trunk",
@@ -97,134 +98,158 @@ def train_worker(
     The first worker reports, and writes the result. After each report all workers call `should_stop`, which
     returns the same for all; if true, they save and return without a result.
     """
-    until = min(until or run.train.steps, run.train.steps)
-    keep_freed_memory()
-    set_threads(run.model, run.images_per_pass())
-    device = torch.device("cuda" if run.scale.use_gpu else "cpu")
-    if run.scale.deterministic:
-        be_deterministic()
-    model = build_model(run, device, seed=None)
-    optimizer = run.train.optimizer.build(model)
-    rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    training, validation = (open_stream(run, split, rank, workers) for split in ("train", "val"))
-    fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
-    checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
-    config = to_dict(run)
+    Worker(run, report, read).train(min(until or run.train.steps, run.train.steps), should_stop)
 
-    done, progress, resumed = _begin(run, checkpoints, model, optimizer)
-    if resumed and good_enough(run, progress.metrics):  # only the result is missing
-        until = done
-    metrics_file = MetricsWriter(run) if rank == 0 else None
-    if metrics_file and done:
-        metrics_file.resumed(done)
-    meter = Meter(workers=workers, device_s=progress.device_s)
-    utilization = UtilizationMonitor()
-    samples = SampleTracker(fingerprint=progress.fingerprint, bad=progress.bad)
 
-    def on_report(step: int, values: Metrics) -> None:
-        nonlocal progress, resumed
-        fingerprint, bad = samples.gather()
-        values |= utilization.read() | costs(run, step)
-        values |= marginal_costs(run, step, values["cost/device_s"], progress.trunk)
+class Worker:
+    """A worker's model, data and record of a run, from the newest checkpoint on.
+
+    Attributes:
+        done: steps taken before.
+        progress: as of the last report, or of the checkpoint.
+    """
+
+    def __init__(self, run: RunConfig, report: Report, read: Reader) -> None:
+        keep_freed_memory()
+        set_threads(run.model, run.images_per_pass())
+        if run.scale.deterministic:
+            be_deterministic()
+        self.run, self._report, self._read = run, report, read
+        self.device = torch.device("cuda" if run.scale.use_gpu else "cpu")
+        self.model = build_model(run, self.device, seed=None)
+        self.optimizer = run.train.optimizer.build(self.model)
+        rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.first = rank == 0
+        self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
+        self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
+        self.checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
+        self.done, self.progress, self._resumed = self._begin()
+        self.metrics_file = MetricsWriter(run) if self.first else None
+        if self.metrics_file and self.done:
+            self.metrics_file.resumed(self.done)
+        self.meter = Meter(workers=workers, device_s=self.progress.device_s)
+        self.utilization = UtilizationMonitor()
+        self.samples = SampleTracker(fingerprint=self.progress.fingerprint, bad=self.progress.bad)
+
+    def _begin(self) -> tuple[int, Progress, Metrics]:
+        """Sets the model's weights: from the run's newest checkpoint, else from the run that it branches
+        from, else from the seed, and from other weights if there are any. Weights that a checkpoint
+        overwrites are not drawn. Returns the step, the progress, and what the next report says about a
+        resumption.
+        """
+        run, state = self.run, (self.model, self.optimizer)
+        if (restored := self.checkpoints.restore(*state)) is not None:
+            done, progress = restored.step, Progress(**restored.progress)
+            best = progress.best_so_far(run.task.quality)
+            log.info("%s: resumes from step %d of %d, %s", run.name, done, run.train.steps, best)
+            return done, progress, {"resumed/step": float(done)}
+        if run.train.trunk:
+            trunk = self.checkpoints.branch(run.train.trunk, *state)
+            check_trunk(trunk.config, trunk.step, run)
+            log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
+            progress = Progress(**trunk.progress)
+            return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
+        set_weights(self.model, run.train.seed)
+        if run.train.init_from:
+            without, group = run.train.init_without, self.checkpoints.group
+            started = start_from(self.model, run.train.init_from, without=without, group=group)
+            log.info("%s %s", run.name, started)
+        return 0, Progress(), {}
+
+    def train(self, until: int, should_stop: Callable[[], bool]) -> None:
+        """Takes the steps to `until`, and writes the result if it gets there."""
+        run = self.run
+        if self._resumed and good_enough(run, self.progress.metrics):  # only the result is missing
+            until = self.done
+        steps = self.samples.training(self._batches(self.training, range(self.done, until)))
+        if run.scale.profile_steps and self.first:
+            steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
+        status: Status = "finished" if until == run.train.steps else "paused"
+        reason = ""
+        try:
+            reached = run_steps(
+                self.model,
+                self.optimizer,
+                steps,
+                run,
+                self.meter,
+                start=self.done,
+                until=until,
+                report=self.report,
+                validate=self.validate,
+                save=self.save,
+                should_stop=should_stop,
+            )
+        except Diverged as error:
+            status, reached, reason = "diverged", until, str(error)
+        else:
+            if good_enough(run, self.progress.metrics):
+                status, until = "finished", reached
+            elif run.train.stop_at is not None and reached == run.train.steps:
+                best = self.progress.best_so_far(run.task.quality)
+                log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
+        self.checkpoints.finish()
+        if self.metrics_file:
+            self.metrics_file.close()
+            if reached == until:
+                self._write_result(status, reason)
+
+    def report(self, step: int, values: Metrics) -> None:
+        """Completes the metrics of a step, and records and reports them."""
+        run = self.run
+        fingerprint, bad = self.samples.gather()
+        values |= self.utilization.read() | costs(run, step)
+        values |= marginal_costs(run, step, values["cost/device_s"], self.progress.trunk)
         values |= {"data/fingerprint": fingerprint_metric(fingerprint), "data/bad_images": float(len(bad))}
-        values |= samples.traffic()
-        if checkpoints.failures:
-            values["checkpoint/failed"] = float(checkpoints.failures)
-        progress, resumed = progress.after(step, values | resumed, run.task.quality), {}
-        if metrics_file:
+        values |= self.samples.traffic()
+        if self.checkpoints.failures:
+            values["checkpoint/failed"] = float(self.checkpoints.failures)
+        self.progress = self.progress.after(step, values | self._resumed, run.task.quality)
+        self._resumed = {}
+        if self.metrics_file:
             if bad:
                 write_csv(storage.join(run_directory(run), BAD_IMAGES), DecodeError._fields, bad)
-            metrics_file.report(step, progress.metrics)
-        report(step, progress.metrics)
+            self.metrics_file.report(step, self.progress.metrics)
+        self._report(step, self.progress.metrics)
         images = step * run.data.batch_size
-        check_bad(bad, read=images, epoch=training.epoch(), max_frac=run.data.max_bad_frac)
+        check_bad(bad, read=images, epoch=self.training.epoch(), max_frac=run.data.max_bad_frac)
 
-    def on_save(step: int) -> None:
-        fingerprint, bad = samples.gather()
-        recorded = asdict(progress) | {"device_s": meter.device_s, "fingerprint": fingerprint, "bad": bad}
-        images = step * run.data.batch_size
-        if metrics_file:
-            metrics_file.flush()
-        checkpoints.save(step, model, optimizer, images=images, progress=recorded, config=config)
+    def save(self, step: int) -> None:
+        """Saves a checkpoint, after the reports that it contains."""
+        fingerprint, bad = self.samples.gather()
+        device_s = self.meter.device_s
+        recorded = asdict(self.progress) | {"device_s": device_s, "fingerprint": fingerprint, "bad": bad}
+        if self.metrics_file:
+            self.metrics_file.flush()
+        images, config = step * self.run.data.batch_size, to_dict(self.run)
+        state = self.model, self.optimizer
+        self.checkpoints.save(step, *state, images=images, progress=recorded, config=config)
 
-    def batches(stream: Stream, steps: range) -> Iterator[Batch]:
-        return prefetched(read(stream, steps), device)
+    def validate(self) -> Metrics:
+        batches = self._batches(self.validation, self.validation.steps())
+        values = evaluate(self.model, self.samples.validation(batches), self.run)
+        few = self.fewshot.measure(self.model, self.device).metrics() if self.fewshot else {}
+        return values | few
 
-    def validate() -> Metrics:
-        values = evaluate(model, samples.validation(batches(validation, validation.steps())), run)
-        return values | (fewshot.measure(model, device).metrics() if fewshot else {})
+    def _batches(self, stream: Stream, steps: range) -> Iterator[Batch]:
+        return prefetched(self._read(stream, steps), self.device)
 
-    steps = samples.training(batches(training, range(done, until)))
-    if run.scale.profile_steps and rank == 0:
-        steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
-
-    status: Literal["finished", "diverged", "paused"] = "finished" if until == run.train.steps else "paused"
-    reason = ""
-    try:
-        reached = run_steps(
-            model,
-            optimizer,
-            steps,
-            run,
-            meter,
-            start=done,
-            until=until,
-            report=on_report,
-            validate=validate,
-            save=on_save,
-            should_stop=should_stop,
+    def _write_result(self, status: Status, reason: str) -> None:
+        run, directory = self.run, run_directory(self.run)
+        kept = manifests.steps(self.checkpoints.directory)
+        folder = manifests.folder_of(self.checkpoints.directory, kept[-1]) if kept else ""
+        if status == "diverged":
+            log.warning("%s diverged: %s; %s", run.name, reason, _what_is_kept(run, kept))
+        result = Result(
+            status=status,
+            step=self.progress.reported,
+            metrics=self.progress.metrics,
+            reason=reason,
+            time_s=time.time(),
+            checkpoint=folder.removeprefix(f"{directory}/"),
+            weights=manifests.read(folder).weights_digest() if kept else "",
         )
-    except Diverged as error:
-        status, reached, reason = "diverged", until, str(error)
-    else:
-        if good_enough(run, progress.metrics):
-            status, until = "finished", reached
-        elif run.train.stop_at is not None and reached == run.train.steps:
-            best = progress.best_so_far(run.task.quality)
-            log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
-    checkpoints.finish()
-    if metrics_file:
-        metrics_file.close()
-        if reached == until:
-            directory, kept = run_directory(run), manifests.steps(checkpoints.directory)
-            folder = manifests.folder_of(checkpoints.directory, kept[-1]) if kept else ""
-            if status == "diverged":
-                log.warning("%s diverged: %s; %s", run.name, reason, _what_is_kept(run, kept))
-            result = Result(
-                status=status,
-                step=progress.reported,
-                metrics=progress.metrics,
-                reason=reason,
-                time_s=time.time(),
-                checkpoint=folder.removeprefix(f"{directory}/"),
-                weights=manifests.read(folder).weights_digest() if kept else "",
-            )
-            write_result(directory, result)
-
-
-def _begin(
-    run: RunConfig, checkpoints: Checkpoints, model: Model, optimizer: torch.optim.Optimizer
-) -> tuple[int, Progress, Metrics]:
-    """Sets the model's weights: from the run's newest checkpoint, else from the run that it branches from,
-    else from the seed, and from other weights if there are any. Weights that a checkpoint overwrites are not
-    drawn. Returns the step, the progress, and what the next report says about a resumption.
-    """
-    if (restored := checkpoints.restore(model, optimizer)) is not None:
-        done, progress = restored.step, Progress(**restored.progress)
-        best = progress.best_so_far(run.task.quality)
-        log.info("%s: resumes from step %d of %d, %s", run.name, done, run.train.steps, best)
-        return done, progress, {"resumed/step": float(done)}
-    if run.train.trunk:
-        trunk = checkpoints.branch(run.train.trunk, model, optimizer)
-        check_trunk(trunk.config, trunk.step, run)
-        log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
-        progress = Progress(**trunk.progress)
-        return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
-    set_weights(model, run.train.seed)
-    if run.train.init_from:
-        without, group = run.train.init_without, checkpoints.group
-        log.info("%s %s", run.name, start_from(model, run.train.init_from, without=without, group=group))
-    return 0, Progress(), {}
+        write_result(directory, result)
 
 
 def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
