@@ -24,8 +24,8 @@ from jobs.train import RunFlags
 from orchestrator.names import run_name
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.finetune import FineTuned, Probe
     from orchestrator.evaluation.models import ModelRef
+    from orchestrator.sweeps.finetune import FineTuned, Probe
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.find import RunWriter
 
@@ -67,8 +67,8 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     """Trains and records the runs of the flags; returns why runs failed, by their names."""
     from orchestrator.checkpoint.weights import start_report
     from orchestrator.evaluation.evaluate import default_device
-    from orchestrator.evaluation.finetune import fine_tuned, probe
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
+    from orchestrator.sweeps.finetune import fine_tuned, probe
     from orchestrator.tracking.find import RunWriter, newest_of
     from orchestrator.tracking.store import redact_uri
     from orchestrator.training.fit import check_data
@@ -102,7 +102,7 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
 
 def sweep_of(flags: FineTuneFlags, model: ModelRef) -> Sweep:
     """The sweep of the flags, with an arm for each data set. Raises UsageError for impossible values."""
-    from orchestrator.evaluation.finetune import SIZES, finetune_run, finetune_sweep
+    from orchestrator.sweeps.finetune import SIZES, finetune_run, finetune_sweep
 
     paths = [flags.places.shards(data) for data in flags.data]
     run = RunFlags(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jobs._cli import with_flags
-from orchestrator.evaluation import finetune
+from orchestrator.sweeps import finetune
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]

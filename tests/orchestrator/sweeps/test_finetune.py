@@ -15,7 +15,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.finetune import (
+from orchestrator.evaluation.models import ModelRef, read_model
+from orchestrator.sweeps.finetune import (
     SIZES,
     failures,
     fine_tuned,
@@ -24,7 +25,6 @@ from orchestrator.evaluation.finetune import (
     interval,
     probe,
 )
-from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.training.fewshot import augmented
 from orchestrator.training.run_directory import Result, checkpoint_directory
 from orchestrator.training.worker import train_worker
