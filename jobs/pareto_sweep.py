@@ -191,10 +191,8 @@ class SweepFlags:
 
     def drawing(self, sweep: Sweep) -> OptunaSearch | None:
         """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
-        from orchestrator.data.manifest import open_manifest
-        from orchestrator.sweeps.build import read_trials
+        from orchestrator.sweeps.build import judged_runs
         from orchestrator.sweeps.search import OptunaSearch
-        from orchestrator.training.run_directory import read_sweep
 
         if not self.search or sweep.space is None:
             return None
@@ -206,16 +204,7 @@ class SweepFlags:
             seed=sweep.base.train.seed,
         )
         for name in self.warm_start:
-            directory = self.run.places.below(name)
-            if (record := read_sweep(directory)) is None:
-                raise UsageError(f"--warm-start {name}: no sweep in {directory}")
-            if record.data_digest != open_manifest(sweep.base.data.path).digest():
-                raise UsageError(f"--warm-start {name} was trained on other data than {sweep.base.data.path}")
-            found = [
-                (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])
-                for trial in read_trials(directory, record)
-                if trial.status == "finished" and {sweep.quality, sweep.cost} <= trial.metrics.keys()
-            ]
+            found = judged_runs(self.run.places.below(name), sweep)
             print(f"warm start: {search.warm_start(found)} of {len(found)} runs of {name} lie in the space")
         return search
 

@@ -10,12 +10,13 @@ from statistics import fmean
 from orchestrator import storage
 from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
+from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
 from orchestrator.sweeps.operating import TABLE, read_operating, with_operating
-from orchestrator.sweeps.sweep import settings
+from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.projection import CONSTANT, status_of
 from orchestrator.tracking.store import Tracking
@@ -92,6 +93,24 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
             )
         )
     return found
+
+
+def judged_runs(directory: str, sweep: Sweep) -> list[tuple[RunConfig, float, float]]:
+    """Returns the finished trials of the sweep in a directory, as (run, quality, cost) by the metrics of
+    `sweep`: what `OptunaSearch.warm_start` learns from.
+
+    Raises:
+        UsageError: if there is no sweep, or it was trained on other data.
+    """
+    if (record := read_sweep(directory)) is None:
+        raise UsageError(f"no sweep in {directory}")
+    if record.data_digest != open_manifest(sweep.base.data.path).digest():
+        raise UsageError(f"{record.name} was trained on other data than {sweep.base.data.path}")
+    return [
+        (trial.config, trial.metrics[sweep.quality], trial.metrics[sweep.cost])
+        for trial in read_trials(directory, record)
+        if trial.status == "finished" and {sweep.quality, sweep.cost} <= trial.metrics.keys()
+    ]
 
 
 def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, SweepRecord, list[TrialRecord]]:
