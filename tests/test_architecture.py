@@ -67,7 +67,12 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     "orchestrator.optimizers": {"moe.config", "moe.experts", "moe.parallel", "orchestrator.optimizers"},
     "orchestrator.schedules": {"moe.config"},
     "orchestrator.plugins": {"moe.config", "orchestrator.storage"},
-    "orchestrator.tasks": {"moe", "orchestrator.data.batch", "orchestrator.tasks"},
+    "orchestrator.tasks": {
+        "moe",
+        "orchestrator.data.batch",
+        "orchestrator.data.fields",
+        "orchestrator.tasks",
+    },
     "orchestrator.codec": {"moe.codec", "moe.config", "orchestrator.plugins"},
     "orchestrator.storage": set(),
     "orchestrator.tracking": {
@@ -89,6 +94,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
     },
     "orchestrator.data.plan": set(),
     "orchestrator.data.batch": set(),
+    "orchestrator.data.fields": set(),
     "orchestrator.data.augment": set(),
     "orchestrator.data.images": {"orchestrator.data.augment"},
     "orchestrator.data.offsets": set(),

@@ -2,12 +2,13 @@
 
 Beside the manifest, `<split>.index` holds a record of 28 bytes for each image, shard after shard in the order
 of the manifest. It is mapped, so that no process needs memory that grows with the number of images. Where
-images have several labels, a record also holds the further ones, 4 bytes each. `<split>.keys` is a parquet
+images have several labels, a record also holds the further ones, 4 bytes each; where samples have further
+fields, their places or values (`fields.py`). `<split>.keys` is a parquet
 file of the keys, a row group per shard, which only reports about bad images read.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from orchestrator import storage
+from orchestrator.data.fields import Stored
 
 # offset: of the encoded image in its shard's file, in bytes; size: bytes; crc32: of these bytes, by zlib,
 # which checks several GB/s; sample: see `sample_ids`.
 RECORD = np.dtype([("offset", "<u8"), ("size", "<u4"), ("crc32", "<u4"), ("label", "<i4"), ("sample", "<i8")])
+PLACE = (("offset", "<u8"), ("size", "<u4"), ("crc32", "<u4"))
 NO_LABEL = -1  # in place of labels, where an image has fewer than another
 KEYS = pa.schema([("key", pa.string())])
 
@@ -34,10 +37,22 @@ class IndexedShard(NamedTuple):
     keys: Sequence[str]
 
 
-def record_type(labels: int) -> np.dtype[Any]:
-    """Returns the type of the records of a data set whose images have at most so many labels each."""
-    further = [("others", "<i4", (labels - 1,))] if labels > 1 else []
-    return np.dtype([*RECORD.descr, *further])
+def record_type(labels: int, fields: Mapping[str, Stored] = {}) -> np.dtype[Any]:
+    """Returns the type of the records of a data set whose images have at most so many labels each, and whose
+    samples have these further fields.
+    """
+    columns: list[Any] = [("others", "<i4", (labels - 1,))] if labels > 1 else []
+    for name, stored in sorted(fields.items()):
+        places = [(f"{name}.{part}", kind) for part, kind in PLACE]
+        columns += places if stored == "bytes" else [(name, "<f8")]
+    return np.dtype([*RECORD.descr, *columns])
+
+
+def place_of(records: Records, field: str) -> tuple[Any, Any, Any]:
+    """Returns the offsets, sizes and CRC-32 of a field of bytes."""
+    prefix = "" if field == "image" else f"{field}."
+    offset, size, crc32 = (records[f"{prefix}{part}"] for part, _ in PLACE)
+    return offset, size, crc32
 
 
 def sample_ids(keys: Iterable[str]) -> Ints:
@@ -56,13 +71,22 @@ def records_of(
     keys: Sequence[str],
     others: Iterable[Sequence[int]] = (),
     most_labels: int = 1,
+    fields: Mapping[str, Any] = {},
 ) -> Records:
     """Returns the records of images, given as equally long sequences.
 
     others: the further labels of each image; none if each image has one label.
     most_labels: the most labels of an image of the data set.
+    fields: the values of further fields, or, of bytes, (offsets, sizes, CRC-32).
     """
-    records = np.empty(len(keys), record_type(most_labels))
+    stored: dict[str, Stored] = {n: "bytes" if isinstance(v, tuple) else "number" for n, v in fields.items()}
+    records = np.empty(len(keys), record_type(most_labels, stored))
+    for name, values in fields.items():
+        if stored[name] == "number":
+            records[name] = values
+        else:
+            for (part, _), column in zip(PLACE, values, strict=True):
+                records[f"{name}.{part}"] = column
     records["offset"], records["size"], records["crc32"], records["label"] = offsets, sizes, crcs, labels
     records["sample"] = sample_ids(keys)
     if most_labels > 1:

@@ -5,9 +5,10 @@ import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from orchestrator import storage
+from orchestrator.data.fields import Stored
 from orchestrator.data.index import record_type
 from orchestrator.errors import UsageError
 
@@ -43,6 +44,7 @@ class Manifest:
     index: split -> SHA-256 of the records of its index.
     val_majority: validation images of the most frequent class.
     labels: the most labels of an image.
+    fields: name -> how it is stored, of the fields beside image and label.
     """
 
     classes: tuple[str, ...]
@@ -50,6 +52,7 @@ class Manifest:
     index: Mapping[str, str]
     val_majority: int
     labels: int = 1
+    fields: Mapping[str, Stored] = field(default_factory=dict)
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
@@ -57,7 +60,7 @@ class Manifest:
     def index_of(self, split: str) -> Shard:
         """Returns the file of a split's index."""
         rows = self.rows(split)
-        size = rows * record_type(self.labels).itemsize
+        size = rows * record_type(self.labels, self.fields).itemsize
         return Shard(path=f"{split}.index", rows=rows, bytes=size, sha256=self.index[split])
 
     def digest(self) -> str:
@@ -65,11 +68,13 @@ class Manifest:
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
-        """Returns the content of `manifest.json`, without `labels` where images have one label.
+        """Returns the content of `manifest.json`, without `labels` where images have one label, and without
+        `fields` where there are none beside image and label.
 
         An indent would take five times as long.
         """
-        tree = {name: value for name, value in vars(self).items() if (name, value) != ("labels", 1)}
+        usual = {"labels": 1, "fields": {}}
+        tree = {name: value for name, value in vars(self).items() if usual.get(name) != value}
         tree["format"] = FORMAT
         return json.dumps(tree, default=vars, sort_keys=True, separators=(",\n", ": ")).encode()
 
@@ -111,6 +116,7 @@ def open_manifest(path: str) -> Manifest:
             index=tree["index"],
             val_majority=tree["val_majority"],
             labels=tree.get("labels", 1),
+            fields=tree.get("fields", {}),
         )
         indexes = [manifest.index_of(split) for split in manifest.splits]
         for shard in (*indexes, *(shard for shards in manifest.splits.values() for shard in shards)):

@@ -1,8 +1,8 @@
 """Packing: writes samples into shards, parquet files of encoded images, and a manifest that describes them.
 
 A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.parquet`, of columns image
-(encoded bytes), label (int32, or lists of them if an image has several) and key (string). Images stay encoded
-until a worker decodes them.
+(encoded bytes), label (int32, or lists of them if an image has several), key (string) and those of further
+fields. Images stay encoded until a worker decodes them.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator import storage
+from orchestrator.data.fields import Stored, stored_as
 from orchestrator.data.images import BadImage, decode, encode_png
-from orchestrator.data.index import IndexedShard, records_of, write_index
+from orchestrator.data.index import RECORD, IndexedShard, records_of, write_index
 from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
@@ -32,6 +33,7 @@ SHARD_BYTES = 64 << 20  # a shard of larger images holds fewer rows
 ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
 SEVERAL_LABELS = pa.schema([("image", pa.binary()), ("label", pa.list_(pa.int32())), ("key", pa.string())])
+ARROW = {"bytes": pa.binary(), "number": pa.float64()}
 SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
 OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|{re.escape(UNFINISHED)}|\..*"  # and hidden files
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
@@ -119,6 +121,7 @@ def pack(
     labels_of = [np.array([s.label for s in samples]) for path, samples in tasks if path.startswith("train")]
     warn_if_sorted(labels_of, "the source", SORTED_HINT)
     most_labels = max((1 + len(s.others) for _, samples in tasks for s in samples), default=1)
+    fields = _fields_of(sample for _, samples in tasks for sample in samples)
     work = partial(pack_shard, out, source.fetch, encode, most_labels=most_labels)
     results = with_progress(execute(work, tasks), len(tasks), "packed", lambda packed: packed.images)
     done = sorted(results, key=lambda packed: packed.path)
@@ -137,12 +140,31 @@ def pack(
         index[split] = write_index(out, split, (indexed for _, indexed in shards))
     most = max(labels["val"].values())
     manifest = Manifest(
-        classes=source.classes, splits=splits, index=index, val_majority=most, labels=most_labels
+        classes=source.classes,
+        splits=splits,
+        index=index,
+        val_majority=most,
+        labels=most_labels,
+        fields=fields,
     )
     save_manifest(out, manifest)
     storage.delete(storage.join(out, UNFINISHED))
     transparent = sum(packed.transparent for packed in done)
     return Report(manifest=manifest, skipped=skipped, labels=labels, transparent=transparent)
+
+
+def _fields_of(samples: Iterable[Sample]) -> Mapping[str, Stored]:
+    """Returns how the further fields of samples are stored. Raises UsageError if they differ."""
+    found: Mapping[str, Stored] = {}
+    for number, sample in enumerate(samples):
+        fields: Mapping[str, Stored] = {name: stored_as(value) for name, value in sample.fields.items()}
+        if number and fields != found:
+            raise UsageError(f"{sample.key} has the fields {fields}, other samples have {found}")
+        found = fields
+    for name in found:
+        if not name.isidentifier() or name in (*SCHEMA.names, "mix", *(RECORD.names or ())):
+            raise UsageError(f"a field cannot be called {name!r}: use another word")
+    return found
 
 
 def pack_shard(
@@ -185,13 +207,17 @@ def write_shards(
 def write_shard(
     out: str, path: str, samples: Sequence[Sample], most_labels: int = 1
 ) -> tuple[Shard, IndexedShard]:
-    images, labels, keys, _, others = zip(*samples, strict=True)
+    images, labels, keys, _, others, _ = zip(*samples, strict=True)
     several = most_labels > 1
     sets = [(label, *further) for label, further in zip(labels, others, strict=True)]
-    columns = [images, sets if several else labels, keys]
+    columns, schema = [images, sets if several else labels, keys], SEVERAL_LABELS if several else SCHEMA
+    fields: dict[str, Any] = {name: [s.fields[name] for s in samples] for name in sorted(samples[0].fields)}
+    for name, values in fields.items():
+        schema = schema.append(pa.field(name, ARROW[stored_as(values[0])]))
+        columns.append(values)
     sink = pa.BufferOutputStream()
     pq.write_table(
-        pa.table(columns, schema=SEVERAL_LABELS if several else SCHEMA),
+        pa.table(columns, schema=schema),
         sink,
         row_group_size=ROWS_PER_GROUP,
         compression="none",  # images are compressed already, and readers find them verbatim
@@ -203,12 +229,19 @@ def write_shard(
     content = buffer.to_pybytes()
     storage.write_bytes(storage.join(out, path), content)
     view, metadata = memoryview(content), pq.read_metadata(pa.BufferReader(buffer))
-    places = image_places(lambda at, size: view[at : at + size], metadata, "image")
-    assert places, "an uncompressed column without nulls holds its values verbatim"
+
+    def places_of(column: str) -> tuple[Any, Any, Any]:
+        places = image_places(lambda at, size: view[at : at + size], metadata, column)
+        assert places, "an uncompressed column without nulls holds its values verbatim"
+        return places
+
+    further = {n: places_of(n) if isinstance(v[0], bytes) else v for n, v in fields.items()}
     shard = Shard(
         path=path, rows=len(samples), bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
     )
-    return shard, IndexedShard(records_of(*places, labels, keys, others, most_labels), keys)
+    return shard, IndexedShard(
+        records_of(*places_of("image"), labels, keys, others, most_labels, further), keys
+    )
 
 
 def check_free(out: str) -> None:

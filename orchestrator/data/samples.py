@@ -35,8 +35,7 @@ SORTED = 0.5  # of the classes that samples in random order would hold
 PROGRESS_EVERY_S = 5.0
 READERS = 16  # parallel requests: S3 answers each slowly
 
-# ``execute(work, tasks)`` yields the results of `work` for all tasks, in any order, here or on other
-# machines.
+# ``execute(work, tasks)`` yields the results of `work` for all tasks, in any order, on any machine.
 Execute = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,7 @@ class Sample(NamedTuple):
     label: the class's number.
     size: bytes of the image, 0 if the listing does not say.
     others: the numbers of further classes that the image has.
+    fields: further fields, bytes or numbers, of the same names for every sample.
     """
 
     image: Any
@@ -56,6 +56,7 @@ class Sample(NamedTuple):
     key: str
     size: int = 0
     others: tuple[int, ...] = ()
+    fields: Mapping[str, bytes | float] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

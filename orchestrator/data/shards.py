@@ -28,7 +28,7 @@ from orchestrator.data.batch import Traffic
 from orchestrator.data.cache import cached, open_cached
 from orchestrator.data.formats import unpacked_images
 from orchestrator.data.images import BadImage
-from orchestrator.data.index import Ints, Records, read_keys, record_type
+from orchestrator.data.index import Ints, Records, place_of, read_keys, record_type
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
 from orchestrator.errors import UsageError, reason_of
 
@@ -84,14 +84,16 @@ class DataSet:
     def location(self, split: str, shard: int) -> str:
         return locate(self.path, self.manifest.splits[split][shard])
 
-    def images(self, split: str, shard: Ints, records: Records) -> tuple[list[Image], Traffic]:
-        """Begins to read images, given the shard number and the record of each.
+    def images(
+        self, split: str, shard: Ints, records: Records, field: str = "image"
+    ) -> tuple[list[Image], Traffic]:
+        """Begins to read images, or another field of bytes, given the shard number and the record of each.
 
         An image raises UsageError if its shard changed, OSError if it cannot be read, and BadImage if its
         bytes are not those that were indexed.
         """
-        fields = shard, records["offset"], records["size"]
-        places: list[Place] = list(zip(*(field.tolist() for field in fields), strict=True))
+        offset, size, crc32 = place_of(records, field)
+        places: list[Place] = list(zip(*(column.tolist() for column in (shard, offset, size)), strict=True))
         images: list[Image] = []
         requests = fetched = 0
         for run in _runs(places):
@@ -112,8 +114,7 @@ class DataSet:
                     read = _requests().submit(_from_s3, location, of, begin, size)
                     requests, fetched = requests + 1, fetched + size
                 images += [partial(_part, read.result, place[1] - begin, place[2]) for place in run]
-        crcs = records["crc32"].tolist()
-        checked: list[Image] = [partial(_checked, *each) for each in zip(images, crcs, strict=True)]
+        checked: list[Image] = [partial(_checked, *each) for each in zip(images, crc32.tolist(), strict=True)]
         return checked, Traffic(requests, fetched)
 
     def _unpacked(self, location: str, shard: Shard, offset: int, size: int) -> bytes:
@@ -149,7 +150,7 @@ class _Index(NamedTuple):
 @lru_cache(maxsize=8)
 def _index(data: DataSet, split: str) -> _Index:
     """Maps the index of a split, which is first copied from S3, once for all processes of the node."""
-    file, kind = data.manifest.index_of(split), record_type(data.manifest.labels)
+    file, kind = data.manifest.index_of(split), record_type(data.manifest.labels, data.manifest.fields)
     location, name = locate(data.path, file), f"{file.sha256}.index"
     if storage.is_local(location):
         if (size := os.path.getsize(location)) != file.bytes:

@@ -4,6 +4,7 @@ import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -133,9 +134,14 @@ def _of_user(name: str, val_frac: float) -> Source:
         return found
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UsageError(f"{name} must return a Source, or samples: Sample(image=.., label=.., key=..)")
-    images, labels, keys, _, others = zip(*samples, strict=True)
-    places = [(0, len(image)) for image in images]
-    return _source([Part("all", labels, keys, places, images, others)], {"all": None}, val_frac, iter)
+    images, labels, keys, _, others, fields = zip(*samples, strict=True)
+    places, further = [(0, len(image)) for image in images], dict(zip(keys, fields, strict=True))
+    source = _source([Part("all", labels, keys, places, images, others)], {"all": None}, val_frac, iter)
+    splits = {
+        split: [sample._replace(fields=further[sample.key]) for sample in samples]
+        for split, samples in source.splits.items()
+    }
+    return replace(source, splits=splits)
 
 
 def _digits(val_frac: float) -> Source:

@@ -5,7 +5,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +22,7 @@ from orchestrator.config import DataConfig, RunConfig
 from orchestrator.data import augment
 from orchestrator.data.batch import Batch, DecodeError, PartialBatch, SampleLocation, Traffic, join_batches
 from orchestrator.data.decoded import decoded_split
+from orchestrator.data.fields import Field, check_fields
 from orchestrator.data.images import BadImage, Transform
 from orchestrator.data.index import NO_LABEL, Ints, Records, labels_of
 from orchestrator.data.manifest import Manifest, open_manifest
@@ -30,6 +31,7 @@ from orchestrator.data.shards import DataSet, Image, fetch_whole
 from orchestrator.errors import UsageError
 
 log = logging.getLogger(__name__)
+Reads = dict[str, Image]  # field of bytes -> what waits for them
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
 CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
@@ -54,6 +56,7 @@ class Stream:
     data: DataSet
     plan: Plan | None
     transform: Transform
+    fields: Mapping[str, Field]
 
     def share(self) -> int:
         """Returns this worker's number of images per batch."""
@@ -91,10 +94,21 @@ class Stream:
         records = self.data.records(self.split, places.shard, places.row)
         kept = decoded_split(self.data, self.split, self.transform)
         known = kept.of(self.data.starts(self.split)[places.shard] + places.row) if kept else None
-        if known is not None:
+        if known is not None and not self.fields:
             return Fetch(key, lane, within, places, records, [], Traffic(), known)
-        images, traffic = self.data.images(self.split, places.shard, records)
-        return Fetch(key, lane, within, places, records, images, traffic, None)
+        reads, traffic = self._read(places, records)
+        return Fetch(key, lane, within, places, records, reads, traffic, None)
+
+    def _read(self, places: Places, records: Records) -> tuple[list[Reads], Traffic]:
+        """Begins to read the fields of bytes of some samples."""
+        reads: list[Reads] = [{} for _ in records]
+        traffic = Traffic()
+        for name in ("image", *(name for name, field in self.fields.items() if field.stored == "bytes")):
+            found, more = self.data.images(self.split, places.shard, records, name)
+            traffic = Traffic(*map(sum, zip(traffic, more, strict=True)))
+            for values, read in zip(reads, found, strict=True):
+                values[name] = read
+        return reads, traffic
 
     def decode(self, fetch: "Fetch") -> PartialBatch:
         """Waits for the images of some slots and decodes them.
@@ -104,6 +118,7 @@ class Stream:
         """
         n, size, config = len(fetch.key), self.transform.size, self.run.data
         image, label = np.zeros((n, size, size, 3), np.uint8), self._no_labels(n)
+        further = {name: field.empty(n) for name, field in self.fields.items()}
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
         bad: list[DecodeError] = []
         names = [""] * n
@@ -116,16 +131,19 @@ class Stream:
                 if self.transform.varies():
                     central = torch.from_numpy(known[i]).permute(2, 0, 1)
                     image[i] = _by_place(self.transform.vary(central, names[i]))
-        for i in range(len(fetch.images)):
-            for attempt, (place, record, read) in enumerate(self._candidates(fetch, i), start=1):
+        for i in range(len(fetch.reads)):
+            for attempt, (place, record, reads) in enumerate(self._candidates(fetch, i), start=1):
                 names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample'].item()}"
                 try:
                     if kept:
-                        pixels = self.transform.central(read())
+                        pixels = self.transform.central(reads["image"]())
                         kept.keep(starts[place.shard] + place.row, _by_place(pixels))
                         pixels = self.transform.vary(pixels, names[i])
                     else:
-                        pixels = self.transform(read(), names[i])
+                        pixels = self.transform(reads["image"](), names[i])
+                    for name, field in self.fields.items():
+                        value = reads[name]() if name in reads else record[name].item()
+                        further[name][i] = field.decode(value)
                 except BadImage as error:
                     key = self.data.keys(self.split, place.shard)[place.row]
                     location = self.data.location(self.split, place.shard)
@@ -136,7 +154,7 @@ class Stream:
                 image[i] = _by_place(pixels)
                 label[i], valid[i], sample[i] = labels_of(record)[0], 1, record["sample"].item()
                 break
-        fields = {"image": image, "label": label}
+        fields = {"image": image, "label": label, **further}
         if self.plan and (config.mixup or config.cutmix):
             fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
         return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
@@ -147,16 +165,16 @@ class Stream:
         label[:, 0] = 0
         return label
 
-    def _candidates(self, fetch: "Fetch", slot: int) -> Iterator[tuple[SampleLocation, Records, Image]]:
-        """Yields the slot's sample, its record, (1,), and its image; with a plan also what may replace it."""
+    def _candidates(self, fetch: "Fetch", slot: int) -> Iterator[tuple[SampleLocation, Records, Reads]]:
+        """Yields the slot's sample, its record, (1,), and its bytes; with a plan also what may replace it."""
         place = SampleLocation(*(int(array[slot]) for array in fetch.places))
-        yield place, fetch.records[slot : slot + 1], fetch.images[slot]
+        yield place, fetch.records[slot : slot + 1], fetch.reads[slot]
         if self.plan:
             for following in count(fetch.within[slot] + 1):
                 places = self.plan.locate(fetch.lane[slot, None], following[None])
                 records = self.data.records(self.split, places.shard, places.row)
-                images, _ = self.data.images(self.split, places.shard, records)
-                yield SampleLocation(*(int(array[0]) for array in places)), records, images[0]
+                (reads,), _ = self._read(places, records)
+                yield SampleLocation(*(int(array[0]) for array in places)), records, reads
 
 
 class Fetch(NamedTuple):
@@ -164,7 +182,7 @@ class Fetch(NamedTuple):
 
     key: (n,), as in `Batch`.
     lane, within: (n,), the slots' lanes, and their samples' numbers within the lane; empty without a plan.
-    places, records, images: the sample of each slot.
+    places, records, reads: the sample of each slot.
     known: (n, size, size, 3), the images if this process has decoded them all before: none is read then.
     """
 
@@ -173,7 +191,7 @@ class Fetch(NamedTuple):
     within: Ints
     places: Places
     records: Records
-    images: list[Image]
+    reads: list[Reads]
     traffic: Traffic
     known: NDArray[np.uint8] | None
 
@@ -205,13 +223,18 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
 
 
 def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
-    """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set."""
+    """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set, or
+    it has no field that the task reads.
+    """
+    data, fields = _data_set(run.data, whole), run.task.fields(run.model)
+    check_fields(fields, data.manifest.fields, run.data.path)
     return Stream(
         run=run,
         split=split,
         rank=rank,
         workers=workers,
-        data=_data_set(run.data, whole),
+        data=data,
+        fields=fields,
         plan=None,
         transform=Transform(
             size=run.model.image_size, eval_resize=run.data.eval_resize, eval_crop=run.data.eval_crop

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe.config import Family
 from moe.model import ModelConfig
 from orchestrator.data.batch import Batch, normalize
+from orchestrator.data.fields import Field
 
 Heads = Mapping[str, Tensor]
 
@@ -41,6 +42,10 @@ class TaskConfig(Family, ABC, default="classification"):
     @property
     def quality(self) -> str:
         return self.qualities[0]
+
+    def fields(self, model: ModelConfig) -> Mapping[str, Field]:
+        """Returns the fields of samples that batches have beside ``image`` and ``label``."""
+        return {}
 
     def check(self, model: ModelConfig) -> None:
         """Raises ValueError if the model does not give what the task needs."""

@@ -57,9 +57,9 @@ def test_images_are_read_once(noise: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Only parts of a batch with the damaged image are read again."""
     read, images = [0], DataSet.images
 
-    def counted(self, split, shard, records):
+    def counted(self, split, shard, records, field):
         read[0] += len(records)
-        return images(self, split, shard, records)
+        return images(self, split, shard, records, field)
 
     monkeypatch.setattr(DataSet, "images", counted)
     stream = open_stream(override(RunConfig(), {"data.path": noise, "data.batch_size": 4}), "val", 0, 1)
