@@ -146,7 +146,7 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
         runs = {
             (arm, seed): override(sweep.base, {**changes, **fixed, "train.seed": seed})
             for seed in range(seeds)
-            for arm, changes in sweep.arms.items()
+            for arm, changes in sweep.changes.items()
         }
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             futures = {key: pool.submit(curve, run) for key, run in runs.items()}

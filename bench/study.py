@@ -56,7 +56,7 @@ def narrow(scale: Scale) -> Sweep:
     """Returns the study at its smallest width."""
     sweep = study(scale)
     width, _, _ = next(iter(sweep.arms)).partition("-")
-    arms = {name: arm for name, arm in sweep.arms.items() if name.startswith(f"{width}-")}
+    arms = {name: arm for name, arm in sweep.changes.items() if name.startswith(f"{width}-")}
     return replace(sweep, arms=arms)
 
 

@@ -107,7 +107,8 @@ def measure(model: str, setting: str, *, seconds: float) -> dict[str, Any]:
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
     from orchestrator.data.batch import Batch
-    from orchestrator.training.loop import set_threads, train_step
+    from orchestrator.threads import set_threads
+    from orchestrator.training.loop import train_step
     from orchestrator.training.worker import build_model, keep_freed_memory
 
     run = override(RunConfig(), MODELS[model])

@@ -25,8 +25,8 @@ from jobs._flags import PLUGIN, flag
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.data.batch import Batch
-    from orchestrator.evaluation.models import ModelRef
     from orchestrator.tracking.find import RunWriter
     from orchestrator.tracking.store import Tracking
 

@@ -16,9 +16,9 @@ from orchestrator.errors import UsageError
 T = TypeVar("T")
 
 MODEL = (
-    "a run below the storage (soft, quickstart/trials/w16-soft-seed0), a directory of checkpoints, the"
-    " folder of a checkpoint, an exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or"
-    " runs:/ID of MLflow"
+    "a run below the storage (soft, quickstart/trials/w16-soft-seed0), the knee, fastest or best model of a"
+    " sweep (quickstart@knee, @fast, @best), a directory of checkpoints, the folder of a checkpoint, an"
+    " exported file or folder, models:/NAME@ALIAS, models:/NAME/VERSION or runs:/ID of MLflow"
 )
 MODELS = f"{MODEL}, or sweep:NAME for its finished trials"
 POINT = (

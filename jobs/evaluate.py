@@ -32,7 +32,7 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
-    from orchestrator.evaluation.models import ModelRef
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.tracking.store import Tracking
 
 

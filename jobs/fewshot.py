@@ -18,7 +18,7 @@ from jobs._cli import Places, command, models_of, named, print_table, print_unre
 from jobs._flags import MODELS, flag, numbers, parse
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.models import ModelRef
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.tracking.store import Tracking
     from orchestrator.training.fewshot import FewShotResult
 

@@ -24,7 +24,7 @@ from jobs.train import RunFlags
 from orchestrator.names import run_name
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.models import ModelRef
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.sweeps.finetune import FineTuned, Probe
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.find import RunWriter
@@ -82,7 +82,7 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     start = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
     print(start, flush=True)
     connect()
-    folder, paths = run_directory(sweep.base), [str(arm["data.path"]) for arm in sweep.arms.values()]
+    folder, paths = run_directory(sweep.base), [str(arm["data.path"]) for arm in sweep.changes.values()]
     device = default_device()
     probed = probe(model.load(device), model, paths, batch_size=flags.batch_size, device=device)
     for name, accuracy in probed.accuracy.items():

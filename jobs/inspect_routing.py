@@ -25,8 +25,8 @@ from jobs._flags import MODEL, flag, numbers, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.data.batch import Batch
-    from orchestrator.evaluation.models import ModelRef
     from papers.routing_analysis.report import Table
 
 FOLDER = "routing"  # of the storage, and of the model's MLflow run

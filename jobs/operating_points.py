@@ -22,8 +22,8 @@ from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
+    from orchestrator.checkpoint.models import ModelRef
     from orchestrator.evaluation.evaluate import EvalTask, Row
-    from orchestrator.evaluation.models import ModelRef
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.tracking.store import Tracking
 

@@ -18,7 +18,7 @@ from jobs._flags import MODELS, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.models import ModelRef
+    from orchestrator.checkpoint.models import ModelRef
 
 log = logging.getLogger("orchestrator.soup")
 
@@ -45,7 +45,7 @@ def main() -> None:
 def make_soup(flags: SoupFlags) -> None:
     """Writes the soup; with --evaluate prints the figures of each model and of the soup."""
     from orchestrator import storage
-    from orchestrator.evaluation.models import read_model
+    from orchestrator.checkpoint.models import read_model
     from orchestrator.evaluation.soup import check_alike, write_soup
 
     out = storage.absolute(flags.out)

@@ -1,10 +1,11 @@
 """Find the vision mixture-of-experts model that is worth its cost: train runs and sweeps, load their models.
 
-    from orchestrator import RunConfig, Sweep, digits, override, run_sweep
+    from moe import MoEConfig, SoftConfig
+    from orchestrator import RunConfig, Sweep, run_sweep
 
-    base = override(RunConfig(), {"name": "demo", "storage": "/tmp/demo", "data.path": digits("/tmp/demo")})
-    frontier = run_sweep(Sweep(base=base, arms={"dense": {}, "soft": {"model.moe.router.kind": "soft"}}))
-    print(frontier.to_dataframe())
+    arms = {"dense": {}, "soft": MoEConfig(router=SoftConfig()), "wide": {"model.width": 64}}
+    frontier = run_sweep(Sweep(base=RunConfig(name="demo"), arms=arms))
+    model = frontier.knee.load()
 
 Names are imported when they are first used, so that `import orchestrator` stays cheap.
 """
@@ -15,47 +16,107 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestrator.codec import override
-    from orchestrator.config import RunConfig
+    from orchestrator.config import (
+        CheckpointConfig,
+        DataConfig,
+        FewShotConfig,
+        RunConfig,
+        ScaleConfig,
+        TrainConfig,
+    )
+    from orchestrator.data.batch import Batch, normalize
+    from orchestrator.data.images import Transform
+    from orchestrator.errors import UsageError
     from orchestrator.evaluation.models import load_model
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.frontier.points import Point
+    from orchestrator.optimizers import AdafactorConfig, AdamWConfig, LambConfig, OptimizerConfig, SGDConfig
+    from orchestrator.optimizers.base import decay_groups
     from orchestrator.plugins import load_plugins
+    from orchestrator.schedules import ConstantConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
+    from orchestrator.sweeps.asha import MultiObjectiveASHA
+    from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
     from orchestrator.sweeps.run import Watch
-    from orchestrator.sweeps.sweep import Sweep
+    from orchestrator.sweeps.scales import Scale
+    from orchestrator.sweeps.scheduler import FrontierScheduler
+    from orchestrator.sweeps.search import OptunaSearch
+    from orchestrator.sweeps.sweep import Sweep, Trunk
+    from orchestrator.tasks import ClassificationConfig, TaskConfig
+    from orchestrator.tasks.base import Heads
     from orchestrator.training.run_directory import Result
 
 __all__ = [
+    "AdafactorConfig",
+    "AdamWConfig",
+    "Batch",
+    "Budget",
+    "CheckpointConfig",
+    "ClassificationConfig",
+    "ConstantConfig",
+    "CosineConfig",
+    "DataConfig",
+    "FewShotConfig",
     "Frontier",
+    "FrontierScheduler",
+    "Heads",
+    "LambConfig",
+    "LinearConfig",
+    "MultiObjectiveASHA",
+    "OptimizerConfig",
+    "OptunaSearch",
     "Point",
     "Result",
+    "RsqrtConfig",
     "RunConfig",
+    "SGDConfig",
+    "Scale",
+    "ScaleConfig",
+    "ScheduleConfig",
     "Sweep",
     "SweepOptions",
+    "TaskConfig",
+    "TrainConfig",
+    "Transform",
+    "Trunk",
+    "UsageError",
     "Watch",
+    "decay_groups",
     "digits",
     "load_model",
     "load_plugins",
+    "normalize",
     "override",
     "run_sweep",
     "train",
 ]
 
-_HOMES = {
-    "Frontier": "frontier.frontier",
-    "Point": "frontier.points",
-    "Result": "training.run_directory",
-    "RunConfig": "config",
-    "Sweep": "sweeps.sweep",
-    "SweepOptions": "sweeps.driver",
-    "Watch": "sweeps.run",
-    "digits": "sweeps.driver",
-    "load_model": "evaluation.models",
-    "load_plugins": "plugins",
-    "override": "codec",
-    "run_sweep": "sweeps.driver",
-    "train": "sweeps.driver",
+_NAMES = {  # module -> what it defines
+    "codec": ("override",),
+    "config": ("CheckpointConfig", "DataConfig", "FewShotConfig", "RunConfig", "ScaleConfig", "TrainConfig"),
+    "data.batch": ("Batch", "normalize"),
+    "data.images": ("Transform",),
+    "errors": ("UsageError",),
+    "evaluation.models": ("load_model",),
+    "frontier.frontier": ("Frontier",),
+    "frontier.points": ("Point",),
+    "optimizers": ("AdafactorConfig", "AdamWConfig", "LambConfig", "OptimizerConfig", "SGDConfig"),
+    "optimizers.base": ("decay_groups",),
+    "plugins": ("load_plugins",),
+    "schedules": ("ConstantConfig", "CosineConfig", "LinearConfig", "RsqrtConfig", "ScheduleConfig"),
+    "sweeps.asha": ("MultiObjectiveASHA",),
+    "sweeps.budget": ("Budget",),
+    "sweeps.driver": ("SweepOptions", "digits", "run_sweep", "train"),
+    "sweeps.run": ("Watch",),
+    "sweeps.scales": ("Scale",),
+    "sweeps.scheduler": ("FrontierScheduler",),
+    "sweeps.search": ("OptunaSearch",),
+    "sweeps.sweep": ("Sweep", "Trunk"),
+    "tasks": ("ClassificationConfig", "TaskConfig"),
+    "tasks.base": ("Heads",),
+    "training.run_directory": ("Result",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 # Set before torch is loaded, which reads it. Threads that wait for each other at the end of a matmul release
 # their core after about 50 us. The default of several ms keeps it from other processes and threads, even from

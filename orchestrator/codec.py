@@ -85,6 +85,38 @@ def override(config: T, changes: Mapping[str, Any]) -> T:
     return read_config(type(config), tree)
 
 
+def differences(old: Any, new: Any) -> dict[str, Any]:
+    """Returns the fewest dotted changes with which `override` makes `new` of `old`, a config of its class."""
+    found: dict[str, Any] = {}
+    for field in fields(new):
+        before, now = getattr(old, field.name), getattr(new, field.name)
+        if not is_dataclass(now):
+            if before != now:
+                found[field.name] = to_dict(now)
+            continue
+        # What `override` starts from: without the group the field's default, and with another kind its own.
+        default = field.default if before is None and type(field.default) is type(now) else type(now)()
+        same = type(before) is type(now)
+        below = differences(before if same else default, now)
+        if not same and hasattr(now, "kind"):
+            below = {"kind": now.kind, **below}
+        found |= {f"{field.name}.{name}": value for name, value in below.items()}
+        if not same and not below:
+            found[field.name] = {}
+    return found
+
+
+def places_of(cls: Any, path: str = "") -> dict[type, set[str]]:
+    """Returns the fields of a config and of those in it that hold configs: class -> dotted names."""
+    found: dict[type, set[str]] = {}
+    for name, hint in hints_of(cls).items():
+        for member in dataclasses_of(hint):
+            found.setdefault(member, set()).add(f"{path}{name}")
+            for inner, names in places_of(member, f"{path}{name}.").items():
+                found.setdefault(inner, set()).update(names)
+    return found
+
+
 def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns dotted changes under today's names."""
     return {MOVED.get(name, name): value for name, value in changes.items()}

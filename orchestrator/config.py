@@ -21,7 +21,8 @@ class DataConfig(Config):
     """Which images a run reads, in which order, and how they are changed.
 
     Attributes:
-        path: directory or URI with the `manifest.json` that `jobs/pack_shards.py` writes.
+        path: directory or URI with the `manifest.json` that `jobs/pack_shards.py` writes. Empty: the digits
+            that come with scikit-learn, which `train` and `run_sweep` pack on first use.
         batch_size: images per step, over all workers.
         lanes: places of the data set that are read at the same time; every batch takes as many images from
             each. The number of workers must divide it. None: see `RunConfig.lane_count`.

@@ -29,12 +29,12 @@ from orchestrator.data.manifest import Manifest, open_manifest
 from orchestrator.data.plan import Places, Plan
 from orchestrator.data.shards import DataSet, Image, fetch_whole
 from orchestrator.errors import UsageError
+from orchestrator.threads import CORES
 
 log = logging.getLogger(__name__)
 Reads = dict[str, Image]  # field of bytes -> what waits for them
 Split = Literal["train", "val"]
 MAX_CONSECUTIVE_BAD = 1000
-CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
 SLOTS = 32  # decoded by one task of a thread; even, because images are mixed in pairs
 DECODED_BYTES = 64 << 20  # images decoded ahead, or two steps if these are larger
 BATCHES_AHEAD = 3  # fetched, and pinned for a GPU

@@ -23,16 +23,16 @@ from moe.cost import forward_gflops_2mac
 from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from orchestrator import storage
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import to_dict
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.points import point_name
 from orchestrator.tasks import ClassificationConfig, TaskConfig
 from orchestrator.tasks.base import Heads
-from orchestrator.training.loop import one_thread
+from orchestrator.threads import one_thread
 from orchestrator.training.metrics import device_sync
 
 WARM_UP = 3  # untimed passes of each operating point

@@ -35,6 +35,7 @@ from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, may_be_image
 from orchestrator.data.manifest import has_manifest, open_manifest
@@ -43,9 +44,8 @@ from orchestrator.data.shards import DataSet
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.tasks.classification import TOP
-from orchestrator.training.loop import CORES
+from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
 
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.

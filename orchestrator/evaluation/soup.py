@@ -15,10 +15,10 @@ from torch import Tensor
 
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX, fill
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef
 
 
 def write_soup(models: Sequence[ModelRef], out: str, *, fresh: bool = False) -> None:

@@ -75,6 +75,13 @@ class Frontier:
             f"Frontier({self.name!r}: {_count(len(self.points), 'arm')}, {len(front)} on the frontier{knee})"
         )
 
+    def __getitem__(self, arm: str) -> Point:
+        """Returns the point of an arm. Raises KeyError, which names the arms, if there is no such arm."""
+        points = {point.arm: point for point in self.points}
+        if arm not in points:
+            raise KeyError(f"no arm {arm!r}; the arms are {', '.join(points)}")
+        return points[arm]
+
     @property
     def bound(self) -> tuple[float, float]:
         """The reference point: cost and quality."""

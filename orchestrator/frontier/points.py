@@ -5,14 +5,18 @@ another reference, changes hypervolumes and their order.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d, knee, pareto_front
+
+if TYPE_CHECKING:
+    from moe.model import Model
 
 UNKNOWN = "\N{EN DASH}"
 SPACE = "log10 cost, 1 - quality"
@@ -36,6 +40,7 @@ class Point:
         qualities: of each seed, if there are several.
         runs: (id, address) in MLflow of the seeds beyond `run_id`.
         settings: what claims compare.
+        load_run: returns the trained model of one of `run_ids`; None for a point without weights of its own.
     """
 
     arm: str
@@ -52,11 +57,33 @@ class Point:
     qualities: tuple[float, ...] = field(default=(), repr=False)
     runs: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     settings: Mapping[str, str | float] = field(default_factory=dict, repr=False)
+    load_run: Callable[[str], "Model"] | None = field(default=None, repr=False, compare=False)
+
+    def load(self) -> "Model":
+        """Returns the trained model in evaluation mode; of several seeds, the one of `typical_run`.
+
+        Raises:
+            UsageError: if the arm is not finished, or its checkpoint is gone or damaged.
+        """
+        if self.load_run is None:
+            raise UsageError(
+                f"{self.arm!r} is a point without weights of its own: load the arm it belongs to"
+            )
+        if self.status != "finished":
+            raise UsageError(f"arm {self.arm!r} is {self.status}, not finished: it has no trained model yet")
+        return self.load_run(self.typical_run)
 
     @property
     def run_ids(self) -> tuple[str, ...]:
         """The runs of all seeds."""
         return (self.run_id, *(run_id for run_id, _ in self.runs))
+
+    @property
+    def typical_run(self) -> str:
+        """The run of the seed whose quality is nearest to the arm's mean."""
+        qualities = self.qualities or (self.quality,)
+        nearest = min(zip(self.run_ids, qualities, strict=True), key=lambda each: abs(each[1] - self.quality))
+        return nearest[0]
 
     @property
     def standard_error(self) -> float:

@@ -5,9 +5,12 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
+from moe.model import Model
 from orchestrator import storage
+from orchestrator.checkpoint.models import load_checkpoint
 from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -56,7 +59,8 @@ class TrialRecord:
         run_id: its name in the sweep, or its MLflow run.
         metrics: as last reported.
         spending: (seconds since the epoch, device-seconds) of each piece of its training.
-        checkpoint: folder of its last checkpoint, relative to its directory.
+        directory: the trial's; empty if it was read from MLflow.
+        checkpoint: folder of its last checkpoint, relative to its directory; empty if there is none.
         weights: digest of that checkpoint's weights.
     """
 
@@ -67,6 +71,7 @@ class TrialRecord:
     metrics: Mapping[str, float]
     spending: tuple[tuple[float, float], ...] = ()
     url: str | None = None
+    directory: str = ""
     checkpoint: str = ""
     weights: str = ""
 
@@ -88,6 +93,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
                 status=state.status,
                 metrics=ends[-1].metrics if ends else {},
                 spending=_spending(ends),
+                directory=folder,
                 checkpoint=result.checkpoint if result else "",
                 weights=result.weights if result else "",
             )
@@ -297,8 +303,16 @@ def _point(
         costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
         runs=tuple((trial.run_id, trial.url) for trial in same[1:]),
+        load_run=partial(_load_run, {trial.run_id: trial for trial in same}),
     )
     return replace(point, qualities=qualities) if len(same) > 1 and whole else point
+
+
+def _load_run(trials: Mapping[str, TrialRecord], run_id: str) -> Model:
+    trial = trials[run_id]
+    if not trial.checkpoint:
+        raise UsageError(f"trial {run_id!r} has no checkpoint in {trial.directory or 'MLflow'}")
+    return load_checkpoint(storage.join(trial.directory, trial.checkpoint))
 
 
 def own_seconds(metrics: Mapping[str, float]) -> float:

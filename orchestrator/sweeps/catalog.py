@@ -136,7 +136,7 @@ def _dense_stays(sweep: Sweep) -> Sweep:
         return sweep
     arms = {
         arm: changes if any(field.startswith(MOE) for field in changes) else {**changes, MOE: None}
-        for arm, changes in sweep.arms.items()
+        for arm, changes in sweep.changes.items()
     }
     return replace(sweep, arms=arms)
 

@@ -108,6 +108,13 @@ def digits(root: str, source: str = "digits") -> str:
     return path
 
 
+def with_data(run: RunConfig) -> RunConfig:
+    """Returns the run; without a data set, on the digits."""
+    if run.data.path:
+        return run
+    return replace(run, data=replace(run.data, path=digits(run.storage)))
+
+
 def open_store(root: str, uri: str | None = None) -> Tracking:
     """The MLflow store of a storage. Raises UsageError if it cannot be opened."""
     artifacts = storage.join(storage.absolute(root), "mlartifacts")
@@ -129,6 +136,8 @@ def train(
 ) -> Result:
     """Trains one run to its end, from its newest checkpoint if it has one, and shows it in MLflow.
 
+    A run without `data.path` is trained on the `digits`.
+
     Args:
         mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
         progress: whether to print a line for every report; or a function that gets the step and its metrics.
@@ -145,7 +154,7 @@ def train(
     check_kind(directory, "run")
     if mode == "resume" and read_run(directory) is None:
         check_resumable(directory, mode)
-    run = resolve_auto(run)
+    run = resolve_auto(with_data(run))
     check_data(run)
     check_start(run)
     lines = StepLines(run) if progress is True else None
@@ -174,6 +183,7 @@ def run_sweep(
     """Trains the arms of a sweep and returns its frontier. The same call again continues.
 
     Page, pictures and table of the frontier lie in the sweep's directory, ``<storage>/<name of the base>``.
+    A base without `data.path` is trained on the `digits`.
 
     Args:
         progress: whether to print what the commands print, bars on a terminal and else lines; or callbacks of
@@ -186,6 +196,7 @@ def run_sweep(
     """
     if not isinstance(sweep, Sweep):
         raise TypeError(f"run_sweep takes a Sweep, got a {type(sweep).__name__}; train(run) trains one run")
+    sweep = replace(sweep, base=with_data(sweep.base))
     directory = run_directory(sweep.base)
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
@@ -241,7 +252,7 @@ def trained_trials(
 
 
 @contextmanager
-def _working_in(directory: str, mode: str, store: Tracking) -> Iterator[None]:
+def _working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
     """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow.
 
     Raises:
@@ -290,7 +301,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         seeds=list(sweep.seeds),
         trunk=asdict(sweep.trunk) if sweep.trunk else None,
         claims=list(sweep.claims),
-        arms=drawn | {name: dict(changes) for name, changes in sweep.arms.items()},
+        arms=drawn | {name: dict(changes) for name, changes in sweep.changes.items()},
         drawn=list(drawn),
         trials={t.name: t.labels(bool(sweep.seeds)) for t in trials},
         labels=dict(labels),

@@ -18,11 +18,11 @@ from scipy import stats
 
 from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome

@@ -7,8 +7,8 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from orchestrator.checkpoint.models import ModelRef, load_checkpoint
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.sweep import settings
@@ -100,6 +100,7 @@ def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[R
                 status="finished",
                 costs={name: row[name] for name in COSTS},
                 settings=found,
+                load_run=load_checkpoint,
             )
         )
     chance = max(model.run.task.chance(model.run.model) for model in models)
@@ -143,6 +144,7 @@ def _operating(trained: Point, name: str, seeds: Sequence[Row], frontier: Fronti
         qualities=(),
         details=details,
         settings={**trained.settings, "operating point": name},
+        load_run=None,
     )
 
 

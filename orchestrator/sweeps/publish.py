@@ -145,7 +145,7 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
             named[CONFIRMED] = point
     found = {}
     for alias, point in named.items():
-        run = _typical_seed(point)
+        run = point.typical_run
         if trials[run].checkpoint:
             found[alias] = {
                 "run": run,
@@ -154,13 +154,6 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
                 "description": _description(frontier, alias, point, run),
             }
     return found
-
-
-def _typical_seed(point: Point) -> str:
-    """The run of the seed whose quality is nearest to the arm's mean."""
-    runs = point.run_ids
-    qualities = point.qualities or (point.quality,)
-    return min(zip(runs, qualities, strict=True), key=lambda each: abs(each[1] - point.quality))[0]
 
 
 def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from moe.config import Config
 from moe.cost import slots_per_token
 from orchestrator.checkpoint.manifest import folder_of
-from orchestrator.codec import flat, override
+from orchestrator.codec import differences, flat, override, places_of, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.estimate import resolve_auto
@@ -115,7 +115,9 @@ class Sweep(Config):
 
     Attributes:
         base: the run that every arm changes; its name is the sweep's.
-        arms: name -> dotted changes of the base.
+        arms: name -> dotted changes of the base; or a config, which takes the place of the base or of a part
+            of it: a `RunConfig`, ``MoEConfig(router=SoftConfig())``, ``SGDConfig()``. `changes` has them all
+            as dotted changes.
         quality, cost: the metrics to maximise and to minimise; by default the quality of the base's task.
         seeds: every arm is trained once with each; none: once, with the base's.
         trunk: every arm is trained once, and cooled down from several of its steps.
@@ -126,7 +128,7 @@ class Sweep(Config):
     """
 
     base: RunConfig
-    arms: Mapping[str, Mapping[str, Any]]
+    arms: Mapping[str, Mapping[str, Any] | Config]
     quality: str = ""
     cost: str = "cost/train_flops_6mac"
     seeds: tuple[int, ...] = ()
@@ -137,8 +139,16 @@ class Sweep(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # They are differences from the base as it is now, which may change later, as by `--set`.
+        changes = {arm: _arm_changes(self.base, arm, given) for arm, given in self.arms.items()}
+        object.__setattr__(self, "arms", changes)
         if not self.quality:
             object.__setattr__(self, "quality", self.base.task.quality)
+
+    @property
+    def changes(self) -> Mapping[str, Mapping[str, Any]]:
+        """Arm -> dotted changes of the base."""
+        return cast(Mapping[str, Mapping[str, Any]], self.arms)
 
     def trials(self, drawn: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Trial]:
         """Returns name -> trial, trunks before their branches. Raises UsageError naming the arm whose config
@@ -148,7 +158,7 @@ class Sweep(Config):
             drawn: further arms, which a search has drawn: name -> dotted changes of the base.
         """
         found: dict[str, Trial] = {}
-        for arm, changes in {**(drawn or {}), **self.arms}.items():
+        for arm, changes in {**(drawn or {}), **self.changes}.items():
             if not re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", arm):
                 raise UsageError(f"arm {arm!r}: use letters, digits and . _ - + @, for it names a directory")
             for trial in self.of_arm(arm, changes):
@@ -189,6 +199,29 @@ class Sweep(Config):
         if trial.run.scale.workers == 1:
             changes |= {"scale.workers": 2, "scale.ep": 2 if trial.run.model.moe else 1}
         return override(trial.run, changes)
+
+
+def _arm_changes(base: RunConfig, arm: str, given: Mapping[str, Any] | Config) -> dict[str, Any]:
+    """Returns the dotted changes from the base to an arm."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    places = places_of(type(base))
+    names = sorted(places.get(type(given), ()))
+    if type(given) is type(base):
+        run = replace(given, name=base.name, storage=base.storage)
+    elif len(names) > 1:
+        raise UsageError(f"arm {arm!r}: {given!r} may be {' or '.join(names)}: say which by dotted changes")
+    elif not names:
+        known = ", ".join(sorted(config.__name__ for config in places))
+        raise UsageError(f"arm {arm!r} is {given!r}: give dotted changes, a RunConfig, or one of {known}")
+    else:
+        try:
+            run = override(base, {names[0]: to_dict(given)})
+        except UsageError as error:
+            raise UsageError(f"arm {arm!r}: {error}") from None
+    changes = differences(base, run)
+    changes.pop("plugins", None)  # A run finds them itself.
+    return changes
 
 
 def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:

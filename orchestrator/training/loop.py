@@ -9,28 +9,25 @@ https://arxiv.org/abs/2101.06983), which gives the same heads, because noise is 
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from moe.init import mix
-from moe.model import ModelConfig, Output
+from moe.model import Output
 from moe.parallel import accumulate, sum_over_ranks, update
 from moe.routing import Router
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, concatenated, normalize
 from orchestrator.tasks.base import Heads
+from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.profile import phase
 
-CORES = torch.get_num_threads()  # $OMP_NUM_THREADS, which Ray sets to the CPUs of a process, else all cores
-# About two milliseconds of a matmul; with less, threads wait longer than they compute.
-FLOPS_PER_THREAD = 100e6
 # Forward passes of an evaluation that are not timed, because they compile, capture and allocate, and of
 # those after them that are.
 WARM_UP, TIMED = 2, 5
@@ -241,26 +238,3 @@ def _sum_over_workers(metrics: dict[str, Tensor]) -> Metrics:
     # Stacked on the device, so that the host waits for one copy.
     values = sum_over_ranks(torch.stack([value.float() for value in metrics.values()]).cpu())
     return dict(zip(metrics, values.tolist(), strict=True))
-
-
-def threads_for(config: ModelConfig, images: int) -> int:
-    """Returns the number of threads that the largest matmul of `images` keeps busy, at most `CORES`.
-
-    Matmuls of small models end before a second thread has woken up.
-    """
-    return max(1, min(CORES, int(2 * images * config.largest_matmul() / FLOPS_PER_THREAD)))
-
-
-def set_threads(config: ModelConfig, images: int) -> None:
-    torch.set_num_threads(threads_for(config, images))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Computes with one thread, so that times of forward passes can be compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

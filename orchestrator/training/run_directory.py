@@ -23,8 +23,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
+from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.models import load_checkpoint
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, last_line
@@ -52,6 +54,7 @@ class Result:
         time_s: seconds since the epoch.
         checkpoint: folder of the last checkpoint, relative to the run's directory; empty if there is none.
         weights: digest of that checkpoint's weights.
+        directory: the run's, as it was read from; it is not written.
     """
 
     status: Literal["finished", "diverged", "paused"]
@@ -61,6 +64,17 @@ class Result:
     time_s: float = field(default=0.0, repr=False)
     checkpoint: str = ""
     weights: str = field(default="", repr=False)
+    directory: str = field(default="", repr=False, compare=False)
+
+    def load(self) -> Model:
+        """Returns the trained model in evaluation mode.
+
+        Raises:
+            UsageError: if the run has no checkpoint, or its weights are damaged.
+        """
+        if not self.checkpoint:
+            raise UsageError(f"the run in {self.directory} is {self.status} and has no checkpoint to load")
+        return load_checkpoint(storage.join(self.directory, self.checkpoint))
 
 
 def run_directory(run: RunConfig) -> str:
@@ -94,12 +108,14 @@ def read_pauses(directory: str) -> list[Result]:
 
 def read_result(directory: str, name: str = RESULT) -> Result | None:
     content = read_json(storage.join(directory, name))
-    return Result(**content) if content is not None else None
+    return Result(**content, directory=directory) if content is not None else None
 
 
 def write_result(directory: str, result: Result) -> None:
     name = f"paused-{result.step}.json" if result.status == "paused" else RESULT
-    write_json(storage.join(directory, name), asdict(result))
+    content = asdict(result)
+    del content["directory"]
+    write_json(storage.join(directory, name), content)
 
 
 def read_error(directory: str) -> str:

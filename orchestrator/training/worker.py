@@ -23,8 +23,9 @@ from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, open_stream, prefetched
 from orchestrator.errors import UsageError
+from orchestrator.threads import set_threads
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps, set_threads
+from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
     BAD_IMAGES,
     Meter,

@@ -78,7 +78,7 @@ def test_set_goes_before_the_arms(empty_home: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["job", *words])
     sweep = parse(pareto_sweep.SweepFlags, "").make()
     assert sweep.base.name == "mine"
-    assert sweep.arms["soft"]["model.moe.num_experts"] == 64
+    assert sweep.changes["soft"]["model.moe.num_experts"] == 64
     words = ["--sweep", "slots_experts", "--set", "model.moe.num_experts=4"]
     monkeypatch.setattr(sys, "argv", ["job", *words])
     with pytest.raises(UsageError, match=r"model.moe.num_experts changes nothing: every arm"):

@@ -13,11 +13,11 @@ import torch
 from jobs import evaluate, operating_points
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
+from orchestrator.checkpoint.models import read_model
 from orchestrator.data.batch import normalize
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.evaluation.evaluate import EvalTask, images_of
-from orchestrator.evaluation.models import read_model
 from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.store import open_reader
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jobs import inspect_routing, train
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.training.fit import fit
 from tests.lanes import mostly_slow
 

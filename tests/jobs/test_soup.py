@@ -1,7 +1,7 @@
 """`jobs/soup.py` as a user runs it."""
 
 from jobs import soup
-from orchestrator.evaluation.models import read_model
+from orchestrator.checkpoint.models import read_model
 from tests.orchestrator.evaluation.exported import SOFT, exported
 
 

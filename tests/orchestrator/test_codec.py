@@ -1,6 +1,7 @@
 """Configs over wires: round trips, overrides from strings, and what each mistake says."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from moe.config import Config
 from moe.layer import MoEConfig
 from moe.presets import PRESETS
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
-from orchestrator.codec import changed_fields, describe, flat, override, read_config, to_dict
+from orchestrator.codec import changed_fields, describe, differences, flat, override, read_config, to_dict
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
 from orchestrator.errors import UsageError
 from orchestrator.optimizers import SGDConfig
@@ -54,6 +55,16 @@ def test_flat_fields_in_any_order_turn_any_config_into_any_other(
     changes = list(flat(new).items())
     order.shuffle(changes)
     assert override(old, dict(changes)) == new
+
+
+@given(old=ANY, new=ANY)
+def test_differences_turn_any_config_into_any_other(old: RunConfig, new: RunConfig) -> None:
+    """Through JSON too, and none can be left out: the others make another config or none."""
+    changes = differences(old, new)
+    assert override(old, json.loads(json.dumps(changes))) == new
+    for field in changes:
+        with suppress(UsageError):
+            assert override(old, {name: value for name, value in changes.items() if name != field}) != new
 
 
 @given(old=ANY, new=ANY)
@@ -110,6 +121,9 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
     changed = override(Whole(member=Part()), {"member.kind": "other", "member.part.rate": 1})
     assert changed.member == Other(part=Part(size=7, rate=1.0))
     assert override(Whole(), {"member.part.rate": 1}).member == Other(part=Part(size=9, rate=1.0))
+    assert differences(Whole(part=None), Whole()) == {"part.kind": "part"}
+    for old, new in ((Whole(part=None), Whole(part=Part())), (Whole(member=Part()), Whole())):
+        assert override(old, differences(old, new)) == new
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from moe.models.vit import ViT
+from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import write_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.models import ModelRef, read_model
 
 SOFT = {"model.moe.router.kind": "soft", "model.width": 16}
 

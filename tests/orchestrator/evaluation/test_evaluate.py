@@ -12,6 +12,7 @@ import torch
 from moe.models.vit import ViT
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
+from orchestrator.checkpoint.models import read_model
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError
 from orchestrator.evaluation import evaluate
@@ -23,7 +24,6 @@ from orchestrator.evaluation.evaluate import (
     evaluate_at,
     latencies,
 )
-from orchestrator.evaluation.models import read_model
 from orchestrator.tasks import ClassificationConfig
 from tests.orchestrator.training.batches import make_batch, with_fields
 

@@ -14,13 +14,16 @@ from safetensors.torch import load_file
 from moe.load import load
 from orchestrator import storage
 from orchestrator.checkpoint.manifest import find_checkpoint
+from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef, find_models, load_model, read_model
+from orchestrator.evaluation.models import find_models, load_model
 from orchestrator.evaluation.soup import write_soup
+from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.tracking.find import find_sweep, newest_of
 from orchestrator.tracking.registry import register
 from orchestrator.tracking.store import Tracking
+from orchestrator.training.run_directory import read_result
 from tests.trained_sweep import open_store
 
 
@@ -85,6 +88,48 @@ def test_a_soup_is_of_no_one_run(trained_home: Path, store: Tracking, tmp_path: 
     soup = found(str(out), trained_home, store)
     assert soup.run_id is None
     assert soup.name == "soft"
+
+
+def test_a_sweep_has_names_for_its_frontier(trained_home: Path, store: Tracking):
+    """They are those of the registry, without MLflow, and the frontier loads the same weights."""
+    frontier, *_ = sweep_frontier(f"{trained_home}/tiny")
+    named = {"fast": frontier.front[0], "knee": frontier.knee, "best": frontier.front[-1]}
+    for alias, point in named.items():
+        expected = f"{trained_home}/tiny/trials/{point.run_id}/checkpoints/step-00000020"
+        weights = point.load().head.weight
+        registered = found(f"models:/tiny@pareto-{alias}", trained_home, store)
+        for reference in (f"tiny@{alias}", f"tiny@pareto-{alias}", f"{trained_home}/tiny@{alias}"):
+            model = found(reference, trained_home, store)
+            assert (model.location, model.run_id) == (expected, registered.run_id)
+            by_name = load_model(reference, root=str(trained_home), tracking_uri="sqlite:///nowhere.db")
+            assert torch.equal(by_name.head.weight, weights)
+    assert torch.equal(frontier["soft"].load().head.weight, load_trial(trained_home, "soft").head.weight)
+    assert not frontier["soft"].load().training
+    with pytest.raises(KeyError, match="no arm 'wide'; the arms are dense, token, soft"):
+        frontier["wide"]
+
+
+def load_trial(home: Path, name: str) -> Any:
+    result = read_result(f"{home}/tiny/trials/{name}")
+    assert result is not None
+    return result.load()
+
+
+def test_a_model_that_is_gone_is_named(trained_home: Path, tmp_path: Path):
+    """By its result, by the point of its arm, and by the name of the sweep."""
+    copy = shutil.copytree(trained_home / "tiny", tmp_path / "tiny")
+    (point, *_) = sweep_frontier(str(copy))[0].front
+    shutil.rmtree(copy / f"trials/{point.run_id}/checkpoints")
+    for load_it in (
+        point.load,
+        lambda: load_trial(tmp_path, point.run_id),
+        lambda: load_model("tiny@fast", root=str(tmp_path)),
+    ):
+        with pytest.raises(UsageError, match=f"{copy}/trials/{point.run_id}/checkpoints/step-00000020"):
+            load_it()
+    (copy / "summary.json").unlink()
+    with pytest.raises(UsageError, match="the sweep tiny has no model @fast: none of its arms is finished"):
+        load_model("tiny@fast", root=str(tmp_path))
 
 
 def test_a_registered_model(trained_home: Path, store: Tracking, tmp_path: Path):
@@ -165,8 +210,11 @@ def test_labels_must_mean_what_the_model_learned(
         ("/nowhere/run", "no trained model '/nowhere/run': /nowhere/run has no checkpoint; name a run"),
         (
             "tiny",
-            "tiny is a sweep, not one model: name a trial of it, such as tiny/trials/dense, tiny/trials/",
+            "tiny is a sweep, not one model: name its tiny@knee, or a trial, such as tiny/trials/dense,",
         ),
+        ("tiny@slow", "the sweep tiny has no model @slow: there is tiny@fast, tiny@knee, tiny@best"),
+        ("tiny@confirmed", "the sweep tiny has no model @confirmed: there is"),
+        ("nothing@knee", "no trained model 'nothing@knee'"),
         ("/nowhere/weights.safetensors", "no file /nowhere/weights.safetensors"),
         ("models:/moe-frontier@slow", "no model models:/moe-frontier@slow at sqlite:"),
         ("runs:/0123456789abcdef0123456789abcdef", "MLflow at .*not found"),

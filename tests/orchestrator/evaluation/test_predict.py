@@ -16,10 +16,10 @@ from torchvision.transforms.v2.functional import resize
 
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, decode
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef
 from orchestrator.evaluation.predict import (
     PLAN,
     SCHEMA,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moe.load import load
+from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata, write_file
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.evaluation.soup import write_soup
 from tests.orchestrator.evaluation.exported import SOFT, exported
 

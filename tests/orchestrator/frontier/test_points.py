@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from orchestrator.errors import UsageError
 from orchestrator.frontier.points import (
     Point,
     front_points,
@@ -98,3 +99,18 @@ def test_a_point_is_known_with_the_last_entry_of_its_last_seed() -> None:
     spending = [("a0", 1.0), ("a1", 1.0), ("a0", 3.0)]
     assert hypervolume_by_budget([two_seeds], REFERENCE, spending).tolist() == [[1, 0], [2, 0], [5, 1.5]]
     assert hypervolume_by_budget([two_seeds], REFERENCE, spending[:1])[-1].tolist() == [1, 0]
+
+
+def test_a_point_loads_the_seed_nearest_to_its_mean() -> None:
+    """0.8 of 0.7, 0.8 and 0.92, whose mean is 0.807. An arm that is not finished has no model."""
+    seeds = replace(
+        soft("a", 10, 0.807),
+        qualities=(0.7, 0.8, 0.92),
+        runs=(("a1", None), ("a2", None)),
+        load_run="the model of {}".format,
+    )
+    assert (seeds.typical_run, seeds.load()) == ("a1", "the model of a1")
+    with pytest.raises(UsageError, match="arm 'a' is running, not finished: it has no trained model yet"):
+        replace(seeds, status="running").load()
+    with pytest.raises(UsageError, match="'b' is a point without weights of its own"):
+        soft("b", 10, 0.5).load()

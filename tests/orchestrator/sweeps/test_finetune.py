@@ -10,6 +10,7 @@ import torch
 from sklearn.linear_model import Ridge
 
 from moe.models.vit import ViT
+from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig

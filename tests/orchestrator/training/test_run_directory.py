@@ -182,6 +182,10 @@ def test_results_and_pauses(tmp_path: Path) -> None:
     assert runs.pauses_of(run) == [ends[1], ends[0]]
     assert (runs.pause_of(run, 20), runs.pause_of(run, 21)) == (ends[1], None)
     assert runs.result_of(run) == ends[2]
+    with pytest.raises(UsageError, match=f"{tmp_path}/.*/checkpoints/x holds no whole checkpoint"):
+        runs.result_of(run).load()
+    with pytest.raises(UsageError, match="is paused and has no checkpoint to load"):
+        runs.pause_of(run, 20).load()
 
 
 def test_the_reason_of_a_failure_is_its_last_line(tmp_path: Path) -> None:
