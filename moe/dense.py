@@ -26,6 +26,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two linear layers with a GELU between them: the part of a block that experts take the place of."""
+
     def __init__(self, width: int, hidden: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden)

@@ -58,6 +58,7 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Draw:
 
 
 def lecun_normal(fan_in: int) -> Draw:
+    """A normal distribution of variance 1 / fan_in."""
     return normal(fan_in**-0.5)
 
 

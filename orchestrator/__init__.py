@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from orchestrator.data.batch import Batch, normalize
-    from orchestrator.data.images import Transform
+    from orchestrator.data.images import Transform, encode_png
+    from orchestrator.data.samples import Sample, Source
     from orchestrator.errors import UsageError
     from orchestrator.evaluation.models import load_model
     from orchestrator.frontier.frontier import Frontier
@@ -70,9 +71,11 @@ __all__ = [
     "RsqrtConfig",
     "RunConfig",
     "SGDConfig",
+    "Sample",
     "Scale",
     "ScaleConfig",
     "ScheduleConfig",
+    "Source",
     "Sweep",
     "SweepOptions",
     "TaskConfig",
@@ -83,6 +86,7 @@ __all__ = [
     "Watch",
     "decay_groups",
     "digits",
+    "encode_png",
     "load_model",
     "load_plugins",
     "normalize",
@@ -95,7 +99,8 @@ _NAMES = {  # module -> what it defines
     "codec": ("override",),
     "config": ("CheckpointConfig", "DataConfig", "FewShotConfig", "RunConfig", "ScaleConfig", "TrainConfig"),
     "data.batch": ("Batch", "normalize"),
-    "data.images": ("Transform",),
+    "data.images": ("Transform", "encode_png"),
+    "data.samples": ("Sample", "Source"),
     "errors": ("UsageError",),
     "evaluation.models": ("load_model",),
     "frontier.frontier": ("Frontier",),

@@ -98,8 +98,8 @@ def differences(old: Any, new: Any) -> dict[str, Any]:
         default = field.default if before is None and type(field.default) is type(now) else type(now)()
         same = type(before) is type(now)
         below = differences(before if same else default, now)
-        if not same and hasattr(now, "kind"):
-            below = {"kind": now.kind, **below}
+        if not same and (kind := getattr(now, "kind", None)):
+            below = {"kind": kind, **below}
         found |= {f"{field.name}.{name}": value for name, value in below.items()}
         if not same and not below:
             found[field.name] = {}

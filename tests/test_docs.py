@@ -3,6 +3,7 @@
 A block that its page cannot run has a comment above it: <!-- needs: what it needs -->.
 """
 
+import ast
 import importlib
 import os
 import re
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import moe
+import orchestrator
 from jobs.evaluate import EvaluateFlags
 from jobs.finetune import FineTuneFlags
 from jobs.pareto_sweep import SweepFlags
@@ -52,7 +55,7 @@ INSTEAD = {  # what a tutorial says -> what the test does in its COPY of the pro
     "/tmp/moe-ray-$(id -u)": "$CLUSTER_DIR",
     "/tmp/demo": "COPY/demo",
     "/data/": "COPY/data/",
-    '"train.steps": 200': '"train.steps": 10',
+    "TrainConfig(steps=200)": "TrainConfig(steps=10)",
     "train.steps=500": "train.steps=10",
     "train.steps=200": "train.steps=10",
     "train.steps=300": "train.steps=10",
@@ -260,6 +263,21 @@ def test_tutorials_run(pages: tuple[str, ...], tmp_path: Path) -> None:
             assert done.returncode == 0, f"{page}: {done.stdout[-3000:]}"
     finally:
         subprocess.run([str(copy / "cluster/local.sh"), "stop"], env=env, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_import_public_names_alone(page: Path) -> None:
+    public = {"moe": moe.__all__, "orchestrator": orchestrator.__all__}
+    for block in blocks(page):
+        for line in re.finditer(r"\b(?:from|import) ((?:moe|orchestrator)\b[\w.]*)", block.text):
+            assert line[1] in public, (
+                f"{page.name}: {line[0]} ..; `{line[1].split('.')[0]}` exports what users need"
+            )
+        if block.kind == "python":
+            for node in ast.walk(ast.parse(block.text)):
+                if isinstance(node, ast.ImportFrom) and node.module in public:
+                    names = {alias.name for alias in node.names}
+                    assert names <= {*public[node.module]}, page.name
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,6 @@ def run_sweep(
     """
     if not isinstance(sweep, Sweep):
         raise TypeError(f"run_sweep takes a Sweep, got a {type(sweep).__name__}; train(run) trains one run")
-    sweep = replace(sweep, base=with_data(sweep.base))
     directory = run_directory(sweep.base)
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
@@ -223,6 +222,7 @@ def trained_trials(
     check_kind(directory, "sweep")
     if not (sweep.arms or options.search):
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
+    sweep = replace(sweep, base=with_data(sweep.base))
 
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)

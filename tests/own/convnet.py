@@ -9,11 +9,21 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from moe.config import PositiveInt
-from moe.dense import MLP, Head
-from moe.layer import MoEConfig, MoELayer
-from moe.model import Model, ModelConfig, Output, UnitOutput, with_experts, without_experts
-from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe import (
+    AS_TRAINED,
+    MLP,
+    Head,
+    Model,
+    ModelConfig,
+    MoEConfig,
+    MoELayer,
+    Output,
+    PositiveInt,
+    RoutingOverrides,
+    UnitOutput,
+    with_experts,
+    without_experts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

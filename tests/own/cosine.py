@@ -10,12 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.config import PositiveFloat
-from moe.init import Draw, gaussian, lecun_normal, split
-from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routers.choice import CapacityConfig, gather_routing
-from moe.routers.expert_choice import best_tokens
-from moe.routing import GatherRouting, Router, at_least_fp32
+from moe import (
+    AS_TRAINED,
+    CapacityConfig,
+    Draw,
+    GatherRouting,
+    PositiveFloat,
+    Router,
+    RoutingOverrides,
+    at_least_fp32,
+    best_tokens,
+    gather_routing,
+    gaussian,
+    lecun_normal,
+    split,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from moe.config import Fraction
-from orchestrator.optimizers import OptimizerConfig
-from orchestrator.optimizers.base import decay_groups
+from moe import Fraction
+from orchestrator import OptimizerConfig, decay_groups
 
 
 @dataclass(frozen=True, kw_only=True)

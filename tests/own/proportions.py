@@ -10,11 +10,8 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.model import ModelConfig
-from moe.parallel import gather
-from orchestrator.data.batch import Batch
-from orchestrator.tasks import TaskConfig
-from orchestrator.tasks.base import Heads
+from moe import ModelConfig, gather
+from orchestrator import Batch, Heads, TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orchestrator.data.images import encode_png
-from orchestrator.data.samples import Sample, Source
+from orchestrator import Sample, Source, encode_png
 
 
 def stripes(number: int) -> np.ndarray:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from mlflow import MlflowClient
 
+from moe import MoEConfig, SoftConfig
 from orchestrator.checkpoint.manifest import newest
 from orchestrator.codec import flat, override
-from orchestrator.config import RunConfig
+from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
@@ -236,6 +238,25 @@ def test_one_run_by_itself(sweep, tracking, capsys):
     assert capsys.readouterr().out.startswith("step 10/10  train/loss ")
     with pytest.raises(UsageError, match="one belongs to a run, and this is a sweep"):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
+
+
+def test_a_notebook_needs_no_data_and_no_mlflow(tracking, tmp_path):
+    """The digits below the storage, arms as configs, models of the frontier. The same call continues."""
+    base = RunConfig(name="demo", storage=str(tmp_path / "home"), train=TrainConfig(steps=10))
+    sweep = Sweep(base=base, arms={"dense": {}, "soft": MoEConfig(num_experts=2, router=SoftConfig())})
+    frontier, outcomes = swept(sweep, tracking)
+    assert [*outcomes] == ["dense", "soft"]
+    record = read_sweep(run_directory(base))
+    assert record is not None
+    assert record.base["data"]["path"] == f"{tmp_path}/home/data/digits"
+    assert record.arms == {"dense": {}, "soft": {"model.moe.num_experts": 2, "model.moe.router.kind": "soft"}}
+    again, outcomes = swept(sweep, tracking)
+    assert outcomes == {}
+    by_name = load_model("demo@knee", root=base.storage)
+    for model in (frontier.knee.load(), again[frontier.knee.arm].load(), by_name):
+        assert torch.equal(model.head.weight, by_name.head.weight)
+    alone = train(replace(base, name="alone"), progress=False, store=tracking)
+    assert torch.equal(alone.load().head.weight, frontier["dense"].load().head.weight)
 
 
 @pytest.mark.parametrize(("left", "retrained"), [(0, ["b"]), (1, [])])
