@@ -34,7 +34,7 @@ from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.data.packing import Report
+    from orchestrator.data.packing import PackingReport
 
 KINDS = ("folder", "webdataset", "parquet", "torchvision")  # of sources with a path
 SHOWN = 20  # lines about skipped files
@@ -104,7 +104,7 @@ def pack_source(flags: PackFlags) -> None:
     print_report(out, report, flags.background)
 
 
-def print_report(out: str, report: Report, background: str | None) -> None:
+def print_report(out: str, report: PackingReport, background: str | None) -> None:
     from orchestrator.data.sources import NOT_AN_IMAGE
 
     manifest = report.manifest

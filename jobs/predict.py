@@ -22,7 +22,7 @@ from jobs._flags import MODEL, POINT, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
-    from orchestrator.evaluation.predict import Part
+    from orchestrator.evaluation.predict import ImagePart
 
 log = logging.getLogger("orchestrator.predict")
 
@@ -99,7 +99,9 @@ def predict(flags: PredictFlags) -> None:
     print(f"import pandas; pandas.read_parquet({out!r})")
 
 
-def predict_parts(flags: PredictFlags, missing: list[Part], out: str, left: int, **settings: Any) -> None:
+def predict_parts(
+    flags: PredictFlags, missing: list[ImagePart], out: str, left: int, **settings: Any
+) -> None:
     """Predicts the missing parts, with a line about progress every few seconds; names the bad images."""
     from orchestrator.evaluation import predict
     from orchestrator.sweeps.progress import duration

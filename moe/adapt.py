@@ -50,25 +50,25 @@ class Transfer:
     unused: tuple[str, ...]
 
 
-def plan_transfer(there: Shapes, here: Shapes) -> Transfer:
+def plan_transfer(saved: Shapes, model: Shapes) -> Transfer:
     """Plans which tensors are copied or converted; no others are taken over.
 
     Tensors of equal name and shape are copied; a position embedding of another grid is resized; if a block is
-    MoE here and dense there, every expert is a copy of its MLP.
+    MoE in the model and dense in the checkpoint, every expert is a copy of its MLP.
     """
     copied, converted, initial = [], dict[str, Conversion](), dict[str, str]()
-    for name, shape in here.items():
-        source = name if name in there else _mlp_of(name)
-        if source not in there:
-            initial[name] = "absent there"
-        elif there[source] == shape:
+    for name, shape in model.items():
+        source = name if name in saved else _mlp_of(name)
+        if source not in saved:
+            initial[name] = "not in the checkpoint"
+        elif saved[source] == shape:
             copied.append(name)
-        elif conversion := _conversion(name, source, there, here):
+        elif conversion := _conversion(name, source, saved, model):
             converted[name] = conversion
         else:
-            initial[name] = f"{tuple(there[source])} there, {tuple(shape)} here"
+            initial[name] = f"{tuple(saved[source])} in the checkpoint, {tuple(shape)} in the model"
     used = {conversion.source for conversion in converted.values()}
-    unused = tuple(name for name in there if name not in here and name not in used)
+    unused = tuple(name for name in saved if name not in model and name not in used)
     return Transfer(copied=tuple(copied), converted=converted, initial=initial, unused=unused)
 
 

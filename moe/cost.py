@@ -47,7 +47,7 @@ def forward_gflops_2mac(config: ModelConfig, overrides: RoutingOverrides = AS_TR
     Raises ValueError if the router refuses the overrides.
     """
     if config.moe:
-        config = config.with_router(config.moe.router.evaluated())
+        config = config.with_router(config.moe.router.eval_config())
     return 2 * sum(config.macs(overrides).values()) / 1e9
 
 

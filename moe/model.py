@@ -49,7 +49,7 @@ class ModelConfig(Family, ABC, default="vit"):
         self.check()
         if self.moe:
             tokens, experts = self.tokens() * self.moe.images_per_group, self.moe.num_experts
-            for router in (self.moe.router, self.moe.router.evaluated()):
+            for router in (self.moe.router, self.moe.router.eval_config()):
                 self.slots(router)
                 if self.causal and (why := router.leaks_future(num_tokens=tokens, num_experts=experts)):
                     raise ValueError(f"a model of kind {self.kind!r} is causal, and its router is not: {why}")
@@ -146,7 +146,7 @@ class ModelConfig(Family, ABC, default="vit"):
         blocks = self.moe_blocks()
         if dense := sorted(set(overrides.random_blocks).difference(blocks)):
             raise ValueError(
-                f"random_blocks={dense} are no MoE blocks; the MoE blocks of this model are {blocks}"
+                f"random_blocks={dense} are not MoE blocks; the MoE blocks of this model are {blocks}"
             )
 
 

@@ -14,7 +14,7 @@ from moe.config import Config
 from moe.init import mix, split, uniform
 
 Priority = Literal["none", "max", "sum"]
-RouterConfig = TypeVar("RouterConfig")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class RoutingOverrides(Config):
                 f"subset_seed={self.subset_seed!r} draws a number of experts: experts={self.experts!r}"
             )
 
-    def apply(self, config: RouterConfig) -> RouterConfig:
+    def apply(self, config: T) -> T:
         """Returns the router's config with the overrides. Raises ValueError if this kind of router has no
         such setting, or refuses the value."""
         changes = {}

@@ -57,7 +57,7 @@ class RouterConfig(Family, ABC, default="token_choice"):
     def slots(self, *, num_tokens: int, num_experts: int) -> int:
         """Returns C, the slots per expert in a group of `num_tokens`, or raises ValueError."""
 
-    def evaluated(self) -> Self:
+    def eval_config(self) -> Self:
         """Returns the config in evaluation mode, where capacity may differ from training."""
         return self
 

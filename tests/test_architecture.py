@@ -332,11 +332,19 @@ def test_a_config_answers_for_itself() -> None:
 
 
 def test_one_name_one_meaning() -> None:
-    """No two public classes or functions of the product share a name."""
-    homes: dict[str, str] = {}
+    """No two public classes, functions or types of the library share a name, unless they are the same type.
+
+    A command is called as the function that it is about (`jobs/train.py`), so commands are left out.
+    """
+    homes: dict[str, tuple[str, str]] = {}
     for module, path in sources():
         if module.split(".")[0] in ("moe", "orchestrator"):
             for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                    other = homes.setdefault(node.name, module)
-                    assert other == module, f"{node.name} is in {other} and in {module}"
+                name, text = "_", module
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    name = node.name
+                elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    name, text = node.targets[0].id, ast.unparse(node.value)
+                if re.match("[a-z]|[A-Z].*[a-z]", name) and name != "log":
+                    other, same = homes.setdefault(name, (module, text))
+                    assert text == same, f"{name} is in {other} and in {module}"

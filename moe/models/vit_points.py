@@ -38,7 +38,7 @@ def at_points(
         """Returns the settings of a point in a block. Points with equal settings have equal outputs there."""
         if moe is None or block not in model.config.moe_blocks():
             return None
-        router = point.apply(moe.router.evaluated())
+        router = point.apply(moe.router.eval_config())
         return router, point.experts, point.subset_seed, block in point.random_blocks
 
     def second_half(block: "Block", x_BSD: Tensor, point: RoutingOverrides) -> Tensor:

@@ -38,7 +38,7 @@ class CapacityConfig(RouterConfig):
     # Operating points worth trying.
     CAPACITIES: ClassVar = (0.15, 0.3, 0.5, 0.75, 1.0, 1.5)
 
-    def evaluated(self) -> Self:
+    def eval_config(self) -> Self:
         """Returns the config in evaluation mode."""
         if self.eval_capacity_factor is None:
             return self
@@ -99,7 +99,7 @@ class ChoiceRouter(Router):
         random_GS: Tensor | None = None,
         return_stats: bool = True,
     ) -> GatherRouting:
-        config = overrides.apply(self.config if self.training else self.config.evaluated())
+        config = overrides.apply(self.config if self.training else self.config.eval_config())
         capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
         gated = gating(
             config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity

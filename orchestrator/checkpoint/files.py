@@ -43,9 +43,9 @@ from orchestrator.checkpoint.manifest import (
     DamagedError,
     File,
     check_files,
-    gathered,
     hashed,
     is_whole,
+    on_every_rank,
     on_first_rank,
     rank_in,
     verify_checkpoint,
@@ -132,7 +132,7 @@ def write(
             process_group=group,
             no_dist=group is None,
         )
-        return dict(ChainMap(*gathered(lambda: move(mine), group)))
+        return dict(ChainMap(*on_every_rank(lambda: move(mine), group)))
 
 
 def load_state(
@@ -160,7 +160,7 @@ def load_state(
         with open_tensors(folder, names, group, manifest) as reader:
             _check_same(folder, reader.tensors(), wanted)
             fill(wanted, reader, group)
-            unread = set(names).difference(*gathered(lambda: reader.found_whole, group))
+            unread = set(names).difference(*on_every_rank(lambda: reader.found_whole, group))
             check_files(folder, unread, manifest, group)
     except Exception as error:
         # A damaged header may look like another model, or be unreadable.
@@ -174,7 +174,9 @@ def load_state(
         set_optimizer_state_dict(model, optimizer, moments, options=FLAT)
 
 
-def fill(tensors: Mapping[str, Tensor], reader: "Reader", group: dist.ProcessGroup | None = None) -> None:
+def fill(
+    tensors: Mapping[str, Tensor], reader: "WeightsReader", group: dist.ProcessGroup | None = None
+) -> None:
     """Fills tensors, sharded or not, in place.
 
     Raises:
@@ -200,7 +202,7 @@ def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
     return worker, cause
 
 
-class Reader(HuggingFaceStorageReader):
+class WeightsReader(HuggingFaceStorageReader):
     """Reads the named files of a local folder, and ignores the others.
 
     With `remote`, the folder is empty at first and gets copies of the files at `remote`: on the first worker
@@ -259,7 +261,7 @@ class Reader(HuggingFaceStorageReader):
                 if not is_whole(path, self.manifest.files[name]):
                     return name
                 self.found_whole.add(name)
-            super(Reader, self).read_data(replace(plan, items=items[path]), planner)
+            super(WeightsReader, self).read_data(replace(plan, items=items[path]), planner)
 
         with ThreadPoolExecutor(THREADS) as pool:
             if damaged := sorted(filter(None, pool.map(read, items))):
@@ -283,7 +285,7 @@ def open_tensors(
     names: Sequence[str],
     group: dist.ProcessGroup | None = None,
     manifest: CheckpointManifest | None = None,
-) -> Iterator[Reader]:
+) -> Iterator[WeightsReader]:
     """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed. With
     `manifest`, each file is hashed as it is read.
 
@@ -291,7 +293,7 @@ def open_tensors(
         UsageError: if a file is not a whole safetensors file.
     """
     with _on_this_node(folder) as local:
-        yield Reader(local, names, group, None if storage.is_local(folder) else folder, manifest)
+        yield WeightsReader(local, names, group, None if storage.is_local(folder) else folder, manifest)
 
 
 class _Listed(FileSystem):
@@ -319,14 +321,14 @@ def _check_same(folder: str, saved: Mapping[str, Tensor], wanted: Mapping[str, T
     """Raises ValueError, on every worker, if the tensors differ in names, shapes or dtypes."""
     wrong = []
     for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.startswith(OPTIMIZER), name)):
-        there, here = saved.get(name), wanted.get(name)
-        if here is None:
+        before, now = saved.get(name), wanted.get(name)
+        if now is None:
             wrong.append(f"{name} has no place")
-        elif there is None:
+        elif before is None:
             wrong.append(f"{name} is not in it")
-        elif (there.shape, there.dtype) != (here.shape, here.dtype):
-            was, now = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (there, here))
-            wrong.append(f"{name} is {was} there, {now} here")
+        elif (before.shape, before.dtype) != (now.shape, now.dtype):
+            was, is_now = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (before, now))
+            wrong.append(f"{name} is {was} in the checkpoint, {is_now} in the model")
     if wrong:
         more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(f"{folder} holds another model: {'; '.join(wrong[:5])}{more}")

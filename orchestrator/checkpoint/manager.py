@@ -277,7 +277,7 @@ def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = 
             return []
         return [name for name, part in floats.items() if not part.isfinite().all()]
 
-    if names := sorted({name for found in manifests.gathered(not_finite, group) for name in found}):
+    if names := sorted({name for found in manifests.on_every_rank(not_finite, group) for name in found}):
         more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise NotFiniteError(f"{names[0]}{more} hold numbers that are not finite")
 

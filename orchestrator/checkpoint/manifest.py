@@ -274,17 +274,17 @@ def check_files(
     """Hashes these files; each worker hashes its share. Raises DamagedError, naming the files that differ."""
     files = [(name, manifest.files[name]) for name in sorted(names)]
     workers = dist.get_world_size(group) if group else 1
-    per_worker = gathered(lambda: list_damaged(folder, files[rank_in(group) :: workers]), group)
+    per_worker = on_every_rank(lambda: list_damaged(folder, files[rank_in(group) :: workers]), group)
     if bad := sorted(name for names in per_worker for name in names):
         raise DamagedError(", ".join(bad))
 
 
 def on_first_rank(ask: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Runs `ask` on the first worker; every worker gets its result or its error."""
-    return gathered(lambda: ask() if rank_in(group) == 0 else None, group)[0]  # pyright: ignore[reportReturnType]
+    return on_every_rank(lambda: ask() if rank_in(group) == 0 else None, group)[0]  # pyright: ignore[reportReturnType]
 
 
-def gathered(ask: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+def on_every_rank(ask: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Runs `ask` on every worker and returns all answers. An error on one worker is raised on all, so that no
     worker waits for one that stopped.
     """

@@ -25,7 +25,7 @@ from moe.model import ModelConfig
 from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.files import SUFFIX, Reader, fill, open_tensors
+from orchestrator.checkpoint.files import SUFFIX, WeightsReader, fill, open_tensors
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
     DamagedError,
@@ -53,7 +53,7 @@ class WeightsSource(NamedTuple):
 
     location: str
     step: int | None
-    reader: Reader
+    reader: WeightsReader
     manifest: CheckpointManifest | None = None
 
 
@@ -256,30 +256,32 @@ def start_report(config: ModelConfig, location: str, *, without: str | None = No
         return _compare(source, model.state_dict(), without)
 
 
-def _compare(source: WeightsSource, here: Mapping[str, Tensor], without: str | None) -> StartReport:
+def _compare(source: WeightsSource, model: Mapping[str, Tensor], without: str | None) -> StartReport:
     """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
-    there = source.reader.tensors()
-    excluded = [name for name in here if without is not None and name.startswith(without)]
+    saved = source.reader.tensors()
+    excluded = [name for name in model if without is not None and name.startswith(without)]
     transfer = plan_transfer(
-        shapes_of({name: tensor for name, tensor in there.items() if name not in excluded}),
-        shapes_of({name: tensor for name, tensor in here.items() if name not in excluded}),
+        shapes_of({name: tensor for name, tensor in saved.items() if name not in excluded}),
+        shapes_of({name: tensor for name, tensor in model.items() if name not in excluded}),
     )
     initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
     transfer = replace(transfer, initial=initial)
     origins = {name: name for name in transfer.copied}
     origins |= {name: conversion.source for name, conversion in transfer.converted.items()}
-    if not any(here[name].ndim > 1 for name in origins):  # vectors fit many models
+    if not any(model[name].ndim > 1 for name in origins):  # vectors fit many models
         raise UsageError(
             f"nothing in {source.location} fits the model: {'; '.join(_by_reason(transfer.initial))};"
             " it must be of the same width"
         )
-    dtypes = {name: (there[origin].dtype, here[name].dtype) for name, origin in origins.items()}
-    if wrong := {name: f"{old} there, {new} here" for name, (old, new) in dtypes.items() if old != new}:
+    dtypes = {name: (saved[origin].dtype, model[name].dtype) for name, origin in origins.items()}
+    if wrong := {
+        name: f"{old} in the file, {new} in the model" for name, (old, new) in dtypes.items() if old != new
+    }:
         raise UsageError(
             f"{source.location} holds other dtypes: {'; '.join(_by_reason(wrong))}; cast them first, into a"
             f" file *{SUFFIX}"
         )
-    numbers = sum(here[name].numel() for name in origins)
+    numbers = sum(model[name].numel() for name in origins)
     return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
 
 

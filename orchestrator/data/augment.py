@@ -28,8 +28,8 @@ GREY = 128
 # The source takes height * width / 256, a count of pixels, for their mean.
 CONTRAST_GREY = SIDE * SIDE / 256
 Operation = Callable[[Tensor, float, Random], Tensor]  # (3, H, W) uint8, and the part of the full range
-Draw = tuple[float, int, int, int, int]
-UNMIXED: Draw = (1, 0, 0, 0, 0)
+Mixing = tuple[float, int, int, int, int]
+UNMIXED: Mixing = (1, 0, 0, 0, 0)
 
 
 def randaugment(image: Tensor, operations: int, magnitude: int, rng: Random) -> Tensor:
@@ -116,7 +116,7 @@ def draw(keys: Sequence[str], *, mixup: float, cutmix: float, size: int) -> NDAr
     return draws
 
 
-def _cutmix(rng: Random, parameter: float, size: int) -> Draw:
+def _cutmix(rng: Random, parameter: float, size: int) -> Mixing:
     """Draws a box around a random pixel; the weight is the fraction of the area outside of the box."""
     half = int(size * math.sqrt(1 - rng.betavariate(parameter, parameter))) // 2
     top, left, bottom, right = _box(rng, half, size, size)

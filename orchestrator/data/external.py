@@ -1,4 +1,4 @@
-"""Tars and parquet files of other projects: indexed, they are trained on where they lie."""
+"""Trains on tar and parquet files of other projects in place, after indexing them."""
 
 import hashlib
 import json

@@ -81,7 +81,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PackingReport:
     """The data set that was packed.
 
     skipped: all files and samples left out, with the reason; also in `skipped.txt` beside the manifest.
@@ -102,7 +102,7 @@ def pack(
     fresh: bool = False,
     execute: Execute = map,
     encode: Callable[[bytes], Encoded] = encode_for_shard,
-) -> Report:
+) -> PackingReport:
     """Packs a source's valid images; the manifest is written last. The same source gives the same bytes.
 
     Raises:
@@ -150,7 +150,7 @@ def pack(
     save_manifest(out, manifest)
     storage.delete(storage.join(out, UNFINISHED))
     transparent = sum(packed.transparent for packed in done)
-    return Report(manifest=manifest, skipped=skipped, labels=labels, transparent=transparent)
+    return PackingReport(manifest=manifest, skipped=skipped, labels=labels, transparent=transparent)
 
 
 def _fields_of(samples: Iterable[Sample]) -> Mapping[str, Stored]:

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, PartialBatch, join_batches
-from orchestrator.data.read_plan import Part, ReadPlan
+from orchestrator.data.read_plan import ReadPlan, StepPart
 from orchestrator.data.stream import Fetch, Reader, Stream, fetches_whole_shards, open_stream
 
 WORKERS_PER_FEED = 4
@@ -353,7 +353,7 @@ def _with_image(part: PartialBatch, image: NDArray[np.uint8]) -> PartialBatch:
     return part._replace(fields=part.fields | {"image": image})
 
 
-def _unpacked(number: int, chunk: list[Part], block: Any) -> Iterator[tuple[range, PartialBatch]]:
+def _unpacked(number: int, chunk: list[StepPart], block: Any) -> Iterator[tuple[range, PartialBatch]]:
     """Yields the parts of a block: the inverse of `_packed`."""
     columns: Any = BlockAccessor.for_block(block).to_numpy(["image", "rest"])
     made, parts = pickle.loads(columns["rest"][0])

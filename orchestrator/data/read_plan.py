@@ -10,7 +10,7 @@ BLOCK_BYTES, LARGE_BLOCK_BYTES = 32 << 20, 128 << 20
 BLOCK_IMAGES, LARGE_BLOCK_IMAGES = 512, 1024
 LARGE_WORKERS = 8
 
-Part = tuple[int, range]  # a step, and slots of a worker's share of it
+StepPart = tuple[int, range]  # a step, and slots of a worker's share of it
 
 
 class ReadPlan(NamedTuple):
@@ -27,7 +27,7 @@ class ReadPlan(NamedTuple):
         """Returns the number of blocks of all workers of the feed."""
         return self.chunk_count() * len(self.ranks)
 
-    def block(self, number: int) -> tuple[int, list[Part]]:
+    def block(self, number: int) -> tuple[int, list[StepPart]]:
         """Returns the rank that a block is for, and what it holds: chunk 0 of all workers, chunk 1 .."""
         chunk, worker = divmod(number, len(self.ranks))
         return self.ranks[worker], self.chunk(chunk)
@@ -37,7 +37,7 @@ class ReadPlan(NamedTuple):
         parts, steps_each = self._cut()
         return -(-(self.stop - self.start) // steps_each) * len(parts)
 
-    def chunk(self, number: int) -> list[Part]:
+    def chunk(self, number: int) -> list[StepPart]:
         """Returns what one block holds: several steps of a worker's share, or a part of one step."""
         parts, steps_each = self._cut()
         group, part = divmod(number, len(parts))

@@ -136,7 +136,7 @@ def index_tar(location: str) -> Part:
             problems.append(f"{key}: {error}")
     shard = file.shard(len(keys))
     if begin:
-        problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are no tar")
+        problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are not a tar")
     labels, others = distinct_labels(sets, keys, location)
     problems = [f"{location}: {problem}" for problem in problems]
     return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard, crcs=crcs)
@@ -187,7 +187,7 @@ def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[st
         elif info.issym():
             content = ValueError(f".{extension} is a symbolic link to {_as_text(info.linkname)}")
         elif not info.isreg():
-            content = ValueError(f".{extension} is no file (type {info.type!r})")
+            content = ValueError(f".{extension} is not a file (type {info.type!r})")
         elif is_image and not info.size:
             content = ValueError(f".{extension} is empty")
         elif is_image and info.issparse():

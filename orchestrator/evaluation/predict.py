@@ -65,7 +65,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
     ]
 )
-Part = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
+ImagePart = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def part_size(count: int, group: int) -> int:
     return max(group, wanted // group * group)
 
 
-def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, list[Part]]:
+def list_parts(location: str, split: str | None, *, group: int) -> tuple[str, list[ImagePart]]:
     """Returns a digest of the images below `location`, and their parts.
 
     Args:
@@ -195,7 +195,7 @@ class Predictor:
             tables.append(pa.Table.from_pylist(rows, SCHEMA).append_column("part", number))
         return pa.concat_tables(tables)
 
-    def _batches(self, part: Part) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
+    def _batches(self, part: ImagePart) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
         """Yields batches of images with their keys, (3, size, size) uint8.
 
         A batch is decoded while the batch before it is predicted.
@@ -209,7 +209,7 @@ class Predictor:
             while waiting:
                 yield [(key, image.result()) for key, image in waiting.popleft()]
 
-    def _places(self, part: Part) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    def _places(self, part: ImagePart) -> Iterator[tuple[str, Callable[[], bytes]]]:
         """Yields the key of each image and a function that reads its bytes."""
         for name in part["names"]:
             yield name, partial(storage.read_bytes, storage.join(self.images, name))
@@ -282,7 +282,7 @@ def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
 
 
 def predict(
-    parts: Sequence[Part], out: str, *, workers: int, each: Mapping[str, float], **settings: Any
+    parts: Sequence[ImagePart], out: str, *, workers: int, each: Mapping[str, float], **settings: Any
 ) -> Iterator[pa.Table]:
     """Predicts the parts in any order, writes the file of each part, and yields its rows.
 

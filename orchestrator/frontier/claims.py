@@ -48,7 +48,7 @@ _CLAIM = re.compile(
     re.DOTALL,
 )
 
-Outcome = Literal["better", "worse", "undecided"]
+Relation = Literal["better", "worse", "undecided"]
 
 
 class Condition(NamedTuple):
@@ -101,7 +101,7 @@ class Verdict:
     """How often a claim holds: its comparisons with their outcomes."""
 
     claim: str
-    outcomes: tuple[tuple[Comparison, Outcome], ...]
+    outcomes: tuple[tuple[Comparison, Relation], ...]
 
     @property
     def holds(self) -> bool | None:
@@ -122,7 +122,7 @@ class Verdict:
         """Comparisons in which a point has one seed, so that its error is unknown."""
         return sum(has_single_seed(comparison) for comparison, _ in self.outcomes)
 
-    def of(self, outcome: Outcome) -> tuple[str, ...]:
+    def of(self, outcome: Relation) -> tuple[str, ...]:
         """Each comparison with this outcome: its settings, arms and qualities."""
         return tuple(str(comparison) for comparison, found in self.outcomes if found == outcome)
 
@@ -252,7 +252,7 @@ def _number(point: Point, name: str) -> float:
         raise ValueError(f"{name}={text} of {point.arm} is not a number") from None
 
 
-def compare(more: Sequence[Point], less: Sequence[Point]) -> Outcome:
+def compare(more: Sequence[Point], less: Sequence[Point]) -> Relation:
     """Whether the sum of the qualities of `more` is above that of `less`, beyond the error of their seeds."""
     seeded = [point for point in (*more, *less) if len(point.qualities) > 1]
     variances = [point.standard_error**2 for point in seeded]

@@ -36,12 +36,12 @@ WORTH_A_PAUSE = 0.05  # part of everything spent: what a pause must be able to s
 
 
 class MultiObjectiveASHA:
-    """Every trial pauses at its rungs, 1/16 and 1/4 of its steps by default, and the arm goes on that is
-    expected to improve the hypervolume most, per cost still to pay.
+    """Every trial pauses at its rungs, 1/16 and 1/4 of its steps by default. The arm is resumed that has the
+    highest expected improvement of the hypervolume per remaining cost.
 
     The seeds of an arm are judged together: the first seed is trained alone, and the others follow without
-    pauses if the arm is still worth their cost. The arms that are worth least are not gone on with, as many
-    as are expected to add less than `TOLERANCE` together. Their trials are stopped when the sweep ends.
+    pauses if the arm is still worth their cost. The least promising arms are dropped as long as they are
+    expected to add less than `TOLERANCE` together. Their trials are stopped when the sweep ends.
 
     Args:
         chance: quality that the hypervolume counts from.

@@ -54,7 +54,7 @@ class Hooks(Protocol):
 
 
 def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
-    """Does what the queue says until it says no more; a failing trial does not stop the others."""
+    """Runs the jobs of the queue until it is empty; a failing trial does not stop the others."""
     os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     scheduler = SweepScheduler(queue, hooks)
@@ -224,7 +224,8 @@ class NewTrials(Searcher):
 
 
 class Follow(ray.tune.Callback):
-    """Hears what Tune passes to callbacks alone: a process began, its last restart failed, time has passed.
+    """Handles the events that Tune sends to callbacks but not to schedulers: a process began, its last
+    restart failed, time has passed.
 
     It handles reports too, since Tune flattens those for a scheduler, and repeats the last report.
     """
@@ -247,7 +248,7 @@ class Follow(ray.tune.Callback):
         self.scheduler.died(trial, f"its process died {RESTARTS + 1} times")
 
     def on_step_end(self, iteration: int, trials: Sequence[TuneTrial], **info: Any) -> None:
-        # Tune gives up a trial without a word where it cannot reuse a process: the sweep would wait for ever.
+        # Tune silently drops a trial whose process it cannot reuse; without this check the sweep would hang.
         for trial in trials:
             if trial.status == TuneTrial.ERROR and self.scheduler.state_of(trial).running:
                 self.scheduler.died(trial, "its process could not be reused")

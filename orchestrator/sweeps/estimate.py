@@ -325,7 +325,7 @@ class _Group(NamedTuple):
     node: int
 
     def mates(self) -> int:
-        """Members of the group in the node of any member, itself included; at least so many."""
+        """Lower bound on the number of group members on one node, including the rank itself."""
         return 1 if self.node % self.stride else gcd(self.size, self.node // self.stride)
 
     def exchange(self, whole: float) -> Sent:

@@ -25,17 +25,17 @@ PICTURES = {COSTS[0]: "operating.png", TIME: "operating-ms.png"}
 TIMING = (*QUARTILES, "batch", "device", "rounds", "repeats")
 DETAILS = {"val/acc5": "accuracy @5", "val/loss": "loss", "batch": "timed batch", "device": "timed on"}
 
-Row = Mapping[str, Any]
+PointRow = Mapping[str, Any]
 
 
-def table_of(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def table_of(rows: Sequence[PointRow]) -> dict[str, list[Any]]:
     """Column -> values, as MLflow stores a table."""
     metrics = [name for name in rows[0] if name.startswith("val/")] if rows else []
     columns = ("run", "point", *metrics, *COSTS, *TIMING)
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def read_operating(sweep: RunInfo) -> list[Row]:
+def read_operating(sweep: RunInfo) -> list[PointRow]:
     """The rows that `jobs/operating_points.py` wrote for the sweep; empty if it never ran on it."""
     if TAG not in sweep.tags:
         return []
@@ -43,7 +43,7 @@ def read_operating(sweep: RunInfo) -> list[Row]:
     return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 
-def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
+def with_operating(frontier: Frontier, rows: Sequence[PointRow]) -> Frontier:
     """The frontier with its operating points.
 
     The time of a model as trained becomes the one that was measured beside its operating points, and is
@@ -54,7 +54,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     """
     if not rows or frontier.quality_name not in rows[0]:
         return frontier
-    by_run: dict[str, dict[str, Row]] = {}
+    by_run: dict[str, dict[str, PointRow]] = {}
     for row in rows:
         by_run.setdefault(row["run"], {})[row["point"]] = row
     points, operating = [], []
@@ -79,7 +79,7 @@ def with_operating(frontier: Frontier, rows: Sequence[Row]) -> Frontier:
     )
 
 
-def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[Row]]) -> Frontier:
+def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[PointRow]]) -> Frontier:
     """The frontier of models as trained: the first of the rows of each location. Raises UsageError if models
     were trained for different qualities.
     """
@@ -114,7 +114,7 @@ def frontier_of_models(models: Sequence[ModelRef], rows: Mapping[str, Sequence[R
     )
 
 
-def _timed(point: Point, seeds: Sequence[Row], cost_name: str) -> Point:
+def _timed(point: Point, seeds: Sequence[PointRow], cost_name: str) -> Point:
     """A trained point with the costs measured for its seeds as trained; its time is unknown without them."""
     costs = {cost: _mean(seeds, cost) for cost in COSTS if is_complete(point)}
     known = {cost: value for cost, value in costs.items() if math.isfinite(value)}
@@ -127,7 +127,7 @@ def _timed(point: Point, seeds: Sequence[Row], cost_name: str) -> Point:
     )
 
 
-def _operating(trained: Point, name: str, seeds: Sequence[Row], frontier: Frontier) -> Point:
+def _operating(trained: Point, name: str, seeds: Sequence[PointRow], frontier: Frontier) -> Point:
     costs = {cost: _mean(seeds, cost) for cost in COSTS}
     details = {
         label: _mean(seeds, column) if column.startswith("val/") else seeds[0][column]
@@ -148,7 +148,7 @@ def _operating(trained: Point, name: str, seeds: Sequence[Row], frontier: Fronti
     )
 
 
-def _how_timed(rows: Sequence[Row]) -> str:
+def _how_timed(rows: Sequence[PointRow]) -> str:
     row = rows[0]
     return (
         f"Times per image are medians and quartiles over {row['rounds']} rounds of {row['repeats']} forward"
@@ -156,11 +156,11 @@ def _how_timed(rows: Sequence[Row]) -> str:
     )
 
 
-def _spreads(seeds: Sequence[Row]) -> dict[str, tuple[float, float]]:
+def _spreads(seeds: Sequence[PointRow]) -> dict[str, tuple[float, float]]:
     low, high = QUARTILES
     return {TIME: (_mean(seeds, low), _mean(seeds, high))}
 
 
-def _mean(rows: Sequence[Row], column: str) -> float:
+def _mean(rows: Sequence[PointRow], column: str) -> float:
     """The mean over seeds; NaN if one of them was not measured."""
     return fmean(row.get(column, math.nan) for row in rows)

@@ -203,13 +203,13 @@ def unfit(sweep: Sweep) -> dict[str, str]:
 def check_retrain(sweep: Sweep) -> None:
     """Raises UsageError, before anything is trained, if an arm could not be retrained."""
     if sweep.trunk:
-        raise UsageError("cooldown branches are not confirmed: use `retrain` 0")
+        raise UsageError("cooldown branches are not retrained: use `retrain` 0")
     for trial in sweep.trials().values():
         if trial.run.model.moe:
             try:
                 check_resources(sweep.retrain_config(trial))
             except UsageError as error:
-                raise UsageError(f"confirming {trial.arm}: {error}; `retrain` 0 leaves it out") from None
+                raise UsageError(f"retraining {trial.arm}: {error}; `retrain` 0 leaves it out") from None
 
 
 def require(findings: Iterable[Finding]) -> None:

@@ -140,7 +140,7 @@ class SweepProgress(Watch):
         self._add(job.trial.name, job.until)
 
     def retraining(self, arm: str, run: RunConfig) -> None:
-        self.say(f"confirming {arm}: {run.train.steps} steps on {run.scale.workers} workers")
+        self.say(f"retraining {arm}: {run.train.steps} steps on {run.scale.workers} workers")
         self._add(f"confirm/{arm}", run.train.steps)
 
     def _add(self, name: str, steps: int) -> None:

@@ -239,7 +239,7 @@ class SweepRun:
         return new_trial_state(trial, cost=cost, need=run_resources(trial.run), flops=flops)
 
     def _tell_predictions(self) -> None:
-        """Tells the search what is predicted of paused arms: none of them is worth going on with by now."""
+        """Tells the search what is predicted of paused arms. None is currently worth resuming."""
         search, policy = self.search, self.policy
         if search is None or not isinstance(policy, MultiObjectiveASHA):
             return

@@ -17,7 +17,7 @@ from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
 from orchestrator.training.run_directory import Result
 
-Config = Mapping[str, Any]
+TrialConfig = Mapping[str, Any]
 
 
 class QueueScheduler(TrialScheduler, ABC):
@@ -155,14 +155,16 @@ class FrontierScheduler(QueueScheduler):
     def __init__(
         self,
         *,
-        cost: Callable[[Config], float],
-        steps: Callable[[Config], int],
+        cost: Callable[[TrialConfig], float],
+        steps: Callable[[TrialConfig], int],
         metric: str,
         time_attr: str = "training_iteration",
-        arm: Callable[[Config], Hashable] = lambda config: str({k: config[k] for k in config if k != "seed"}),
-        need: Callable[[Config], Mapping[str, float]] = lambda config: {},
+        arm: Callable[[TrialConfig], Hashable] = lambda config: str(
+            {k: config[k] for k in config if k != "seed"}
+        ),
+        need: Callable[[TrialConfig], Mapping[str, float]] = lambda config: {},
         cluster_resources: Mapping[str, float] | None = None,
-        known: Callable[[Config], Mapping[int, float]] = lambda config: {},
+        known: Callable[[TrialConfig], Mapping[int, float]] = lambda config: {},
         budget: float = math.inf,
         chance: float = 0.0,
     ) -> None:

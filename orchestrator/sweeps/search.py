@@ -55,7 +55,7 @@ Space = Callable[[Suggest], Mapping[str, Any]]  # -> dotted changes of the base
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
+class DrawnArm:
     """A name, and changes of the base: dotted fields with their values."""
 
     name: str
@@ -93,10 +93,10 @@ class OptunaSearch:
         self._names: dict[Hashable, str] = {}  # of all proposed arms
         self._values: dict[str, tuple[float, float]] = {}
         self._told = set[int]()  # numbers of Optuna's trials
-        self._again = deque[Arm]()
+        self._again = deque[DrawnArm]()
         self._number = self._proposed = 0
 
-    def next(self) -> Arm | None:
+    def next(self) -> DrawnArm | None:
         """Returns the next arm, or None once `count` arms were proposed or the space has nothing new.
 
         Raises:
@@ -167,7 +167,7 @@ class OptunaSearch:
                     f"trial {name} is of another space, {error}: `mode=fresh` begins anew"
                 ) from None
             if quality is None and cost is None:
-                self._again.append(Arm(name=name, changes=changes))
+                self._again.append(DrawnArm(name=name, changes=changes))
             else:
                 self.tell(name, quality, cost)
         self._study.sampler = _sampler(self.sampler, self.count, self.seed + len(trials))
@@ -197,12 +197,12 @@ class OptunaSearch:
     def _key(self, changes: Mapping[str, Any]) -> Hashable:
         return tuple(sorted(changes.items())) if self.base is None else override(self.base, changes)
 
-    def _propose(self, asked: optuna.Trial, changes: dict[str, Any], key: Hashable) -> Arm:
+    def _propose(self, asked: optuna.Trial, changes: dict[str, Any], key: Hashable) -> DrawnArm:
         self._number, self._proposed = self._number + 1, self._proposed + 1
         name = f"{self.sampler}-{self._number:04}"
         self._asked[name] = asked
         self._names[key] = name
-        return Arm(name=name, changes=changes)
+        return DrawnArm(name=name, changes=changes)
 
     def _tell_again(self, asked: optuna.Trial, name: str) -> None:
         """Answers another draw of a known arm with its result. TPE would not learn from a failure, and would
@@ -214,7 +214,7 @@ class OptunaSearch:
             values = min(qualities), max(costs)
         self._study.tell(asked, values, state=None if values else TrialState.FAIL)
 
-    def _neighbour(self, params: dict[str, Any]) -> Arm | None:
+    def _neighbour(self, params: dict[str, Any]) -> DrawnArm | None:
         """Returns a new arm that differs from `params` in one field, or in as few as possible."""
         for draw in range(200):
             changed = self._rng.sample(list(params), min(len(params), 1 + draw // 40))
@@ -275,7 +275,7 @@ class ArmSearcher(Searcher):
         self.search = search
         self.quality, self.cost = quality, cost
         self.wanted, self.predicted = wanted, predicted
-        self._arms: dict[str, Arm] = {}
+        self._arms: dict[str, DrawnArm] = {}
 
     def set_search_properties(self, metric: Any, mode: Any, config: Any, **spec: Any) -> bool:
         return True  # there are two metrics and another space

@@ -15,8 +15,7 @@ from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.find import CONFIG, RunInfo
 from orchestrator.training import run_directory as runs
 from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
-from orchestrator.training.run_state import Status as RunStatus
-from orchestrator.training.run_state import read_state
+from orchestrator.training.run_state import Status, read_state
 
 CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
@@ -25,10 +24,10 @@ RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
 SUMMARY = "summary.json"  # a sweep's frontier: note, metrics, tags, members, aliases, tables
 TAG_LENGTH = 5000  # that every MLflow store accepts
 
-Status = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
+MLflowStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
 
 # MLflow's word for the status of a run; the tags `diverged` and `stopped` tell the rest.
-STATUSES: dict[RunStatus, Status] = {
+STATUSES: dict[Status, MLflowStatus] = {
     "running": "RUNNING",
     "finished": "FINISHED",
     "diverged": "FAILED",
@@ -53,7 +52,7 @@ class Projection:
     key: str
     name: str
     began_s: float
-    status: Status
+    status: MLflowStatus
     ended_s: float
     tags: Mapping[str, str]
     params: Mapping[str, str] = field(default_factory=dict)
@@ -79,14 +78,14 @@ def reading(location: str) -> Iterator[None]:
         raise Unreadable(f"{location} cannot be read: {reason_of(error)}") from error
 
 
-def status_of(run: RunInfo) -> RunStatus:
+def status_of(run: RunInfo) -> Status:
     """Returns the status of a run from MLflow, as `project_run` has written it."""
     if "diverged" in run.tags:
         return "diverged"
     if "stopped" in run.tags:
         return "stopped"
     # The others are the last of their word.
-    last: dict[str, RunStatus] = {theirs: status for status, theirs in STATUSES.items()}
+    last: dict[str, Status] = {theirs: status for status, theirs in STATUSES.items()}
     return last[run.status]
 
 
@@ -134,7 +133,7 @@ def project_run(
 
 def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
     summary = runs.read_json(storage.join(directory, SUMMARY)) or {}
-    ends: dict[str, Status] = {"finished": "FINISHED", "failed": "FAILED"}
+    ends: dict[str, MLflowStatus] = {"finished": "FINISHED", "failed": "FAILED"}
     tags = {
         **record.labels,
         "role": "sweep",

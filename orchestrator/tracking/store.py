@@ -189,10 +189,10 @@ def _refusal(error: Exception) -> str | None:
     code = error.error_code if isinstance(error, MlflowException) else ""
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     if code == "UNAUTHENTICATED":
-        wrong = f"it knows no user {user!r} with that password" if user else "it wants a user"
+        wrong = f"it knows no user {user!r} with that password" if user else "authentication is required"
         return f"{wrong}: set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     if "Invalid Host" in str(error):
-        return "the server does not go by that name: add it to MLFLOW_SERVER_ALLOWED_HOSTS there"
+        return "the server rejects this host name: add it to MLFLOW_SERVER_ALLOWED_HOSTS there"
     if code == "PERMISSION_DENIED":
         may = f"its administrator lets {user!r} EDIT the experiment and the model {EXPERIMENT}"
         return f"this user may not write to it, unless {may}"

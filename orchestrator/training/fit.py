@@ -30,12 +30,18 @@ from orchestrator.data.ray_data import by_ray_data, start_feeds
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LogFile
-from orchestrator.training.resources import CPU_FOR_DATA, here, is_inline, placement, worker_resources
+from orchestrator.training.resources import (
+    CPU_FOR_DATA,
+    is_inline,
+    pin_to_this_node,
+    placement,
+    worker_resources,
+)
 from orchestrator.training.run_directory import (
     REFUSED,
     STOP,
-    Mode,
     Result,
+    StartMode,
     acquire_run_dir,
     check_run_dir_visible,
     checkpoint_directory,
@@ -52,7 +58,7 @@ ATTEMPTS = 4  # without progress between them
 PROBE_S = 2  # enough for the cluster to grant resources that are free
 POLL_S = 0.2  # between readings of what the workers have written
 S3_POLL_S = 5.0
-# Workers that wait for another worker for longer give up. torch's default is 30 minutes, Ray's is for ever.
+# Workers that wait for another worker for longer give up. torch's default is 30 minutes; Ray never times out.
 COLLECTIVE_S = 600
 RAY_TRAIN_ENV = {  # inherited by the controller and its workers
     "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(COLLECTIVE_S),
@@ -113,7 +119,7 @@ def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
     return result
 
 
-def start(run: RunConfig, mode: Mode = "auto", labels: Mapping[str, str] | None = None) -> RunConfig:
+def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | None = None) -> RunConfig:
     """Acquires the run's directory and checks its data. Returns the run with the lanes that it began with, so
     that another number of workers reads the same batches.
     """
@@ -188,7 +194,7 @@ def resize(run: RunConfig, workers: int) -> RunConfig | None:
 
 def can_schedule(run: RunConfig, *, within_s: float) -> bool:
     """Returns whether the cluster has room for the run's workers and for the CPU that decodes for them,
-    without which they would wait for ever. The request makes an autoscaler add nodes.
+    without which they would wait without end. The request makes an autoscaler add nodes.
     """
     group = _reserve(run, run.scale.workers)
     granted = group.wait(within_s)
@@ -291,7 +297,7 @@ def _train_on(run: RunConfig, until: int | None) -> None:
     gpu = run.scale.use_gpu
     refused = storage.join(run_directory(run), REFUSED)
     storage.delete(refused)
-    feeds = start_feeds(run, here())
+    feeds = start_feeds(run, pin_to_this_node())
     try:
         Trainer(
             _train_worker_on_ray,

@@ -25,7 +25,7 @@ SEGMENT_S = 10.0  # between uploads of a line file to S3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MetricsRow:
     """One report after `images` images; `time_s` counts from the epoch."""
 
     step: int
@@ -197,16 +197,16 @@ class MetricsWriter(LineWriter):
         self.append({"resumed": step})
 
     def report(self, step: int, metrics: Metrics) -> None:
-        row = Row(step=step, images=step * self._batch_size, time_s=time.time(), metrics=metrics)
+        row = MetricsRow(step=step, images=step * self._batch_size, time_s=time.time(), metrics=metrics)
         self.append(asdict(row))
 
 
-def read_metrics(directory: str) -> list[Row]:
+def read_metrics(directory: str) -> list[MetricsRow]:
     """Returns the reports of a run that count, by step."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, MetricsRow] = {}
     for record in LineReader(directory, METRICS).new():
         if "resumed" in record:
             rows = {step: row for step, row in rows.items() if step <= record["resumed"]}
         else:
-            rows[record["step"]] = Row(**record)
+            rows[record["step"]] = MetricsRow(**record)
     return [rows[step] for step in sorted(rows)]

@@ -30,7 +30,7 @@ def most_resources() -> dict[str, float]:
     return have | {name: max(amount, have.get(name, 0.0)) for name, amount in declared.items()}
 
 
-def here() -> NodeAffinitySchedulingStrategy:
+def pin_to_this_node() -> NodeAffinitySchedulingStrategy:
     """Returns a strategy that pins an actor to this node, so that it is not lost with another node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 

@@ -32,7 +32,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, last_line
 from orchestrator.plugins import FOLDER, save_plugins
 
-Mode = Literal["auto", "resume"]
+StartMode = Literal["auto", "resume"]
 
 CONFIG, SWEEP, RESULT, ERROR = "config.json", "sweep.json", "result.json", "error.txt"
 LOCK = "lock"
@@ -223,7 +223,7 @@ def write_sweep(directory: str, record: SweepRecord) -> None:
 
 
 def acquire_run_dir(
-    run: RunConfig, data_digest: str, mode: Mode = "auto", labels: Mapping[str, str] | None = None
+    run: RunConfig, data_digest: str, mode: StartMode = "auto", labels: Mapping[str, str] | None = None
 ) -> RunRecord:
     """Starts or continues `run` in its directory.
 
@@ -280,7 +280,7 @@ def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:
         raise UsageError(f"{directory} belongs to a {other}, and this is a {kind}: use another `name`")
 
 
-def check_resumable(directory: str, mode: Mode) -> None:
+def check_resumable(directory: str, mode: StartMode) -> None:
     if mode == "resume":
         raise UsageError(f"nothing to resume at {directory}; leave out `mode=resume` to start")
 

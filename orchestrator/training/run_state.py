@@ -14,7 +14,7 @@ from typing import Literal
 
 from orchestrator.training.run_directory import Result, SweepRecord, read_error, read_pauses, read_result
 
-Status = Literal["running", "finished", "diverged", "failed", "stopped", "interrupted"]
+Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ def test_the_quickstart_confirms_its_knee(empty_home: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "[36/36]" in done.stdout
-    assert "confirming" in done.stdout
+    assert "retraining" in done.stdout
     spent = json.loads((empty_home / "quickstart/spent.json").read_text())
     assert (len(spent["jobs"]), spent["running"]) == (37, []), "the confirmation is paid for too"
 

@@ -60,7 +60,7 @@ def test_nobody_is_let_in_without_a_password(server: TeamServer) -> None:
     """A job ends before it trains, with a line that names what to set, and repeats no password."""
     way_out = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
     for env, reason in (
-        ({}, "it wants a user"),
+        ({}, "authentication is required"),
         (login((TEAM[0], "not the password")), "it knows no user 'team' with that password"),
     ):
         done = server.job(*TRAIN, **env)

@@ -121,10 +121,10 @@ def test_plan_between_dense_and_experts():
     assert {name: made.source for name, made in plan.converted.items()} == dict(
         zip([name for name in EXPERTS if ".experts." in name], MLP, strict=True)
     )
-    assert plan.initial == {"blocks.0.mlp.router.gate_DE": "absent there"}
+    assert plan.initial == {"blocks.0.mlp.router.gate_DE": "not in the checkpoint"}
     assert plan.unused == ()
     plan = plan_transfer(moe(), SHAPES)
-    assert plan.initial == dict.fromkeys(MLP, "absent there")
+    assert plan.initial == dict.fromkeys(MLP, "not in the checkpoint")
     assert plan.converted == {}
     assert plan.unused == tuple(EXPERTS)
     assert plan_transfer(SHAPES, SHAPES).copied == tuple(SHAPES)
@@ -133,10 +133,12 @@ def test_plan_between_dense_and_experts():
 def test_plan_of_other_experts():
     """Experts in another number or of another width are not taken over."""
     plan = plan_transfer(moe(), moe(b_in_EF=(2, 32)))
-    assert plan.initial == {"blocks.0.mlp.experts.b_in_EF": "(4, 32) there, (2, 32) here"}
+    assert plan.initial == {"blocks.0.mlp.experts.b_in_EF": "(4, 32) in the checkpoint, (2, 32) in the model"}
     assert plan.unused == ()
     plan = plan_transfer(SHAPES, moe(w_in_EDF=(4, 8, 16)))
-    assert plan.initial["blocks.0.mlp.experts.w_in_EDF"] == "(32, 8) there, (4, 8, 16) here"
+    assert (
+        plan.initial["blocks.0.mlp.experts.w_in_EDF"] == "(32, 8) in the checkpoint, (4, 8, 16) in the model"
+    )
     assert plan.unused == ("blocks.0.mlp.up.weight",)
 
 
@@ -146,6 +148,6 @@ def test_plan_of_other_positions():
     old, new = SHAPES | token | {"position_SD": (17, 8)}, SHAPES | token | {"position_SD": (37, 8)}
     assert plan_transfer(old, new).converted["position_SD"].how == "resized from 4 x 4 to 6 x 6 patches"
     plan = plan_transfer(old, SHAPES)
-    assert plan.initial == {"position_SD": "(17, 8) there, (16, 8) here"}
+    assert plan.initial == {"position_SD": "(17, 8) in the checkpoint, (16, 8) in the model"}
     assert plan.unused == ("class_token_D",)
     assert plan_transfer(SHAPES, SHAPES | {"position_SD": (36, 16)}).converted == {}

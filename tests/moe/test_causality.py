@@ -48,7 +48,7 @@ def depends_on_later(router: RouterConfig) -> bool:
 @pytest.mark.parametrize("router", dict.fromkeys(VARIANTS + MORE), ids=changed)
 def test_a_config_says_whether_it_leaks_the_future(router: RouterConfig) -> None:
     try:
-        says = router.evaluated().leaks_future(num_tokens=S, num_experts=E)
+        says = router.eval_config().leaks_future(num_tokens=S, num_experts=E)
     except ValueError:
         pytest.skip("not for these sizes")
     assert depends_on_later(router) == bool(says), says or "it says that no token depends on later ones"

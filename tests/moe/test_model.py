@@ -87,7 +87,7 @@ def test_points_of_a_model_without_a_shared_pass():
     logits = [heads["logits"] for heads in model.at_points(images(3), torch.ones(3), points)]
     assert [each.shape for each in logits] == [(3, 10)] * 2
     assert not torch.equal(*logits)
-    with pytest.raises(ValueError, match=r"random_blocks=\[0\] are no MoE blocks.*\(1,\)"):
+    with pytest.raises(ValueError, match=r"random_blocks=\[0\] are not MoE blocks.*\(1,\)"):
         model(images(1), routing_overrides=RoutingOverrides(random_blocks=(0,)))
     with pytest.raises(ValueError, match="a dense model has no routing"):
         convnet(None).build()(images(1), routing_overrides=RoutingOverrides(experts=1))

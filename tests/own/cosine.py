@@ -63,7 +63,7 @@ class CosineRouter(Router):
         random_GS: Tensor | None = None,
         return_stats: bool = True,
     ) -> GatherRouting:
-        config = overrides.apply(self.config if self.training else self.config.evaluated())
+        config = overrides.apply(self.config if self.training else self.config.eval_config())
         G, S, _ = x_GSD.shape
         E = self.direction_DE.shape[1]
 

@@ -245,7 +245,7 @@ def test_a_released_arm_has_the_values_of_its_config(scale: str, arm: str, confi
     assert isinstance(router, TokenChoiceConfig)
     # The released code rounds the capacity up, and then up to a multiple of 4.
     assert (router.capacity_rounding, router.capacity_multiple_of) == ("ceil", 4)
-    assert (model.slots(), model.slots(router.evaluated())) == config["capacity"]
+    assert (model.slots(), model.slots(router.eval_config())) == config["capacity"]
     # split_rngs = False, "All experts share initialization."
     assert moe.equal_init
     assert (router.importance_weight, router.load_weight) == (0.005, 0.005)

@@ -172,7 +172,7 @@ def test_without_the_skip_connection(router):
 
 def test_overrides_that_do_not_fit():
     model = build_vit(TokenChoiceConfig(), layers=(1,))
-    with pytest.raises(ValueError, match=r"random_blocks=\[0, 7\] are no MoE blocks; .* are \(1,\)"):
+    with pytest.raises(ValueError, match=r"random_blocks=\[0, 7\] are not MoE blocks; .* are \(1,\)"):
         model(images(4), routing_overrides=RoutingOverrides(random_blocks=(7, 1, 0)))
     with pytest.raises(ValueError, match="a dense model has no routing to override"):
         build_vit(None)(images(2), routing_overrides=RoutingOverrides(experts=2))

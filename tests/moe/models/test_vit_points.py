@@ -102,7 +102,7 @@ def test_a_dense_model_has_one_point():
 @pytest.mark.parametrize(
     ("point", "message"),
     [
-        (RoutingOverrides(random_blocks=(2,)), r"random_blocks=\[2\] are no MoE blocks"),
+        (RoutingOverrides(random_blocks=(2,)), r"random_blocks=\[2\] are not MoE blocks"),
         (RoutingOverrides(k=9), "k=9 exceeds num_experts=4"),
         (RoutingOverrides(experts=5), "experts=5 must lie in 1 .. 4"),
     ],

@@ -142,8 +142,8 @@ def changed(change: str) -> tuple[Odd, torch.optim.Optimizer]:
 REFUSED = {
     "missing": r"step-00000002 holds another model: .*more is not in it",
     "unknown": r"cube has no place",
-    "shape": r"matrix is torch.float32 \(40, 33\) there, torch.float32 \(41, 33\) here",
-    "dtype": r"cube is torch.float32 \(2, 3, 5\) there, torch.bfloat16 \(2, 3, 5\) here",
+    "shape": r"matrix is torch.float32 \(40, 33\) in the checkpoint, torch.float32 \(41, 33\) in the model",
+    "dtype": r"cube is torch.float32 \(2, 3, 5\) in the checkpoint, torch.bfloat16 \(2, 3, 5\) in the model",
     "optimiser": r"optimizer.state.cube.exp_avg has no place; .*; and 4 more",
 }
 

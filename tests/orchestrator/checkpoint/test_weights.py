@@ -107,9 +107,9 @@ def test_upcycled_to_finer_images_and_other_classes(dense):
         "  converted blocks.1.mlp.experts.w_in_EDF, blocks.1.mlp.experts.b_in_EF,"
         " blocks.1.mlp.experts.w_out_EFD, blocks.1.mlp.experts.b_out_ED: each expert a copy of the block's"
         " MLP",
-        "  as initialised blocks.1.mlp.router.phi_DEC, blocks.1.mlp.router.scale: absent there",
-        "  as initialised head.weight: (10, 16) there, (7, 16) here",
-        "  as initialised head.bias: (10,) there, (7,) here",
+        "  as initialised blocks.1.mlp.router.phi_DEC, blocks.1.mlp.router.scale: not in the checkpoint",
+        "  as initialised head.weight: (10, 16) in the checkpoint, (7, 16) in the model",
+        "  as initialised head.bias: (10,) in the checkpoint, (7,) in the model",
     ]
 
 
@@ -129,13 +129,13 @@ def test_another_width_or_dtype_is_refused(dense, tmp_path):
     """Some vectors would fit the other width: those of the heads' norms, and the classes'."""
     model = ViT(replace(DENSE.model, width=32, heads=4))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    message = r"nothing in .*step-00000004 fits .* position_SD: \(16, 16\) there, "
+    message = r"nothing in .*step-00000004 fits .* position_SD: \(16, 16\) in the checkpoint, "
     with pytest.raises(UsageError, match=message):
         start_from(model, dense[0])
     assert_same(model.state_dict(), before)
     half = {name: tensor.bfloat16() for name, tensor in dense[1].state_dict().items()}
     save_file(half, tmp_path / "half.safetensors")
-    message = r"half.safetensors holds other dtypes: .*: torch.bfloat16 there, torch.float32 here; cast them"
+    message = r"holds other dtypes: .*: torch.bfloat16 in the file, torch.float32 in the model; cast them"
     for config in (DENSE.model, UPCYCLED):
         with pytest.raises(UsageError, match=message):
             start_from(ViT(config), f"{tmp_path}/half.safetensors")

@@ -242,7 +242,7 @@ def test_no_sample_of_a_tar_is_lost_in_silence(dialect: str, end: str, tmp_path:
         named["sparse"] = ".png is a sparse file, which is not stored in one piece"
     wanted = {f"NAME: {prefix}{key}: {reason}" for key, reason in named.items()}
     if "garbage" in end:
-        wanted.add(f"NAME: the 700 bytes from byte {path.stat().st_size - 700} on are no tar")
+        wanted.add(f"NAME: the 700 bytes from byte {path.stat().st_size - 700} on are not a tar")
     assert {*lines} == wanted
     repeats = 2 if end == "the same again" else 1
     assert (len(found), len(lines)) == (repeats * len(expected), repeats * len(wanted))

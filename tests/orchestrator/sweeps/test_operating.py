@@ -10,7 +10,7 @@ from orchestrator.sweeps.operating import (
     AS_TRAINED,
     COSTS,
     QUARTILES,
-    Row,
+    PointRow,
     with_operating,
 )
 from tests.orchestrator.frontier.samples import FRONTIER, point
@@ -19,7 +19,7 @@ GFLOPS, MS = COSTS
 LOW, HIGH = QUARTILES
 
 
-def row(run: str, name: str, quality: float, ms: float, loss: float = 0.5) -> Row:
+def row(run: str, name: str, quality: float, ms: float, loss: float = 0.5) -> PointRow:
     return {
         "run": run,
         "point": name,

@@ -11,7 +11,7 @@ from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.pareto import hypervolume_2d
-from orchestrator.sweeps.search import DRAWS, Arm, Kind, OptunaSearch, Space
+from orchestrator.sweeps.search import DRAWS, DrawnArm, Kind, OptunaSearch, Space
 
 BASE = RunConfig()
 KIND, SLOTS, CAPACITY = (
@@ -230,7 +230,7 @@ def thousand(trial: Any) -> dict[str, Any]:
 def test_tpe_learns_from_draws_of_known_arms() -> None:
     """100 arms of a grid all differ, and few draws are needed for each arm."""
     searching = OptunaSearch(thousand, count=100, sampler="tpe", seed=0)
-    tried: list[Arm] = []
+    tried: list[DrawnArm] = []
     while (arm := searching.next()) is not None:
         tried.append(arm)
         searching.tell(arm.name, sum(arm.changes.values()) / 27, 1.0 + sum(arm.changes.values()))

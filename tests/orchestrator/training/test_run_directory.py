@@ -14,7 +14,7 @@ from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.training import run_directory as runs
 from orchestrator.training.lock import locked
-from orchestrator.training.run_directory import Mode, Result, acquire_run_dir, move_aside
+from orchestrator.training.run_directory import Result, StartMode, acquire_run_dir, move_aside
 
 DIGEST = "71cb"
 
@@ -38,7 +38,7 @@ def test_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
-def test_continue(mode: Mode, tmp_path: Path) -> None:
+def test_continue(mode: StartMode, tmp_path: Path) -> None:
     """The record stays, though how the run is split has changed; an old error is removed."""
     first = acquire_run_dir(run_at(tmp_path), DIGEST)
     (tmp_path / "run" / "error.txt").write_text("killed")
@@ -48,7 +48,7 @@ def test_continue(mode: Mode, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
-def test_another_config_is_refused_and_every_change_named(mode: Mode, tmp_path: Path) -> None:
+def test_another_config_is_refused_and_every_change_named(mode: StartMode, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     acquire_run_dir(run_at(tmp_path), DIGEST)
     (directory / "metrics.jsonl").write_text("{}")
