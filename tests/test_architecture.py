@@ -158,6 +158,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.data",
         "orchestrator.evaluation",
         "orchestrator.storage",
+        "orchestrator.threads",
         "orchestrator.tasks",
         "orchestrator.tracking",
         "orchestrator.training",

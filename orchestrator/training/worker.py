@@ -41,7 +41,7 @@ from orchestrator.training.run_directory import Result, checkpoint_directory, ru
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
-Status = Literal["finished", "diverged", "paused"]
+Ending = Literal["finished", "diverged", "paused"]
 BRANCHES_DIFFER_IN = (
     "name",
     "train.trunk",
@@ -165,7 +165,7 @@ class Worker:
         steps = self.samples.training(self._batches(self.training, range(self.done, until)))
         if run.scale.profile_steps and self.first:
             steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
-        status: Status = "finished" if until == run.train.steps else "paused"
+        status: Ending = "finished" if until == run.train.steps else "paused"
         reason = ""
         try:
             reached = run_steps(
@@ -235,7 +235,7 @@ class Worker:
     def _batches(self, stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(self._read(stream, steps), self.device)
 
-    def _write_result(self, status: Status, reason: str) -> None:
+    def _write_result(self, status: Ending, reason: str) -> None:
         run, directory = self.run, run_directory(self.run)
         kept = manifests.steps(self.checkpoints.directory)
         folder = manifests.folder_of(self.checkpoints.directory, kept[-1]) if kept else ""

@@ -16,7 +16,6 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_order, in_process
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.models import ModelRef, read_model
 from orchestrator.sweeps.finetune import (
     SIZES,
     failures,
