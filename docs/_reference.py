@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from io import StringIO
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -19,12 +18,12 @@ from mkdocs.structure.files import File, Files
 import moe
 import orchestrator
 from jobs._list import description, models, scales, sweeps
+from jobs._main import FILES
 from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
 
-JOBS = Path(__file__).parents[1] / "jobs"
 HELP_WIDTH = "92"
 
 
@@ -101,7 +100,7 @@ def meanings(cls: type) -> dict[str, str]:
 def commands_page() -> str:
     lines = ["# Commands", "What `--help` of each command prints."]
     os.environ["COLUMNS"] = HELP_WIDTH
-    for name in sorted(path.stem for path in JOBS.glob("[a-z]*.py")):
+    for name in sorted(path.stem for path in FILES.values()):
         lines += [f"## {name}", f"```text\n{help_of(name)}```"]
     return "\n\n".join(lines)
 

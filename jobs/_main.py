@@ -8,16 +8,23 @@ from pathlib import Path
 
 from jobs._flags import near
 
+OLD = {  # names of 0.1, which go with the next version -> the command and the flags that do the same now
+    "soup": ("export",),
+}
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files
 FILES = {
     SHORT.get(path.stem, path.stem.replace("_", "-")): path
     for path in Path(__file__).parent.glob("[a-z]*.py")
+    if path.stem not in OLD
 }
 
 
 def main() -> None:
     """Runs a command. The exit code is its own, 2 for a command that does not exist."""
     name, *flags = sys.argv[1:] or ["--help"]
+    if now := OLD.get(name.replace("-", "_")):
+        print(f"moe-frontier {name} is now: moe-frontier {' '.join(now)}", file=sys.stderr)
+        name, *flags = [*now, *flags]
     if name in ("-h", "--help"):
         print(overview())
     elif name not in FILES:
@@ -30,6 +37,14 @@ def main() -> None:
         job = importlib.import_module(f"jobs.{FILES[name].stem}")
         job.__doc__ = re.sub(r"(?:python )?jobs/(\w+)\.py", spelled, job.__doc__ or "")
         job.main()
+
+
+def run_old(name: str) -> None:
+    """Runs the file that does now what the file `name` did. Says so on stderr: stdout may be read."""
+    now, *flags = OLD[name]
+    print("jobs/{}.py is now: {}".format(name, " ".join([f"jobs/{now}.py", *flags])), file=sys.stderr)
+    sys.argv = [str(Path(sys.argv[0]).with_name(f"{now}.py")), *flags, *sys.argv[1:]]
+    importlib.import_module(f"jobs.{now}").main()
 
 
 def overview() -> str:

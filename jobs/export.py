@@ -1,5 +1,6 @@
-"""Write a checkpoint's weights as one safetensors file, or as a folder with a config; either is loaded with
-`moe`, torch and safetensors alone. Or list the checkpoints of a run.
+"""Write a model's weights as one safetensors file, or as a folder with a config; either is loaded with `moe`,
+torch and safetensors alone. Several models become one, their average (a soup). Or list the checkpoints of a
+run.
 
 python jobs/export.py soft --out soft.safetensors        the newest whole checkpoint of a run
 python jobs/export.py soft --out soft                    model.safetensors and config.json
@@ -7,35 +8,61 @@ python jobs/export.py models:/quickstart@pareto-best --out best.safetensors
 python jobs/export.py quickstart/trials/w16-soft-seed0 --step 120 --out arm.safetensors
 python jobs/export.py s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
+python jobs/export.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --evaluate
+python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
+
+Every command accepts the file as a model: python jobs/evaluate.py soup.safetensors
 """
 
-import json
-from dataclasses import dataclass
+from __future__ import annotations
 
-from jobs._cli import Places, check_file, check_out, command
-from jobs._flags import MODEL, flag, parse
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jobs._cli import Evaluation, check_file, check_out, command, models_of, named, print_table
+from jobs._flags import MODELS, flag, parse
 from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.evaluation.models import ModelRef
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportFlags:
-    model: str = flag(help=MODEL, positional=True)
+    model: tuple[str, ...] = flag(
+        help=f"{MODELS}; of several models the average is written", positional=True, nargs="+"
+    )
     step: int | None = flag(None, "export this checkpoint and no other; default: the newest whole checkpoint")
     out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
-    places: Places
+    evaluate: bool = flag(False, "also print how good each model and their average are")
+    on: Evaluation
 
     def __post_init__(self) -> None:
         if (self.out is None) == (not self.list):
             raise UsageError("give either --out or --list")
+        if self.on.data and not self.evaluate:
+            raise UsageError("--data does nothing without --evaluate")
+        if self.averages() and (self.list or self.step is not None):
+            raise UsageError("--list and --step take one model; name the folders of checkpoints instead")
+        if self.evaluate and not self.averages():
+            raise UsageError("--evaluate compares several models with their average; give several")
+
+    def averages(self) -> bool:
+        return len(self.model) > 1 or self.model[0].startswith("sweep:")
 
 
 def main() -> None:
     flags = parse(ExportFlags, __doc__)
-    doing = "listing checkpoints of" if flags.list else "exporting"
-    with command(f"{doing} {flags.model}", plugins=flags.places.plugin):
-        export(flags)
+    doing = "averaging" if flags.averages() else "listing checkpoints of" if flags.list else "exporting"
+    places = flags.on.places if flags.averages() else None
+    with command(f"{doing} {named(flags.model)}", places, plugins=flags.on.places.plugin):
+        if flags.averages():
+            average(flags)
+        else:
+            export(flags)
 
 
 def export(flags: ExportFlags) -> None:
@@ -44,15 +71,15 @@ def export(flags: ExportFlags) -> None:
     Raises:
         UsageError: if there is no such checkpoint, or --out exists already or is a folder of other files.
     """
-    from moe.load import WEIGHTS, load
+    from moe.load import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import weights
     from orchestrator.checkpoint.files import SUFFIX
     from orchestrator.checkpoint.manifest import folder_of, is_there, steps
     from orchestrator.evaluation.models import model_location
 
-    places = flags.places
-    location = model_location(flags.model, root=places.root(), tracking_uri=places.tracking_uri)
+    (model,), places = flags.model, flags.on.places
+    location = model_location(model, root=places.root(), tracking_uri=places.tracking_uri)
     if location.endswith(SUFFIX):
         raise UsageError(f"{location} is a file of weights already, and checkpoints are exported")
     is_single = is_there(location)
@@ -60,7 +87,7 @@ def export(flags: ExportFlags) -> None:
     found = steps(directory)
     if flags.step is not None:
         if is_single:
-            raise UsageError(f"--step {flags.step}: {flags.model} is a single checkpoint")
+            raise UsageError(f"--step {flags.step}: {model} is a single checkpoint")
         if flags.step not in found:
             listed = ", ".join(map(str, found))
             raise UsageError(f"no checkpoint of step {flags.step} in {directory}; of: {listed}")
@@ -74,8 +101,45 @@ def export(flags: ExportFlags) -> None:
     elif storage.is_local(out):
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
     weights.export(location, out, fresh=flags.fresh)
-    print_exported(out if is_file else storage.join(out, WEIGHTS))
-    print(f"from {load.__module__} import load; model = load({out!r})")
+    print_exported(out, out if is_file else storage.join(out, WEIGHTS))
+
+
+def average(flags: ExportFlags) -> None:
+    """Writes the average; with --evaluate prints the figures of each model and of the average."""
+    from orchestrator import storage
+    from orchestrator.evaluation.models import read_model
+    from orchestrator.evaluation.soup import check_alike, write_soup
+
+    assert flags.out
+    on, out = flags.on, storage.absolute(flags.out)
+    check_file("--out", out)
+    models = models_of(flags.model, on.places, on.places.open_store())
+    check_alike(models)
+    if flags.evaluate:
+        models[0].check_classes(on.path(models[0]))
+    rows = [row(on, model) for model in models] if flags.evaluate else []
+    write_soup(models, out, fresh=flags.fresh)
+    if flags.evaluate:
+        rows.append(row(on, replace(read_model(out), name="soup")))
+        columns = ("model", "step", "images", quality_of(models[0]), "loss")
+        print_table(columns, rows, title=f"{on.split} split")
+    print_exported(out, out)
+
+
+def row(on: Evaluation, model: ModelRef) -> tuple[Any, ...]:
+    """The model's row of the table. Raises UsageError if the images do not fit the model."""
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at
+
+    images, quality = on.images(model, on.path(model)), quality_of(model)
+    (scores,) = evaluate_at(model.load(default_device()), images, task=model.run.task)
+    metrics = scores.metrics()
+    print(f"{model.location}: {quality} {metrics[quality]:.4f}", flush=True)
+    step = model.step if model.step >= 0 else ""
+    return model.name, step, scores.images(), metrics[quality], metrics.get("loss", "")
+
+
+def quality_of(model: ModelRef) -> str:
+    return model.run.task.quality.removeprefix("val/")
 
 
 def print_states(directory: str, steps: list[int]) -> bool:
@@ -101,20 +165,24 @@ def print_states(directory: str, steps: list[int]) -> bool:
     return all_whole
 
 
-def print_exported(path: str) -> None:
-    """Prints what the file holds."""
+def print_exported(out: str, weights: str) -> None:
+    """Prints what the file of weights holds, and how Python loads it."""
     from safetensors import safe_open
 
     from moe.cost import num_params
+    from moe.load import load
     from moe.model import ModelConfig
     from orchestrator import storage
     from orchestrator.codec import read_config
 
-    with safe_open(path, "pt") as file:
+    with safe_open(weights, "pt") as file:
         metadata, tensors = file.metadata(), len(file.keys())
+    soup = json.loads(metadata.get("soup", "[]"))
+    what = f"average of {len(soup)} models" if soup else f"step {metadata['step']}"
     params = num_params(read_config(ModelConfig, json.loads(metadata["config"])["model"]))
-    size = (storage.size(path) or 0) / 1e6
-    print(f"{path}: step {metadata['step']}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
+    size = (storage.size(weights) or 0) / 1e6
+    print(f"{weights}: {what}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")
+    print(f"from {load.__module__} import load; model = load({out!r})")
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "jobs._describe",
         "jobs._flags",
         "jobs._list",
+        "jobs._main",
         "jobs._sweep_plan",
         "jobs.train",
         "jobs.pareto_sweep",

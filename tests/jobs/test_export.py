@@ -20,8 +20,9 @@ from orchestrator.checkpoint.manifest import find_checkpoint, read
 from orchestrator.checkpoint.weights import classes_of_run
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.models import load_model
+from orchestrator.evaluation.models import load_model, read_model
 from orchestrator.training.fit import fit
+from tests.orchestrator.evaluation.exported import SOFT, exported
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {
@@ -242,6 +243,66 @@ def test_what_is_not_there(task, home, call):
         assert out == ""
 
 
-@pytest.mark.parametrize("flags", [["soft"], ["--out", "x"], ["soft", "--out", "x", "--list"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["soft"],
+        ["--out", "x"],
+        ["soft", "--out", "x", "--list"],
+        ["soft", "--out", "x", "--evaluate"],
+        ["soft", "soft", "--out", "x", "--step", "2"],
+        ["soft", "soft", "--list"],
+        ["soft", "soft", "--out", "x", "--data", "x"],
+    ],
+)
 def test_flags_that_do_not_go_together(flags, call):
     assert call(*flags)[0] == "2"
+
+
+def table(said: str) -> list[list[str]]:
+    """Cells of its rows: model, step, images, acc1, loss."""
+    rows = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
+    """A soup of one model twice named is that model, and as good as it."""
+    one, two = (exported(tmp_path / f"{n}.safetensors", seed=n).location for n in (1, 2))
+    out = f"{tmp_path}/soup.safetensors"
+    flags = ("--out", out, "--evaluate", "--data", digits)
+    code, said = call(one, two, *flags)
+    assert code == ""
+    assert [row[0].partition("@")[0] for row in table(said)] == ["1", "2", "soup"]
+    *_, line, loads = said.splitlines()
+    assert line.startswith(f"{out}: average of 2 models, ")
+    found: dict[str, ViT] = {}
+    exec(loads, found)
+    assert found["model"].config == read_model(out).run.model
+    assert read_model(out).run.name == "soup"
+
+    code, said = call(one, one, *flags)
+    assert code == f"error: {out} exists already; --fresh replaces it"
+    code, said = call(one, one, *flags, "--fresh")
+    assert code == ""
+    first, second = table(said)
+    assert first[2:] == second[2:]
+
+
+def test_all_trials_of_a_sweep_are_several_models(trained_home, call, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_FRONTIER_HOME", str(trained_home))
+    code, _ = call("sweep:tiny", "--out", f"{tmp_path}/soup.safetensors")
+    assert code.startswith("error: cannot average different models: model.moe")
+
+
+def test_what_cannot_be_averaged(empty_home, call, tmp_path):
+    one, two = (exported(tmp_path / f"{n}.safetensors").location for n in (1, 2))
+    wide = exported(tmp_path / "3.safetensors", {**SOFT, "model.width": 32}).location
+    out = f"{tmp_path}/soup.safetensors"
+    for args, message in [
+        ((one, wide, "--out", out), f"cannot average different models: model.width is 16 in {one}, 32 in"),
+        ((one, two, "--out", f"{tmp_path}/soup.pt"), "--out "),
+        ((one, f"{tmp_path}/4.safetensors", "--out", out), "no file "),
+    ]:
+        stopped, said = call(*args)
+        assert stopped.startswith(f"error: {message}")
+        assert not said
