@@ -9,6 +9,8 @@ from pathlib import Path
 from jobs._flags import near
 
 OLD = {  # names of 0.1, which go with the next version -> the command and the flags that do the same now
+    "cost": ("plan", "--cost"),
+    "doctor": ("plan", "--check"),
     "soup": ("export",),
 }
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files

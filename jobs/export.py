@@ -1,6 +1,7 @@
-"""Write a model's weights as one safetensors file, or as a folder with a config; either is loaded with `moe`,
-torch and safetensors alone. Several models become one, their average (a soup). Or list the checkpoints of a
-run.
+"""Write a model, or the average of several (a soup), as one safetensors file or a folder; list checkpoints.
+
+Either is loaded with `moe`, torch and safetensors alone; a folder has a config too. Every command accepts the
+file as a model.
 
 python jobs/export.py soft --out soft.safetensors        the newest whole checkpoint of a run
 python jobs/export.py soft --out soft                    model.safetensors and config.json
@@ -10,8 +11,6 @@ python jobs/export.py s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
 python jobs/export.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --evaluate
 python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
-
-Every command accepts the file as a model: python jobs/evaluate.py soup.safetensors
 """
 
 from __future__ import annotations

@@ -1,20 +1,30 @@
-"""Plan how a model is split over devices: memory and traffic of a rank on every layout, and the best layout.
+"""Plan how a model is split over devices, compute what models cost, or check whether a sweep can run.
 
   python jobs/plan.py soft-B/16-128e --devices 64 --set data.batch_size=1024
   python jobs/plan.py --set model.moe.router.kind=soft --set train.compute_dtype=float32
+  python jobs/plan.py --cost                                        # every row of the papers
+  python jobs/plan.py --cost S/16 vmoe-B/32 --json > costs.json     # these models
+  python jobs/plan.py --check                                       # a laptop, or a head node
+  python jobs/plan.py --check --workers 8 --set scale.use_gpu=true  # the cluster for that sweep
 
-Computed from the config: nothing is trained and no weights are made. docs/planning.md has the formulae, and
-how far they were from measured memory.
+A plan has memory and traffic of a rank on every layout, and the best layout. Costs stand beside what the
+papers print. Both are computed from the config: nothing is trained and no weights are made. docs/planning.md
+has the formulae, and how far they were from measured memory. --check --help lists the flags of a check, which
+are those of jobs/pareto_sweep.py.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jobs._cli import command
+from jobs._cli import command, connect
 from jobs._flags import PLUGIN, assignment, flag, parse
+from jobs.pareto_sweep import SweepFlags
 from jobs.train import preset
 from orchestrator.errors import UsageError
 
@@ -22,16 +32,32 @@ if TYPE_CHECKING:
     from orchestrator.config import RunConfig
     from orchestrator.sweeps.estimate import Layout
 
-CONVENTIONS = """\
+CHECK = """Check what a sweep needs, without training. Takes the flags of pareto_sweep.py, and --json.
+
+  python jobs/plan.py --check                                        # a laptop, or a head node
+  python jobs/plan.py --check --workers 8 --set scale.use_gpu=true   # the cluster for that sweep
+  ray job submit --working-dir . -- python jobs/plan.py --check --storage s3://bucket/prefix
+  python jobs/plan.py --check --json                                 # findings on stdout, progress on stderr
+
+Every sweep runs the same checks before it starts. Exit code 1 if a check fails. docs/checks.md lists them.
+"""
+LAYOUTS = """\
 GiB: 2^30 bytes of tensors at the peak of a step, by part; add a tenth for the allocator.
 GB: 1e9 bytes that a rank sends per step, inside its node | to other nodes.
 link s: at the links' nominal rates, without overlap of collectives with each other or with computation."""
+COSTS = """\
+ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; parameters also within
+half of the printed figure's last digit. Exit code 1 if a row is out. Models without a row
+have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    model: str = flag(
-        "debug", "by name, e.g. soft-S/16-128e; an unknown name lists all", positional=True, nargs="?"
+    model: tuple[str, ...] = flag(
+        (),
+        "by name, e.g. soft-S/16-128e; an unknown name lists all; default: debug, or the papers' with --cost",
+        positional=True,
+        nargs="*",
     )
     devices: int = flag(8, "GPUs, with a worker each")
     devices_per_node: int = flag(8, "devices of a node")
@@ -46,9 +72,40 @@ class PlanFlags:
         nargs="+",
     )
     plugin: tuple[str, ...] = PLUGIN
+    cost: bool = flag(False, "print parameters and FLOPs of models instead")
+    json: bool = flag(False, "print the costs as a list of rows, figures in full")
+
+    def __post_init__(self) -> None:
+        if self.json and not self.cost:
+            raise UsageError("--json does nothing without --cost or --check")
+        if self.cost and self.set:
+            raise UsageError("--set does nothing with --cost, which takes models by name")
+        if len(self.model) > 1 and not self.cost:
+            raise UsageError(
+                f"{len(self.model)} models: layouts are planned for one, --cost compares several"
+            )
 
 
-def plan(flags: PlanFlags) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CheckFlags(SweepFlags):
+    check: bool = flag(False, "check what the sweep needs")
+    json: bool = flag(False, "print the findings as one document on stdout")
+
+
+def main() -> None:
+    if "--check" in sys.argv:
+        return check(parse(CheckFlags, CHECK))
+    exits = "Exit code 1 if no layout fits."
+    flags = parse(PlanFlags, __doc__, epilog=f"{LAYOUTS}\n{exits}\n\nWith --cost:\n{COSTS}")
+    if flags.cost:
+        with command("computing costs", plugins=flags.plugin, to=sys.stderr):
+            return print_costs(flags)
+    (model,) = flags.model or ("debug",)
+    with command(f"planning {model} on {flags.devices} devices", plugins=flags.plugin):
+        plan(model, flags)
+
+
+def plan(model: str, flags: PlanFlags) -> None:
     """Prints the plan.
 
     Raises:
@@ -56,23 +113,20 @@ def plan(flags: PlanFlags) -> None:
     """
     from orchestrator.sweeps.estimate import Links, choose, layouts, resolve_auto
 
-    run = planned_run(flags)
+    run = planned_run(model, flags)
     found = layouts(run, Links(intra_gb_per_s=flags.intra, inter_gb_per_s=flags.inter))
-    print(
-        f"{summary(run)}\n\n{memory_table(found, flags.memory)}\n\n{traffic_table(found)}\n\n{CONVENTIONS}\n"
-    )
+    print(f"{summary(run)}\n\n{memory_table(found, flags.memory)}\n\n{traffic_table(found)}\n\n{LAYOUTS}\n")
     chosen, auto = choose(found, memory_gib=flags.memory), resolve_auto(run).ep()
     print(f"chosen: dp={chosen.dp}, ep={chosen.ep}, least time on links among the layouts that fit")
     if auto != chosen.ep:
         print(f"scale.ep=auto ignores memory and --intra, --inter: it takes {auto}; set scale.ep={chosen.ep}")
 
 
-def planned_run(flags: PlanFlags) -> RunConfig:
+def planned_run(model: str, flags: PlanFlags) -> RunConfig:
     """The run of `train.py` with as many workers as devices."""
     from orchestrator.codec import override
     from orchestrator.config import RunConfig
 
-    model = preset(flags.model)
     assigned = dict(flags.set)
     for field, instead in {
         "scale.workers": "use --devices",
@@ -86,7 +140,7 @@ def planned_run(flags: PlanFlags) -> RunConfig:
         "scale.workers_per_node": flags.devices_per_node,
         "scale.ep": "auto",
     }
-    return override(RunConfig(model=model), {"scale.use_gpu": True} | assigned | mesh)
+    return override(RunConfig(model=preset(model)), {"scale.use_gpu": True} | assigned | mesh)
 
 
 def summary(run: RunConfig) -> str:
@@ -126,10 +180,72 @@ def traffic_table(found: Sequence[Layout]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    flags = parse(PlanFlags, __doc__, epilog=f"{CONVENTIONS}\nExit code 1 if no layout fits.")
-    with command(f"planning {flags.model} on {flags.devices} devices", plugins=flags.plugin):
-        plan(flags)
+def print_costs(flags: PlanFlags) -> None:
+    """Prints what the models cost; exits with 1 if a figure differs from the paper's."""
+    from papers.costs import costs, rows
+
+    found = [costs(row) for row in rows(flags.model)]
+    print(json.dumps(found, indent=1) if flags.json else cost_table(found))
+    if any(row["within"] is False for row in found):
+        raise SystemExit(1)
+
+
+def cost_table(found: Sequence[dict[str, Any]]) -> str:
+    width = max(16, *(len(one["model"]) for one in found))
+    lines = [
+        f"{'':{width}} {'parameters':^29} {'GFLOP/img, forward':^21} {'exaFLOP, training':^27}",
+        f"{'model':{width}} {'active':>7} {'all':>7} {'paper':>6} {'%':>5}"
+        f" {'2/MAC':>7} {'paper':>7} {'%':>5} {'/MAC':>4} {'ours':>7} {'paper':>7} {'%':>5}  ok  notes",
+    ]
+    for one in found:
+        paper, percent = one["paper"], one["difference_percent"]
+        ok = {True: "yes", False: "NO", None: ""}[one["within"]]
+        cells = (
+            f"{_short(one['active_params']):>7} {_short(one['params']):>7} {_short(paper['params']):>6}",
+            f"{_number(percent['params'], '+.1f'):>5} {_number(one['forward_gflops_2mac']):>7}",
+            f"{_number(paper['gflop']):>7} {_number(percent['gflop'], '+.1f'):>5}",
+            f"{one['train_flops_per_mac'] or '':>4} {_number(one['train_exaflops']):>7}",
+            f"{_number(paper['exaflop']):>7} {_number(percent['exaflop'], '+.1f'):>5}  {ok:3} {one['note']}",
+        )
+        lines.append(f"{one['model']:{width}} {' '.join(cells)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 1e9:.4g}B" if value >= 1e9 else f"{value / 1e6:.4g}M"
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def check(flags: CheckFlags) -> None:
+    """Prints what the checks found; exits with 1 if one of them failed."""
+    to, places = sys.stderr if flags.json else sys.stdout, flags.run.places
+    with command("checking what the sweep needs", plugins=places.plugin, to=to):
+        from orchestrator.sweeps.preflight import preflight
+
+        with redirect_stdout(to):
+            sweep = flags.make()
+            flags.priced(sweep)
+            findings = preflight(
+                sweep,
+                connect=connect,
+                open_store=places.open_store,
+                retrain=bool(flags.retrain()),
+                verify=flags.run.verify,
+            )
+        failed = sum(not finding.ok for finding in findings)
+        if flags.json:
+            print(json.dumps({"findings": [asdict(one) for one in findings], "failed": failed}, indent=1))
+        else:
+            for finding in findings:
+                print(f"{'ok' if finding.ok else 'FAIL':5} {finding.check:13} {finding.message}")
+            print(f"{failed} of {len(findings)} checks failed")
+        if failed:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

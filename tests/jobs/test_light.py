@@ -40,8 +40,8 @@ def record(*words, **where):
     lines.append((words[0], "torch" in sys.modules))
     show(*words, **where)
 builtins.print = record
-sys.argv = ["cost.py", "S/16", "--json"]
-runpy.run_path("jobs/cost.py", run_name="__main__")
+sys.argv = ["plan.py", "--cost", "S/16", "--json"]
+runpy.run_path("jobs/plan.py", run_name="__main__")
 show(*lines[0], "torch" in sys.modules, file=sys.stderr)
 """
 
@@ -67,7 +67,7 @@ def answers() -> list[tuple[str, str, int, list[str], str]]:
 
 
 def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
-    assert len(COMMANDS) == 16
+    assert len(COMMANDS) == 14
     assert len(answers) == 2 * len(COMMANDS)
     for name, flag, code, loaded, said in answers:
         assert code == (0 if flag == "--help" else 2), (name, said)
