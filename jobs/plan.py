@@ -9,8 +9,10 @@
 
 A plan has memory and traffic of a rank on every layout, and the best layout. Costs stand beside what the
 papers print. Both are computed from the config: nothing is trained and no weights are made. docs/planning.md
-has the formulae, and how far they were from measured memory. --check --help lists the flags of a check, which
-are those of jobs/pareto_sweep.py.
+has the formulae, and how far they were from measured memory.
+
+--check takes the flags of jobs/pareto_sweep.py, and --json; --check --help lists them. Every sweep runs the
+same checks before it starts. Exit code 1 if a check fails. docs/checks.md lists the checks.
 """
 
 from __future__ import annotations
@@ -27,20 +29,12 @@ from jobs._flags import PLUGIN, assignment, flag, parse
 from jobs.pareto_sweep import SweepFlags
 from jobs.train import preset
 from orchestrator.errors import UsageError
+from orchestrator.guests import from_papers
 
 if TYPE_CHECKING:
     from orchestrator.config import RunConfig
     from orchestrator.sweeps.estimate import Layout
 
-CHECK = """Check what a sweep needs, without training. Takes the flags of pareto_sweep.py, and --json.
-
-  python jobs/plan.py --check                                        # a laptop, or a head node
-  python jobs/plan.py --check --workers 8 --set scale.use_gpu=true   # the cluster for that sweep
-  ray job submit --working-dir . -- python jobs/plan.py --check --storage s3://bucket/prefix
-  python jobs/plan.py --check --json                                 # findings on stdout, progress on stderr
-
-Every sweep runs the same checks before it starts. Exit code 1 if a check fails. docs/checks.md lists them.
-"""
 LAYOUTS = """\
 GiB: 2^30 bytes of tensors at the peak of a step, by part; add a tenth for the allocator.
 GB: 1e9 bytes that a rank sends per step, inside its node | to other nodes.
@@ -94,7 +88,7 @@ class CheckFlags(SweepFlags):
 
 def main() -> None:
     if "--check" in sys.argv:
-        return check(parse(CheckFlags, CHECK))
+        return check(parse(CheckFlags, __doc__))
     exits = "Exit code 1 if no layout fits."
     flags = parse(PlanFlags, __doc__, epilog=f"{LAYOUTS}\n{exits}\n\nWith --cost:\n{COSTS}")
     if flags.cost:
@@ -182,9 +176,10 @@ def traffic_table(found: Sequence[Layout]) -> str:
 
 def print_costs(flags: PlanFlags) -> None:
     """Prints what the models cost; exits with 1 if a figure differs from the paper's."""
-    from papers.costs import costs, rows
-
-    found = [costs(row) for row in rows(flags.model)]
+    papers = from_papers(".costs", None)
+    if papers is None:
+        raise UsageError("--cost compares models with those of the papers, and the folder papers is missing")
+    found = [papers.costs(row) for row in papers.rows(flags.model)]
     print(json.dumps(found, indent=1) if flags.json else cost_table(found))
     if any(row["within"] is False for row in found):
         raise SystemExit(1)
