@@ -242,16 +242,22 @@ class Places(Storage):
 class Evaluation:
     """images for the evaluation"""
 
-    data: str | None = flag(
-        None, "shards, as for training; default: the shards that the model was trained on"
+    data: tuple[str, ...] = flag(
+        (), "shards, as for training; default: the shards that the model was trained on"
     )
     split: Literal["train", "val"] = flag("val", "split of the images")
     batch_size: int = flag(64, "images per forward pass", least=1)
     places: Places
 
+    def paths(self, model: ModelRef) -> tuple[str, ...]:
+        """The locations of the images for a model."""
+        return tuple(map(self.places.shards, self.data)) or (model.run.data.path,)
+
     def path(self, model: ModelRef) -> str:
-        """The location of the images for a model."""
-        return self.places.shards(self.data) if self.data else model.run.data.path
+        """The location of the images for a model. Raises UsageError for several data sets."""
+        if len(self.data) > 1:
+            raise UsageError(f"{len(self.data)} times --data: several data sets are for evaluate --shots")
+        return self.paths(model)[0]
 
     def images(self, model: ModelRef, path: str) -> Iterator[Batch]:
         from orchestrator.evaluation.evaluate import default_device, images_of

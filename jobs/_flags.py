@@ -109,7 +109,7 @@ def _options(kind: Any, default: Any, *, read: Any, least: int | None, **options
     if get_origin(kind) is Literal:
         options["choices"], kind = get_args(kind), str
     if get_origin(kind) is tuple and (read is None or isinstance(default, tuple)):
-        kind, default = get_args(kind)[0], []
+        kind, default = get_args(kind)[0], None if default is None else []
         options["action"] = "extend" if options["nargs"] else "append"
     elif default not in (None, dataclasses.MISSING):
         options["help"] += " (default: %(default)s)"

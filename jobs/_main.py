@@ -11,6 +11,8 @@ from jobs._flags import near
 OLD = {  # names of 0.1, which go with the next version -> the command and the flags that do the same now
     "cost": ("plan", "--cost"),
     "doctor": ("plan", "--check"),
+    "fewshot": ("evaluate", "--shots", "1,5,10,25"),
+    "operating_points": ("evaluate", "--grid", "--repeats", "5"),  # --grid takes what follows it up to a flag
     "soup": ("export",),
 }
 SHORT = {"pack_shards": "pack", "pareto_sweep": "sweep"}  # the other commands are called after their files

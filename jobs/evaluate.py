@@ -1,12 +1,23 @@
-"""Evaluate trained models on any shards, as they were trained or at another operating point.
+"""Evaluate trained models on any shards, as trained, at other operating points, or from few images per class.
 
   python jobs/evaluate.py quickstart/trials/w16-soft-seed0
   python jobs/evaluate.py models:/quickstart@pareto-knee --data /data/flowers-shards --per-class
   python jobs/evaluate.py sweep:quickstart --set routing.experts=2 --random-subsets 10
   python jobs/evaluate.py vmoe --set routing.k=1 routing.capacity=0.3 routing.priority=max
+  python jobs/evaluate.py sweep:quickstart --grid
+  python jobs/evaluate.py vmoe soft --grid routing.capacity=0.3,0.5,1 routing.priority=none,max --out DIR
+  python jobs/evaluate.py soft --shots 1,5 --data /data/flowers --data /data/pets --seeds 5
 
 Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/step-N/POINT/acc1
 and so on, with the table by class as an artifact.
+
+--grid tries every setting in parallel by Ray, in one pass over the images for each model: quality against
+forward GFLOPs and ms per image. Points of a sweep are drawn on its frontier page, with the hypervolume that
+they add, if they were measured on its own validation images. Settings that a router does not have are left
+out. Run the same command again to continue after an interruption.
+
+--shots fits a linear classifier to the frozen features: the train split of each data set gives the shots, and
+its val split is tested. To measure it during training, use `--set train.fewshot={}` there.
 """
 
 from __future__ import annotations
@@ -14,6 +25,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from math import log2
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +39,15 @@ from jobs._cli import (
     print_unrecorded,
     results_of,
 )
-from jobs._flags import MODELS, POINT, flag, parse
+from jobs._flags import MODELS, POINT, flag, numbers, parse
+from jobs._grid import evaluate_grid
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
     from moe.overrides import RoutingOverrides
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.tracking.store import Tracking
+    from orchestrator.training.fewshot import FewShotResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +58,59 @@ class EvaluateFlags:
         0,
         "also evaluate this many random subsets of as many experts, as a baseline",
     )
-    repeats: int = flag(10, "timed forward passes of a full batch", least=1)
+    grid: tuple[str, ...] | None = flag(
+        None,
+        f"try the product of these values; none, after the models: a grid by the router's kind. {POINT}",
+        metavar="FIELD=VALUE,VALUE",
+        nargs="*",
+    )
+    shots: tuple[int, ...] | None = flag(
+        None,
+        "classify from so many images per class on frozen features, e.g. 1,5,10,25; --data is repeatable",
+        read=numbers(int, "1,5,10,25"),
+        metavar="N,N",
+    )
+    seeds: int | None = flag(None, "draws of the shots; default: 3", least=1)
+    repeats: int | None = flag(
+        None,
+        "timed forward passes of a full batch; default: 10, with --grid 5 of each point in each round",
+        least=1,
+    )
     per_class: bool = flag(False, "print the table by class")
-    out: str | None = flag(None, "write all figures as JSON to this file or URI")
+    out: str | None = flag(
+        None,
+        "file or URI for all figures as JSON; with --grid a directory or URI for page and pictures",
+    )
     on: Evaluation
 
     def __post_init__(self) -> None:
         if self.random_subsets == 1 or self.random_subsets < 0:
             raise UsageError(f"--random-subsets {self.random_subsets}: a deviation needs at least 2 subsets")
+        mode = "--grid" if self.grid is not None else "--shots" if self.shots else ""
+        idle = {
+            "": ("seeds",),
+            "--grid": ("set", "random_subsets", "per_class", "shots", "seeds"),
+            "--shots": ("set", "random_subsets", "per_class", "repeats", "out"),
+        }
+        for name in idle[mode]:
+            if getattr(self, name):
+                where = f"with {mode}" if mode else "without --shots"
+                raise UsageError(f"--{name.replace('_', '-')} does nothing {where}")
+        if self.shots and self.on.split != "val":
+            raise UsageError("--split does nothing with --shots: train gives the shots, val is tested")
 
 
 def main() -> None:
     flags = parse(EvaluateFlags, __doc__)
-    with command(f"evaluating {named(flags.model)}", flags.on.places):
-        evaluate(flags)
+    doing = "few-shot classification by" if flags.shots else "evaluating"
+    doing = doing if flags.grid is None else "operating points of"
+    with command(f"{doing} {named(flags.model)}", flags.on.places):
+        if flags.grid is not None:
+            evaluate_grid(flags.model, flags.grid, flags.on, repeats=flags.repeats or 5, out=flags.out)
+        elif flags.shots:
+            evaluate_shots(flags)
+        else:
+            evaluate(flags)
 
 
 def evaluate(flags: EvaluateFlags) -> None:
@@ -72,7 +125,7 @@ def evaluate(flags: EvaluateFlags) -> None:
         check_file("--out", out)
     store = flags.on.places.open_store()
     models = possible_at(point, models_of(flags.model, flags.on.places, store))
-    reports = [evaluated(flags, model, point, store) for model in models]
+    reports = [evaluate_model(flags, model, point, store) for model in models]
     print_reports(reports, per_class=flags.per_class)
     if out:
         storage.write_bytes(out, json.dumps(reports, indent=1).encode())
@@ -92,7 +145,7 @@ def possible_at(point: RoutingOverrides, models: list[ModelRef]) -> list[ModelRe
     return [model for model, why in zip(models, reasons, strict=True) if why is None]
 
 
-def evaluated(
+def evaluate_model(
     flags: EvaluateFlags, model: ModelRef, point: RoutingOverrides, store: Tracking
 ) -> dict[str, Any]:
     """The quality, cost and speed of the model at the point, for JSON. Records them in the model's run, where
@@ -111,7 +164,7 @@ def evaluated(
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
     scores, *random_scores = evaluate_at(vit, flags.on.images(model, path), [point, *drawn], model.run.task)
     batch = next(flags.on.images(model, path))
-    (latency,) = latencies(vit, normalize(batch["image"]), [point], repeats=flags.repeats)
+    (latency,) = latencies(vit, normalize(batch["image"]), [point], repeats=flags.repeats or 10)
     metrics = scores.metrics() | {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
@@ -178,6 +231,83 @@ def print_reports(reports: list[dict[str, Any]], *, per_class: bool) -> None:
         cells = zip(*report["classes"].values(), strict=True)
         rows = [["-" if cell is None else cell for cell in row] for row in cells]
         print_table(report["classes"], rows, title=f"{report['model']} by class")
+
+
+def evaluate_shots(flags: EvaluateFlags) -> None:
+    """Classifies from few images, records and prints, model by model."""
+    from orchestrator.tracking.store import redact_uri
+
+    store, seeds = flags.on.places.open_store(), flags.seeds or 3
+    models, results = models_of(flags.model, flags.on.places, store), {}
+    for model in models:
+        results[model.name] = result = classify(flags, model, store, seeds=seeds, first=not results)
+        shown = "  ".join(f"{shots}-shot {result.mean(shots):.4f}" for shots in result.strength)
+        print(f"{model.name}: {shown}", flush=True)
+    print(f"\naccuracy on frozen features, mean of {seeds} draws of the shots; L2 of the best mean rank")
+    print_shots(results)
+    unknown = [model.name for model in models if model.run_id is None]
+    print_unrecorded(unknown)
+    if len(unknown) < len(models):
+        where = "fewshot/<data>/step-<step>/acc_<n>shot and draws.json in each model's run"
+        print(f"MLflow   {redact_uri(store.uri)}: {where}")
+
+
+def classify(
+    flags: EvaluateFlags, model: ModelRef, store: Tracking, *, seeds: int, first: bool
+) -> FewShotResult:
+    """Classifies by one model, and writes the result to its MLflow run. For the first model, also prints the
+    classes that have too few images.
+
+    Raises:
+        UsageError: for shots or data that cannot be used.
+    """
+    from orchestrator.config import FewShotConfig
+    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
+
+    paths, shots, batch_size = flags.on.paths(model), flags.shots or (), flags.on.batch_size
+    try:
+        config = FewShotConfig(paths=paths, shots=shots, seeds=seeds)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    sets = short_names(paths)
+    for name, path in sets.items() if first else ():
+        if few := rare_classes(model.run_on(path, batch_size=batch_size), max(shots)):
+            print(f"{name}: {few}", flush=True)
+    run = model.run_on(model.run.data.path, batch_size=batch_size)
+    result = FewShot(run, config).measure(model.load(default_device()), default_device())
+    if model.run_id:
+        record_shots(store, model.run_id, model.step, sets, result)
+    return result
+
+
+def record_shots(
+    store: Tracking, run_id: str, step: int, sets: dict[str, str], result: FewShotResult
+) -> None:
+    """Writes the result to the model's MLflow run. The time of day is its step, so that a later evaluation
+    follows an earlier one.
+    """
+    run, names = results_of(store, run_id, *sets.values())
+    for data, name in zip(names, sets, strict=True):
+        where = f"fewshot/{data}/step-{step}"
+        run.log({f"{where}/acc_{shots}shot": result.mean(shots, name) for shots in result.strength})
+        rows = [
+            (shots, seed, accuracy, strength)
+            for shots, strength in result.strength.items()
+            for seed, accuracy in enumerate(result.accuracy[name, shots])
+        ]
+        columns = ("shots", "seed", "accuracy", "l2")
+        run.write_table(f"{where}/draws.json", dict(zip(columns, zip(*rows, strict=True), strict=True)))
+
+
+def print_shots(results: dict[str, FewShotResult]) -> None:
+    rows, shots = [], list(next(iter(results.values())).strength)
+    for model, result in results.items():
+        rows += [(model, name, *(result.mean(s, name) for s in shots)) for name in result.names()]
+        if len(result.names()) > 1:
+            rows.append((model, "mean", *(result.mean(s) for s in shots)))
+        rows += [(model, "L2", *(f"2^{log2(result.strength[s]):.0f}" for s in shots)), ()]
+    print_table(("model", "data", *(f"{s}-shot" for s in shots)), rows, left=2)
 
 
 if __name__ == "__main__":

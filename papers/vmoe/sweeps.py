@@ -14,7 +14,7 @@ def capacity(scale: Scale) -> Sweep:
     Source: V-MoE, sections 2.4 and 4, table 2 and figure 4: top-k routing in every second block, buffers of
     C = k * tokens * capacity / experts, filled in the order of the tokens or of their priority. Only 1.05 is
     printed for training; figures 5 and 6 (C of 0.6, 0.7 and 0.8, k of 1 and 2) lower it in trained models, as
-    `jobs/operating_points.py` does.
+    `jobs/evaluate.py --grid` does.
     """
     arms: dict[str, Arm] = {"dense": {}}
     for k in (1, 2):

@@ -1,4 +1,4 @@
-"""`jobs/evaluate.py` and `jobs/operating_points.py` as a user runs them, on a sweep that is trained."""
+"""`jobs/evaluate.py` as a user runs it, on a sweep that is trained."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs import evaluate, operating_points
+from jobs import _grid, evaluate
 from moe.cost import forward_gflops_2mac
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import read_model
@@ -122,28 +122,25 @@ def test_a_model_that_mlflow_does_not_know(home: Path, call: Call, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("main", "args", "message"),
+    ("args", "message"),
     [
-        (evaluate.main, ["nothing"], "error: no trained model 'nothing'"),
-        (operating_points.main, ["sweep:tiny", "--data", "/nowhere"], "/nowhere"),
+        (["nothing"], "error: no trained model 'nothing'"),
+        (["sweep:tiny", "--data", "/nowhere", "--grid"], "/nowhere"),
+        (["sweep:tiny", "--data", "a", "--data", "b"], "2 times --data: several data sets are for"),
         (
-            evaluate.main,
             ["tiny/trials/soft", "--set", "routing.k=1"],
             "soft: a router of kind 'soft' has no k",
         ),
-        (evaluate.main, ["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k, "),
+        (["tiny/trials/token", "--set", "k=9"], "an operating point has routing.k, "),
         (
-            operating_points.main,
             ["tiny/trials/soft", "tiny/trials/dense", "--grid", "routing.k=1,2"],
             "error: --grid routing.k=1,2: none of the models can run at these points: tiny/trials/soft: a"
             " router of kind 'soft' has no k to override; tiny/trials/dense: a dense model has no routing",
         ),
     ],
 )
-def test_mistakes_are_one_line(
-    main: Callable[[], None], args: list[str], message: str, home: Path, call: Call
-):
-    assert message in call(main, *args)[0]
+def test_mistakes_are_one_line(args: list[str], message: str, home: Path, call: Call):
+    assert message in call(evaluate.main, *args)[0]
 
 
 def test_of_several_models_those_without_the_setting_are_left_out(home: Path, call: Call):
@@ -195,7 +192,7 @@ def test_which_images_a_sweep_is_judged_by(
     model = read_model(f"{home}/tiny/trials/soft/checkpoints")
     own = EvalTask(model=model, points=(), path=digits, split="val", batch_size=8, results="")
     copy, others = str(shutil.copytree(digits, tmp_path / "copy")), pack_greys(train=4)[0]
-    judged = operating_points.on_images_of_training
+    judged = _grid.on_images_of_training
     assert judged([own, replace(own, path=copy)])
     assert not judged([own, replace(own, split="train")])
     assert not judged([own, replace(own, path=others)])

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 
-from jobs import fewshot, finetune, inspect_routing, pack_shards, pareto_sweep, plan, predict, study, train
+from jobs import evaluate, finetune, inspect_routing, pack_shards, pareto_sweep, plan, predict, study, train
 from jobs._cli import Evaluation, source_labels
 from jobs._flags import assignment, flag, numbers, parse
 from jobs.pareto_sweep import SweepFlags
@@ -122,7 +122,12 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         ),
         (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
         (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),
-        (fewshot.FewShotFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),
+        (evaluate.EvaluateFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),
+        (evaluate.EvaluateFlags, "soft --seeds 5", "--seeds does nothing without --shots"),
+        (evaluate.EvaluateFlags, "soft --grid --per-class", "--per-class does nothing with --grid"),
+        (evaluate.EvaluateFlags, "soft --grid --shots 1", "--shots does nothing with --grid"),
+        (evaluate.EvaluateFlags, "soft --shots 1 --out x", "--out does nothing with --shots"),
+        (evaluate.EvaluateFlags, "soft --shots 1 --split train", "--split does nothing with --shots"),
         (inspect_routing.InspectFlags, "soft --layers last", "--layers: 'last': write numbers"),
         (inspect_routing.InspectFlags, "soft --capacities 0", "--capacities (0.0,): each must be above 0"),
         (plan.PlanFlags, "--json", "--json does nothing without --cost or --check"),

@@ -1,4 +1,4 @@
-"""`jobs/fewshot.py` and `jobs/finetune.py` as a user runs them."""
+"""`jobs/evaluate.py --shots` and `jobs/finetune.py` as a user runs them."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import fewshot, train
+from jobs import evaluate, train
 from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
@@ -33,7 +33,7 @@ def test_few_shot_figures_of_a_run(empty_home: Path, call: Call, digits: str, tm
     stopped, _ = call(train.main, "--name", "small", "--data", digits, *sets, "--set", "train.fewshot={}")
     assert not stopped
     stopped, out = call(
-        fewshot.main, "small", "--data", digits, "--data", other, "--shots", "1,200", "--seeds", "2"
+        evaluate.main, "small", "--data", digits, "--data", other, "--shots", "1,200", "--seeds", "2"
     )
     assert not stopped
     assert "other: 10 of 10 classes have fewer than 200 training images" in out
@@ -52,7 +52,7 @@ def test_few_shot_figures_of_a_run(empty_home: Path, call: Call, digits: str, tm
     assert len(table["data"]) == 2 * 2
 
     again = shutil.copytree(other, tmp_path / "again" / "other")
-    stopped, _ = call(fewshot.main, "small", "--data", str(again), "--shots", "1", "--seeds", "1")
+    stopped, _ = call(evaluate.main, "small", "--data", str(again), "--shots", "1", "--seeds", "1")
     assert not stopped
     assert f"fewshot/again-other/{step}/acc_1shot" in run_of(empty_home, "small").metrics
 
@@ -61,12 +61,12 @@ def test_mistakes_are_one_line(empty_home: Path, call: Call, digits: str) -> Non
     sets = [part for field in SMALL for part in ("--set", field)]
     call(train.main, "--name", "small", "--data", digits, *sets)
     mistakes = {
-        ("nothing",): "no trained model 'nothing'",
+        ("nothing", "--shots", "1"): "no trained model 'nothing'",
         ("small", "--shots", "0"): "shots must be different numbers from 1, got [0]",
-        ("small", "--data", "/nowhere"): "no data set at /nowhere",
+        ("small", "--shots", "1", "--data", "/nowhere"): "no data set at /nowhere",
     }
     for args, message in mistakes.items():
-        stopped, _ = call(fewshot.main, *args)
+        stopped, _ = call(evaluate.main, *args)
         assert stopped.startswith("error: ")
         assert message in stopped
         assert "\n" not in stopped

@@ -107,7 +107,7 @@ NO_ARM = {  # part of the row's name -> why no sweep has it
     "expert 8e 16 slots per token": "each of 8 experts would take more tokens than there are",
     "figure 23 soft 2e": "fewer experts than in figure 6",
     "figure 23 soft 4e": "fewer experts than in figure 6",
-    "at inference": "an operating point of a trained model: jobs/operating_points.py",
+    "at inference": "an operating point of a trained model: jobs/evaluate.py --grid",
     "BPR in training": "its capacity was not read",
     "7 epochs": "as 14 epochs, for half of the steps",
     "large experts": "the width of the experts is not printed",

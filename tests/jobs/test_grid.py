@@ -1,4 +1,4 @@
-"""`jobs/operating_points.py` as a user runs it, on a sweep of its own: pages show its points ever after."""
+"""`jobs/evaluate.py --grid` as a user runs it, on a sweep of its own: pages show its points ever after."""
 
 import json
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from jobs import evaluate, operating_points
+from jobs import _grid, evaluate
 from orchestrator.sweeps.build import mlflow_frontier
 from orchestrator.sweeps.operating import COSTS, TIMING
 from orchestrator.sweeps.publish import publish
@@ -37,7 +37,7 @@ def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
     """
     before = {path: path.read_bytes() for path in home.glob("tiny/trials/*/checkpoints/*/weights*")}
     arguments = ["sweep:tiny", "--repeats", "1", "--grid", "routing.k=1,2,3", "routing.capacity=0.5,1,1.5"]
-    stopped, printed = call(operating_points.main, *arguments)
+    stopped, printed = call(evaluate.main, *arguments)
     assert stopped == ""
     assert "12 operating points of 3 models" in printed
     assert "gain in hypervolume by operating points, MoE models alone:" in printed
@@ -63,7 +63,7 @@ def test_operating_points_of_a_sweep(home: Path, call: Call, tmp_path: Path):
 
     answers = {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
     assert len(answers) == 3
-    assert call(operating_points.main, *arguments, "--out", str(tmp_path / "again"))[0] == ""
+    assert call(evaluate.main, *arguments, "--out", str(tmp_path / "again"))[0] == ""
     assert answers == {path: path.stat().st_mtime_ns for path in (home / "evaluation").glob("*.json")}
     assert (tmp_path / "again/frontier.html").exists()
 
@@ -75,7 +75,9 @@ def test_operating_points_of_any_models(home: Path, call: Call, tmp_path: Path):
     """
     steps = [f"{home}/tiny/trials/soft/checkpoints/step-000000{step}" for step in (10, 20)]
     models = [*steps, f"{home}/dense.safetensors"]
-    stopped, printed = call(operating_points.main, *models, "--repeats", "1", "--out", str(tmp_path / "page"))
+    stopped, printed = call(
+        evaluate.main, *models, "--grid", "--repeats", "1", "--out", str(tmp_path / "page")
+    )
     assert stopped == ""
     assert "11 operating points of 3 models" in printed  # soft as trained and with 1, 2, 4, 6 of 8; dense
     assert "gain in hypervolume by operating points, MoE models alone:" in printed
@@ -96,7 +98,7 @@ def test_points_are_kept_while_a_command_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measuring takes hours. The page has the points now, and that of the command will have them."""
-    monkeypatch.setattr(operating_points, "on_images_of_training", lambda tasks: True)
+    monkeypatch.setattr(_grid, "on_images_of_training", lambda tasks: True)
     folder = end_sweep(Sweep(base=run_at(tmp_path, "s"), arms={"a": {}}), {"a": 0.5})
     row = dict.fromkeys(("run", "point", "val/acc1", "val/acc5", "val/loss", *COSTS, *TIMING), 0.6) | {
         "batch": 1,
@@ -105,13 +107,10 @@ def test_points_are_kept_while_a_command_trains(
         "repeats": 1,
     }
     task: Any = SimpleNamespace(model=SimpleNamespace(name="a", location="there"))
-    flags: Any = SimpleNamespace(
-        on=SimpleNamespace(places=SimpleNamespace(root=lambda: str(tmp_path))), out=None, model=["sweep:s"]
-    )
     store: Any = None  # it is not written to
     rows = {"there": [row | {"run": "a", "point": point} for point in ("as trained", "k=1")]}
     with locked(folder):
-        frontier = operating_points.drawn(flags, store, [task], rows)
+        frontier = _grid.draw_frontier(["sweep:s"], [task], rows, root=str(tmp_path), out=None, store=store)
     assert [point.arm for point in frontier.operating] == ["a: k=1"]
     assert f"a command trains in {folder}" in capsys.readouterr().out
     assert [point.arm for point in publish(folder).operating] == ["a: k=1"]
@@ -121,7 +120,7 @@ def test_points_are_kept_while_a_command_trains(
 def test_points_on_training_images_stay_off_the_sweeps_frontier(home: Path, call: Call):
     """They get a page of their own."""
     arguments = ["sweep:tiny", "--split", "train", "--repeats", "1", "--grid", "routing.experts=2"]
-    stopped, printed = call(operating_points.main, *arguments)
+    stopped, printed = call(evaluate.main, *arguments)
     assert stopped == ""
     assert "The frontier of tiny stays as it is" in printed
     assert f"page     {home}/operating-points/frontier.html" in printed

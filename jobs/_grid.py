@@ -1,0 +1,195 @@
+"""Measures models at a grid of settings of their routers, and draws what they can do there.
+
+Models are evaluated in parallel by Ray, in one pass over the images for each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jobs._cli import Evaluation, check_out, connect, models_of, print_table, results_of
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.evaluation.evaluate import EvalTask, Row
+    from orchestrator.frontier.frontier import Frontier
+    from orchestrator.tracking.store import Tracking
+
+
+def evaluate_grid(
+    references: Sequence[str], grid: Sequence[str], on: Evaluation, *, repeats: int, out: str | None
+) -> None:
+    """Measures, records and draws what the models can do at every point of the grid.
+
+    Args:
+        references: of models.
+        grid: fields and their values; without them, each model has the default grid of its router.
+        repeats: timed forward passes of each point in each round.
+        out: directory or URI of a page, in addition to that of a sweep.
+    """
+    from orchestrator import storage
+    from orchestrator.sweeps.publish import FILES
+    from orchestrator.training.resources import check_shared
+
+    out = storage.absolute(out) if out else None
+    if out:
+        check_out(out, own=FILES)
+    store, root = on.places.open_store(), on.places.root()
+    tasks = tasks_of(references, grid, on, store)
+    connect()
+    check_shared(root)
+    rows = measure_points(tasks, repeats=repeats)
+    record(store, tasks, rows)
+    show(draw_frontier(references, tasks, rows, root=root, out=out, store=store))
+
+
+def tasks_of(
+    references: Sequence[str], grid: Sequence[str], on: Evaluation, store: Tracking
+) -> list[EvalTask]:
+    """A task for each model. Raises UsageError if no model can run at any of the wanted points."""
+    from orchestrator.evaluation.evaluate import EvalTask
+    from orchestrator.evaluation.points import default_grid, parse_grid, possible, why_impossible
+
+    wanted, tasks = parse_grid(grid) if grid else None, []
+    models = models_of(references, on.places, store)
+    for model in models:
+        config, path = model.run.model, on.path(model)
+        model.check_classes(path)
+        task = EvalTask(
+            model=model,
+            points=tuple(default_grid(config) if wanted is None else possible(config, wanted)),
+            path=path,
+            split=on.split,
+            batch_size=on.batch_size,
+            results=on.places.below("evaluation"),
+        )
+        tasks.append(task)
+    if wanted and all(len(task.points) == 1 for task in tasks):
+        reasons = "; ".join(f"{model.name}: {why_impossible(model.run.model, wanted[0])}" for model in models)
+        raise UsageError(f"--grid {' '.join(grid)}: none of the models can run at these points: {reasons}")
+    return tasks
+
+
+def measure_points(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row]]:
+    """Maps each model's location to a row for each point, with its quality and its costs."""
+    from orchestrator.evaluation.evaluate import ROUNDS, benchmark_all, evaluate_all
+    from orchestrator.sweeps.operating import QUARTILES, TIME
+
+    rows: dict[str, list[Row]] = {}
+    began, count = time.monotonic(), sum(len(task.points) for task in tasks)
+    print(f"{count} operating points of {len(tasks)} models", flush=True)
+    for task, found in evaluate_all(tasks):
+        rows[task.model.location] = found
+        quality = task.model.run.task.quality
+        best = max(found, key=lambda row: row[quality])
+        print(
+            f"[{len(rows):2}/{len(tasks)}] {task.model.name:24} {len(found):3} points, as trained"
+            f" {found[0][quality]:.4f}, best {best[quality]:.4f} ({best['point']}), weights"
+            f" {found[0]['weights'][:12]} unchanged, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+    for done, (task, timed) in enumerate(benchmark_all(tasks, repeats=repeats), start=1):
+        location = task.model.location
+        rows[location] = [row | time for row, time in zip(rows[location], timed, strict=True)]
+        ms, (low, high) = [row[TIME] for row in timed], (timed[0][name] for name in QUARTILES)
+        print(
+            f"[{done:2}/{len(tasks) * ROUNDS}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
+            f" {ms[0]:.4g} ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
+            flush=True,
+        )
+    return rows
+
+
+def record(store: Tracking, tasks: list[EvalTask], rows: dict[str, list[Row]]) -> None:
+    """Writes the table of each model to its run, which has a table for each step and data set."""
+    from orchestrator.sweeps.operating import table_of
+
+    for task in tasks:
+        model = task.model
+        if model.run_id:
+            found = [{"run": model.run_id, **row} for row in rows[model.location]]
+            run, (data,) = results_of(store, model.run_id, task.path)
+            split = "" if task.split == "val" else f"-{task.split}"
+            run.write_table(f"operating_points/{data}{split}/step-{model.step}.json", table_of(found))
+
+
+def draw_frontier(
+    references: Sequence[str],
+    tasks: list[EvalTask],
+    rows: dict[str, list[Row]],
+    *,
+    root: str,
+    out: str | None,
+    store: Tracking,
+) -> Frontier:
+    """Draws the points on the frontier of their sweep if they were measured on its validation images; else on
+    a page of their own.
+    """
+    from orchestrator import storage
+    from orchestrator.sweeps.operating import TABLE, frontier_of_models, with_operating
+    from orchestrator.sweeps.publish import publish_and_send, write_files
+    from orchestrator.training.run_directory import read_sweep, write_json
+
+    apart = out or storage.join(root, "operating-points")
+    names = [name.removeprefix("sweep:") for name in references if name.startswith("sweep:")]
+    sweep = names[0] if len(names) == len(references) == 1 else ""
+    folder = storage.join(root, sweep) if sweep else apart
+    if sweep and read_sweep(folder) is not None and on_images_of_training(tasks):
+        found = [{"run": task.model.name, **row} for task in tasks for row in rows[task.model.location]]
+        # Without the lock: a command that trains there reads the table when it draws the page at its end.
+        write_json(storage.join(folder, TABLE), found)
+        frontier, sent = publish_and_send(folder, lambda: store)
+        if not sent:
+            print(f"a command trains in {folder}: it draws these points at its end")
+        if out:
+            write_files(frontier, out)
+    else:
+        if sweep:
+            print(
+                f"The frontier of {sweep} stays as it is: its quality is that of its own validation images,"
+                f" and these points were measured on others ({tasks[0].split} of {tasks[0].path}).",
+                flush=True,
+            )
+        found = [{"run": task.model.location, **row} for task in tasks for row in rows[task.model.location]]
+        frontier, folder = frontier_of_models([task.model for task in tasks], rows), apart
+        frontier = with_operating(frontier, found)
+        write_files(frontier, folder)
+    print(f"page     {storage.join(folder, 'frontier.html')}")
+    return frontier
+
+
+def on_images_of_training(tasks: list[EvalTask]) -> bool:
+    """Whether all models were evaluated on the validation split of the data that they were trained with."""
+    from orchestrator.data.manifest import open_manifest
+    from orchestrator.training.run_directory import read_run, run_directory
+
+    def digest(task: EvalTask) -> str:
+        record = read_run(run_directory(task.model.run))
+        return record.data_digest if record else ""
+
+    return all(task.split == "val" and open_manifest(task.path).digest() == digest(task) for task in tasks)
+
+
+def show(frontier: Frontier) -> None:
+    from orchestrator.frontier.figure import cost_text
+    from orchestrator.frontier.frontier import gains, operating_front
+
+    found = gains(frontier)
+    if not found:
+        print("these models have no other operating points: dense models have no routers")
+    for cost in dict.fromkeys(gain.cost_name for gain in found):
+        at_cost = frontier.at_cost(cost)
+        trained = {point.arm for point in at_cost.points}
+        rows = [
+            ("" if point.arm in trained else "+", point.arm, cost_text(point, cost), f"{point.quality:.4f}")
+            for point in operating_front(at_cost)
+        ]
+        columns = ("", "model: operating point", cost, frontier.quality_name)
+        print_table(columns, rows, title="MoE models; + with other settings", left=4)
+        for gain in found:
+            if gain.cost_name == cost:
+                print(f"gain in hypervolume by operating points, {gain.models}: {gain}")
+    if found:
+        print(frontier.note)
