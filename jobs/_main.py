@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jobs._flags import near
 
-OLD = {  # names of 0.1, which go with the next version -> the command and the flags that do the same now
+OLD = {  # former names, which go with the next version -> the command and the flags that do the same now
     "cost": ("plan", "--cost"),
     "doctor": ("plan", "--check"),
     "fewshot": ("evaluate", "--shots", "1,5,10,25"),

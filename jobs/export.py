@@ -50,7 +50,7 @@ class ExportFlags:
             raise UsageError("--evaluate compares several models with their average; give several")
 
     def averages(self) -> bool:
-        return len(self.model) > 1 or self.model[0].startswith("sweep:")
+        return len(self.model) > 1 or any(name.startswith("sweep:") for name in self.model)
 
 
 def main() -> None:
