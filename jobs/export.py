@@ -16,15 +16,12 @@ python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from jobs._cli import Evaluation, check_file, check_out, command, models_of, named, print_table
+from jobs._cli import Evaluation, check_file, check_out, command, models_of, named
 from jobs._flags import MODELS, flag, parse
+from jobs.evaluate import EvaluateFlags, evaluate
 from orchestrator.errors import UsageError
-
-if TYPE_CHECKING:
-    from orchestrator.evaluation.models import ModelRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +33,7 @@ class ExportFlags:
     out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
-    evaluate: bool = flag(False, "also print how good each model and their average are")
+    evaluate: bool = flag(False, "also evaluate each model and their average, as evaluate.py does")
     on: Evaluation
 
     def __post_init__(self) -> None:
@@ -104,9 +101,8 @@ def export(flags: ExportFlags) -> None:
 
 
 def average(flags: ExportFlags) -> None:
-    """Writes the average; with --evaluate prints the figures of each model and of the average."""
+    """Writes the average; with --evaluate evaluates each model and the average."""
     from orchestrator import storage
-    from orchestrator.evaluation.models import read_model
     from orchestrator.evaluation.soup import check_alike, write_soup
 
     assert flags.out
@@ -116,29 +112,10 @@ def average(flags: ExportFlags) -> None:
     check_alike(models)
     if flags.evaluate:
         models[0].check_classes(on.path(models[0]))
-    rows = [row(on, model) for model in models] if flags.evaluate else []
     write_soup(models, out, fresh=flags.fresh)
-    if flags.evaluate:
-        rows.append(row(on, replace(read_model(out), name="soup")))
-        columns = ("model", "step", "images", quality_of(models[0]), "loss")
-        print_table(columns, rows, title=f"{on.split} split")
     print_exported(out, out)
-
-
-def row(on: Evaluation, model: ModelRef) -> tuple[Any, ...]:
-    """The model's row of the table. Raises UsageError if the images do not fit the model."""
-    from orchestrator.evaluation.evaluate import default_device, evaluate_at
-
-    images, quality = on.images(model, on.path(model)), quality_of(model)
-    (scores,) = evaluate_at(model.load(default_device()), images, task=model.run.task)
-    metrics = scores.metrics()
-    print(f"{model.location}: {quality} {metrics[quality]:.4f}", flush=True)
-    step = model.step if model.step >= 0 else ""
-    return model.name, step, scores.images(), metrics[quality], metrics.get("loss", "")
-
-
-def quality_of(model: ModelRef) -> str:
-    return model.run.task.quality.removeprefix("val/")
+    if flags.evaluate:
+        evaluate(EvaluateFlags(model=(*flags.model, out), on=on))
 
 
 def print_states(directory: str, steps: list[int]) -> bool:
