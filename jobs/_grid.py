@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 def evaluate_grid(
     references: Sequence[str], grid: Sequence[str], on: Evaluation, *, repeats: int, out: str | None
 ) -> None:
-    """Measures, records and draws what the models can do at every point of the grid.
-
-    Args:
-        references: of models.
-        grid: fields and their values; without them, each model has the default grid of its router.
-        repeats: timed forward passes of each point in each round.
-        out: directory or URI of a page, in addition to that of a sweep.
+    """Measures, records and draws what the models can do at every point of the grid; an empty grid stands for
+    the default of each model's router.
     """
     from orchestrator import storage
     from orchestrator.sweeps.publish import FILES

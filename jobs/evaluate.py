@@ -102,9 +102,7 @@ class EvaluateFlags:
 
 def main() -> None:
     flags = parse(EvaluateFlags, __doc__)
-    doing = "few-shot classification by" if flags.shots else "evaluating"
-    doing = doing if flags.grid is None else "operating points of"
-    with command(f"{doing} {named(flags.model)}", flags.on.places):
+    with command(f"evaluating {named(flags.model)}", flags.on.places):
         if flags.grid is not None:
             evaluate_grid(flags.model, flags.grid, flags.on, repeats=flags.repeats or 5, out=flags.out)
         elif flags.shots:
