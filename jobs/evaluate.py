@@ -60,7 +60,7 @@ class EvaluateFlags:
     )
     grid: tuple[str, ...] | None = flag(
         None,
-        f"try the product of these values; none, after the models: a grid by the router's kind. {POINT}",
+        "try the product of these values of fields of --set; none, after the models: the router's own grid",
         metavar="FIELD=VALUE,VALUE",
         nargs="*",
     )
