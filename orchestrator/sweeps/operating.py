@@ -35,7 +35,7 @@ def table_of(rows: Sequence[PointRow]) -> dict[str, list[Any]]:
     return {name: [row[name] for row in rows] for name in columns}
 
 
-def read_operating(sweep: RunInfo) -> list[Row]:
+def read_operating(sweep: RunInfo) -> list[PointRow]:
     """The rows that `jobs/evaluate.py --grid` wrote for the sweep; empty if it never ran on it."""
     if TAG not in sweep.tags:
         return []

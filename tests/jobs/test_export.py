@@ -17,10 +17,11 @@ from moe.models.vit import ViT
 from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read
+from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import classes_of_run
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
-from orchestrator.evaluation.models import load_model, read_model
+from orchestrator.evaluation.models import load_model
 from orchestrator.training.fit import fit
 from tests.orchestrator.evaluation.exported import SOFT, exported
 
