@@ -1,6 +1,6 @@
 """The batches that a model trains on, and the parts that they are joined from."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -108,23 +108,18 @@ class PartialBatch(NamedTuple):
 def join_batches(parts: Sequence[PartialBatch]) -> Batch:
     """Concatenates the parts of a batch in their order."""
 
-    def tensors(part: PartialBatch) -> Iterator[tuple[str, Tensor]]:
-        for name, array in part.fields.items():
-            tensor = torch.from_numpy(array)
-            yield name, tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
+    def joined(arrays: Iterable[NDArray[Any]]) -> Tensor:
+        # Concatenated as arrays, because torch warns of parts that another process lent, which are read-only.
+        tensor = torch.from_numpy(np.concatenate([*arrays]))
+        return tensor.permute(0, 3, 1, 2) if tensor.ndim == 4 else tensor
 
-    return concatenated(
-        [
-            Batch(
-                fields=dict(tensors(part)),
-                valid=torch.from_numpy(part.valid),
-                key=torch.from_numpy(part.key),
-                sample=torch.from_numpy(part.sample),
-                bad=tuple(part.bad),
-                traffic=part.traffic,
-            )
-            for part in parts
-        ]
+    return Batch(
+        fields={name: joined(part.fields[name] for part in parts) for name in parts[0].fields},
+        valid=joined(part.valid for part in parts),
+        key=joined(part.key for part in parts),
+        sample=joined(part.sample for part in parts),
+        bad=tuple(error for part in parts for error in part.bad),
+        traffic=Traffic(*map(sum, zip(*(part.traffic for part in parts), strict=True))),
     )
 
 
