@@ -23,9 +23,11 @@ TOP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(TaskConfig):
-    """Attributes:
-    loss: cross-entropy over the softmax of the classes, or the sum of a binary one for each class
-        (``sigmoid``), as the papers pre-train; then let model.head_bias start at -ln(classes) or so.
+    """Classification.
+
+    Attributes:
+        loss: cross-entropy over the softmax of the classes, or the sum of a binary one for each class
+            (``sigmoid``), as the papers pre-train; then let model.head_bias start at -ln(classes) or so.
     """
 
     kind: Literal["classification"] = "classification"
