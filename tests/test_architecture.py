@@ -88,6 +88,7 @@ ALLOWED = {  # package or module -> what of ours it may import; the longest matc
         "orchestrator.training.run_state",
     },
     "orchestrator.data": {
+        "moe.config",
         "orchestrator.config",
         "orchestrator.plugins",
         "orchestrator.storage",

@@ -17,6 +17,7 @@ import torchvision
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from moe.config import did_you_mean
 from orchestrator import storage
 from orchestrator.data import formats
 from orchestrator.data.formats import BY_NAME, Columns
@@ -302,9 +303,9 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
 def _set_class(name: str) -> Any:
     found = getattr(torchvision.datasets, name, None)
     if not inspect.isclass(found):
-        raise UsageError(
-            f"torchvision.datasets has no {name!r}; it has {', '.join(torchvision.datasets.__all__)}"
-        )
+        known = torchvision.datasets.__all__
+        near = did_you_mean(name, known)
+        raise UsageError(f"torchvision.datasets has no {name!r}; it has {', '.join(known)}{near}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from moe.config import did_you_mean
 from moe.load import WEIGHTS
 from moe.model import Model
 from orchestrator import storage
@@ -126,11 +127,12 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
             f"{reference} is a sweep, not one model: name its {reference}@knee, or a trial, such as {trials}"
         )
     folder = place.rpartition("/")[0]
-    there = ", ".join(_runs_in(folder))
+    runs = _runs_in(folder)
+    there, near = ", ".join(runs), did_you_mean(place.rpartition("/")[2], runs)
     raise UsageError(
         f"no trained model {reference!r}: {path} has no checkpoint"
         + (f", and neither has {place}" if place != path else "")
-        + (f"; {folder} holds {there}" if there else "")
+        + (f"; {folder} holds {there}{near}" if there else "")
         + f"; name {MODEL_REF_HELP}"
     )
 

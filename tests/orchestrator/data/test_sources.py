@@ -193,6 +193,7 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
+        ("torchvision:FashonMNIST", "has no 'FashonMNIST'; it has .*; did you mean 'FashionMNIST'?"),
         ("torchvision:mnist", "torchvision.datasets has no 'mnist'; it has .*MNIST"),  # the name of a module
         (
             "torchvision:CIFAR10",
