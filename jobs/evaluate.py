@@ -160,7 +160,7 @@ def evaluate_model(
 
     vit = model.load(default_device())
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
-    scores, *random_scores = evaluate_at(vit, flags.on.images(model, path), [point, *drawn], model.run.task)
+    scores, *random_scores = evaluate_at(vit, model.run.task, flags.on.images(model, path), [point, *drawn])
     batch = next(flags.on.images(model, path))
     (latency,) = latencies(vit, normalize(batch["image"]), [point], repeats=flags.repeats or 10)
     metrics = scores.metrics() | {

@@ -65,7 +65,7 @@ class SweepFlags:
         "tiny", "sizes and recipe of the sweep; all but tiny need --data"
     )
     quality: str | None = flag(
-        None, "metric to maximise, e.g. val/acc1 or fewshot/acc_10shot; default: the sweep's own"
+        None, "metric to maximise, e.g. fewshot/acc_10shot; default: the sweep's own, else the task's"
     )
     seeds: int | None = flag(
         None, "train every arm with seeds 0 .. N-1; default: the sweep's own", least=1, metavar="N"

@@ -30,14 +30,13 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.points import point_name
-from orchestrator.tasks import ClassificationConfig, TaskConfig
+from orchestrator.tasks import TaskConfig
 from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import device_sync
 
 WARM_UP = 3  # untimed passes of each operating point
 ROUNDS = 3  # of timing
-CLASSIFICATION = ClassificationConfig()
 
 Row = dict[str, Any]
 
@@ -84,9 +83,9 @@ class Scores:
 
 def evaluate_at(
     model: Model,
+    task: TaskConfig,
     batches: Iterable[Batch],
     points: Sequence[RoutingOverrides] = (AS_TRAINED,),
-    task: TaskConfig = CLASSIFICATION,
 ) -> list[Scores]:
     """The scores at each operating point, in one pass over the images that computes shared parts once.
 
@@ -257,7 +256,7 @@ def _evaluate(task: EvalTask) -> list[Row]:
     file = storage.join(task.results, f"{task.key(weights)}.json")
     if storage.size(file) is not None:
         return json.loads(storage.read_bytes(file))
-    all_scores = evaluate_at(model, task.images(), task.points, task.model.run.task)
+    all_scores = evaluate_at(model, task.model.run.task, task.images(), task.points)
     assert weights_sha256(model) == weights, "evaluation changed the weights"
     rows = [
         {

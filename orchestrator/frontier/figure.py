@@ -5,6 +5,7 @@ deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more 
 """
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -48,6 +49,7 @@ _MARKS = {
 _FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13}
 _AXIS = {"zeroline": False, "showline": True, "ticks": "outside", "ticklen": 5, "automargin": True}
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+_SPLITS = {"train": "Training", "val": "Validation"}
 _AXIS_TITLES = {
     "cost/train_flops_6mac": f"Training FLOPs (6 {TIMES} MAC)",
     "cost/train_flops_3mac": f"Training FLOPs (3 {TIMES} MAC)",
@@ -59,7 +61,6 @@ _AXIS_TITLES = {
     "perf/step_ms": "Step time (ms)",
     "perf/tpuv3_ms_per_image": "Inference time per image (ms, TPUv3)",
     "perf/mem_peak_gib": "Peak device memory (GiB)",
-    "val/acc1": "Validation accuracy @1",
     **{f"fewshot/acc_{shots}shot": f"{shots}-shot accuracy of frozen features" for shots in (1, 5, 10, 25)},
     "imagenet/acc1": "ImageNet accuracy @1, fine-tuned",
     **{f"imagenet/acc_{shots}shot": f"ImageNet accuracy, {shots}-shot" for shots in (1, 5, 10)},
@@ -322,8 +323,13 @@ def key_sizes(points: Iterable[Point]) -> tuple[float, ...]:
 
 
 def axis_title(metric: str) -> str:
-    """A metric's title with its unit or convention; a metric that is not listed keeps its name."""
-    return _AXIS_TITLES.get(metric, metric)
+    """A metric's title with its unit or convention; a metric that is not listed keeps its name, in words if
+    it is a task's: the accuracy of the best answer is ``accuracy @1``.
+    """
+    split, _, name = metric.partition("/")
+    if split not in _SPLITS:
+        return _AXIS_TITLES.get(metric, metric)
+    return f"{_SPLITS[split]} {re.sub(r'^acc(?=[0-9])', 'accuracy @', name).replace('_', ' ')}"
 
 
 def number(value: float) -> str:

@@ -12,7 +12,7 @@ from orchestrator.guests import from_papers
 # Names of ImageNet-1k as the last part of a path. A subset of it has another name.
 IMAGENET = ("imagenet", "imagenet-1k", "imagenet1k", "imagenet2012", "in1k", "ilsvrc2012")
 IMAGENET_CLASSES = 1000
-# Our metric on ImageNet -> the papers'. `val/acc1` is none: the papers train on JFT, and then fine-tune.
+# Our metric on ImageNet -> the papers'. Validation accuracy has none: the papers train on JFT and fine-tune.
 SAME_ON_IMAGENET = {f"fewshot/acc_{shots}shot": f"imagenet/acc_{shots}shot" for shots in (1, 5, 10)}
 
 

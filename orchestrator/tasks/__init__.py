@@ -1,4 +1,4 @@
-"""What models are trained for."""
+"""Tasks: the contract, and classification."""
 
 from orchestrator.tasks.base import TaskConfig
 from orchestrator.tasks.classification import ClassificationConfig

@@ -25,6 +25,7 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.weights import start_report
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
+from orchestrator.data.fields import check_fields
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data, start_feeds
 from orchestrator.data.stream import in_process
@@ -72,8 +73,8 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     """Checks the sizes of all shards; with `verify` their SHA-256 too.
 
     Raises:
-        UsageError: if a shard is damaged, or the data have more classes than the model; if a batch is larger
-            than the training set.
+        UsageError: if a shard is damaged, the data have more classes than the model or lack a field of the
+            task; if a batch is larger than the training set.
     """
     manifest = open_manifest(run.data.path)
     if run.data.batch_size > manifest.rows("train"):
@@ -86,6 +87,7 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
             f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
         )
+    check_fields(run.task.fields(run.model), manifest.fields, run.data.path)
     check_shards(run.data.path, manifest, verify=verify)
 
 

@@ -100,13 +100,15 @@ def batch(label: int, bad: tuple[DecodeError, ...] = ()) -> Batch:
 def test_what_cannot_be_evaluated():
     model = ViT(PRESETS["debug"]).eval()
     with pytest.raises(UsageError, match="class 10 in the data, but the model has 10 outputs"):
-        evaluate_at(model, [batch(10)])
+        evaluate_at(model, ClassificationConfig(), [batch(10)])
     further = with_fields(batch(0), label=torch.tensor([[0, -1], [0, 11]]))
     with pytest.raises(UsageError, match="class 11 in the data, but the model has 10 outputs"):
-        evaluate_at(model, [further])
+        evaluate_at(model, ClassificationConfig(), [further])
     with pytest.raises(UsageError, match="a dense model has no routing to override"):
-        evaluate_at(model, [batch(0)], [AS_TRAINED, RoutingOverrides(experts=1)])
-    (scores,) = evaluate_at(model, [batch(3, (DecodeError("shard", 1, "key", "torn"),))])
+        evaluate_at(model, ClassificationConfig(), [batch(0)], [AS_TRAINED, RoutingOverrides(experts=1)])
+    (scores,) = evaluate_at(
+        model, ClassificationConfig(), [batch(3, (DecodeError("shard", 1, "key", "torn"),))]
+    )
     assert (scores.images(), scores.unread) == (1, 1)
 
 

@@ -116,7 +116,7 @@ def load_trial(home: Path, name: str) -> Any:
 
 
 def test_a_model_that_is_gone_is_named(trained_home: Path, tmp_path: Path):
-    """By its result, by the point of its arm, and by the name of the sweep."""
+    """The error is the same for the point of an arm, the result of a run and the name of a sweep."""
     copy = shutil.copytree(trained_home / "tiny", tmp_path / "tiny")
     (point, *_) = sweep_frontier(str(copy))[0].front
     shutil.rmtree(copy / f"trials/{point.run_id}/checkpoints")

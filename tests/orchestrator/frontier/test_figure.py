@@ -181,6 +181,7 @@ def test_numbers() -> None:
 
 def test_titles_and_links() -> None:
     assert axis_title("val/acc1") == "Validation accuracy @1"
+    assert axis_title("val/recognised_parts") == "Validation recognised parts"
     assert axis_title("cost/price_usd") == "cost/price_usd"
     assert web_link(LINK) == LINK
     assert web_link("javascript:alert(1)") is web_link(None) is None
