@@ -234,7 +234,8 @@ def test_what_is_not_there(task, home, call):
     for flags, message in [
         (
             ["sotf"],
-            f"no trained model 'sotf': {ROOT}/sotf has {missing} {home}/sotf; {home} holds soft; name",
+            f"no trained model 'sotf': {ROOT}/sotf has {missing} {home}/sotf; {home} holds soft;"
+            " did you mean 'soft'?; name",
         ),
         ([trial], f"no trained model '{trial}': {ROOT}/{trial} has {missing} {home}/{trial}; name"),
         (["soft", "--step", "3"], f"no checkpoint of step 3 in {home}/soft/checkpoints; of: 2, 4"),
