@@ -7,13 +7,36 @@ import psutil
 import ray
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 
 class Trainer(TorchTrainer):
-    """Does not handle Ctrl-C, which Ray would turn into a failed training: the command handles it."""
+    """Does not handle Ctrl-C, which Ray would turn into a failed training: the command handles it. Goes on
+    when another Ray cluster starts on this machine.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        made = super()._create_default_callbacks()
+        return [_Cleaner() if isinstance(each, PlacementGroupCleanerCallback) else each for each in made]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
+
+
+class _Cleaner(PlacementGroupCleanerCallback):
+    """Frees the workers' resources when the controller has died. Ray 2.60 asks the newest cluster on this
+    machine whether it lives, and another cluster, which does not know it, would end the training.
+    """
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        super().after_controller_start(train_run_context)
+        cleaner: Any = self._cleaner
+        if cleaner:
+            ray.get(cleaner.__ray_call__.remote(_ask_this_cluster))
+
+
+def _ask_this_cluster(_: Any) -> None:
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 
 
 class ConnectConfig(TorchConfig):

@@ -6,6 +6,9 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from orchestrator.training import torch_trainer
 
@@ -31,3 +34,23 @@ def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch):
         torch_trainer.use_interface_of_ray()
         chosen.append(tuple(map(os.environ.get, names)))
     assert chosen == [(link, f"={link}"), ("eth7", f"={link}"), (None, None)]
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("cluster")
+def test_another_cluster_on_the_machine_does_not_end_a_training(monkeypatch):
+    """Ray's cleaner asks the newest one whether the controller lives, and frees the workers of an unknown."""
+    callbacks = torch_trainer.Trainer(print)._create_default_callbacks()
+    cleaner: Any = next(each for each in callbacks if isinstance(each, PlacementGroupCleanerCallback))
+
+    class Asker:
+        def cluster(self) -> str:
+            return canonicalize_bootstrap_address_or_die("auto")
+
+    def start(cleaner: Any, context: None) -> None:
+        other = {"env_vars": {"RAY_ADDRESS": "192.0.2.1:6379"}}
+        cleaner._cleaner = ray.remote(Asker).options(num_cpus=0, runtime_env=other).remote()
+
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "after_controller_start", start)
+    cleaner.after_controller_start(None)
+    assert ray.get(cleaner._cleaner.cluster.remote()) == ray.get_runtime_context().gcs_address
