@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orchestrator.frontier.frontier import Frontier
     from orchestrator.sweeps.budget import Device
     from orchestrator.sweeps.run import SweepRun
-    from orchestrator.sweeps.search import OptunaSearch
+    from orchestrator.sweeps.search import SearchOptions
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.store import Tracking
 
@@ -189,24 +189,12 @@ class SweepFlags:
             raise UsageError(f"--device {kind!r} is not in {prices}: {', '.join(devices)}")
         return kind, devices[kind]
 
-    def drawing(self, sweep: Sweep) -> OptunaSearch | None:
-        """The search, which has learned from every complete trial of the --warm-start sweeps in its space."""
-        from orchestrator.sweeps.build import judged_runs
-        from orchestrator.sweeps.search import OptunaSearch
+    def drawing(self) -> SearchOptions | None:
+        from orchestrator.sweeps.search import SearchOptions
 
-        if not self.search or sweep.space is None:
+        if not self.search:
             return None
-        search = OptunaSearch(
-            sweep.space,
-            base=sweep.base,
-            count=self.trials or TRIALS,
-            sampler=self.search,
-            seed=sweep.base.train.seed,
-        )
-        for name in self.warm_start:
-            found = judged_runs(self.run.places.below(name), sweep)
-            print(f"warm start: {search.warm_start(found)} of {len(found)} runs of {name} lie in the space")
-        return search
+        return SearchOptions(sampler=self.search, trials=self.trials or TRIALS, warm_start=self.warm_start)
 
 
 def main() -> None:
@@ -261,7 +249,7 @@ def sweep(flags: SweepFlags) -> None:
         mode=flags.run.mode(),
         policy=MultiObjectiveASHA(chance=chance) if flags.stop_early else RunToCompletion(),
         max_concurrent=flags.max_concurrent,
-        search=flags.drawing(sweep),
+        search=flags.drawing(),
         budget=budget,
         retrain=flags.retrain(),
         flops_per_s=flops_per_s,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.scales import Scale
     from orchestrator.sweeps.scheduler import FrontierScheduler
-    from orchestrator.sweeps.search import OptunaSearch
+    from orchestrator.sweeps.search import OptunaSearch, SearchOptions
     from orchestrator.sweeps.sweep import Sweep, Trunk
     from orchestrator.tasks import ClassificationConfig, TaskConfig
     from orchestrator.tasks.base import Heads
@@ -75,6 +75,7 @@ __all__ = [
     "Scale",
     "ScaleConfig",
     "ScheduleConfig",
+    "SearchOptions",
     "Source",
     "Sweep",
     "SweepOptions",
@@ -115,7 +116,7 @@ _NAMES = {  # module -> what it defines
     "sweeps.run": ("Watch",),
     "sweeps.scales": ("Scale",),
     "sweeps.scheduler": ("FrontierScheduler",),
-    "sweeps.search": ("OptunaSearch",),
+    "sweeps.search": ("OptunaSearch", "SearchOptions"),
     "sweeps.sweep": ("Sweep", "Trunk"),
     "tasks": ("ClassificationConfig", "TaskConfig"),
     "tasks.base": ("Heads",),

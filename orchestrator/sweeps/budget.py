@@ -153,10 +153,10 @@ class BudgetTracker:
         )
         self.save()
 
-    def report(self, name: str, step: int) -> None:
-        """Notes that a running job has reached a step."""
+    def report(self, name: str, step: int, time_s: float) -> None:
+        """Notes that a running job has reached a step; `time_s` counts from the epoch."""
         if job := self._running.get(name):
-            job.reports[1:] = [(step, time.monotonic())]
+            job.reports[1:] = [(step, time_s)]
         if time.monotonic() - self._saved_s > SAVE_EVERY_S:
             self.save()
 

@@ -27,14 +27,14 @@ from orchestrator.frontier.points import knee_points
 from orchestrator.plugins import check_loaded, save_plugins
 from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
-from orchestrator.sweeps.build import raised_reference, say_raised
+from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
 from orchestrator.sweeps.estimate import resolve_auto
 from orchestrator.sweeps.preflight import preflight, require
 from orchestrator.sweeps.progress import StepLines, SweepProgress
 from orchestrator.sweeps.publish import publish, wait_for_report
 from orchestrator.sweeps.queue import Job, Policy, RunToCompletion
 from orchestrator.sweeps.run import QUIET, SweepRun, Watch, keep_weights_only
-from orchestrator.sweeps.search import OptunaSearch, sample
+from orchestrator.sweeps.search import OptunaSearch, SearchOptions, sample
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.tracking.find import check_original
 from orchestrator.tracking.store import Tracking, open_tracking, store_uri
@@ -76,7 +76,7 @@ class SweepOptions(Config):
         mode: ``auto`` continues what is there, ``resume`` insists on it, ``fresh`` moves it aside.
         policy: which trial is next: every trial to its end, or early stopping.
         max_concurrent: trials at the same time; None: as many as the cluster holds.
-        search: draws arms from the sweep's space, beside those it names.
+        search: draws arms from the sweep's space, beside those it names; None: no arms are drawn.
         retrain: arms at the knee that are trained again, for twice the steps, on several workers.
         flops_per_s: of a device; predicts how long trials take until the first has ended; None: none.
         labels: further tags of the sweep's MLflow run.
@@ -85,7 +85,7 @@ class SweepOptions(Config):
     mode: Mode = "auto"
     policy: Policy = RunToCompletion()
     max_concurrent: PositiveInt | None = None
-    search: OptunaSearch | None = None
+    search: SearchOptions | None = None
     budget: Budget = Budget()
     retrain: NonNegativeInt = 0
     flops_per_s: PositiveFloat | None = None
@@ -222,6 +222,8 @@ def trained_trials(
     check_kind(directory, "sweep")
     if not (sweep.arms or options.search):
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
+    if options.search and sweep.space is None:
+        raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
     sweep = replace(sweep, base=with_data(sweep.base))
 
     def open_mine() -> Tracking:
@@ -231,13 +233,14 @@ def trained_trials(
     ready = partial(connect, watch.say)
     require(preflight(sweep, connect=ready, open_store=open_mine, retrain=bool(options.retrain)))
     store = open_mine()
+    search = options.search and drawn_by(sweep, options.search, watch)
     with watch, _working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
             status = "interrupted"
             budget = BudgetTracker(options.budget, directory, flops_per_s=options.flops_per_s or math.inf)
             try:
-                run = SweepRun(sweep, budget, options.policy, options.max_concurrent, options.search, watch)
+                run = SweepRun(sweep, budget, options.policy, options.max_concurrent, search, watch)
                 run.work()
                 status = run.end()
                 update_sweep(directory, lambda was: {"status": status})
@@ -249,6 +252,23 @@ def trained_trials(
             finally:
                 budget.leave()
                 update_sweep(directory, lambda was: {"status": status})
+
+
+def drawn_by(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
+    """Returns the search, which has learned from the trials of other sweeps that lie in its space."""
+    assert sweep.space
+    search = OptunaSearch(
+        sweep.space,
+        base=sweep.base,
+        count=options.trials,
+        sampler=options.sampler,
+        seed=sweep.base.train.seed,
+    )
+    for name in options.warm_start:
+        found = judged_runs(storage.join(sweep.base.storage, name), sweep)
+        taken = search.warm_start(found)
+        watch.say(f"warm start: {taken} of {len(found)} runs of {name} lie in the space")
+    return search
 
 
 @contextmanager
@@ -381,7 +401,7 @@ def _retrain(run: SweepRun, arm: str) -> None:
     update_sweep(run_directory(sweep.base), lambda was: {"trials": {**was.trials, name: labels}})
 
     def report(step: int, metrics: Metrics) -> None:
-        run.budget.report(name, step)
+        run.budget.report(name, step, time.time())
         watch.report(name, step, metrics)
 
     watch.retraining(arm, longer)

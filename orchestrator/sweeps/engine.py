@@ -18,14 +18,11 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
 from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
 from orchestrator.sweeps.scheduler import QueueScheduler
-from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.fit import fit
-from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.resources import is_inline, run_resources
 from orchestrator.training.run_directory import pause_of, result_of, run_directory
 
 RESTARTS = 3  # of a trial's process that dies
-STATUS_EVERY_S = 30
 TUNE_ENV = {  # settings that have no argument in Tune
     # MLflow has every metric: Tune writes no copies as CSV, JSON and tfevents.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -44,13 +41,12 @@ class Hooks(Protocol):
     """Callbacks of a sweep's driver for its jobs."""
 
     def began(self, job: Job) -> None: ...
-    def report(self, trial: Trial, step: int, metrics: Metrics) -> None: ...
 
     def done(self, job: Job, outcome: Outcome) -> None:
         """A job ended. The driver must tell the queue."""
 
-    def status(self) -> None:
-        """Called every half minute."""
+    def follow(self) -> None:
+        """Called a few times a second: running trials may have reported something in their directories."""
 
 
 def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
@@ -102,18 +98,14 @@ def train_trial(config: Mapping[str, Any]) -> None:
     os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", "60")
     run: RunConfig = config["run"]
     try:
-        result = fit(run, _report, until=config["until"])
+        result = fit(run, until=config["until"])
     except Exception as error:
         trace = storage.join(run_directory(run), "error.txt")
         storage.write_bytes(trace, traceback.format_exc().encode())
         ray.tune.report({"failed": reason_of(error)})
     else:
-        if result.status == "paused":
-            ray.tune.report({"paused_at": result.step})
-
-
-def _report(step: int, metrics: Mapping[str, float]) -> None:
-    ray.tune.report({"step": step, "metrics": dict(metrics)})
+        # Tune prints a line about a trial that has never reported.
+        ray.tune.report({"paused_at" if result.status == "paused" else "ended_at": result.step})
 
 
 def _reserved(config: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
@@ -226,23 +218,13 @@ class NewTrials(Searcher):
 class Follow(ray.tune.Callback):
     """Handles the events that Tune sends to callbacks but not to schedulers: a process began, its last
     restart failed, time has passed.
-
-    It handles reports too, since Tune flattens those for a scheduler, and repeats the last report.
     """
 
     def __init__(self, scheduler: SweepScheduler) -> None:
         self.scheduler = scheduler
-        self._status_at = time.monotonic()
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         self.scheduler.began(trial)
-
-    def on_trial_result(
-        self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, result: dict[str, Any], **info: Any
-    ) -> None:
-        if "metrics" in result:
-            trained = self.scheduler.state_of(trial).trial
-            self.scheduler.hooks.report(trained, result["step"], result["metrics"])
 
     def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         self.scheduler.died(trial, f"its process died {RESTARTS + 1} times")
@@ -252,6 +234,4 @@ class Follow(ray.tune.Callback):
         for trial in trials:
             if trial.status == TuneTrial.ERROR and self.scheduler.state_of(trial).running:
                 self.scheduler.died(trial, "its process could not be reused")
-        if time.monotonic() - self._status_at > STATUS_EVERY_S:
-            self._status_at = time.monotonic()
-            self.scheduler.hooks.status()
+        self.scheduler.hooks.follow()

@@ -71,10 +71,10 @@ class RunProgress:
         self.step, self.images_per_s = step, metrics.get("perf/images_per_s", self.images_per_s)
 
     def left(self) -> str:
-        """Time to the last step in words; empty before two reports, and at the end."""
-        if self._first is None or not self._first[0] < self.step < self.steps:
+        """Time to the last step in words; empty before two reports that were read apart, and at the end."""
+        step, began_s = self._first or (0, self._last_s)
+        if not step < self.step < self.steps or began_s == self._last_s:
             return ""
-        step, began_s = self._first
         left_s = (self._last_s - began_s) / (self.step - step) * (self.steps - self.step)
         return f"about {duration(left_s)} left"
 

@@ -1,8 +1,9 @@
 """The trials of a sweep: what its directory has of them, which is next, what they may cost."""
 
 import math
+import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from orchestrator import storage
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -22,7 +24,8 @@ from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.fit import POLL_S, S3_POLL_S
+from orchestrator.training.metrics_file import METRICS, LineReader, Metrics
 from orchestrator.training.resources import most_resources, run_resources
 from orchestrator.training.run_directory import (
     Result,
@@ -35,6 +38,8 @@ from orchestrator.training.run_directory import (
     write_sweep,
 )
 from orchestrator.training.worker import costs
+
+STATUS_EVERY_S = 30
 
 
 class Watch:
@@ -126,6 +131,9 @@ class SweepRun:
         self.retrained: dict[str, Outcome] = {}
         self._predicted = set[Hashable]()
         self._directory = run_directory(sweep.base)
+        self._reports: dict[str, LineReader] = {}  # of running trials
+        self._readers = ThreadPoolExecutor(16)
+        self._followed_s = self._status_s = time.monotonic()
         self.queue = TrialQueue(
             map(self.state_of, sweep.trials(self._drawn()).values()),
             policy,
@@ -144,10 +152,9 @@ class SweepRun:
         record = read_sweep(self._directory)
         assert record is not None
         assert self.queue.states.keys() <= record.trials.keys(), "what is trained must be in sweep.json"
-        with ThreadPoolExecutor(16) as pool:
-            for trial, ends in zip(trials, pool.map(_ends_of, trials), strict=True):
-                for outcome in ends:
-                    self.queue.record(trial.name, outcome)
+        for trial, ends in zip(trials, self._readers.map(_ends_of, trials), strict=True):
+            for outcome in ends:
+                self.queue.record(trial.name, outcome)
         if self.search:
             self.search.restore([(a, changes, *self._values(a)) for a, changes in self._drawn().items()])
         self.watch.start(self)
@@ -159,12 +166,31 @@ class SweepRun:
     def began(self, job: Job) -> None:
         self.budget.begin(job)
         self.watch.began(job)
+        reports = self._reports[job.trial.name] = LineReader(run_directory(job.trial.run), METRICS)
+        reports.new()  # skips the lines of earlier attempts
 
-    def report(self, trial: Trial, step: int, metrics: Metrics) -> None:
-        self.budget.report(trial.name, step)
-        self.watch.report(trial.name, step, metrics)
+    def follow(self) -> None:
+        """Passes on what running trials have reported in their directories, and the status now and then."""
+        now = time.monotonic()
+        if now - self._followed_s < (POLL_S if storage.is_local(self._directory) else S3_POLL_S):
+            return
+        self._pass_on([*self._reports])
+        self._followed_s = time.monotonic()
+        if now - self._status_s > STATUS_EVERY_S:
+            self._status_s = now
+            self.budget.save()
+            self.watch.status()
+
+    def _pass_on(self, names: Sequence[str]) -> None:
+        for name, rows in zip(names, self._readers.map(lambda n: self._reports[n].new(), names), strict=True):
+            for row in rows:
+                if "metrics" in row:
+                    self.budget.report(name, row["step"], row["time_s"])
+                    self.watch.report(name, row["step"], row["metrics"])
 
     def done(self, job: Job, outcome: Outcome) -> None:
+        self._pass_on([job.trial.name])
+        del self._reports[job.trial.name]
         self.budget.record(job, outcome)
         outcome = self.queue.judge(outcome)
         if isinstance(outcome, str):
@@ -174,10 +200,6 @@ class SweepRun:
         if self.search and cost is not None:
             self.search.tell(job.trial.arm, quality, cost)
         self.watch.ended(job.trial.name, outcome)
-
-    def status(self) -> None:
-        self.budget.save()
-        self.watch.status()
 
     def snapshot(self) -> SweepState:
         """Returns the state of the sweep. Its hypervolume ends at 1.1 times the highest cost of a trial."""

@@ -26,6 +26,7 @@ from optuna.trial import TrialState, create_trial
 from ray import cloudpickle
 from ray.tune.search import Searcher
 
+from moe.config import Config, PositiveInt
 from orchestrator.codec import changed_fields, flat, override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -60,6 +61,20 @@ class DrawnArm:
 
     name: str
     changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(Config):
+    """How a sweep draws arms from its space.
+
+    Attributes:
+        trials: arms to draw.
+        warm_start: names of sweeps in the same storage, whose complete trials it learns from.
+    """
+
+    sampler: Kind = "tpe"
+    trials: PositiveInt = 20
+    warm_start: tuple[str, ...] = ()
 
 
 class OptunaSearch:

@@ -97,7 +97,7 @@ def check_start(run: RunConfig) -> None:
         start_report(run.model, run.train.init_from, without=run.train.init_without)
 
 
-def fit(run: RunConfig, report: Report, *, until: int | None = None) -> Result:
+def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: int | None = None) -> Result:
     """Trains `run` to its end, or to step `until`, from its newest checkpoint if it has one.
 
     If the run is inline, this process is its only worker; otherwise Ray Train starts the workers. Either way

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import evaluate, export, pareto_sweep, predict, report, train
+from jobs import evaluate, export, pack_shards, pareto_sweep, predict, report, train
 from moe.load import load
 from orchestrator.plugins import load_plugins
 from tests.parts import png
@@ -28,7 +28,7 @@ SWEEP = """
 from orchestrator import RunConfig, Sweep, override
 
 def make():
-    base = override(RunConfig(), {"name": "guests", "train.steps": 4})
+    base = override(RunConfig(), {"name": "guests", "train.steps": 4, "task.kind": "proportions"})
     arms = {
         "cosine": {"model.moe.router.kind": "cosine"},
         "convnet": {"model.kind": "convnet"},
@@ -92,9 +92,12 @@ def test_a_guest(name, empty_home, call, new_process, tmp_path):
 
 
 def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
-    """Trials load what their arms need, on one worker and for the knee on two; so does a resumed sweep."""
-    files = [Path(shutil.copy(OWN / f"{name}.py", tmp_path)) for name in ("cosine", "convnet", "lion")]
-    plugins = [word for file in files for word in ("--plugin", str(file))]
+    """For a task of one's own. Trials load what they need, on one worker and for the knee on two; so does a
+    resumed sweep.
+    """
+    names = ("proportions", "cosine", "convnet", "lion")
+    task, *files = (Path(shutil.copy(OWN / f"{name}.py", tmp_path)) for name in names)
+    plugins = [word for file in (task, *files) for word in ("--plugin", str(file))]
     sweep, of = tmp_path / "guests.py", ["--sweep", f"{tmp_path}/guests.py:make", "--confirm", "1"]
     sweep.write_text(SWEEP)
     stopped, said = call(pareto_sweep.main, *of, *plugins)
@@ -102,7 +105,7 @@ def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
     trials = empty_home / "guests" / "trials"
     for file in files:
         config = json.loads((trials / file.stem / "config.json").read_text())["config"]
-        assert [each.split("@")[0] for each in config["plugins"]] == [file.name]
+        assert {each.split("@")[0] for each in config["plugins"]} == {task.name, file.name}
         assert (empty_home / "guests" / "plugins" / file.name).read_bytes() == file.read_bytes()
     assert list((empty_home / "guests" / "confirm").glob("*/result.json"))
 
@@ -119,3 +122,18 @@ def test_a_sweep_of_guests(empty_home, call, new_process, tmp_path):
     stopped, _ = call(pareto_sweep.main, *of, *plugins, "--resume")
     assert stopped.startswith("error: made with the plugin lion.py (SHA-256 ")
     assert "and lion.py (SHA-256 " in stopped
+
+
+def test_a_guest_source(empty_home, call, tmp_path):
+    """What it yields is trained on by two workers, then by one, and judged."""
+    data = str(tmp_path / "stripes")
+    assert call(pack_shards.main, "--source", f"{OWN}/stripes.py:make", "--out", data)[0] == ""
+    training = ["--name", "stripes", "--data", data, "--set", *SHORT, "data.batch_size=32"]
+    assert call(train.main, *training, "--workers", "2")[0] == ""
+    run = empty_home / "stripes"
+    (run / "result.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    assert call(train.main, *training)[0] == ""
+    stopped, said = call(evaluate.main, "stripes")
+    assert stopped == "", said
+    assert "of 36 images" in said

@@ -190,7 +190,7 @@ def test_what_runs_when_the_process_ends_is_charged_and_teaches_its_pace(
     tracker.begin(job(state))
     for seconds, step in ((10, 10), (20, 30), (20, 60)):
         trials.clock[0] += seconds
-        tracker.report("a", step)
+        tracker.report("a", step, trials.clock[0])
     if not killed:
         trials.clock[0] += 10
         tracker.leave()

@@ -30,7 +30,7 @@ from orchestrator.sweeps.progress import ended_line
 from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion
 from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scales import TINY
-from orchestrator.sweeps.search import OptunaSearch
+from orchestrator.sweeps.search import SearchOptions
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, newest_of
 from orchestrator.tracking.store import Tracking, open_tracking
@@ -357,9 +357,7 @@ def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
     sweep = replace(sweep, arms={}, space=space)
 
     def search(count: int) -> SweepOptions:
-        return SweepOptions(
-            search=OptunaSearch(space, base=sweep.base, count=count, sampler="random", seed=0)
-        )
+        return SweepOptions(search=SearchOptions(sampler="random", trials=count))
 
     _, first = swept(sweep, tracking, search(2))
     assert list(first) == ["random-0001", "random-0002"]
@@ -406,6 +404,8 @@ def test_what_is_no_sweep(digits: str, tmp_path: Path) -> None:
         run_sweep(base)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="the sweep has no arms"):
         run_sweep(Sweep(base=base, arms={}))
+    with pytest.raises(UsageError, match="has no space to search"):
+        run_sweep(Sweep(base=base, arms={}), SweepOptions(search=SearchOptions()))
     run = override(base, {"data.path": digits})
     with pytest.raises(UsageError, match="nothing to resume"):
         train(run, mode="resume", progress=False)

@@ -34,13 +34,11 @@ class Heard:
     def began(self, job: Job) -> None:
         self.events.append(("began", job.trial.name))
 
-    def report(self, *report: Any) -> None: ...
-
     def done(self, job: Job, outcome: Outcome) -> None:
         self.events.append(("done", job.trial.name, str(outcome)))
         self.queue.done(job.trial.name, outcome)
 
-    def status(self) -> None: ...
+    def follow(self) -> None: ...
 
 
 def suggested(**changes: Any) -> tuple[Heard, SweepScheduler, dict[str, Any]]:
