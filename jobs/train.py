@@ -89,7 +89,7 @@ class RunFlags:
         """
         from moe.codec import to_dict
         from orchestrator.data.manifest import open_manifest
-        from orchestrator.sweeps import driver
+        from orchestrator.data.packing import digits
 
         try:
             name = run_name(self.name or name)
@@ -112,7 +112,7 @@ class RunFlags:
         root = self.places.root()
         changes: dict[str, Any] = {"name": name, "storage": root}
         if self.data or source:
-            path = self.places.shards(self.data) if self.data else driver.digits(root, source)
+            path = self.places.shards(self.data) if self.data else digits(root, source)
             if not (self.data or self.fresh):
                 check_trained_on(path, self.places.below(name))
             changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}

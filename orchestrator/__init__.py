@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.data.batch import Batch, normalize
     from orchestrator.data.images import Transform, encode_png
+    from orchestrator.data.packing import digits
     from orchestrator.data.samples import Sample, Source
     from orchestrator.errors import UsageError
     from orchestrator.evaluation.models import load_model
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from orchestrator.schedules import ConstantConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
     from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import Budget
-    from orchestrator.sweeps.driver import SweepOptions, digits, run_sweep, train
+    from orchestrator.sweeps.driver import SweepOptions, run_sweep, train
     from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.scales import Scale
     from orchestrator.sweeps.scheduler import FrontierScheduler
@@ -101,6 +102,7 @@ _NAMES = {  # module -> what it defines
     "config": ("CheckpointConfig", "DataConfig", "FewShotConfig", "RunConfig", "ScaleConfig", "TrainConfig"),
     "data.batch": ("Batch", "normalize"),
     "data.images": ("Transform", "encode_png"),
+    "data.packing": ("digits",),
     "data.samples": ("Sample", "Source"),
     "errors": ("UsageError",),
     "evaluation.models": ("load_model",),
@@ -112,7 +114,7 @@ _NAMES = {  # module -> what it defines
     "schedules": ("ConstantConfig", "CosineConfig", "LinearConfig", "RsqrtConfig", "ScheduleConfig"),
     "sweeps.asha": ("MultiObjectiveASHA",),
     "sweeps.budget": ("Budget",),
-    "sweeps.driver": ("SweepOptions", "digits", "run_sweep", "train"),
+    "sweeps.driver": ("SweepOptions", "run_sweep", "train"),
     "sweeps.run": ("Watch",),
     "sweeps.scales": ("Scale",),
     "sweeps.scheduler": ("FrontierScheduler",),

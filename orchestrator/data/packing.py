@@ -22,9 +22,10 @@ from orchestrator import storage
 from orchestrator.data.fields import Stored, stored_as
 from orchestrator.data.images import BadImage, decode, encode_png
 from orchestrator.data.index import RECORD, IndexedShard, records_of, write_index
-from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, save_manifest
+from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, open_manifest, save_manifest
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
+from orchestrator.data.sources import open_source
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 
@@ -273,3 +274,19 @@ def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         size += sample.size
     if chunk:
         yield chunk
+
+
+def digits(root: str, source: str = "digits") -> str:
+    """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
+
+    source: ``digits``, 1,797 images of 8 x 8 pixels, or ``cluttered-digits``, the 13,642 images of 16 x 16
+    pixels that the sweep `quickstart` is trained on.
+    """
+    path = storage.join(root, "data", source)
+    try:
+        open_manifest(path)
+    except UsageError:
+        # There are none, or those of another version in its format: they are made, so nothing is lost.
+        found = open_source(source)
+        write_shards(path, found.classes, found.splits, fresh=True)
+    return path

@@ -19,8 +19,7 @@ from orchestrator import storage
 from orchestrator.codec import changed_fields, flat, read_config, renamed, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
-from orchestrator.data.packing import write_shards
-from orchestrator.data.sources import open_source
+from orchestrator.data.packing import digits
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import knee_points
@@ -90,22 +89,6 @@ class SweepOptions(Config):
     retrain: NonNegativeInt = 0
     flops_per_s: PositiveFloat | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-def digits(root: str, source: str = "digits") -> str:
-    """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
-
-    source: ``digits``, 1,797 images of 8 x 8 pixels, or ``cluttered-digits``, the 13,642 images of 16 x 16
-    pixels that the sweep `quickstart` is trained on.
-    """
-    path = storage.join(root, "data", source)
-    try:
-        open_manifest(path)
-    except UsageError:
-        # There are none, or those of another version in its format: they are made, so nothing is lost.
-        found = open_source(source)
-        write_shards(path, found.classes, found.splits, fresh=True)
-    return path
 
 
 def with_data(run: RunConfig) -> RunConfig:

@@ -14,7 +14,7 @@ from orchestrator import storage
 from orchestrator.data import packing
 from orchestrator.data.external import index_external_shards
 from orchestrator.data.manifest import Manifest, open_manifest
-from orchestrator.data.packing import Sample, check_free, pack, write_shards
+from orchestrator.data.packing import Sample, check_free, digits, pack, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
@@ -212,3 +212,18 @@ def test_from_a_bucket_into_a_bucket(
     assert report == pack(str(tmp_path / "out"), open_source(f"webdataset:{tmp_path}/tars"))
     assert open_manifest(bucket.uri("out")) == report.manifest
     assert [shard.rows for shard in report.manifest.splits["train"]] == [8, 8, 8, 6]
+
+
+def test_digits_of_another_version_are_packed_again(tmp_path: Path) -> None:
+    """They are made, so a new version of the project replaces them; what is of its own format stays."""
+    path = Path(digits(str(tmp_path)))
+    manifest = path / "manifest.json"
+    written = manifest.read_text()
+    began = manifest.stat().st_mtime_ns
+    assert Path(digits(str(tmp_path))) == path
+    assert manifest.stat().st_mtime_ns == began
+    manifest.write_text(written.replace('"format": 2', '"format": 1').replace('"format":2', '"format":1'))
+    with pytest.raises(UsageError, match="packed by another version"):
+        open_manifest(str(path))
+    digits(str(tmp_path))
+    assert manifest.read_text() == written

@@ -367,21 +367,6 @@ def test_a_search_draws_arms_and_goes_on_where_it_was(sweep, tracking):
     assert {p.status for p in frontier.points} == {"finished"}
 
 
-def test_digits_of_another_version_are_packed_again(tmp_path: Path) -> None:
-    """They are made, so a new version of the project replaces them; what is of its own format stays."""
-    path = Path(driver.digits(str(tmp_path)))
-    manifest = path / "manifest.json"
-    written = manifest.read_text()
-    began = manifest.stat().st_mtime_ns
-    assert Path(driver.digits(str(tmp_path))) == path
-    assert manifest.stat().st_mtime_ns == began
-    manifest.write_text(written.replace('"format": 2', '"format": 1').replace('"format":2', '"format":1'))
-    with pytest.raises(UsageError, match="packed by another version"):
-        open_manifest(str(path))
-    driver.digits(str(tmp_path))
-    assert manifest.read_text() == written
-
-
 @pytest.mark.usefixtures("no_cluster")
 def test_the_address_of_submitted_jobs_is_no_cluster_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
