@@ -1,26 +1,25 @@
 """What a sweep costs beside its training: 1,000 trials of one step each, the driver killed once midway.
 
-  python bench/control_plane.py --trials 1000 --out bench/results/control-plane.json
+  python bench/control_plane.py [--trials 1000] [--home DIR] [--out bench/results/control-plane.json]
 
 Seconds per trial of the whole command, memory of the driver, size of Tune's own snapshots, MLflow's rows, and
-how long the report takes to be built again from MLflow alone.
+how long the report takes to be built again from MLflow alone. A home is a folder to keep.
 """
 
-import argparse
 import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+from bench.harness import ROOT, Record, options
+
 SWEEP = """
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -34,95 +33,72 @@ def make():
 """
 
 
-def start(home: Path) -> subprocess.Popen[bytes]:
-    command = ["jobs/pareto_sweep.py", "--sweep", f"{home}/many.py:make", "--confirm", "0"]
-    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
-    with (home / "log.txt").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
-        )
+def main() -> None:
+    args = options(__doc__, trials=1000, home="", out="")
+    home = Path(args.home or tempfile.mkdtemp())
+    home.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(measure(args.trials, home), indent=1)
+    print(text)
+    if args.out:
+        Path(args.out).write_text(text + "\n")
 
 
 def complete(home: Path) -> int:
     return len(list(home.glob("many/trials/*/result.json")))
 
 
-def watch(driver: subprocess.Popen[bytes], home: Path, most: int, rss: dict[int, float]) -> None:
-    """Until the driver ends, or `most` trials are complete; notes its memory in MiB at every hundred."""
+def drive(home: Path, most: float) -> tuple[float, dict[int, float], int | None]:
+    """Returns the seconds until the driver ends, or until `most` trials are complete and it is killed; the
+    most MiB of its memory in every hundred of trials; and its exit code.
+    """
+    command = ["jobs/pareto_sweep.py", "--sweep", f"{home}/many.py:make", "--confirm", "0"]
+    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    began, mib = time.monotonic(), dict[int, float]()
+    with (home / "log.txt").open("ab") as log:
+        driver = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
+        )
     process = psutil.Process(driver.pid)
     while driver.poll() is None and (done := complete(home)) < most:
-        try:
-            rss.setdefault(done // 100 * 100, process.memory_info().rss / 2**20)
-        except psutil.Error:
-            return
+        with suppress(psutil.Error):
+            now = process.memory_info().rss / 2**20
+            mib[done // 100 * 100] = max(now, mib.get(done // 100 * 100, 0))
         time.sleep(0.5)
-
-
-def measure(trials: int, home: Path) -> dict[str, Any]:
-    (home / "many.py").write_text(SWEEP.format(trials=trials))
-    rss: dict[int, float] = {}
-    began = time.monotonic()
-    driver = start(home)
-    watch(driver, home, trials // 2, rss)
-    driver.send_signal(signal.SIGKILL)
+    code = driver.poll()
+    driver.kill()
     driver.wait()
-    killed_at, first_s = complete(home), time.monotonic() - began
+    return time.monotonic() - began, mib, code
+
+
+def measure(trials: int, home: Path) -> Record:
+    (home / "many.py").write_text(SWEEP.format(trials=trials))
+    first_s, mib, _ = drive(home, trials // 2)
+    killed_at = complete(home)
     time.sleep(5)  # its Ray goes with it
-    began = time.monotonic()
-    driver = start(home)
-    process = psutil.Process(driver.pid)
-    peak = 0.0
-    while driver.poll() is None:
-        try:
-            peak = max(peak, process.memory_info().rss / 2**20)
-        except psutil.Error:
-            break
-        time.sleep(0.5)
-    code, second_s = driver.wait(), time.monotonic() - began
+    second_s, after, code = drive(home, float("inf"))
     if code:
         sys.exit((home / "log.txt").read_text()[-3000:])
-    report_s = rebuild(home)
+    began = time.monotonic()
+    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    report = [sys.executable, "jobs/report.py", "--name", "many", "--out", f"{home}/report"]
+    subprocess.run(report, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    report_s = time.monotonic() - began
     store = sqlite3.connect(home / "mlflow.db")
     rows = {name: store.execute(f"select count(*) from {name}").fetchone()[0] for name in ("runs", "metrics")}
-    snapshots = sum(file.stat().st_size for file in home.glob("many/tune/*") if file.is_file())
     return {
         "trials": trials,
         "killed at": killed_at,
         "seconds per trial": (first_s + second_s) / trials,
         "seconds per trial, before the kill": first_s / killed_at,
         "seconds per trial, after it": second_s / (trials - killed_at),
-        "driver MiB": {str(at): round(size) for at, size in sorted(rss.items())},
-        "driver MiB at most, after the kill": round(peak),
-        "bytes of Tune's snapshots": snapshots,
+        "driver MiB": {str(at): round(size) for at, size in mib.items()},
+        "driver MiB at most, after the kill": round(max(after.values())),
+        "bytes of Tune's snapshots": sum(p.stat().st_size for p in home.glob("many/tune/*") if p.is_file()),
         "rows in MLflow": rows,
         "metrics per second": rows["metrics"] / (first_s + second_s),
         "report built again, s": report_s,
         "page, bytes": (home / "report/frontier.html").stat().st_size,
     }
-
-
-def rebuild(home: Path) -> float:
-    env = os.environ | {"MOE_FRONTIER_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "jobs/report.py", "--name", "many", "--out", f"{home}/report"]
-    began = time.monotonic()
-    subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - began
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=1000, help="(%(default)s)")
-    parser.add_argument("--home", type=Path, help="folder to keep; default: a temporary one")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    home = args.home or Path(tempfile.mkdtemp())
-    home.mkdir(parents=True, exist_ok=True)
-    found = measure(args.trials, home)
-    print(json.dumps(found, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

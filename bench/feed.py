@@ -2,18 +2,17 @@
 
   python bench/feed.py [--rounds N] [--seconds S] [--workers N] [--out FILE]
 
-Three forms are compared, in turn and with the same blocks: Ray Data with a task for every block and ordered
-executions (the form before this one), the product's feed, and plain Ray tasks that each worker submits for
-itself, some in flight. First a copy of ready bytes takes the place of decoding, of 1 kB and of 150 kB per
-image: what is left is the work of the feed. Then photograph-like JPEGs of 91 kB are decoded to 224 px. The
-product's feed is also measured with the blocks of a run of 8 workers and more, half of which it serves.
+Two forms are compared, in turn and with the same blocks: the product's feed (long tasks), and plain Ray tasks
+that each worker submits for itself, some in flight. (`bench/results/feed.json` also has "short tasks", the
+form before: a task of Ray Data for every block. The bench of its commit measured it.) First a copy of ready
+bytes takes the place of decoding, of 1 kB and of 150 kB per image: what is left is the work of the feed. Then
+photograph-like JPEGs of 91 kB are decoded to 224 px. The product's feed is also measured with the blocks of a
+run of 8 workers and more, half of which it serves.
 
 Workers are threads of this process which only receive blocks. Medians over rounds. Then the number of feeds
 is computed that 8, 64 and 512 GPUs need, if a feed's process may use 60 % of a core.
 """
 
-import argparse
-import asyncio
 import importlib
 import itertools
 import json
@@ -23,7 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -34,8 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import ray
-import ray.data
 
+from bench.harness import RESULTS, ROOT, Record, options
 from bench.images import draw, pack
 from bench.provenance import provenance
 from orchestrator.codec import override
@@ -45,20 +44,16 @@ from orchestrator.data.batch import PartialBatch, Traffic
 from orchestrator.data.read_plan import LARGE_WORKERS, ReadPlan
 from orchestrator.data.stream import open_stream
 
-ROOT = Path(__file__).parent.parent
-
 CORES = os.cpu_count() or 1
 SHARE = 222  # images per worker and step: one block of 32 MiB at 224 px
 STEPS = 1 << 20
 HOOK = "bench.feed.use_ready_bytes"
 JPEGS = 200
 BUSY = 0.6  # of a core that a feed's process may use
-TASKS_PER_CPU = 8  # tasks of an execution, in the form before
-FORMS = ("short tasks", "long tasks", "plain tasks")
+FORMS = ("long tasks", "plain tasks")
 PROCESSES = ("feed", "workers", "tasks", "ray")
 LARGE = "150 kB, large run"
 CASES = {"1 kB": 18, "150 kB": 224, "JPEG": 224, LARGE: 224}  # case -> pixels per side
-Record = dict[str, Any]
 
 
 class ReadyStream(NamedTuple):
@@ -99,58 +94,8 @@ def decoded(plan: ReadPlan, number: int) -> list[PartialBatch]:
     return [stream.decode(stream.fetch(step, slots)) for step, slots in chunk]
 
 
-@ray.remote(num_cpus=0)
-class ShortTasks:
-    """The form before: a task of Ray Data for every block, executions that overlap, blocks in order."""
-
-    reading = -1
-
-    async def join(self, plan: ReadPlan, rank: int) -> int:
-        if rank == 0:
-            self.loop, self.room = asyncio.get_running_loop(), threading.Semaphore(3 * len(plan.ranks))
-            self.blocks: Any = defaultdict(self.loop.create_future)
-            self.reading += 1
-            threading.Thread(target=self.run, args=(plan, self.reading), daemon=True).start()
-        return self.reading
-
-    async def block(self, reading: int, number: int) -> list[Any]:
-        block = await self.blocks[number]
-        del self.blocks[number]
-        self.room.release()
-        return [block]
-
-    def run(self, plan: ReadPlan, reading: int) -> None:
-        for number, reference in enumerate(self.references(plan)):
-            self.room.acquire(timeout=5)
-            if reading != self.reading:
-                return
-            self.loop.call_soon_threadsafe(lambda n, ref: self.blocks[n].set_result(ref), number, reference)
-
-    def references(self, plan: ReadPlan) -> Iterator[Any]:
-        tasks = TASKS_PER_CPU * CORES
-        with ThreadPoolExecutor(1) as starter:
-            following = starter.submit(self.execute, plan, 0, tasks)
-            for first in range(0, plan.block_count(), tasks):
-                for done, bundle in enumerate(following.result(), start=1):
-                    if done == tasks * 3 // 4:
-                        following = starter.submit(self.execute, plan, first + tasks, tasks)
-                    yield from (entry.ref for entry in bundle.blocks)
-
-    def execute(self, plan: ReadPlan, first: int, tasks: int) -> Iterator[Any]:
-        def decode(ids: Any) -> dict[str, Any]:
-            parts = decoded(plan, first + int(ids["id"][0]))
-            rows = [p.fields | {"valid": p.valid, "key": p.key, "sample": p.sample} for p in parts]
-            return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-
-        dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
-        dataset.context.enable_progress_bars = dataset.context.print_on_execution_start = False
-        dataset.context.execution_options.preserve_order = True
-        dataset.context.set_config("backpressure_policies.enabled", [])
-        return iter(dataset.iter_internal_ref_bundles())
-
-
 def by_server(server: Any, plan: ReadPlan, rank: int) -> Iterator[Any]:
-    """Yields a worker's blocks from a server of the form before, or of ours."""
+    """Yields a worker's blocks from the product's server."""
     reading = ray.get(server.join.remote(plan, rank))
     numbers = iter(range(rank, plan.block_count(), len(plan.ranks)))
     asked = deque(server.block.remote(reading, n) for n in islice(numbers, ray_data.BLOCKS_AHEAD))
@@ -230,15 +175,14 @@ def report(records: list[Record]) -> list[Record]:
         of = {key: statistics.median(row[key] for row in rows) for key in rows[0] if "_per_" in key}
         rates = "".join(f" {value:8.1f} {key}" for key, value in of.items() if "cpu" not in key)
         cpu = "".join(f" {key.split('_')[0]} {value:.2f}" for key, value in of.items() if "cpu" in key)
-        ratio = of["images_per_s"] / found.get((case, FORMS[0]), of)["images_per_s"]
-        print(f"{case:18}{form:12}{rates}, {ratio:.2f} times short tasks; CPU ms per block:{cpu}")
+        print(f"{case:18}{form:12}{rates}; CPU ms per block:{cpu}")
         found[case, form] = of
     # A feed's process uses some CPU at any rate, and some for each block.
-    ours = [of for (_, form), of in found.items() if form == FORMS[1]]
+    ours = [of for (_, form), of in found.items() if form == FORMS[0]]
     rates = [of["blocks_per_s"] for of in ours]
     cores = [of["blocks_per_s"] * of["feed_cpu_ms_per_block"] / 1000 for of in ours]
     slope, always = np.polyfit(rates, cores, 1)
-    of = found[LARGE, FORMS[1]]
+    of = found[LARGE, FORMS[0]]
     most = (BUSY - always) / slope * of["images_per_s"] / of["blocks_per_s"]
     print(f"a feed uses {always:.3f} cores, and {1000 * slope:.2f} ms for a block: {most:.0f} images/s")
     feeds = [
@@ -251,27 +195,22 @@ def report(records: list[Record]) -> list[Record]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--out", default=str(ROOT / "bench/results/feed.json"))
-    args = parser.parse_args()
+    args = options(__doc__, rounds=3, seconds=10.0, workers=4, out=str(RESULTS / "feed.json"))
     result, records = provenance("numpy", "pyarrow", "ray", "torch", "torchvision"), list[Record]()
     environment = {"env_vars": {"PYTHONPATH": str(ROOT)}, "worker_process_setup_hook": HOOK}
-    options: Any = {"object_store_memory": 4 << 30, "runtime_env": environment, "logging_level": "error"}
+    how: Any = {"object_store_memory": 4 << 30, "runtime_env": environment, "logging_level": "error"}
     with tempfile.TemporaryDirectory() as folder:
         pack(Path(folder), [draw(number) for number in range(JPEGS)], SHARE * args.workers)
-        ray.init(address="local", num_cpus=CORES, include_dashboard=False, log_to_driver=False, **options)
-        servers = {"short tasks": ShortTasks.remote(), "long tasks": ray_data.BatchServer.remote()}
+        ray.init(address="local", num_cpus=CORES, include_dashboard=False, log_to_driver=False, **how)
+        feed = ray_data.BatchServer.remote()
         for number in range(args.rounds):
             for case, size in CASES.items():
                 sharing = max(2 * args.workers, LARGE_WORKERS) if case == LARGE else args.workers
                 changes = {"data.batch_size": SHARE * sharing, "model.image_size": size}
                 changes |= {"data.path": folder if case == "JPEG" else "", "data.lanes": sharing}
                 run = override(RunConfig(), changes | {"train.seed": 10 * number})
-                for form in FORMS if case != LARGE else FORMS[1:2]:
-                    found = measure(form, servers.get(form), run, args.workers, args.seconds)
+                for form in FORMS if case != LARGE else FORMS[:1]:
+                    found = measure(form, feed if form == FORMS[0] else None, run, args.workers, args.seconds)
                     records.append({"case": case, "round": number, "load": os.getloadavg()[0]} | found)
                     print(json.dumps(records[-1]), flush=True)
         ray.shutdown()

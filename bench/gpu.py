@@ -18,7 +18,6 @@ inference   images/s of the same models
 With --tiny, sizes are such that a CPU needs less than a minute, and no figure means anything.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -27,48 +26,36 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # Deterministic algorithms need it, from the first use of CUDA on.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.gpu_checks import Bench, Case, Row, correct, launches  # noqa: E402 - the path comes first
-from bench.gpu_speed import inference, layers, training  # noqa: E402
-from bench.provenance import accelerator, provenance  # noqa: E402
+from bench.gpu_checks import Bench, Case, Row, correct, launches
+from bench.gpu_speed import inference, layers, training
+from bench.harness import options
+from bench.provenance import accelerator, provenance
 
-
-class Part(NamedTuple):
-    cases: Callable[[Bench], Iterator[Case]]
-    share: float  # of the time, relative to the other parts
-
-
-PARTS = {
-    "correct": Part(correct, 3),
-    "launches": Part(launches, 2),
-    "layers": Part(layers, 3),
-    "training": Part(training, 4),
-    "inference": Part(inference, 2),
+# part -> its cases, and its share of the time relative to the other parts
+PARTS: dict[str, tuple[Callable[[Bench], Iterator[Case]], float]] = {
+    "correct": (correct, 3),
+    "launches": (launches, 2),
+    "layers": (layers, 3),
+    "training": (training, 4),
+    "inference": (inference, 2),
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[])
-    parser.add_argument("--budget-s", type=float, default=420, help="of all parts together")
     gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
-    parser.add_argument("--tiny", action="store_true")
-    args = parser.parse_args()
+    device = "cuda" if gpu else "cpu"
+    args = options(__doc__, out="gpu.json", parts=(), budget_s=420.0, device=device, tiny=False)
     if args.device == "cuda" and not gpu:
-        parser.error("torch finds no GPU: use --device cpu")
+        raise SystemExit("torch finds no GPU: use --device cpu")
     if args.tiny:
         torch.set_num_threads(1)
     if args.device == "cpu":
@@ -76,18 +63,17 @@ def main() -> int:
         torch.compiler.set_stance("default", force_backend="aot_eager")
     gc.freeze()  # what is imported is not looked through after every case
     bench, end = Bench(torch.device(args.device), args.tiny), time.monotonic() + args.budget_s
-    what = {"device": args.device, "tiny": args.tiny}
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"parts": {}, **what}
+    what, out = {"device": args.device, "tiny": args.tiny}, Path(args.out)
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"parts": {}, **what}
     if what != {key: result[key] for key in what}:
-        raise SystemExit(f"{args.out} has results of {result['device']}, tiny={result['tiny']}")
+        raise SystemExit(f"{out} has results of {result['device']}, tiny={result['tiny']}")
     parts = args.parts or [name for name in PARTS if not result["parts"].get(name, {}).get("finished")]
     for number, name in enumerate(parts):
         # What a part leaves over, later parts may use.
-        share = PARTS[name].share / sum(PARTS[other].share for other in parts[number:])
+        share = PARTS[name][1] / sum(PARTS[other][1] for other in parts[number:])
         found = result["parts"][name] = {"origin": provenance("torch") | accelerator()}
         until = time.monotonic() + share * (end - time.monotonic())
-        run_part(name, bench, until, found, lambda: write(args.out, result))
-        print_table(name, found)
+        run_part(name, bench, until, found, lambda: write(out, result))
     return int(any(result["parts"][name]["failed"] for name in parts))
 
 
@@ -96,15 +82,15 @@ def run_part(name: str, bench: Bench, until: float, found: Row, save: Callable[[
     began = time.monotonic()
     found |= {"rows": [], "left_out": [], "error": "", "finished": False}
     try:
-        for label, case in PARTS[name].cases(bench):
+        for label, case in PARTS[name][0](bench):
             if time.monotonic() >= until:
                 found["left_out"].append(label)
                 continue
             started = time.monotonic()
             row = {"case": label} | attempt(bench, case)
             found["rows"].append(row)
-            values = ", ".join(f"{key}={text(value)}" for key, value in row.items() if key != "case")
-            print(f"{name} {time.monotonic() - started:5.1f} s  {label}: {values[:200]}", flush=True)
+            values = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
+            print(f"{name} {time.monotonic() - started:5.1f} s  {', '.join(values)[:300]}", flush=True)
             save()
     except Exception:
         found["error"] = traceback.format_exc()[-2000:]
@@ -112,6 +98,8 @@ def run_part(name: str, bench: Bench, until: float, found: Row, save: Callable[[
     failed = any("error" in row or row.get("passed") is False for row in found["rows"])
     found["failed"] = bool(found["error"]) or failed
     found |= {"finished": not found["failed"] and not found["left_out"], "seconds": time.monotonic() - began}
+    if found["left_out"]:
+        print(f"no time for {len(found['left_out'])}, run the command again: {'; '.join(found['left_out'])}")
     save()
 
 
@@ -133,24 +121,6 @@ def write(path: Path, result: Row) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(json.dumps(result, indent=1))
     new.replace(path)
-
-
-def text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def print_table(name: str, found: Row) -> None:
-    print(f"\n{name}, {found['seconds']:.0f} s")
-    rows = [{key: text(v)[:60] for key, v in row.items() if key != "where"} for row in found["rows"]]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [dict(zip(columns, columns, strict=True)), *rows]
-    widths = {column: max(len(line.get(column, "")) for line in lines) for column in columns}
-    for line in lines:
-        print("  ".join(line.get(column, "").ljust(width) for column, width in widths.items()).rstrip())
-    if found["left_out"]:
-        print(f"no time for {len(found['left_out'])}, run the command again: {'; '.join(found['left_out'])}")
-    if found["error"]:
-        print(found["error"])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import median
 from typing import Any
 
 import torch
@@ -129,10 +130,6 @@ class Bench:
         return {"peak_tflops": self.peak_flops / 1e12, "copy_tb_s": self.bandwidth / 1e12}
 
 
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
 class TrainStep:
     """A whole training step in three phases, over random images."""
 
@@ -162,48 +159,37 @@ class TrainStep:
         self.update()
 
 
-def small(
-    router: RouterConfig | None, *, depth: int = 2, moe_blocks: int = 2, dropout: float = 0.0
-) -> ViTConfig:
+def small(name: str, depth: int = 2, moe_blocks: int = 2, dropout: float = 0.0) -> ViTConfig:
     """The debug model with four experts in its last blocks."""
-    moe = router and MoEConfig(
-        layers=f"last_{moe_blocks}", num_experts=4, router=router, expert_dropout=dropout
-    )
+    router, layers = ROUTERS[name], f"last_{moe_blocks}"
+    moe = router and MoEConfig(layers=layers, num_experts=4, router=router, expert_dropout=dropout)
     return replace(PRESETS["debug"], depth=depth, moe=moe)
 
 
 def correct(bench: Bench) -> Iterator[Case]:
     """Loss and gradient against float64 on the CPU, and whether a second pass gives the same bits."""
-    names = COMPILED[:1] if bench.tiny else [*COMPILED, *(name for name in ROUTERS if name not in COMPILED)]
-    for dtype in BOUNDS:
-        for name in ROUTERS:
-            yield f"{name}, {_short(dtype)}", partial(compare, bench, name, dtype, False)
-    for dtype in BOUNDS:
-        for name in ROUTERS:
-            yield f"{name}, {_short(dtype)}, repeated", partial(repeat, bench, name, dtype)
-    for dtype in reversed(BOUNDS):
-        for name in names:
-            yield f"{name}, {_short(dtype)}, compiled", partial(compare, bench, name, dtype, True)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    names = COMPILED[:1] if bench.tiny else dict.fromkeys((*COMPILED, *ROUTERS))
+    short = {dtype: str(dtype).removeprefix("torch.") for dtype in BOUNDS}
+    for dtype, name in product(BOUNDS, ROUTERS):
+        yield f"{name}, {short[dtype]}", partial(compare, bench, name, dtype, False)
+    for dtype, name in product(BOUNDS, ROUTERS):
+        yield f"{name}, {short[dtype]}, repeated", partial(repeat, bench, name, dtype)
+    for dtype, name in product(reversed(BOUNDS), names):
+        yield f"{name}, {short[dtype]}, compiled", partial(compare, bench, name, dtype, True)
 
 
 @cache
 def reference(name: str) -> ViT:
     """The debug model in float64 on the CPU."""
-    model = ViT(small(ROUTERS[name], dropout=0.1), seed=SEED).double()
+    model = ViT(small(name, dropout=0.1), seed=SEED).double()
     wake(model)
     return model
 
 
-def build(bench: Bench, config: ViTConfig, dtype: torch.dtype, options: ParallelConfig | None = None) -> ViT:
+def build(bench: Bench, config: ViTConfig, dtype: torch.dtype, compiled: bool = False) -> ViT:
     """The model on the device; it computes in `dtype`."""
-    compute_dtype = None if dtype is torch.float32 else dtype
-    model = build_whole(
-        config, bench.device, seed=SEED, options=options or ParallelConfig(), compute_dtype=compute_dtype
-    )
+    compute_dtype, options = None if dtype is torch.float32 else dtype, ParallelConfig(compile=compiled)
+    model = build_whole(config, bench.device, seed=SEED, options=options, compute_dtype=compute_dtype)
     assert isinstance(model, ViT)
     wake(model)
     return model
@@ -224,7 +210,7 @@ def random_batch(images: int, size: int) -> Batch:
 
 def forward_backward(model: ViT, batch: Batch) -> tuple[float, list[Tensor], list[Tensor]]:
     """Returns the loss, the gradients, and the token in each expert's slots in each layer that has these."""
-    images, labels, keys = batch
+    images, labels, keys = (field.to(model.head.weight.device) for field in batch)
     model.zero_grad(set_to_none=True)
     accumulate(model, last=True)
     output = model(images, keys_B=keys, return_routings=True)
@@ -242,10 +228,9 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool) -> Row:
     """
     torch.backends.cudnn.allow_tf32 = False  # matmuls use none by default
     batch = random_batch(16, 8)
-    model = build(bench, small(ROUTERS[name], dropout=0.1), dtype, ParallelConfig(compile=compiled))
-    on_device = _on(bench.device, batch)
-    forward_backward(model, on_device)  # from the second call on, solvers are CUDA graphs
-    loss, gradients, seats = forward_backward(model, on_device)
+    model = build(bench, small(name, dropout=0.1), dtype, compiled)
+    forward_backward(model, batch)  # from the second call on, solvers are CUDA graphs
+    loss, gradients, seats = forward_backward(model, batch)
     exact, batch = reference(name), (batch[0].double(), *batch[1:])
     _, _, exact_seats = forward_backward(exact, batch)
     routers = [module for module in exact.modules() if isinstance(module, ChoiceRouter)]
@@ -273,21 +258,15 @@ def _given(token_GEC: Tensor, *_: object) -> Tensor:
     return token_GEC
 
 
-def _on(device: torch.device, batch: Batch) -> Batch:
-    images, labels, keys = batch
-    return images.to(device), labels.to(device), keys.to(device)
-
-
 def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     """Whether gradients of equal inputs are equal to the bit, and if not, which ones are not.
 
     The model is wide enough for kernels of more than one block, whose order is not fixed.
     """
-    config, row = small(ROUTERS[name], moe_blocks=1), Row()
+    config, row = small(name, moe_blocks=1), Row()
     if not bench.tiny:
         config = replace(PRESETS["S/16"], depth=2, moe=config.moe)
     model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_size)
-    batch = _on(bench.device, batch)
     names = [parameter for parameter, _ in model.named_parameters()]
     for mode, deterministic in (("by_default", False), ("deterministic", True)):
         torch.use_deterministic_algorithms(deterministic)
@@ -317,9 +296,8 @@ def launches(bench: Bench) -> Iterator[Case]:
 
 def launched(bench: Bench, name: str, how: str, depth: int, found: dict[str, Row]) -> Row:
     """One row, added to `found`, whose dense rows are what a MoE block is compared with."""
-    options = ParallelConfig(compile=how == ", compiled")
-    config = small(ROUTERS[name], depth=depth, moe_blocks=depth // 2)
-    model = build(bench, config, torch.bfloat16, options)
+    config = small(name, depth=depth, moe_blocks=depth // 2)
+    model = build(bench, config, torch.bfloat16, how == ", compiled")
     step = TrainStep(model, bench.device, 8, stats=how == ", with statistics")
     for _ in range(3):
         step()

@@ -1,35 +1,26 @@
 """Speed for `bench/gpu.py`: MoE layers, whole training steps and inference."""
 
 import gc
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu_checks import Bench, Case, Row, TrainStep, median
-from moe import (
-    PRESETS,
-    ExpertChoiceConfig,
-    MoEConfig,
-    MoELayer,
-    SoftConfig,
-    TokenChoiceConfig,
-    ViT,
-    ViTConfig,
-)
+from bench.gpu_checks import Bench, Case, Row, TrainStep
+from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
+from moe import PRESETS, MoEConfig, SoftConfig, ViT, ViTConfig
 from moe.cost import forward_gflops_2mac, num_params, slots_per_token, train_flops_6mac
 from moe.experts import Experts
 from moe.parallel import ParallelConfig, build_whole
 from moe.routers import RouterConfig
 
-TOKENS, SLOTS = 196, 256  # per image, as in bench/layers.py
-PEERS_DIM = 384  # that of bench/peers.py
+OTHERS = {name: router for router in ROUTERS for name in PEERS[router]}  # peer -> its router
 EQUAL_SLOTS = 4096  # of all experts together, where the number of experts varies
 IMAGES, FEWER_IMAGES = 256, 64
 MICROBATCHES = 4  # of IMAGES each: 1,024 images per update
@@ -61,20 +52,6 @@ class Shape:
         return min(bench.peak_flops, bench.bandwidth * self.flops() / read_and_written)
 
 
-OURS: dict[str, RouterConfig] = {
-    "soft": SoftConfig(total_slots=SLOTS),
-    "token choice": TokenChoiceConfig(k=2, capacity_factor=SLOTS / TOKENS / 2),
-    "expert choice": ExpertChoiceConfig(capacity_factor=SLOTS / TOKENS),
-}
-# name -> their router in bench/peers.py
-PEERS = {
-    "soft-moe": "soft",
-    "soft-moe-pytorch": "soft",
-    "st-moe-pytorch": "token_choice",
-    "mixture-of-experts": "token_choice",
-}
-
-
 class Matmuls(nn.Module):
     """The experts' two matmuls without biases and GELU."""
 
@@ -91,54 +68,42 @@ class Matmuls(nn.Module):
         return F.grouped_mm(h_MF, w_out, offs=self.end_E).view_as(x_END)
 
 
-class Layer(nn.Module):
-    """A MoE layer without noise and statistics. Its router has float32 weights."""
-
-    def __init__(self, shape: Shape, router: RouterConfig) -> None:
-        super().__init__()
-        config = MoEConfig(num_experts=shape.experts, router=router)
-        self.layer = MoELayer(config, dim=shape.dim, hidden=4 * shape.dim)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.layer(x_BSD)
-
-
 def layers(bench: Bench) -> Iterator[Case]:
     """The experts' matmuls and whole layers; rows per expert as in the papers first."""
     yield "ceilings", bench.ceilings
-    all_rows, experts, dims = (256, 1024, 64, 4096), (32, 128, 8, 256), (PEERS_DIM, 1024, 768)
+    all_rows, experts, dims = (256, 1024, 64, 4096), (32, 128, 8, 256), (DIM, 1024, 768)
     if bench.tiny:
-        all_rows, experts, dims = (64,), (8,), (32, PEERS_DIM)
-    for rows in all_rows:
-        for dim in dims:
-            for count in experts:
-                names = ["experts", "bmm", "grouped_mm", *OURS] * (not bench.tiny or dim == dims[0])
-                names += PEERS if dim == PEERS_DIM and rows == all_rows[0] else ()
-                for name in names:
-                    shape = Shape(dim, count, rows)
-                    yield f"D={dim} E={count} rows={rows}: {name}", partial(layer, bench, shape, name)
+        all_rows, experts, dims = (64,), (8,), (32, DIM)
+    for rows, dim, count in product(all_rows, dims, experts):
+        names = ["experts", "bmm", "grouped_mm", *ROUTERS] * (not bench.tiny or dim == dims[0])
+        names += OTHERS if dim == DIM and rows == all_rows[0] else ()
+        for name in names:
+            yield (
+                f"D={dim} E={count} rows={rows}: {name}",
+                partial(layer, bench, Shape(dim, count, rows), name),
+            )
 
 
 def layer(bench: Bench, shape: Shape, name: str) -> Row:
     """Time, FLOP/s and the share of the roofline of the experts' matmuls, without and with backward."""
-    router = OURS.get(name)
-    whole = router is not None or name in PEERS
+    router = ROUTERS.get(name)
+    whole = router is not None or name in OTHERS
     with bench.device:
         x = torch.randn(*((shape.images(), TOKENS) if whole else (shape.experts, shape.rows)), shape.dim)
-        if name in PEERS:
+        if name in OTHERS:
             try:
-                module = importlib.import_module("bench.peers").BUILDERS[PEERS[name], name](shape.experts)
+                module = build(OTHERS[name], name, shape.experts)
             except ImportError as error:
                 return {"skipped": f"not installed: {error.name}"}
         elif router:
-            module = Layer(shape, router)
+            module = Layer(router, shape.experts, shape.dim)
         else:
             plain = name == "experts"
             module = (
                 Experts(shape.experts, shape.dim, 4 * shape.dim) if plain else Matmuls(shape, name != "bmm")
             )
     draw_weights(module)
-    for part in [module] if name in PEERS else [m for m in module.modules() if isinstance(m, Experts)]:
+    for part in [module] if name in OTHERS else [m for m in module.modules() if isinstance(m, Experts)]:
         part.bfloat16()
     x = x.bfloat16().requires_grad_()
     gradient = torch.randn_like(x)
@@ -160,7 +125,7 @@ def layer(bench: Bench, shape: Shape, name: str) -> Row:
             row |= {f"{what}_ms": 1000 * seconds, f"{what}_tflops": rate / 1e12}
             row[f"{what}_of_roofline"] = rate / roofline
     except RuntimeError as error:
-        if name in OURS or name == "experts":
+        if name in ROUTERS or name == "experts":
             raise
         row["skipped"] = str(error)[:300]  # others need not have every dtype
     return row

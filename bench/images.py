@@ -39,7 +39,7 @@ def prepare(folder: Path, count: int) -> None:
     pack(folder / "shards", [file.read_bytes() for file in files], count)
     _write_tars(folder / "tars", files)
     importlib.import_module("litdata").optimize(
-        fn=_litdata_sample,
+        fn=_labelled,
         inputs=[str(file) for file in files],
         output_dir=str(folder / "litdata"),
         chunk_bytes="64MB",
@@ -74,14 +74,13 @@ def draw(number: int) -> bytes:
         shape = canvas.ellipse if rng.random() < 0.5 else canvas.rectangle
         shape((left, top, right, bottom), fill=tuple(int(c) for c in rng.integers(30, 226, 3)))
     grain = rng.standard_normal((height, width, 1), dtype=np.float32) * rng.uniform(4.0, 5.0)
-    return _jpeg((np.asarray(image) + grain).clip(0, 255).astype("uint8"))
+    pixels = (np.asarray(image) + grain).clip(0, 255).astype("uint8")
+    return _encoded(pixels, "JPEG", quality=90, subsampling="4:2:0")
 
 
 def small_png(number: int, size: int = 32) -> bytes:
-    buffer = io.BytesIO()
     pixels = np.random.default_rng(number).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+    return _encoded(pixels, "PNG")
 
 
 def _cut(rng: np.random.Generator, height: int, width: int) -> NDArray[np.float32]:
@@ -101,14 +100,10 @@ def _noise() -> NDArray[np.float32]:
     return np.fft.irfft2(spectra[0] + 1j * spectra[1]).astype(np.float32)
 
 
-def _jpeg(pixels: NDArray[np.uint8]) -> bytes:
+def _encoded(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", quality=90, subsampling="4:2:0")
+    Image.fromarray(pixels).save(buffer, kind, **options)
     return buffer.getvalue()
-
-
-def _label(file: Path) -> int:
-    return int(file.parent.name.removeprefix("class"))
 
 
 def _write_tars(folder: Path, files: Sequence[Path]) -> None:
@@ -117,11 +112,11 @@ def _write_tars(folder: Path, files: Sequence[Path]) -> None:
         with tarfile.open(folder / f"{first:06d}.tar", "w") as tar:
             for file in files[first : first + TAR_IMAGES]:
                 tar.add(file, f"{file.stem}.jpg")
-                label = str(_label(file)).encode()
+                label = str(_labelled(str(file))["label"]).encode()
                 member = tarfile.TarInfo(f"{file.stem}.cls")
                 member.size = len(label)
                 tar.addfile(member, io.BytesIO(label))
 
 
-def _litdata_sample(path: str) -> dict[str, Any]:
-    return {"image": Path(path).read_bytes(), "label": _label(Path(path))}
+def _labelled(path: str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "label": int(Path(path).parent.name.removeprefix("class"))}

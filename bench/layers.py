@@ -1,44 +1,35 @@
 """MoE layers and the whole Soft MoE S/16 against PyTorch peers and this machine's matmul peak.
 
   python bench/layers.py [--rounds N] [--experts 8 32 128 256] [--dtype float32 bfloat16]
-      [--routers soft token_choice expert_choice] [--groups ..] [--whole-model] [--out FILE]
+      [--routers soft token_choice expert_choice model] [--groups ..] [--out FILE]
 
-One thread, D=384, H=1536, 196 tokens, 16 images, 256 slots per image. CPU seconds; every implementation lives
-in a process of its own and is asked for one timing at a time, in rotating order; medians.
+One thread, D=384, H=1536, 196 tokens, 16 images (of the whole model 8), 256 slots per image. CPU seconds of a
+forward pass, of a training step (forward and backward) and of a matmul; every implementation lives in a
+process of its own and is asked for one timing at a time, in rotating order; medians. A whole model needs
+8 GB, so each of its timings has a process, one at a time.
 
 Needs `pip install -e .[bench]`. Ours runs as in our training workers, which keep freed memory
-(`orchestrator/training/allocator.py`); the others run "as shipped", or with the "same allocator" settings.
+(`keep_freed_memory`); the others run "as shipped", or with the "same allocator".
 """
 
 import argparse
+import importlib
 import json
-import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
+import torch
+
+from bench.harness import Record, options, processes
+from bench.peers import DIM, HIDDEN, PEERS, SLOTS, TOKENS, build
 from bench.provenance import provenance
 
-ROOT = Path(__file__).parent.parent
-
-DIM, HIDDEN, TOKENS, IMAGES, SLOTS = 384, 1536, 196, 16, 256  # as in peers.py
-MODEL_IMAGES, MANY_IMAGES = 8, 64
 STEPS = ("forward", "train")
-GEMM_FLOPS = 2 * 1024**3
-PEERS: dict[str, tuple[str, ...]] = {
-    "soft": ("soft-moe", "soft-moe-pytorch"),
-    "token_choice": ("st-moe-pytorch", "mixture-of-experts"),  # tutel is not on PyPI
-    "expert_choice": (),  # no PyTorch peer has it
-    "model": ("soft-moe", "soft-moe-pytorch"),
-}
-REFERENCES: dict[str, tuple[str, ...]] = {"soft": ("bmm",), "model": ("timm dense",)}  # timed, but no peers
-GROUPS = {  # name -> settings of ours, settings of the others
-    "as shipped": ("keeps memory", "bare"),
-    "same allocator": ("keeps memory", "keeps memory"),
-}
+GEMM, GEMMS = 1024, 9
+WARM_UP = 4  # steps until a heap that keeps its pages has them all
 TARGETS = [  # what, experts, group, at least
     ("train", (8, 32), "as shipped", 0.97),
     ("train", (128, 256), "as shipped", 1.3),
@@ -46,113 +37,112 @@ TARGETS = [  # what, experts, group, at least
     ("forward", (128, 256), "as shipped", 1.1),
 ]
 MODEL_TARGET = ("train", (128,), "as shipped", 1.2)
-Record = dict[str, Any]
+timed: dict[str, tuple[Callable[[], object], int]] = {}  # of the process of one implementation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = options(
+        __doc__,
+        rounds=5,
+        experts=(8, 32, 128, 256),
+        dtype=("float32", "bfloat16"),
+        routers=("soft", "token_choice", "expert_choice"),
+        groups=("as shipped", "same allocator"),
+        out="",
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--experts", type=int, nargs="*", default=[8, 32, 128, 256])
-    parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--routers", nargs="*", default=["soft", "token_choice", "expert_choice"])
-    parser.add_argument("--groups", nargs="*", default=list(GROUPS), help="settings of the others")
-    parser.add_argument("--whole-model", action="store_true", help="Soft MoE S/16 too")
-    parser.add_argument("--out", help="also write all samples as JSON")
-    args = parser.parse_args()
-    records: list[Record] = []
-    for record in measurements(args):
-        records.append(record)
-        if record["last"]:
-            print_group([r for r in records if all(r[k] == record[k] for k in ("case", "group"))])
+    origin, records = provenance("torch", "timm", *PEERS["soft"], *PEERS["token_choice"]), list[Record]()
+    for case, group in cases(args):
+        found = measure(case, group, args.rounds)
+        print_group(found)
+        records += found
         if args.out:
-            packages = {"torch", "timm", *(peer for peers in PEERS.values() for peer in peers)}
-            Path(args.out).write_text(json.dumps(provenance(*packages) | {"records": records}, indent=1))
-    for line in verdicts(records):
-        print(line)
+            Path(args.out).write_text(json.dumps(origin | {"records": records}, indent=1))
+    print("", *verdicts(records), sep="\n")
 
 
-def measurements(args: argparse.Namespace) -> Iterator[Record]:
-    """One record per implementation, case and group."""
+def cases(args: argparse.Namespace) -> Iterator[tuple[Record, str]]:
     for router in args.routers:
-        for dtype in args.dtype:
-            # the peers of token choice mix float32 masks with bf16 tokens and stop
-            peers = PEERS[router] if (router, dtype) != ("token_choice", "bfloat16") else ()
-            for experts in args.experts:
-                case = {"router": router, "experts": experts, "dtype": dtype, "images": IMAGES}
-                others = (*peers, *REFERENCES.get(router, ()))
-                for group in args.groups:
-                    ours, theirs = GROUPS[group]
-                    if others or group == "as shipped":
-                        settings = {"ours": ours} | dict.fromkeys(others, theirs)
-                        yield from measure(case, group, settings, args.rounds)
-    if "soft" in args.routers and {8, 256} <= set(args.experts) and "float32" in args.dtype:
-        for experts in (8, 256):  # 64 rows per expert and more
-            case = {"router": "soft", "experts": experts, "dtype": "float32", "images": MANY_IMAGES}
-            yield from measure(case, "flatness", {"ours": "keeps memory"}, args.rounds)
-    if args.whole_model:
-        case = {"router": "model", "experts": 128, "dtype": "float32", "images": MODEL_IMAGES}
-        for group in args.groups:
-            ours, theirs = GROUPS[group]
-            settings = {"ours": ours} | dict.fromkeys((*PEERS["model"], *REFERENCES["model"]), theirs)
-            yield from measure(case, group, settings, min(args.rounds, 3), alone=True)
+        whole = router == "model"
+        for dtype in args.dtype if not whole else ["float32"]:
+            for experts in args.experts if not whole else [128]:
+                case = {"router": router, "experts": experts, "dtype": dtype, "images": 8 if whole else 16}
+                for group in args.groups if others(case) else ["as shipped"]:
+                    yield case, group
 
 
-def measure(
-    case: Record, group: str, settings: dict[str, str], rounds: int, *, alone: bool = False
-) -> Iterator[Record]:
-    """Interleaved timings. `alone`: whole models need 8 GB each, so a process per timing, one at a time."""
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    workers = {} if alone else {name: Worker(name, case, setting) for name, setting in settings.items()}
-    for worker in workers.values():
-        worker.ready()
-    names = list(settings)
-    for i in range(rounds):
+def others(case: Record) -> list[str]:
+    # The peers of token choice mix float32 masks with bf16 tokens and stop.
+    stop = (case["router"], case["dtype"]) == ("token_choice", "bfloat16")
+    return [] if stop else list(PEERS[case["router"]])
+
+
+def measure(case: Record, group: str, rounds: int) -> list[Record]:
+    """Interleaved timings."""
+    names, alone = ["ours", *others(case)], case["router"] == "model"
+    keeps = {name: name == "ours" or group == "same allocator" for name in names}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+
+    def worker(name: str) -> ProcessPoolExecutor:
+        return processes(1, prepare, name, case, keeps[name])
+
+    workers = {} if alone else {name: worker(name) for name in names}
+    for i in range(min(rounds, 3) if alone else rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            worker = workers.get(name) or Worker(name, case, settings[name])
+            asked = workers.get(name) or worker(name)
+            samples[name].append(asked.submit(sample).result())
             if alone:
-                worker.ready()
-            samples[name].append(worker.sample())
-            if alone:
-                worker.close()
-    for worker in workers.values():
-        worker.close()
-    for name, setting in settings.items():
-        seconds = {key: [sample[key] for sample in samples[name]] for key in samples[name][0]}
-        labels = {"case": case, "group": group, "implementation": name, "setting": setting}
-        yield labels | {"cpu_seconds": seconds, "last": name == names[-1]}
+                asked.shutdown()
+    for each in workers.values():
+        each.shutdown()
+    return [
+        {
+            "case": case,
+            "group": group,
+            "implementation": name,
+            "setting": "keeps memory" if keeps[name] else "bare",
+        }
+        | {"cpu_seconds": {key: [each[key] for each in samples[name]] for key in (*STEPS, "gemm")}}
+        for name in names
+    ]
 
 
-class Worker:
-    """A process of `bench/peers.py`; workers build and warm up side by side until `ready`."""
+def prepare(name: str, case: Record, keep_memory: bool) -> None:
+    """Builds what this process times."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if keep_memory:
+        importlib.import_module("orchestrator.training.worker").keep_freed_memory()
+    dtype, whole = getattr(torch, case["dtype"]), case["router"] == "model"
+    module = build(case["router"], name, case["experts"]).to(dtype)
+    shape = (3, 224, 224) if whole else (TOKENS, DIM)
+    x = torch.randn(case["images"], *shape, dtype=dtype, requires_grad=not whole)
+    a, b = torch.randn(2, GEMM, GEMM, dtype=dtype)
 
-    def __init__(self, implementation: str, case: Record, setting: str) -> None:
-        job = case | {"implementation": implementation, "keep_memory": setting != "bare"}
-        env = {k: v for k, v in os.environ.items() if "MALLOC" not in k} | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "bench.peers", json.dumps(job)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
-        )
+    def forward() -> None:
+        with torch.no_grad():
+            module(x)
 
-    def ready(self) -> None:
-        self._read()
+    def train() -> None:
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+        module(x).sum().backward()
 
-    def sample(self) -> dict[str, float]:
-        assert self.process.stdin
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self._read()
+    timed.update(forward=(forward, 1), train=(train, 1), gemm=(lambda: a @ b, GEMMS))
+    for step in (forward, *[train] * WARM_UP, forward):
+        step()
 
-    def close(self) -> None:
-        self.process.communicate()
 
-    def _read(self) -> dict[str, float]:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"worker ended: {self.process.args}")
-        return json.loads(line)
+def sample() -> dict[str, float]:
+    """CPU seconds, medians; of the process, so that neighbours on the machine cost nothing but cache."""
+    found = {}
+    for name, (step, repeats) in timed.items():
+        seconds = []
+        for _ in range(repeats):
+            began = time.process_time()
+            step()
+            seconds.append(time.process_time() - began)
+        found[name] = statistics.median(seconds)
+    return found
 
 
 def per_second(record: Record, what: str) -> float:
@@ -171,31 +161,23 @@ def peak_share(record: Record, what: str) -> float:
         flops = case["images"] * (9.20e9 if record["implementation"] == "timm dense" else 8.57e9)
     flops *= 3 if what == "train" else 1
     seconds = zip(record["cpu_seconds"]["gemm"], record["cpu_seconds"][what], strict=True)
-    return statistics.median(flops / GEMM_FLOPS * gemm / step for gemm, step in seconds)
+    return statistics.median(flops / (2 * GEMM**3) * gemm / step for gemm, step in seconds)
 
 
 def print_group(records: list[Record]) -> None:
-    case = records[0]["case"]
-    print(
-        f"\n{case['router']} E={case['experts']} {case['dtype']}, {case['images']} images:"
-        f" {records[0]['group']}"
-    )
+    ours, case = records[0], records[0]["case"]
+    print(f"\n{case['router']} E={case['experts']} {case['dtype']}, {case['images']} images: {ours['group']}")
     for record in records:
         cells = [f"  {record['implementation']:19} {record['setting']:12}"]
         for what in STEPS:
             rate, share = per_second(record, what), peak_share(record, what)
-            cells.append(f"{what} {rate:9.2f}/s {share:5.0%} of peak, ours is {ratio(records, record, what)}")
+            times = per_second(ours, what) / rate
+            cells.append(f"{what} {rate:9.2f}/s {share:5.0%} of peak, ours is {times:.3f}x")
         print("  ".join(cells), flush=True)
-
-
-def ratio(records: list[Record], other: Record, what: str) -> str:
-    ours = next(record for record in records if record["implementation"] == "ours")
-    return "      " if other is ours else f"{per_second(ours, what) / per_second(other, what):.3f}x"
 
 
 def verdicts(records: list[Record]) -> Iterator[str]:
     """Ours against the best peer, for each target."""
-    print()
     for router, dtype in dict.fromkeys((r["case"]["router"], r["case"]["dtype"]) for r in records):
         for what, all_experts, group, least in [MODEL_TARGET] if router == "model" else TARGETS:
             for experts in all_experts:
@@ -205,15 +187,11 @@ def verdicts(records: list[Record]) -> Iterator[str]:
                     for r in records
                     if r["group"] == group and case.items() <= r["case"].items()
                 }
-                best = max((rates[name] for name in PEERS[router] if name in rates), default=None)
+                best = max((rates[name] for name in rates.keys() - {"ours", "timm dense"}), default=None)
                 if best:
                     times = rates["ours"] / best
                     met = "met   " if times >= least else "MISSED"
                     yield f"{met} {router} E={experts} {dtype} {what}, {group}: {times:.3f}x, target {least}x"
-    flat = {r["case"]["experts"]: r for r in records if r["group"] == "flatness"}
-    if flat:
-        shares = [f"{what} {per_second(flat[256], what) / per_second(flat[8], what):.2f}" for what in STEPS]
-        yield f"flatness, soft, tokens/s at E=256 over E=8, {MANY_IMAGES} images: {', '.join(shares)}"
 
 
 if __name__ == "__main__":

@@ -3,17 +3,18 @@
   for seed in 0 1 2 3 4 5 6 7 8 9; do
       python jobs/pareto_sweep.py --seed $seed --name q$seed --storage /tmp/quickstarts --confirm 0
   done
-  python bench/quickstart.py /tmp/quickstarts/q* --out bench/results/quickstart.json
+  python bench/quickstart.py --sweeps /tmp/quickstarts/q* --out bench/results/quickstart.json
 
-Prints the table of docs/first_frontier.md. A base seed stands for three seeds of each arm.
+Prints the table of docs/first_frontier.md from the directories of finished sweeps. A base seed stands for
+three seeds of each arm.
 """
 
-import argparse
 import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from bench.harness import options
 from bench.provenance import provenance
 from orchestrator.frontier.claims import check_claim
 from orchestrator.sweeps.build import sweep_frontier
@@ -48,17 +49,12 @@ def table(sweeps: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("directories", nargs="+", help="directories of finished sweeps")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    sweeps = [described(directory) for directory in args.directories]
+    args = options(__doc__, sweeps=("",), out="")
+    sweeps = [described(directory) for directory in args.sweeps]
     print(table(sweeps))
     if args.out:
         table_of_runs = provenance("ray", "torch") | {"sweeps": sweeps}
-        args.out.write_text(json.dumps(table_of_runs, separators=(",", ":")) + "\n")
+        Path(args.out).write_text(json.dumps(table_of_runs, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ docs/study.md has every command, in order. The table is `bench/results/study.jso
 between `<!-- NAME -->` and `<!-- end -->` is replaced.
 """
 
-import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from bench.harness import RESULTS, ROOT, options
 from bench.provenance import provenance
 from bench.stopping import PARTS, judge
 from orchestrator.data.manifest import open_manifest
@@ -36,8 +36,7 @@ from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep
 
-ROOT = Path(__file__).parent.parent
-TABLE, PAGE = ROOT / "bench/results/study.json", ROOT / "docs/study.md"
+TABLE, PAGE = RESULTS / "study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
 FORWARD = operating.COSTS[0]
 EXPERTS = "soft-e16 minus soft-e8"
@@ -178,22 +177,24 @@ def frontier_of(table: Table) -> Frontier:
     )
 
 
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head, *lines = (f"| {' | '.join(row)} |" for row in (columns, *rows))
+    return "\n".join([head, f"|---|{'--:|' * (len(columns) - 1)}", *lines])
+
+
 def percent(values: Sequence[float]) -> str:
     """Mean and standard error in percent."""
     return f"{100 * fmean(values):.2f} ± {100 * stdev(values) / math.sqrt(len(values)):.2f}"
 
 
 def runs_block(table: Table) -> str:
-    frontier = frontier_of(table)
-    lines = ["| arm | training FLOPs | validation, % | test, % | by validation |", "|---|--:|--:|--:|---|"]
+    frontier, rows = frontier_of(table), []
     statuses = frontier.statuses()[: len(frontier.points)]
     for point, status in sorted(zip(frontier.points, statuses, strict=True), key=lambda each: each[0].cost):
         entry = table["arms"][point.arm]
         place = "" if status == "dominated" else f"**{status}**"
-        lines.append(
-            f"| {point.arm} | {point.cost:.3g} | {percent(final(entry))} | {percent(entry[TEST])} | {place} |"
-        )
-    return "\n".join(lines)
+        rows.append((point.arm, f"{point.cost:.3g}", percent(final(entry)), percent(entry[TEST]), place))
+    return markdown(("arm", "training FLOPs", "validation, %", "test, %", "by validation"), rows)
 
 
 def differences(table: Table, quality: str) -> dict[str, list[float]]:
@@ -229,7 +230,7 @@ def differences_block(table: Table) -> str:
         found[f"{width}-{EXPERTS}"] = [a - b for a, b in zip(many, few, strict=True)]
     widths = sorted({arm.split("-")[0] for arm in found}, key=lambda width: int(width[1:]))
     kinds = [arm.removeprefix(f"{widths[0]}-") for arm in (*arms, f"{widths[0]}-{EXPERTS}")]
-    lines = [f"| test accuracy, points of % | {' | '.join(widths)} |", f"|---|{'--:|' * len(widths)}"]
+    rows = []
     for kind in kinds:
         cells = []
         for values in (found[f"{width}-{kind}"] for width in widths if f"{width}-{kind}" in found):
@@ -237,44 +238,40 @@ def differences_block(table: Table) -> str:
             cell = f"{100 * fmean(values):+.2f} ({100 * low:+.2f} to {100 * high:+.2f})"
             cells.append(f"**{cell}**" if low > 0 or high < 0 else cell)
         if cells:
-            lines.append(f"| {kind} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append((kind, *cells))
+    return markdown(("test accuracy, points of %", *widths), rows)
 
 
 def operating_block(table: Table) -> str:
     """The frontier over the forward FLOPs of all trained models and their operating points."""
     frontier = frontier_of(table).at_cost(FORWARD)
-    lines = ["| arm: setting | forward MFLOPs per image | validation, % |", "|---|--:|--:|"]
+    rows = []
     for point in front_points(frontier.points + frontier.operating):
         arm, _, setting = point.arm.partition(": ")
         values = table["operating"][arm][setting or operating.AS_TRAINED][VAL]
         name = f"**{arm}: {setting}**" if setting else arm
-        lines.append(f"| {name} | {1e3 * point.cost:.3f} | {percent(values)} |")
+        rows.append((name, f"{1e3 * point.cost:.3f}", percent(values)))
     found = "; ".join(f"{gain.models}: {gain}" for gain in gains(frontier) if gain.cost_name == FORWARD)
     arms, others = len(frontier.points), len(frontier.operating)
-    lines += ["", f"{arms} arms as trained and {others} other settings. Gain in hypervolume: {found}."]
-    return "\n".join(lines)
+    made = markdown(("arm: setting", "forward MFLOPs per image", "validation, %"), rows)
+    return f"{made}\n\n{arms} arms as trained and {others} other settings. Gain in hypervolume: {found}."
 
 
 def routing_block(table: Table) -> str:
-    lines = [f"| arm | {' | '.join(ROUTING.values())} |", f"|---|{'--:|' * len(ROUTING)}"]
-    lines += [
-        f"| {arm} | {' | '.join(percent(figures[name]) for name in ROUTING)} |"
-        for arm, figures in table["routing"].items()
-    ]
-    return "\n".join(lines)
+    arms = table["routing"].items()
+    rows = [(arm, *(percent(figures[name]) for name in ROUTING)) for arm, figures in arms]
+    return markdown(("arm", *ROUTING.values()), rows)
 
 
 def replay_block(table: Table) -> str:
-    columns = [*(f"lost at {part:.0%} of the cost" for part in PARTS), "at its end"]
-    lines = [f"| scheduler | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    rows = []
     for name in POLICIES:
         record = judge(name, TABLE, single=False, replays=10)
         mean = {what: 100 * values[0] for what, values in record.items() if what != "scheduler"}
         cells = [f"{mean[f'regret at {part:g}']:.1f}" for part in PARTS]
         cells.append(f"{mean['regret without a budget']:.1f} at {mean['cost without a budget']:.0f} %")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((name, *cells))
+    return markdown(("scheduler", *(f"lost at {part:.0%} of the cost" for part in PARTS), "at its end"), rows)
 
 
 def stopped_block(table: Table) -> str:
@@ -320,23 +317,15 @@ def with_block(page: str, name: str, block: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--collect", metavar="DIR", help="directory of the sweep `study`")
-    parser.add_argument("--test", metavar="FILE", type=Path, help="figures of jobs/evaluate.py")
-    parser.add_argument("--routing", metavar="DIR", type=Path, help="folders of jobs/inspect_routing.py")
-    parser.add_argument("--stopped", metavar="DIR", help="directory of the sweep with early stopping")
-    args = parser.parse_args()
+    args = options(__doc__, collect="", test="", routing="", stopped="")
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     if args.collect:
-        table = {name: table[name] for name in ("routing", "stopped") if name in table} | collect(
-            args.collect
-        )
+        kept = {name: table[name] for name in ("routing", "stopped") if name in table}
+        table = kept | collect(args.collect)
     if args.test:
-        add_test_figures(json.loads(args.test.read_text()), table["arms"])
+        add_test_figures(json.loads(Path(args.test).read_text()), table["arms"])
     if args.routing:
-        table["routing"] = routing_figures(args.routing, len(table["seeds"]))
+        table["routing"] = routing_figures(Path(args.routing), len(table["seeds"]))
     if args.stopped:
         table["stopped"] = stopped_runs(args.stopped)
     if args.collect or args.test or args.routing or args.stopped:
