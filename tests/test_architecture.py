@@ -10,222 +10,110 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OURS = {"moe", "orchestrator", "papers", "jobs", "tests"}
 
-ALLOWED = {  # package or module -> what of ours it may import; the longest match decides
-    "moe": {"moe"},
-    "moe.init": set(),
-    "moe.config": set(),
-    "moe.codec": {"moe.config"},
-    "moe.routing": {"moe.config", "moe.init", "moe.overrides"},
-    "moe.overrides": {"moe.config", "moe.init"},
-    "moe.experts": {"moe.init", "moe.overrides", "moe.routing"},
-    "moe.dense": {"moe.init"},
-    "moe.routers": {"moe.routers", "moe.config", "moe.routing", "moe.overrides", "moe.init"},
-    "moe.routers.graphed": set(),
-    "moe.routers.sparse_transport": {"moe.routers.graphed"},
-    "moe.routers.affinity": {
-        "moe.config",
-        "moe.routers.graphed",
-        "moe.routers.sparse_transport",
-        "moe.routing",
-        "moe.init",
-    },
-    "moe.routers.choice": {"moe.config", "moe.routers.affinity", "moe.routing", "moe.overrides", "moe.init"},
-    "moe.layer": {"moe.config", "moe.experts", "moe.routers", "moe.routing", "moe.overrides", "moe.init"},
-    "moe.model": {
-        "moe.config",
-        "moe.experts",
-        "moe.init",
-        "moe.layer",
-        "moe.overrides",
-        "moe.routing",
-        "moe.trace",
-    },
-    "moe.trace": {"moe.layer", "moe.model"},  # the model for type checkers
-    "moe.models": {
-        "moe.config",
-        "moe.dense",
-        "moe.init",
-        "moe.layer",
-        "moe.model",
-        "moe.models",
-        "moe.overrides",
-        "moe.routing",
-        "moe.trace",
-    },
-    "moe.cost": {"moe.experts", "moe.model", "moe.overrides"},
-    "orchestrator": {"orchestrator"},  # the public API, which type checkers alone import at once
-    "orchestrator.config": {
-        "moe",
-        "orchestrator.names",
-        "orchestrator.optimizers",
-        "orchestrator.plugins",
-        "orchestrator.schedules",
-        "orchestrator.storage",
-        "orchestrator.tasks",
-    },
-    "orchestrator.names": set(),
-    "orchestrator.optimizers": {"moe.config", "moe.experts", "moe.parallel", "orchestrator.optimizers"},
-    "orchestrator.schedules": {"moe.config"},
-    "orchestrator.plugins": {"moe.config", "orchestrator.storage"},
-    "orchestrator.tasks": {
-        "moe",
-        "orchestrator.data.batch",
-        "orchestrator.data.fields",
-        "orchestrator.tasks",
-    },
-    "orchestrator.codec": {"moe.codec", "moe.config", "orchestrator.plugins"},
-    "orchestrator.storage": set(),
-    "orchestrator.threads": {"moe.model"},
-    "orchestrator.tracking": {
-        "moe.config",
-        "orchestrator.config",
-        "orchestrator.codec",
-        "orchestrator.storage",
-        "orchestrator.tasks",
-        "orchestrator.tracking",
-        "orchestrator.training.metrics_file",
-        "orchestrator.training.run_directory",
-        "orchestrator.training.run_state",
-    },
-    "orchestrator.data": {
-        "moe.config",
-        "orchestrator.config",
-        "orchestrator.plugins",
-        "orchestrator.storage",
-        "orchestrator.threads",
-        "orchestrator.data",
-    },
-    "orchestrator.data.plan": set(),
-    "orchestrator.data.batch": set(),
-    "orchestrator.data.fields": set(),
-    "orchestrator.data.augment": set(),
-    "orchestrator.data.images": {"orchestrator.data.augment"},
-    "orchestrator.data.offsets": set(),
-    "orchestrator.data.samples": {
-        "orchestrator.storage",
-        "orchestrator.data.images",
-        "orchestrator.data.index",
-        "orchestrator.data.manifest",
-    },
-    "orchestrator.data.tars": {
-        "orchestrator.storage",
-        "orchestrator.data.manifest",
-        "orchestrator.data.samples",
-    },
-    "orchestrator.data.formats": {
-        "orchestrator.storage",
-        "orchestrator.data.offsets",
-        "orchestrator.data.samples",
-        "orchestrator.data.tars",
-    },
-    "orchestrator.checkpoint": {
-        "moe",
-        "orchestrator.tasks",
-        "orchestrator.config",
-        "orchestrator.codec",
-        "orchestrator.storage",
-        "orchestrator.plugins",
-        "orchestrator.threads",
-        "orchestrator.data",
-        "orchestrator.checkpoint",
-    },
-    "orchestrator.training": {
-        "moe",
-        "orchestrator.tasks",
-        "orchestrator.config",
-        "orchestrator.codec",
-        "orchestrator.storage",
-        "orchestrator.plugins",
-        "orchestrator.threads",
-        "orchestrator.data",
-        "orchestrator.checkpoint",
-        "orchestrator.training",
-    },
-    "orchestrator.frontier": {"orchestrator.frontier"},
-    "orchestrator.frontier.pareto": set(),
-    # The model is for type checkers.
-    "orchestrator.frontier.points": {"orchestrator.frontier.pareto", "moe.model"},
-    "orchestrator.frontier.claims": {"orchestrator.frontier.points"},
-    "orchestrator.frontier.figure": {"orchestrator.frontier.points"},
-    "orchestrator.frontier.drawing": {"orchestrator.frontier.figure"},
-    "orchestrator.frontier.published": {"orchestrator.frontier", "orchestrator.guests"},
-    "orchestrator.guests": set(),
-    "orchestrator.sweeps": {"moe", "orchestrator"},
-    "orchestrator.evaluation": {
-        "moe",
-        "orchestrator.checkpoint",
-        "orchestrator.codec",
-        "orchestrator.config",
-        "orchestrator.data",
-        "orchestrator.evaluation",
-        "orchestrator.storage",
-        "orchestrator.threads",
-        "orchestrator.tasks",
-        "orchestrator.tracking",
-        "orchestrator.training",
-    },
-    "papers": {"moe", "orchestrator", "papers"},
-    "jobs": {
-        "moe",
-        "orchestrator",
-        "jobs._cli",
-        "jobs._describe",
-        "jobs._flags",
-        "jobs._grid",
-        "jobs._list",
-        "jobs._main",
-        "jobs._sweep_plan",
-        "jobs.train",
-        "jobs.pareto_sweep",
-        "jobs.evaluate",
-    },
-    "jobs._flags": set(),
-    "jobs._cli": {"orchestrator", "jobs._flags"},
-    "jobs._grid": {"orchestrator", "jobs._cli"},
-    "jobs._list": {"moe", "orchestrator", "jobs._cli"},
-    "jobs._describe": {"moe", "orchestrator"},
-    "jobs._sweep_plan": {"orchestrator", "jobs._cli"},
-    "jobs.inspect_routing": {"moe", "orchestrator", "jobs._cli", "jobs._flags", "papers"},
-    "jobs.study": {"orchestrator", "jobs._cli", "jobs._flags", "papers"},
-    "bench": {"moe", "orchestrator", "papers"},
-}
+
+def read(table: str) -> dict[str, set[str]]:
+    """Reads lines of ``NAME: NAME NAME ..``; a line that is indented continues the one before."""
+    rows = (line.partition(":") for line in table.replace("\n    ", " ").strip().splitlines())
+    return {name: {*names.split()} for name, _, names in rows}
+
+
+# Package or module: what of ours it may import; the longest match decides. moe.trace imports the model, and
+# orchestrator its public API and frontier.points the model, for type checkers alone.
+ALLOWED = read("""
+moe: moe
+moe.init:
+moe.config:
+moe.codec: moe.config
+moe.routing: moe.config moe.init moe.overrides
+moe.overrides: moe.config moe.init
+moe.experts: moe.init moe.overrides moe.routing
+moe.dense: moe.init
+moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing
+moe.routers.graphed:
+moe.routers.sparse_transport: moe.routers.graphed
+moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
+moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing
+moe.layer: moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
+moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
+moe.trace: moe.layer moe.model
+moe.models: moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides moe.routing moe.trace
+moe.cost: moe.experts moe.model moe.overrides
+orchestrator: orchestrator
+orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
+    orchestrator.schedules orchestrator.storage orchestrator.tasks
+orchestrator.names:
+orchestrator.optimizers: moe.config moe.experts moe.parallel orchestrator.optimizers
+orchestrator.schedules: moe.config
+orchestrator.plugins: moe.config orchestrator.storage
+orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.tasks
+orchestrator.codec: moe.codec moe.config orchestrator.plugins
+orchestrator.storage:
+orchestrator.threads: moe.model
+orchestrator.tracking: moe.config orchestrator.codec orchestrator.config orchestrator.storage
+    orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
+    orchestrator.training.run_directory orchestrator.training.run_state
+orchestrator.data: moe.config orchestrator.config orchestrator.data orchestrator.plugins
+    orchestrator.storage orchestrator.threads
+orchestrator.data.plan:
+orchestrator.data.batch:
+orchestrator.data.fields:
+orchestrator.data.augment:
+orchestrator.data.images: orchestrator.data.augment
+orchestrator.data.offsets:
+orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
+    orchestrator.storage
+orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orchestrator.storage
+orchestrator.data.formats: orchestrator.data.offsets orchestrator.data.samples orchestrator.data.tars
+    orchestrator.storage
+orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
+    orchestrator.data orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads
+orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.data
+    orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
+orchestrator.frontier: orchestrator.frontier
+orchestrator.frontier.pareto:
+orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
+orchestrator.frontier.claims: orchestrator.frontier.points
+orchestrator.frontier.figure: orchestrator.frontier.points
+orchestrator.frontier.drawing: orchestrator.frontier.figure
+orchestrator.frontier.published: orchestrator.frontier orchestrator.guests
+orchestrator.guests:
+orchestrator.sweeps: moe orchestrator
+orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
+    orchestrator.data orchestrator.evaluation orchestrator.storage orchestrator.tasks orchestrator.threads
+    orchestrator.tracking orchestrator.training
+papers: moe orchestrator papers
+jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._list jobs._main jobs._sweep_plan jobs.evaluate
+    jobs.pareto_sweep jobs.train moe orchestrator
+jobs._flags:
+jobs._cli: jobs._flags orchestrator
+jobs._grid: jobs._cli orchestrator
+jobs._list: jobs._cli moe orchestrator
+jobs._describe: moe orchestrator
+jobs._sweep_plan: jobs._cli orchestrator
+jobs.inspect_routing: jobs._cli jobs._flags moe orchestrator papers
+jobs.study: jobs._cli jobs._flags orchestrator papers
+bench: moe orchestrator papers
+""")
 EVERYWHERE = "orchestrator.errors"  # imports nothing itself
-LIBRARIES = {  # library -> where it may be imported
-    "ray": {
-        "orchestrator.data.ray_data",
-        "orchestrator.training.cluster",
-        "orchestrator.training.fit",
-        "orchestrator.training.resources",
-        "orchestrator.training.torch_trainer",
-        "orchestrator.sweeps.driver",
-        "orchestrator.sweeps.engine",
-        "orchestrator.sweeps.scheduler",
-        "orchestrator.sweeps.search",
-        "orchestrator.sweeps.preflight",
-        "orchestrator.evaluation.evaluate",
-        "orchestrator.evaluation.predict",
-        "jobs",
-        "bench",
-    },
-    "mlflow": {"orchestrator.tracking"},
-    "boto3": {"orchestrator.storage"},
-    "pyarrow.fs": {"orchestrator.storage"},
-    "torch.distributed": {
-        "moe.parallel",
-        "orchestrator.optimizers",
-        "orchestrator.training.metrics",
-        "orchestrator.checkpoint",
-        "orchestrator.training.worker",
-        "orchestrator.training.fit",
-    },
-    "argparse": {"jobs._flags", "bench"},
-    "optuna": {"orchestrator.sweeps.search"},
-    "pkgutil": {"orchestrator.guests", "jobs.study"},  # finds the papers
-    "matplotlib": {"orchestrator.frontier", "papers"},
-    "plotly": {"orchestrator.frontier"},
-    "rich": {"orchestrator.sweeps.progress", "jobs"},
-    "jinja2": {"orchestrator.frontier.page"},
-}
+# Library: where it may be imported. pkgutil finds the papers.
+LIBRARIES = read("""
+ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
+    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.preflight
+    orchestrator.sweeps.scheduler orchestrator.sweeps.search orchestrator.training.cluster
+    orchestrator.training.fit orchestrator.training.resources orchestrator.training.torch_trainer
+mlflow: orchestrator.tracking
+boto3: orchestrator.storage
+pyarrow.fs: orchestrator.storage
+torch.distributed: moe.parallel orchestrator.checkpoint orchestrator.optimizers orchestrator.training.fit
+    orchestrator.training.metrics orchestrator.training.worker
+argparse: bench jobs._flags
+optuna: orchestrator.sweeps.search
+pkgutil: jobs.study orchestrator.guests
+matplotlib: orchestrator.frontier papers
+plotly: orchestrator.frontier
+rich: jobs orchestrator.sweeps.progress
+jinja2: orchestrator.frontier.page
+""")
 # beside the standard library, all that `moe` may need
 ONLY_TORCH = {"torch", "numpy", "safetensors"}
 MAX_LINES = 400

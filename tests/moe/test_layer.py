@@ -38,23 +38,11 @@ def test_placement(layers, depth, blocks):
         MoEConfig(layers=layers).blocks(depth)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_experts": 1}, "num_experts must be at least 2, got 1"),
-        ({"expert_dim": 0}, "expert_dim must be at least 1, got 0"),
-        ({"images_per_group": 0}, "images_per_group must be at least 1, got 0"),
-        ({"expert_dropout": 1.0}, r"expert_dropout must be less than 1, got 1.0"),
-        ({"expert_dropout": -0.1}, r"expert_dropout must not be negative, got -0.1"),
-        *(
-            ({"layers": layers}, f"layers must be every_2, last_<n>, .* or block indices, got '{layers}'")
-            for layers in ("every_3", "last_0", "last_2_even")
-        ),
-    ],
-)
-def test_config_errors(fields, message):
-    with pytest.raises(ValueError, match=message):
-        MoEConfig(**fields)
+def test_config_errors():
+    for layers in ("every_3", "last_0", "last_2_even"):
+        choices = "layers must be every_2, last_<n>, .* or block indices"
+        with pytest.raises(ValueError, match=f"{choices}, got '{layers}'"):
+            MoEConfig(layers=layers)
 
 
 @each_kind

@@ -108,16 +108,7 @@ def test_padding_is_in_no_mean_and_no_load():
     assert routing.load_GE.sum(1).tolist() == pytest.approx([2, S, S])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"temperature": 0.05}, "temperature=0.05 is below temperature_min=0.1; lower temperature_min too"),
-        ({"temperature_min": -0.1}, "temperature_min must be positive, got -0.1"),
-        ({"temperature_decay": 1.01}, "temperature_decay must be at most 1, got 1.01"),
-        ({"clusters": 0}, "clusters must be at least 1, got 0"),
-    ],
-)
-def test_config_errors(fields, message):
+def test_config_errors():
+    message = "temperature=0.05 is below temperature_min=0.1; lower temperature_min too"
     with pytest.raises(ValueError, match=message):
-        MixtureConfig(**fields)
+        MixtureConfig(temperature=0.05)

@@ -163,12 +163,6 @@ def test_layouts(config, layout, message):
         check_layout(replace(PRESETS["debug"], **fields), **layout)
 
 
-def test_options_are_checked():
-    for name in ("dp_replicate", "overlap_chunks"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            ParallelConfig(**{name: 0})
-
-
 TO_COMPILE = Case(  # without noise, whose float32 compilers round in their own way
     config=vit_config(TokenChoiceConfig(k=2, priority="max", importance_weight=0.1, noise_std=0.0)),
     after=AS_TRAINED,

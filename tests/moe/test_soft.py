@@ -151,11 +151,6 @@ def test_only_parameters_that_are_used_exist():
 def test_slots_and_config_errors():
     assert SoftConfig(slots_per_expert=3).slots(num_tokens=1, num_experts=64) == 3
     assert SoftConfig(total_slots=64, slots_per_expert=5).slots(num_tokens=1, num_experts=64) == 1
-    for name, value in (("slots_per_expert", 0), ("total_slots", -8)):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
-            SoftConfig(**{name: value})
-    with pytest.raises(ValueError, match=r"noise_std must not be negative, got -1\.0"):
-        SoftConfig(noise_std=-1.0)
     with pytest.raises(ValueError, match="total_slots=10 does not divide over 4 experts"):
         SoftConfig(total_slots=10).slots(num_tokens=8, num_experts=4)
     for name in ("dispatch", "combine"):

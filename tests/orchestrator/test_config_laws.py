@@ -44,6 +44,35 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Sweep": {"base": RunConfig(), "arms": {}},
     "Trunk": {"at": (1,), "cooldown": 1},
 }
+# Bounds that configs have; a new one may stay out of this list.
+BOUNDS = """
+AdafactorConfig: weight_decay >= 0, weight_decay_head >= 0, beta1 >= 0, beta1 <= 1, beta2_cap >= 0,
+    beta2_cap <= 1, min_dim_to_factor >= 1
+AdamWConfig: weight_decay >= 0, weight_decay_head >= 0, beta1 >= 0, beta1 <= 1, beta2 >= 0, beta2 <= 1
+CheckpointConfig: every >= 1, keep_last >= 1, keep_best >= 0, keep_every >= 1
+CosineConfig: warmup_steps >= 0, end_frac >= 0, end_frac <= 1
+DataConfig: batch_size >= 1, lanes >= 1, shuffle_window >= 1, shuffle_run >= 1, eval_crop > 0, eval_crop <= 1,
+    randaugment >= 0, randaugment <= 16, mixup >= 0, cutmix >= 0, max_bad_frac >= 0, max_bad_frac <= 1,
+    cache_gb >= 0
+Device: usd_per_hour >= 0, peak_tflops > 0, memory_gib > 0
+ExpertChoiceConfig: capacity_factor > 0, eval_capacity_factor > 0, capacity_multiple_of >= 1, noise_std >= 0
+MixtureConfig: clusters >= 1, temperature > 0, temperature_decay > 0, temperature_decay <= 1,
+    temperature_min > 0
+MoEConfig: num_experts >= 2, images_per_group >= 1, expert_dim >= 1, expert_dropout >= 0, expert_dropout < 1
+ParallelConfig: dp_replicate >= 1, overlap_chunks >= 1
+RsqrtConfig: warmup_steps >= 0, cooldown_steps >= 0, timescale >= 1
+SGDConfig: weight_decay >= 0, momentum >= 0
+ScaleConfig: workers >= 1, ep >= 1, workers_per_node >= 1, min_workers >= 1, wait_s >= 1, profile_steps >= 0
+SinkhornConfig: iterations >= 1
+SoftConfig: slots_per_expert >= 1, total_slots >= 1, noise_std >= 0
+SparseTransportConfig: iterations >= 1
+TokenChoiceConfig: capacity_factor > 0, k >= 1, noise_std >= 0, importance_weight >= 0, load_weight >= 0,
+    balance_weight >= 0, z_weight >= 0
+TrainConfig: steps >= 1, lr >= 0, seed >= 0, report_every >= 1, eval_every >= 1, stop_at >= 0, stop_at <= 1,
+    microbatch >= 1, clip_norm > 0
+ViTConfig: image_size >= 1, patch_size >= 1, width >= 1, depth >= 1, heads >= 1, mlp_dim >= 1,
+    num_classes >= 1, representation_size >= 1, dropout >= 0, dropout < 1
+"""
 
 
 def make(cls: Any, **values: Any) -> Any:
@@ -90,13 +119,25 @@ def test_every_field_is_checked(cls: Any) -> None:
             refused(cls, field.name, True)
 
 
-@pytest.mark.parametrize("cls", CONFIGS)
-def test_every_bound_holds(cls: Any) -> None:
+def bounds(cls: Any) -> Iterator[tuple[str, Any, Bound]]:
     for name, hint in hints(cls):
         for bound in getattr(hint, "__metadata__", ()):
             assert isinstance(bound, Bound)
-            beyond = {">=": -1, ">": 0, "<=": 1, "<": 0}[bound.sign]
-            refused(cls, name, bare(hint)(bound.limit + beyond))
+            yield name, hint, bound
+
+
+def test_no_bound_is_lost() -> None:
+    found = {cls.__name__: {f"{name} {b.sign} {b.limit}" for name, _, b in bounds(cls)} for cls in CONFIGS}
+    for line in BOUNDS.replace("\n    ", " ").strip().splitlines():
+        name, _, listed = line.partition(": ")
+        assert {*listed.split(", ")} <= found[name], name
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_bound_holds(cls: Any) -> None:
+    for name, hint, bound in bounds(cls):
+        beyond = {">=": -1, ">": 0, "<=": 1, "<": 0}[bound.sign]
+        refused(cls, name, bare(hint)(bound.limit + beyond))
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
