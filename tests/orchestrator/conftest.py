@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 from moto.server import ThreadedMotoServer
@@ -44,3 +45,9 @@ def bucket(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[B
     s3_proxy.requests.clear()
     yield bucket
     connect_anew()
+
+
+@pytest.fixture(params=["local", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder that does not exist yet."""
+    return request.getfixturevalue("bucket").uri("root") if request.param == "s3" else str(tmp_path / "root")

@@ -2,18 +2,11 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
-
-
-@pytest.fixture(params=["local", "s3"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A folder that does not exist yet."""
-    return request.getfixturevalue("bucket").uri("root") if request.param == "s3" else str(tmp_path / "root")
 
 
 def test_write_then_read(root):

@@ -149,11 +149,6 @@ def labels_of(data_set: str, split: Split) -> dict[str, tuple[int, ...]]:
     }
 
 
-@pytest.fixture(params=["local", "s3"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "root") if request.param == "local" else request.getfixturevalue("bucket").uri()
-
-
 def write_sets(root: str, files: Mapping[str, Path]) -> str:
     """Puts files below `root` and returns their folder."""
     for name, path in files.items():

@@ -41,11 +41,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(params=["local", "s3"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path) if request.param == "local" else request.getfixturevalue("bucket").uri("data")
-
-
 def data_set(root: str, *, whole: bool = False) -> DataSet:
     """Packs `IMAGES` into three shards."""
     samples = [Sample(*each) for each in zip(IMAGES, LABELS, KEYS, strict=True)]
