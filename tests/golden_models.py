@@ -259,12 +259,21 @@ def lamb(z: Arrays, meta: Meta, report: Report) -> None:
 
 
 def posemb(z: Arrays, meta: Meta, report: Report) -> None:
-    resized = resize_position(z["source"][0], meta["old_grid"], meta["new_grid"], class_token=True)
-    report.close("target", resized, z["target"][0])
+    """Without the class token, the patches are the same; the token stays as it is."""
+    source, grids = z["source"][0], (meta["old_grid"], meta["new_grid"])
+    resized = resize_position(source, *grids, class_token=True)
+    report.close("target", resized, z["target"][0], 1e-6)
+    report.exact("patches", torch.equal(resize_position(source[1:], *grids, class_token=False), resized[1:]))
+    report.exact("class token", torch.equal(resized[0], source[0]))
 
 
 def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
-    """Accuracies may differ by one test image: the reference has them in float32."""
+    """5 images of 12 features and the bias use the kernel, 25 and 50 the Gram matrix.
+
+    Of 90 accuracies, in counts of 80 test images, 83 are equal. In the others one image differs: its two best
+    scores are 5e-4 apart, and the authors' float32 with a bias eigenvalue of 5e5 resolves about 1e-3.
+    """
+    different = 0
     x_train, y_train, x_test, y_test = (
         z[name].numpy() for name in ("x_train", "y_train", "x_test", "y_test")
     )
@@ -277,8 +286,11 @@ def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
         for name, expected in z.items():
             if name.startswith(f"weights_{shots}shot_l2_"):
                 strength = float(name.rsplit("_", 1)[1])
-                report.close(name, torch.from_numpy(ridge.weights(strength)), expected)
+                report.close(name, torch.from_numpy(ridge.weights(strength)), expected, 1e-6)
         ours, theirs = accuracies(images, test, train), z["accuracy"][row].numpy()
-        report.bound(f"accuracy_{shots}shot", float(np.abs(ours - theirs).max()), 1 / len(y_test) + 1e-6)
+        off = np.abs(ours - theirs)
+        report.bound(f"accuracy_{shots}shot", float(off.max()), 1 / len(y_test) + 1e-6)
+        different += int((np.rint(len(y_test) * off) > 0).sum())
         best = STRENGTHS.index(meta["best_l2"][str(shots)])
         report.exact(f"best_l2 {shots} shot", best_strength(ours[None]) == best)
+    report.bound("accuracies that differ", different, 7)

@@ -1,4 +1,4 @@
-"""Few-shot figures: the authors' numbers and scikit-learn's, and the same on one worker and on two."""
+"""Few-shot figures: scikit-learn's, on one worker and on two. `tests.golden` has those of the authors."""
 
 import json
 import re
@@ -22,7 +22,6 @@ from orchestrator.training.fewshot import (
     STRENGTHS,
     FewShot,
     FewShotResult,
-    Frozen,
     accuracies,
     augmented,
     best_strength,
@@ -38,7 +37,7 @@ from tests.moe.parity import spawn
 from tests.parts import png
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "fewshot__ridge.npz"
-CLASSES, SEED, SHOTS = 5, 123, (1, 5, 10)
+CLASSES = 5
 CPU = torch.device("cpu")
 SMALL = {
     "model.width": 16,
@@ -58,38 +57,6 @@ SMALL = {
 def golden() -> dict[str, np.ndarray]:
     with np.load(GOLDEN) as file:
         return {name: file[name] for name in file.files}
-
-
-@pytest.mark.parametrize("shots", SHOTS)
-def test_the_authors_choose_the_same_images_and_have_the_same_weights(
-    golden: dict[str, np.ndarray], shots: int
-) -> None:
-    """5 images of 12 features and the bias use the kernel, 25 and 50 the Gram matrix."""
-    assert list(STRENGTHS) == json.loads(str(golden["meta"]))["l2_regs"]
-    train = golden[f"train_indices_{shots}shot"]
-    assert choose_shots(golden["y_train"], shots=shots, seed=SEED).tolist() == train.tolist()
-    ridge = fit_ridge(golden["x_train"][train], golden["y_train"][train], CLASSES)
-    for strength in (2.0**-10, 1.0, 1024.0):
-        expected = golden[f"weights_{shots}shot_l2_{strength}"]
-        np.testing.assert_allclose(ridge.weights(strength), expected, rtol=0, atol=1e-6 * abs(expected).max())
-
-
-def test_the_authors_have_the_same_accuracies_and_choose_as_good_a_strength(
-    golden: dict[str, np.ndarray],
-) -> None:
-    """Of 90 figures, in counts of 80 test images, 83 are equal. In the others one image differs: its two best
-    scores are 5e-4 apart, and the authors' float32 with a bias eigenvalue of 5e5 resolves about 1e-3.
-    """
-    different = []
-    train, test = golden_features(golden)
-    best = json.loads(str(golden["meta"]))["best_l2"]
-    for row, shots in enumerate(SHOTS):
-        ours = accuracies(train, test, choose_shots(golden["y_train"], shots=shots, seed=SEED))
-        different += [n for n in np.rint(80 * ours) - np.rint(80 * golden["accuracy"][row]) if n]
-        chosen, theirs = best_strength(ours[None]), STRENGTHS.index(best[str(shots)])
-        assert chosen == theirs
-    assert len(different) <= 7
-    assert {abs(n) for n in different} <= {1}
 
 
 @pytest.mark.parametrize("images", [10, 60], ids=["kernel", "Gram matrix"])
@@ -124,14 +91,6 @@ def test_the_strength_has_the_best_mean_rank_over_data_sets() -> None:
     by_data = np.array([[0.1, 0.2, 0.3], [0.9, 0.2, 0.1], [0.1, 0.3, 0.2]])
     assert by_data.mean(0).argmax() == 0
     assert best_strength(by_data) == 1
-
-
-def golden_features(golden: dict[str, np.ndarray]) -> list[Frozen]:
-    """Training and test images, all of them whole."""
-    return [
-        Frozen(x=golden[f"x_{split}"], label=golden[f"y_{split}"], valid=golden[f"y_{split}"] >= 0)
-        for split in ("train", "test")
-    ]
 
 
 @pytest.fixture
