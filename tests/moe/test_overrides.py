@@ -1,5 +1,6 @@
 """Routing overrides: other k, capacity and priority, subsets of experts, random choices."""
 
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -199,21 +200,10 @@ def test_errors_name_the_kind_the_value_and_the_bound(config, overrides, message
         run(build_layer(config), **overrides)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"k": 1.5}, r"k must be an integer or None, got 1\.5"),
-        ({"k": True}, "k must be an integer or None, got True"),
-        ({"capacity_factor": "1"}, "capacity_factor must be a number or None, got '1'"),
-        ({"experts": [0, 1]}, r"experts must be .* got \[0, 1\]"),
-        ({"experts": (0, 0)}, r"experts must be .* got \(0, 0\)"),
-        ({"random_blocks": 1}, r"random_blocks must be .* got 1"),
-        ({"priority": "best"}, r"priority must be .* got 'best'"),
-    ],
-)
-def test_values_of_the_wrong_type_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RoutingOverrides(**fields)
+def test_experts_are_a_tuple_of_different_indices():
+    for experts in ([0, 1], (0, 0)):
+        with pytest.raises(ValueError, match=f"experts must be .* got {re.escape(str(experts))}"):
+            RoutingOverrides(experts=experts)
 
 
 @pytest.mark.parametrize("config", [SoftConfig(), TokenChoiceConfig(k=2), ExpertChoiceConfig()], ids=str)

@@ -30,7 +30,6 @@ def test_the_price_table_of_the_project() -> None:
         ("- H100", "holds no devices"),
         ("H100: {usd_per_hour: 7}", "H100 needs the fields usd_per_hour and peak_tflops, got"),
         ("H100: {usd_per_hour: 7, peak_tflops: 989, price: 3}", "unknown field price"),
-        ("H100: {usd_per_hour: -7, peak_tflops: 989}", "usd_per_hour must not be negative, got -7"),
         ("H100: {usd_per_hour: 7, peak_tflops: 0}", "peak_tflops must be positive, got 0"),
         ("H100: {usd_per_hour: 7", "is not YAML"),
     ],
