@@ -59,6 +59,7 @@ Transform = Callable[[bytes], Tensor]
 def main() -> None:
     args = options(__doc__, rounds=3, quick=False, memory=False, folder="", out="")
     folder, images = Path(args.folder or tempfile.mkdtemp()), 300 if args.quick else 3000
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are measured
     result = provenance("litdata", "pillow", "pyarrow", "ray", "torch", "torchvision", "webdataset")
     try:
         data = folder / str(images)
@@ -149,7 +150,7 @@ def ours_by_ray_data(path: Path, images: int, size: int = 224, flow_epochs: int 
     ray.init(address="local", num_cpus=CORES, object_store_memory=RAY_STORE_BYTES, **quiet)
     initialised = time.perf_counter()
     read = ray_data.by_ray_data([ray_data.BatchServer.remote()])
-    next(images_of(path, size, read, 1))
+    list(images_of(path, size, read, 1))
     ready = time.perf_counter()
     epoch = timed(lambda: images_of(path, size, read, images), images)
     flow = timed(lambda: images_of(path, size, read, flow_epochs * images), flow_epochs * images)

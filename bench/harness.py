@@ -1,9 +1,10 @@
 """What the commands of this folder share: options, and functions in processes of their own."""
 
 import argparse
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from typing import Any
 
@@ -26,5 +27,13 @@ def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
 
 
 def processes(count: int = 1, setup: Callable[..., object] | None = None, *given: Any) -> ProcessPoolExecutor:
-    """Fresh processes, which share nothing with this one but its environment."""
-    return ProcessPoolExecutor(count, get_context("spawn"), initializer=setup, initargs=given)
+    """Fresh processes, which share nothing with this one but its environment, less settings of malloc."""
+    for name in [name for name in os.environ if "MALLOC" in name]:
+        del os.environ[name]
+    return ProcessPoolExecutor(count, get_context("spawn"), initializer=_begin, initargs=(setup, *given))
+
+
+def _begin(setup: Callable[..., object] | None, *given: Any) -> None:
+    set_start_method(None, force=True)  # workers of loaders start as the platform has it
+    if setup:
+        setup(*given)
