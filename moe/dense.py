@@ -3,11 +3,21 @@
 Source: google-research/vmoe (vmoe/nn/vit_moe.py), the authors' code of V-MoE and Soft MoE.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.init import Draw, constant, dropout, mix, xavier_uniform, zeros
+
+Activation = Literal["gelu", "exact_gelu", "relu"]  # gelu: by tanh, as JAX computes it
+
+
+def activate(h: Tensor, activation: Activation) -> Tensor:
+    if activation == "relu":
+        return F.relu(h)
+    return F.gelu(h, approximate="tanh" if activation == "gelu" else "none")
 
 
 class Attention(nn.Module):
@@ -28,15 +38,18 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers with a GELU between them: the part of a block that experts take the place of."""
 
-    def __init__(self, width: int, hidden: int, *, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, hidden: int, *, dropout: float = 0.0, activation: Activation = "gelu"
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
         self.dropout = dropout
+        self.activation: Activation = activation
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
         """Applies the MLP; `keys` (int64, one per token) seed dropout after both layers."""
-        h = F.gelu(self.up(x), approximate="tanh")
+        h = activate(self.up(x), self.activation)
         if keys is None:
             return self.down(h)
         return dropout(self.down(dropout(h, self.dropout, mix(keys, 0))), self.dropout, mix(keys, 1))
@@ -45,7 +58,16 @@ class MLP(nn.Module):
 class AttentionPooling(nn.Module):
     """A learned probe attends to the tokens; its output, after a residual MLP, represents the image."""
 
-    def __init__(self, width: int, heads: int, mlp_dim: int, *, qk_norm: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        mlp_dim: int,
+        *,
+        qk_norm: bool,
+        norm_eps: float = 1e-6,
+        activation: Activation = "gelu",
+    ) -> None:
         super().__init__()
         self.heads = heads
         self.probe_D = nn.Parameter(torch.empty(width))
@@ -54,8 +76,8 @@ class AttentionPooling(nn.Module):
         self.norm_q = head_norm(width, heads) if qk_norm else nn.Identity()
         self.norm_k = head_norm(width, heads) if qk_norm else nn.Identity()
         self.out = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = MLP(width, mlp_dim)
+        self.norm = nn.LayerNorm(width, eps=norm_eps)
+        self.mlp = MLP(width, mlp_dim, activation=activation)
 
     def draws(self) -> dict[str, Draw]:
         return {"probe_D": xavier_uniform(1, len(self.probe_D))}
@@ -116,14 +138,14 @@ class ConvStem(nn.Sequential):
     convolutions before its experts. The number of channels is ours.
     """
 
-    def __init__(self, width: int, patch_size: int) -> None:
+    def __init__(self, width: int, patch_size: int, *, activation: Activation = "gelu") -> None:
         super().__init__()
         before = 3
         for i, channels in enumerate(stem_channels(width, patch_size)):
             self.add_module(f"conv{i}", nn.Conv2d(before, channels, 3, stride=2, padding=1))
             # Over all numbers of one image: the paper's batch norm would mix images with each other.
             self.add_module(f"norm{i}", nn.GroupNorm(1, channels, eps=1e-6))
-            self.add_module(f"gelu{i}", nn.GELU(approximate="tanh"))
+            self.add_module(f"gelu{i}", nn.GELU("tanh" if activation == "gelu" else "none"))
             before = channels
         self.project = nn.Conv2d(before, width, 1)
 

@@ -7,17 +7,16 @@ Parameter Count: Implicit Bias in Soft Mixture of Experts", algorithm 1 and sect
 each group has a subset of its own.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.dense import Activation, activate
 from moe.init import Draw, dropout, mix, xavier_uniform, zeros
 from moe.overrides import RoutingOverrides
 from moe.routing import Routing
-
-Activation = Literal["gelu", "relu"]
 
 
 def is_expert(name: str) -> bool:
@@ -113,10 +112,6 @@ def grouped_matmul_fits(w_EDF: Tensor) -> bool:
         and torch.cuda.get_device_capability(w_EDF.device) >= (8, 0)
         and all(size % 8 == 0 for size in w_EDF.shape[1:])
     )
-
-
-def activate(h: Tensor, activation: Activation) -> Tensor:
-    return F.relu(h) if activation == "relu" else F.gelu(h, approximate="tanh")
 
 
 def chosen_alone(experts: Experts, routing: Routing, overrides: RoutingOverrides) -> int | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import Bound, Config, DropoutRate, PositiveInt
+from moe.dense import Activation
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights, mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -81,10 +82,18 @@ class MoELayer(nn.Module):
         hidden: hidden units of each expert, unless `config.expert_dim` has another number.
         block: position in the model.
         seed: the number from which the weights are drawn.
+        activation: of the experts; ``exact_gelu`` beside timm's or Hugging Face's MLPs.
     """
 
     def __init__(
-        self, config: MoEConfig, *, dim: int, hidden: int, block: int = 0, seed: int | None = 0
+        self,
+        config: MoEConfig,
+        *,
+        dim: int,
+        hidden: int,
+        block: int = 0,
+        seed: int | None = 0,
+        activation: Activation = "gelu",
     ) -> None:
         super().__init__()
         self.images_per_group = config.images_per_group
@@ -96,7 +105,12 @@ class MoELayer(nn.Module):
         with torch.device("meta"):
             self.router = config.router.build(dim=dim, num_experts=config.num_experts)
             self.experts = Experts(
-                config.num_experts, dim, hidden, dropout=config.expert_dropout, equal_init=config.equal_init
+                config.num_experts,
+                dim,
+                hidden,
+                activation=activation,
+                dropout=config.expert_dropout,
+                equal_init=config.equal_init,
             )
         if device.type != "meta":
             self.to_empty(device=device)

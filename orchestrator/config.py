@@ -37,6 +37,7 @@ class DataConfig(Config):
         eval_resize: what is resized before the central crop of evaluation: the ``shorter`` side, keeping the
             aspect, or both sides to a ``square``, as in the papers' few-shot and fine-tuning.
         eval_crop: fraction of these sides that the central crop keeps.
+        eval_interpolation: of that resize; published models often want ``bicubic``.
         randaugment: operations per image after the crop, 0 to 16.
         randaugment_magnitude: their strength, 0 to 30; the papers' recipes take 10, 15 and 20.
         mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
@@ -55,12 +56,17 @@ class DataConfig(Config):
     augment: Literal["none", "flip", "shift", "inception"] = "none"
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
+    eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: Annotated[int, Bound(">=", 0), Bound("<=", 16)] = 0
     randaugment_magnitude: Annotated[int, Bound(">=", 0), Bound("<=", 30)] = 10
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
     max_bad_frac: Fraction = 0.01
     cache_gb: NonNegativeFloat = 16.0
+
+    def eval_settings(self) -> dict[str, Any]:
+        """Returns the fields that say how an image becomes the model's input in evaluation."""
+        return {name: getattr(self, name) for name in ("eval_resize", "eval_crop", "eval_interpolation")}
 
     def __post_init__(self) -> None:
         super().__post_init__()

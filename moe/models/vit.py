@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from moe.config import DropoutRate, PositiveInt
-from moe.dense import MLP, Attention, AttentionPooling, ConvStem, Head, sincos2d, stem_channels
+from moe.config import DropoutRate, PositiveFloat, PositiveInt
+from moe.dense import MLP, Activation, Attention, AttentionPooling, ConvStem, Head, sincos2d, stem_channels
 from moe.init import Draw, dropout, mix, normal, split, zeros
 from moe.layer import MoEConfig, MoELayer
 from moe.model import Model, ModelConfig, Output, UnitOutput, with_experts, without_experts
@@ -43,6 +43,9 @@ class ViTConfig(ModelConfig):
         position: position embedding. The learned one covers the class token, ``sincos2d`` does not.
         representation_size: width of a tanh layer between pooling and head; None for no such layer.
         qk_norm: layer-normalises queries and keys, as in Soft MoE; V-MoE does not.
+        gelu: by ``tanh``, as JAX computes it, or ``exact``, as most models of timm and Hugging Face; in MLPs,
+            experts, pooling and stem.
+        norm_eps: epsilon of the layer norms, except those of queries and keys.
         dropout: dropout of tokens after the position embedding and after attention, and after both layers of
             dense MLPs, as `dropout_rate` of the authors' encoder; experts have `moe.expert_dropout`.
         head_bias: initial bias of the head. The authors' sigmoid losses start from -ln(num_classes) or -10;
@@ -62,6 +65,8 @@ class ViTConfig(ModelConfig):
     position: Literal["learned", "sincos2d", "none"] = "learned"
     representation_size: PositiveInt | None = None
     qk_norm: bool = True
+    gelu: Literal["tanh", "exact"] = "tanh"
+    norm_eps: PositiveFloat = 1e-6
     dropout: DropoutRate = 0.0
     head_bias: float = 0.0
     moe: MoEConfig | None = None
@@ -98,6 +103,9 @@ class ViTConfig(ModelConfig):
         """Returns the number of hidden units per expert."""
         return (self.moe and self.moe.expert_dim) or self.mlp_dim
 
+    def activation(self) -> Activation:
+        return "gelu" if self.gelu == "tanh" else "exact_gelu"
+
     def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
         return macs(self.at_point(overrides), overrides)
 
@@ -124,19 +132,21 @@ class Block(nn.Module):
         dropout: float,
         moe: MoEConfig | None,
         index: int,
+        norm_eps: float = 1e-6,
+        activation: Activation = "gelu",
     ) -> None:
         super().__init__()
         self.dropout = dropout
         # A tensor, as in `MoELayer`, whose salts are smaller.
         self.salt = torch.tensor(DROPOUT_SALT + index, device="cpu")
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
         self.attention = Attention(width, heads, qk_norm=qk_norm)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.residual = not moe or moe.residual
         self.mlp = (
-            MoELayer(moe, dim=width, hidden=hidden, block=index)
+            MoELayer(moe, dim=width, hidden=hidden, block=index, activation=activation)
             if moe
-            else MLP(width, hidden, dropout=dropout)
+            else MLP(width, hidden, dropout=dropout, activation=activation)
         )
 
     def forward(
@@ -168,9 +178,9 @@ class ViT(Model[ViTConfig]):
     undecayed: ClassVar = ("position_SD",)
 
     def add_layers(self) -> None:
-        config, moe_blocks = self.config, self.config.moe_blocks()
+        config, moe_blocks, activation = self.config, self.config.moe_blocks(), self.config.activation()
         if config.stem:
-            self.embed = ConvStem(config.width, config.patch_size)
+            self.embed = ConvStem(config.width, config.patch_size, activation=activation)
         else:
             self.embed = nn.Conv2d(3, config.width, config.patch_size, config.patch_size)
         if config.pooling == "token":
@@ -186,12 +196,21 @@ class ViT(Model[ViTConfig]):
                 dropout=config.dropout,
                 moe=config.moe if i in moe_blocks else None,
                 index=i,
+                norm_eps=config.norm_eps,
+                activation=activation,
             )
             for i in range(config.depth)
         )
-        self.norm = nn.LayerNorm(config.width, eps=1e-6)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         if config.pooling == "map":
-            self.pool = AttentionPooling(config.width, config.heads, config.mlp_dim, qk_norm=config.qk_norm)
+            self.pool = AttentionPooling(
+                config.width,
+                config.heads,
+                config.mlp_dim,
+                qk_norm=config.qk_norm,
+                norm_eps=config.norm_eps,
+                activation=activation,
+            )
         if config.representation_size:
             self.pre_logits = nn.Linear(config.width, config.representation_size)
         self.head = Head(config.representation_size or config.width, config.num_classes, config.head_bias)

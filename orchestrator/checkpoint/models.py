@@ -64,9 +64,8 @@ class ModelRef:
             data = DataConfig(
                 path=path,
                 batch_size=batch_size,
-                eval_resize=was.eval_resize,
-                eval_crop=was.eval_crop,
                 cache_gb=was.cache_gb,
+                **was.eval_settings(),
             )
             train = replace(self.run.train, microbatch=None)
             return replace(self.run, data=data, scale=ScaleConfig(), train=train)

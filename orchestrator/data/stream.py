@@ -236,9 +236,7 @@ def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, w
         data=data,
         fields=fields,
         plan=None,
-        transform=Transform(
-            size=run.model.image_size, eval_resize=run.data.eval_resize, eval_crop=run.data.eval_crop
-        ),
+        transform=Transform(size=run.model.image_size, **run.data.eval_settings()),
     )
 
 

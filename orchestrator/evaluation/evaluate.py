@@ -179,8 +179,7 @@ class EvalTask:
             "model": to_dict(self.model.run.model),
             "points": [asdict(point) for point in self.points],
             "data": open_manifest(self.path).digest(),
-            "eval_resize": self.model.run.data.eval_resize,
-            "eval_crop": self.model.run.data.eval_crop,
+            **self.model.run.data.eval_settings(),
             "split": self.split,
             "batch_size": self.batch_size,
         }

@@ -175,9 +175,7 @@ class Predictor:
         self.device = default_device()
         self.model = model.load(self.device)
         was = model.run.data
-        self.transform = Transform(
-            size=model.run.model.image_size, eval_resize=was.eval_resize, eval_crop=was.eval_crop
-        )
+        self.transform = Transform(size=model.run.model.image_size, **was.eval_settings())
         self.cache_bytes = int(was.cache_gb * 1e9)
         self.decoding = Semaphore(CORES)
 

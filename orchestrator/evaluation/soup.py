@@ -94,11 +94,9 @@ def check_alike(models: Sequence[ModelRef]) -> None:
 
 
 def _described(model: ModelRef) -> dict[str, Any]:
-    data = model.run.data
     return {
         **{f"model.{name}": value for name, value in flat(model.run.model).items()},
-        "data.eval_resize": data.eval_resize,
-        "data.eval_crop": data.eval_crop,
+        **{f"data.{name}": value for name, value in model.run.data.eval_settings().items()},
     }
 
 
