@@ -26,14 +26,14 @@ moe.config:
 moe.codec: moe.config
 moe.routing: moe.config moe.init moe.overrides
 moe.overrides: moe.config moe.init
-moe.experts: moe.init moe.overrides moe.routing
+moe.experts: moe.dense moe.init moe.overrides moe.routing
 moe.dense: moe.init
 moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing
 moe.routers.graphed:
 moe.routers.sparse_transport: moe.routers.graphed
 moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
 moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing
-moe.layer: moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
+moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
 moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
 moe.trace: moe.layer moe.model
 moe.models: moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides moe.routing moe.trace
@@ -66,7 +66,7 @@ orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orc
 orchestrator.data.formats: orchestrator.data.offsets orchestrator.data.samples orchestrator.data.tars
     orchestrator.storage
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads
+    orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.data
     orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
 orchestrator.frontier: orchestrator.frontier

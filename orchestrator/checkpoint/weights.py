@@ -5,7 +5,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,35 +127,60 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
 
 
 def export(location: str, out: str, *, fresh: bool = False) -> None:
-    """Writes the weights of a checkpoint, as `find_checkpoint` finds it, into a local `SUFFIX` file, bit for
-    bit, or into a local folder as `WEIGHTS`, with `CONFIG` and plugins beside it.
-
-    The file's metadata holds `config` (of the run, JSON), `step`, `classes` (JSON, null if they are unknown),
-    `manifest_sha256` (of the checkpoint's manifest) and `version`.
+    """Writes the weights of a checkpoint, as `find_checkpoint` finds it, bit for bit: see `write_export`.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
         OSError: if reading or writing fails.
     """
-    if not storage.is_local(out):
-        raise UsageError(f"{out}: weights are exported to a local file or folder")
-    file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
-    if storage.size(config or file) is not None and not fresh:
-        raise UsageError(f"{out} {'holds an export' if config else 'exists'} already; `fresh` replaces it")
+    check_export(out, fresh=fresh)
     with open_weights(location) as source:
         tensors = source.reader.tensors("cpu")
         fill(tensors, source.reader)
     assert source.manifest
     run = read_config(RunConfig, source.manifest.config)
-    classes = classes_of_run(run)
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
+    more = {"step": str(source.step), "manifest_sha256": digest}
+    write_export(out, tensors, run, classes=classes_of_run(run), more=more, fresh=fresh)
+
+
+def check_export(out: str, *, fresh: bool) -> None:
+    """Raises UsageError if `out` is not local, or exists and is not to be replaced (`fresh`)."""
+    if not storage.is_local(out):
+        raise UsageError(f"{out}: weights are exported to a local file or folder")
+    is_file = out.endswith(SUFFIX)
+    if storage.size(out if is_file else f"{out}/{CONFIG}") is not None and not fresh:
+        raise UsageError(f"{out} {'exists' if is_file else 'holds an export'} already; `fresh` replaces it")
+
+
+def write_export(
+    out: str,
+    tensors: Mapping[str, Tensor],
+    run: RunConfig,
+    *,
+    classes: Sequence[str] | None,
+    more: Mapping[str, str],
+    fresh: bool = False,
+) -> None:
+    """Writes weights into a local `SUFFIX` file, or into a local folder as `WEIGHTS`, with `CONFIG` and
+    plugins beside it.
+
+    The file's metadata holds `config` (of the run, JSON), `classes` (JSON, null if they are unknown),
+    `version` and what is in `more`: the run's `step` and `manifest_sha256` of its checkpoint, or the `source`
+    of an import.
+
+    Raises:
+        UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
+        OSError: if writing fails.
+    """
+    check_export(out, fresh=fresh)
+    file, config = (out, None) if out.endswith(SUFFIX) else (f"{out}/{WEIGHTS}", f"{out}/{CONFIG}")
     metadata = {
         "format": "pt",  # the library's convention for torch's tensors
         "version": VERSION,
-        "config": json.dumps(source.manifest.config),
-        "step": str(source.step),
+        "config": json.dumps(to_dict(run)),
         "classes": json.dumps(classes),
-        "manifest_sha256": digest,
+        **more,
     }
     if config:
         storage.delete(config)  # it must never describe other weights
@@ -164,13 +189,14 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
         content = {
             "version": VERSION,
             "name": run.name,
-            "step": source.step,
-            "manifest_sha256": digest,
+            **more,
             **run.data.eval_settings(),
             "classes": classes,
             "plugins": run.plugins,
             "model": to_dict(run.model),
         }
+        if "step" in more:
+            content["step"] = int(more["step"])
         save_plugins(out, run.plugins)
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 

@@ -1,0 +1,248 @@
+"""Weights of other projects as models of ours.
+
+A kind is a file that recognises its tensors by name, and gives the names of their parts (`layout.Layout`) and
+what the tensors do not say (`layout.Facts`). The rest is the same for all: `plan_import` decides on shapes,
+and `write_import` reads and writes.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moe.adapt import shapes_of
+from moe.load import CONFIG, WEIGHTS
+from moe.models.vit import ViTConfig
+from orchestrator import storage
+from orchestrator.checkpoint.files import SUFFIX
+from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
+from orchestrator.checkpoint.foreign.layout import Facts, Plan, Resize, plan_vit
+from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
+from orchestrator.checkpoint.weights import read_metadata, write_export
+from orchestrator.codec import override, to_dict
+from orchestrator.config import DataConfig, RunConfig
+from orchestrator.errors import UsageError
+from orchestrator.names import run_name
+
+log = logging.getLogger(__name__)
+
+KINDS = (timm.KIND, huggingface.KIND, torchvision.KIND, flax.KIND)
+ROUTING = ("k", "capacity_factor", "capacity_rounding", "priority", "topk")
+# Names that betray a part that our model has not.
+LACKING = {
+    r"(.*\.)?(reg_token|register_tokens)$": "register tokens",
+    r"(.*\.)?(dist_token|head_dist\..*|distillation_token)$": "a distillation token",
+    r"(.*\.)?(norm_pre|pre_layrnorm|pre_layernorm)\..*": "a norm before the blocks",
+    r"(.*\.)?fc_norm\..*": "a norm after the mean of the tokens",
+    r".*mlp\.(w12|w3|fc1_g|fc1_x|weights_in|gate_proj)\b.*": "SwiGLU",
+    r".*(relative_position|rel_pos|\.lambda_[12]|\.gamma_[12])\b.*": "relative positions, or BEiT",
+    r"(.*\.)?layers\.\d+\.blocks\..*": "Swin's stages",
+    r".*attn\.[qk]_norm\.bias$": "norms of queries and keys with a bias",
+    r".*blocks\.\d+\.attns\..*": "parallel attention",
+    r".*patch_embed\.backbone\..*": "a hybrid with a CNN before the transformer",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """A plan for weights that were opened.
+
+    Attributes:
+        run: our model, and how evaluation reads images for it.
+        resized: from how many patches per side to how many positions are resized; None: not at all.
+    """
+
+    kind: str
+    opened: Opened
+    run: RunConfig
+    plan: Plan
+    facts: Facts
+    resized: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        plan, model, data = self.plan, self.plan.config, self.run.data
+        how: dict[str, int] = {}
+        for name, lazy in plan.tensors.items():
+            if name not in plan.made and lazy.how:
+                how[lazy.how] = how.get(lazy.how, 0) + 1
+        taken = sum(bool(lazy.sources) for lazy in plan.tensors.values())
+        moe = model.moe
+        experts = f", {moe.num_experts} experts in blocks {model.moe_blocks()}" if moe else ""
+        lines = [
+            f"{self.kind}: width {model.width}, {model.depth} blocks, {model.heads} heads, patches of"
+            f" {model.patch_size}, {model.image_size} x {model.image_size} pixels, pooling {model.pooling},"
+            f" {model.gelu} GELU{experts}",
+            f"  {len(self.opened.tensors)} tensors read, {taken} of the model made from them",
+            *(f"  {count} {what}" for what, count in how.items()),
+            *(f"  {name}: {what}" for name, what in plan.made.items()),
+        ]
+        if self.resized:
+            old, new = self.resized
+            lines.append(
+                f"  positions resized from {old} x {old} to {new} x {new} as the source's library does"
+            )
+        if plan.left_out:
+            lines.append(
+                f"  left out: {', '.join(plan.left_out[:5])}{' ..' if len(plan.left_out) > 5 else ''}"
+            )
+        lines += [f"  {note}" for note in (*self.opened.notes, *self.facts.assumed)]
+        if moe:
+            router = ", ".join(
+                f"{name} {value}" for name, value in to_dict(moe.router).items() if name in ROUTING
+            )
+            lines.append(f"  routing, which the weights do not hold: {moe.images_per_group} images, {router}")
+        settings = f"{data.eval_resize} side, crop {data.eval_crop:.4g}, {data.eval_interpolation}"
+        lines.append(f"  evaluation: {settings}; mean and std are in the weights")
+        if self.facts.licence:
+            lines.append(f"  licence: {self.facts.licence}")
+        return "\n".join(lines)
+
+
+def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = None) -> Import:
+    """Recognises the weights at `source` and plans the model, without reading them.
+
+    Args:
+        name: of the model.
+        changes: dotted fields, such as ``model.image_size``, or those of a router, which weights do not hold.
+
+    Raises:
+        UsageError: for weights of no known kind, of a model that ours cannot be, or that are not whole.
+    """
+    opened, changes = open_foreign(source), dict(changes or {})
+    opened = replace(opened, tensors=_unwrapped(opened.tensors))
+    kind = next((kind for kind in KINDS if kind.recognises(opened.tensors)), None)
+    if lacking := _lacking(opened.tensors):
+        raise UsageError(f"{source} has {lacking}, which the model here has not")
+    if not kind:
+        some = ", ".join([*opened.tensors][:3])
+        known = ", ".join(kind.name for kind in KINDS)
+        raise UsageError(f"{source} is of no known kind ({known}): it has {some}")
+    heads = changes.get("model.heads")
+    try:
+        tensors, layout, facts = kind.read(opened)
+        plan = plan_vit(tensors, layout, facts, heads=heads if isinstance(heads, int) else None)
+    except UsageError as error:
+        raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
+    data = DataConfig(**facts.evaluation)
+    run = override(RunConfig(name=run_name(name), model=plan.config, data=data), changes)
+    if run.model.kind != plan.config.kind:
+        raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")
+    model = cast(ViTConfig, run.model)
+    old, new = plan.config.grid(), model.grid()
+    if old != new:
+        plan = replace(plan, tensors={**plan.tensors, "position_SD": _resized(plan, facts.resize, new)})
+    with torch.device("meta"):
+        expected = shapes_of(model.build(seed=None).state_dict())
+    given = {name: lazy.shape for name, lazy in plan.tensors.items()}
+    if given != expected:
+        wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
+        raise UsageError(
+            f"{source}: the model has {wrong[0]} of shape {expected.get(wrong[0])}, the weights"
+            f" {given.get(wrong[0])}"
+        )
+    return Import(
+        kind=kind.name,
+        opened=opened,
+        run=run,
+        plan=replace(plan, config=model),
+        facts=facts,
+        resized=(old, new) if old != new else None,
+    )
+
+
+def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
+    """Reads the weights and writes a folder as `checkpoint.weights.export` does, with their source.
+
+    Raises:
+        UsageError: if there is an export in `out` and `fresh` is not set; or a tensor is not finite.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, lazy in planned.plan.tensors.items():
+        tensors[name] = lazy.read().contiguous()
+        if not bool(torch.isfinite(tensors[name]).all()):
+            raise UsageError(f"{planned.opened.location}: {name} has values that are not finite")
+    opened = planned.opened
+    source = {
+        "kind": planned.kind,
+        "location": opened.location,
+        "sha256": opened.sha256(),
+        "licence": planned.facts.licence,
+    }
+    write_export(
+        out,
+        tensors,
+        planned.run,
+        classes=planned.facts.classes,
+        fresh=fresh,
+        more={"source": json.dumps(source)},
+    )
+
+
+def is_foreign(location: str) -> bool:
+    """Returns whether weights of another project are at a local place, and no model of ours."""
+    path = Path(location)
+    if path.is_dir():
+        names = ("model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+        if any((path / name).is_file() for name in names):
+            return True
+        path = path / WEIGHTS
+    if not path.is_file():
+        return Path(f"{location.removesuffix('.index')}.index").is_file()
+    if path.name.endswith(SUFFIX):
+        try:
+            return "config" not in read_metadata(str(path))
+        except UsageError:
+            return False
+    return path.suffix in (".npz", ".pth", ".pt", ".bin")
+
+
+def imported(source: str, root: str) -> str:
+    """Returns the file that weights of another project were made into below `root`: now, or earlier.
+
+    Raises:
+        UsageError: if they cannot be.
+    """
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(source).name.removesuffix(".index")).strip("-.") or "weights"
+    planned = plan_import(source, name=name)
+    folder = storage.join(root, "imports", f"{name}-{planned.opened.sha256()[:12]}")
+    if storage.size(storage.join(folder, CONFIG)) is None:
+        log.info("%s", planned)
+        write_import(planned, folder, fresh=True)
+    return storage.join(folder, WEIGHTS)
+
+
+def _lacking(names: Mapping[str, Lazy]) -> str:
+    """Says which part of a model is not in ours; empty if all are."""
+    for pattern, part in LACKING.items():
+        for name in names:
+            if re.fullmatch(pattern, name) and not (
+                part.startswith("a norm after") and "norm.weight" in names
+            ):
+                return f"{part} ({name})"
+    return ""
+
+
+def _unwrapped(tensors: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
+    """Without the ``module.`` of data-parallel training."""
+    if not tensors or not all(name.startswith("module.") for name in tensors):
+        return tensors
+    return {name.removeprefix("module."): lazy for name, lazy in tensors.items()}
+
+
+def _resized(plan: Plan, resize: Resize, new: int) -> Lazy:
+    """The position embedding for `new` patches per side; the row of a class token stays."""
+    first, old = int(plan.config.pooling == "token"), plan.config.grid()
+
+    def of(position_SD: Tensor) -> Tensor:
+        image_1DHW = position_SD[first:].T.reshape(1, -1, old, old)
+        if position_SD.device.type == "meta":
+            return position_SD.new_empty(first + new**2, position_SD.shape[1])
+        return torch.cat([position_SD[:first], resize(image_1DHW, new).flatten(2)[0].T])
+
+    return plan.tensors["position_SD"].map("", of)

@@ -1,0 +1,190 @@
+"""Weights of transformers with their config.json: ViT, plain DeiT, MAE, DINOv2 and SigLIP's image tower.
+
+transformers 5 has other names in memory than in its files; both are read.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+
+from orchestrator.checkpoint.foreign.layout import HALF, IMAGENET, Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.errors import UsageError
+
+PREFIXES = ("vit.", "deit.", "dinov2.", "vision_model.", "")
+VIT = Layout(
+    embed="embeddings.patch_embeddings.projection.",
+    class_token="embeddings.cls_token",
+    position="embeddings.position_embeddings",
+    block="encoder.layer.{i}.",
+    norm1="layernorm_before.",
+    qkv=tuple(f"attention.attention.{part}." for part in ("query", "key", "value")),
+    out="attention.output.dense.",
+    norm2="layernorm_after.",
+    up="intermediate.dense.",
+    down="output.dense.",
+    norm="layernorm.",
+    pre_logits="pooler.dense.",
+    head="classifier.",
+    harmless=r"decoder\.|embeddings\.mask_token$",
+)
+DINOV2 = Layout(
+    embed=VIT.embed,
+    class_token=VIT.class_token,
+    position=VIT.position,
+    block=VIT.block,
+    norm1="norm1.",
+    qkv=VIT.qkv,
+    out=VIT.out,
+    scale1="layer_scale1.lambda1",
+    norm2="norm2.",
+    up="mlp.fc1.",
+    down="mlp.fc2.",
+    scale2="layer_scale2.lambda1",
+    norm=VIT.norm,
+    head=VIT.head,
+    harmless=VIT.harmless,
+)
+SIGLIP = Layout(
+    embed="embeddings.patch_embedding.",
+    class_token="",
+    position="embeddings.position_embedding.weight",
+    block="encoder.layers.{i}.",
+    norm1="layer_norm1.",
+    qkv=tuple(f"self_attn.{part}_proj." for part in "qkv"),
+    out="self_attn.out_proj.",
+    norm2="layer_norm2.",
+    up="mlp.fc1.",
+    down="mlp.fc2.",
+    norm="post_layernorm.",
+    head="classifier.",
+    probe="head.probe",
+    pool_in="head.attention.in_proj_",
+    pool_out="head.attention.out_proj.",
+    pool_norm="head.layernorm.",
+    pool_up="head.mlp.fc1.",
+    pool_down="head.mlp.fc2.",
+    harmless=r"text_model\.|logit_scale$|logit_bias$|embeddings\.position_ids$",
+)
+LAYOUTS = {
+    "vit": VIT,
+    "vit_mae": VIT,
+    "deit": VIT,
+    "dinov2": DINOV2,
+    "siglip": SIGLIP,
+    "siglip_vision_model": SIGLIP,
+}
+# What files of transformers 5 call differently in memory.
+RENAMED = (
+    (r"^layers\.", "encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+)
+
+
+def _recognises(names: Mapping[str, Lazy]) -> bool:
+    return any(re.search(r"(^|\.)embeddings\.patch_embedding", name) for name in names)
+
+
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+    config = opened.config
+    if config is None:
+        raise UsageError(
+            "weights of Hugging Face say nothing of heads, epsilon and GELU: give the folder with config.json"
+        )
+    kind = str(config.get("model_type"))
+    if kind not in LAYOUTS:
+        raise UsageError(f"model_type {kind!r} of Hugging Face is none of {', '.join(LAYOUTS)}")
+    settings: Mapping[str, Any] = config.get("vision_config") or config if kind == "siglip" else config
+    if settings.get("use_swiglu_ffn"):
+        raise UsageError("its MLPs are SwiGLU, and the model here has GELU")
+    acts = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
+    act = settings.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
+    if act not in acts:
+        raise UsageError(f"hidden_act {act!r}: the model here has {', '.join(acts)}")
+    theirs, layout = _named(opened.tensors, kind), LAYOUTS[kind]
+    classifies = f"{layout.head}weight" in theirs
+    if layout is SIGLIP and classifies:  # the mean of the tokens, without the pooling
+        theirs = {name: lazy for name, lazy in theirs.items() if not name.startswith("head.")}
+    width = settings.get("hidden_size")
+    if layout is DINOV2 and classifies:
+        raise UsageError(
+            "a classifier on class token and mean, which the model here has not: save Dinov2Model"
+        )
+    names = config.get("id2label") if classifies else None
+    mean, std, evaluation, assumed = _preprocessing(opened, kind)
+    says = {
+        ours: settings[key]
+        for ours, key in (
+            ("width", "hidden_size"),
+            ("depth", "num_hidden_layers"),
+            ("patch_size", "patch_size"),
+        )
+        if isinstance(settings.get(key), int)
+    }
+    facts = Facts(
+        heads=settings.get("num_attention_heads", None if width is None else 12),
+        gelu="exact" if acts[act] == "exact" else "tanh",
+        norm_eps=float(settings.get("layer_norm_eps", 1e-12 if layout is VIT else 1e-6)),
+        mean=mean,
+        std=std,
+        resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
+        evaluation=evaluation,
+        classes=_classes(names),
+        says=says,
+        assumed=assumed,
+    )
+    return theirs, layout, facts
+
+
+def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
+    """The tensors by the names of the layout, without their model's prefix."""
+    embedding = next(name for name in tensors if re.search(r"(^|\.)embeddings\.patch_embedding", name))
+    prefix = next(prefix for prefix in PREFIXES if embedding.startswith(f"{prefix}embeddings."))
+    found = {}
+    for name, lazy in tensors.items():
+        name = name.removeprefix(prefix)
+        for pattern, word in RENAMED if "siglip" not in kind else ():
+            name = re.sub(pattern, word, name)
+        if kind in ("vit", "vit_mae", "deit"):
+            name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
+        found[name] = lazy
+    return found
+
+
+def _classes(names: object) -> tuple[str, ...] | None:
+    if not isinstance(names, Mapping) or all(str(name).startswith("LABEL_") for name in names.values()):
+        return None
+    return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def _preprocessing(
+    opened: Opened, kind: str
+) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, Any], tuple[str, ...]]:
+    """Mean, std, fields of `DataConfig`, and what is assumed."""
+    found = opened.preprocessor
+    if found is None:
+        mean, std = IMAGENET if kind in ("dinov2", "deit") else HALF
+        evaluation = {"eval_resize": "square", "eval_crop": 1.0}
+        return mean, std, evaluation, ("no preprocessor_config.json: the library's own mean, std and resize",)
+    mean, std = tuple(found.get("image_mean", HALF[0])), tuple(found.get("image_std", HALF[1]))
+    if not found.get("do_normalize", True):
+        mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    size, crop = found.get("size"), found.get("crop_size")
+    size = {"height": size, "width": size} if isinstance(size, int) else dict(size or {})
+    cropped = crop.get("height") if isinstance(crop, Mapping) else crop
+    cropped = cropped if found.get("do_center_crop") else None
+    whole = size.get("shortest_edge", size.get("height"))
+    evaluation = {
+        "eval_resize": "shorter" if "shortest_edge" in size else "square",
+        "eval_crop": cropped / whole if cropped and whole and cropped <= whole else 1.0,
+        "eval_interpolation": "bicubic" if found.get("resample") == 3 else "bilinear",
+    }
+    return mean, std, evaluation, ()
+
+
+KIND = Kind(name="Hugging Face", recognises=_recognises, read=_read)

@@ -1,0 +1,395 @@
+"""A ViT of another project in our names: what each of our tensors is made of, and the config that follows.
+
+Everything is decided on names and shapes, so that nothing is read of weights that are refused.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe.layer import MoEConfig
+from moe.models.vit import ViTConfig
+from moe.routers import TokenChoiceConfig
+from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, combined, zero_tensor
+from orchestrator.errors import UsageError
+
+Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Their names of a ViT's tensors, before ``weight`` or ``bias``; empty: there is none.
+
+    Attributes:
+        block: what the names of block {i} begin with. `norm1` to `gate` follow it.
+        scale1, scale2: LayerScale of attention and MLP, which is folded into the layer before it.
+        pool_in: queries, keys and values of the pooling in one tensor, in place of `pool_q` and `pool_kv`.
+        harmless: pattern of tensors that may be left out.
+    """
+
+    embed: str
+    class_token: str
+    position: str
+    block: str
+    norm1: str
+    qkv: tuple[str, ...]
+    out: str
+    norm2: str
+    up: str
+    down: str
+    norm: str
+    head: str
+    scale1: str = ""
+    scale2: str = ""
+    experts_in: str = ""
+    experts_out: str = ""
+    gate: str = ""
+    norm_q: str = ""
+    norm_k: str = ""
+    pre_logits: str = ""
+    probe: str = ""
+    pool_in: str = ""
+    pool_q: tuple[str, ...] = ()
+    pool_kv: tuple[str, ...] = ()
+    pool_norm_q: str = ""
+    pool_norm_k: str = ""
+    pool_out: str = ""
+    pool_norm: str = ""
+    pool_up: str = ""
+    pool_down: str = ""
+    harmless: str = r"(?!)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the tensors do not say about a model.
+
+    Attributes:
+        heads: of attention; None: unknown.
+        mean, std: of the source's normalisation of pixels in 0..1, by channel.
+        evaluation: fields of `DataConfig`.
+        resize: how the source's library resizes position embeddings.
+        classes: their names by label; None: unknown.
+        says: number of blocks, width and so on, as a config beside the weights has them: name -> value.
+        pooling: as a config has it; None: as the tensors say.
+        assumed: what was not found anywhere, and is the default of the library.
+    """
+
+    heads: int | None
+    gelu: Literal["tanh", "exact"]
+    resize: Resize
+    norm_eps: float = 1e-6
+    mean: Sequence[float] = HALF[0]
+    std: Sequence[float] = HALF[1]
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    says: Mapping[str, int] = field(default_factory=dict)
+    pooling: Literal["gap", "token", "map"] | None = None
+    assumed: tuple[str, ...] = ()
+    licence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Our model, and what its tensors are made of.
+
+    Attributes:
+        left_out: names of the source that are not needed.
+        made: names of ours that the source lacks -> what they are.
+    """
+
+    config: ViTConfig
+    tensors: Mapping[str, Lazy]
+    left_out: tuple[str, ...]
+    made: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A project whose weights are read.
+
+    Attributes:
+        recognises: whether tensors of these names are its.
+        read: returns its tensors by the names of a layout, the layout, and what the tensors do not say. It
+            raises UsageError for a model that ours cannot be.
+    """
+
+    name: str
+    recognises: Callable[[Mapping[str, Lazy]], bool]
+    read: Callable[[Opened], tuple[Mapping[str, Lazy], Layout, Facts]]
+
+
+def plan_vit(tensors: Mapping[str, Lazy], layout: Layout, facts: Facts, *, heads: int | None = None) -> Plan:
+    """Plans a model at the source's own size of images.
+
+    Args:
+        heads: of attention, where the source does not say.
+
+    Raises:
+        UsageError: if a tensor is missing, left over or of a wrong shape.
+    """
+    return _Planner(tensors, layout, facts, heads).plan()
+
+
+class _Planner:
+    def __init__(self, tensors: Mapping[str, Lazy], layout: Layout, facts: Facts, heads: int | None) -> None:
+        self.theirs, self.layout, self.facts = tensors, layout, facts
+        self.heads = facts.heads or heads
+        self.ours: dict[str, Lazy] = {}
+        self.made: dict[str, str] = {}
+        self.biases: dict[str, set[str]] = {}  # part of a block -> its blocks with a bias
+
+    def plan(self) -> Plan:
+        layout = self.layout
+        embed = self.tensor(f"{layout.embed}weight")
+        if len(embed.shape) != 4 or embed.shape[1] != 3 or embed.shape[2] != embed.shape[3]:
+            raise UsageError(
+                f"the patch embedding is {embed.shape}, and ours reads square patches of 3 colours"
+            )
+        width, patch = embed.shape[0], embed.shape[2]
+        if self.heads is None:
+            raise UsageError("the weights do not say how many attention heads they have: set `model.heads`")
+        if width % self.heads:
+            raise UsageError(f"heads={self.heads} does not divide the width {width}")
+        self.embedding(embed)
+        depth = 0
+        while f"{layout.block.format(i=depth)}{layout.norm1}weight" in self.theirs:
+            depth += 1
+        self.check_said(width=width, depth=depth, patch_size=patch)
+        if not depth:
+            raise UsageError(f"there is no block {layout.block.format(i=0)}")
+        moe_blocks = [i for i in range(depth) if self.block(i)]
+        self.check_biases(depth)
+        self.linear("norm", layout.norm)
+        pooling = self.pooling()
+        rows = self.positions(class_token=pooling == "token")
+        if layout.pre_logits and f"{layout.pre_logits}weight" in self.theirs:
+            self.linear("pre_logits", layout.pre_logits)
+        representation = self.ours["pre_logits.weight"].shape[0] if "pre_logits.weight" in self.ours else None
+        self.head(representation or width)
+        experts = self.ours[f"blocks.{moe_blocks[0]}.mlp.experts.w_in_EDF"] if moe_blocks else None
+        dense = next((i for i in range(depth) if i not in moe_blocks), None)
+        mlp_dim = (
+            experts.shape[2]
+            if dense is None and experts
+            else self.ours[f"blocks.{dense}.mlp.up.weight"].shape[0]
+        )
+        grid = math.isqrt(rows - (pooling == "token"))
+        try:
+            config = ViTConfig(
+                image_size=grid * patch,
+                patch_size=patch,
+                width=width,
+                depth=depth,
+                heads=self.heads,
+                mlp_dim=mlp_dim,
+                num_classes=self.ours["head.weight"].shape[0],
+                pooling=pooling,
+                representation_size=representation,
+                qk_norm="blocks.0.attention.norm_q.weight" in self.ours,
+                gelu=self.facts.gelu,
+                norm_eps=self.facts.norm_eps,
+                moe=self.experts_config(experts, moe_blocks, mlp_dim),
+            )
+        except ValueError as error:
+            raise UsageError(f"the tensors fit no model of ours: {error}") from None
+        used = {source for lazy in self.ours.values() for source in lazy.sources}
+        over = [name for name in self.theirs if not used.issuperset(self.theirs[name].sources)]
+        harmless = [name for name in over if re.match(layout.harmless, name)]
+        if over := [name for name in over if name not in harmless]:
+            more = f" and {len(over) - 5} more" if len(over) > 5 else ""
+            raise UsageError(f"the model here has no place for {', '.join(over[:5])}{more}")
+        return Plan(config=config, tensors=self.ours, left_out=tuple(harmless), made=self.made)
+
+    def tensor(self, name: str) -> Lazy:
+        if name not in self.theirs:
+            raise UsageError(f"there is no tensor {name}: the file is not whole, or of another model")
+        return self.theirs[name]
+
+    def linear(self, ours: str, *bases: str, scale: str = "", block: int | None = None) -> None:
+        """Takes weight and bias of the layers `bases`, one below the other, scaled by row."""
+        for part in ("weight", "bias"):
+            names = [f"{base}{part}" for base in bases]
+            if part == "bias" and names[0] not in self.theirs:
+                rows = self.ours[f"{ours}.weight"].shape[0]
+                self.ours[f"{ours}.bias"], self.made[f"{ours}.bias"] = (
+                    zero_tensor(rows),
+                    "zeros, as it has none",
+                )
+                continue
+            if part == "bias" and block is not None:
+                self.biases.setdefault(ours.split(".", 2)[2], set()).add(str(block))
+            found = [self.tensor(name) for name in names]
+            taken = found[0] if len(found) == 1 else combined("joined", _joined, found)
+            if scale and scale in self.theirs:
+                factor = self.tensor(scale)
+                if taken.shape[:1] != factor.shape:
+                    raise UsageError(f"{scale} is {factor.shape}, and {names[0]} {taken.shape}")
+                taken = combined("scaled by LayerScale", _scaled, [taken, factor])
+            self.ours[f"{ours}.{part}"] = taken
+
+    def check_biases(self, depth: int) -> None:
+        """A bias that is missing in some blocks alone was lost."""
+        for part, blocks in self.biases.items():
+            if len(blocks) < depth and not part.startswith("mlp."):
+                lost = next(i for i in range(depth) if str(i) not in blocks)
+                raise UsageError(
+                    f"block {lost} has no bias of {part}, and others have: the file is not whole"
+                )
+
+    def check_said(self, **found: int) -> None:
+        for name, value in found.items():
+            if self.facts.says.get(name, value) != value:
+                raise UsageError(
+                    f"its config says {name}={self.facts.says[name]}, and the tensors have {value}: it is the"
+                    " config of another model"
+                )
+
+    def embedding(self, weight: Lazy) -> None:
+        base, (mean, std) = self.layout.embed, (self.facts.mean, self.facts.std)
+        bias = self.theirs.get(f"{base}bias")
+        if bias is None:
+            bias, self.made["embed.bias"] = zero_tensor(weight.shape[0]), "zeros, as it has none"
+        if (tuple(mean), tuple(std)) != HALF:
+            how = "mean and std folded in"
+            offset = combined(how, lambda pair: folded_bias(pair[0], pair[1], mean, std), [weight, bias])
+            weight, bias = weight.map(how, lambda w: folded_weight(w, std)), offset
+        self.ours |= {"embed.weight": weight, "embed.bias": bias}
+
+    def block(self, i: int) -> bool:
+        """Takes a block; returns whether it has experts."""
+        layout, ours = self.layout, f"blocks.{i}"
+        theirs = layout.block.format(i=i)
+
+        def named(*names: str) -> list[str]:
+            return [f"{theirs}{name}" for name in names]
+
+        self.linear(f"{ours}.norm1", *named(layout.norm1), block=i)
+        self.linear(f"{ours}.norm2", *named(layout.norm2), block=i)
+        self.linear(f"{ours}.attention.qkv", *named(*layout.qkv), block=i)
+        scales = [f"{theirs}{name}" if name else "" for name in (layout.scale1, layout.scale2)]
+        self.linear(f"{ours}.attention.out", *named(layout.out), scale=scales[0], block=i)
+        for norm, name in (("norm_q", layout.norm_q), ("norm_k", layout.norm_k)):
+            if name and f"{theirs}{name}weight" in self.theirs:
+                self.ours[f"{ours}.attention.{norm}.weight"] = self.tensor(f"{theirs}{name}weight")
+        if layout.experts_in and f"{theirs}{layout.experts_in}weight" in self.theirs:
+            parts = {"w_in_EDF": f"{layout.experts_in}weight", "b_in_EF": f"{layout.experts_in}bias"}
+            parts |= {"w_out_EFD": f"{layout.experts_out}weight", "b_out_ED": f"{layout.experts_out}bias"}
+            self.ours |= {
+                f"{ours}.mlp.experts.{part}": self.tensor(f"{theirs}{name}") for part, name in parts.items()
+            }
+            self.ours[f"{ours}.mlp.router.gate_DE"] = self.tensor(f"{theirs}{layout.gate}weight")
+            return True
+        self.linear(f"{ours}.mlp.up", *named(layout.up), block=i)
+        self.linear(f"{ours}.mlp.down", *named(layout.down), scale=scales[1], block=i)
+        return False
+
+    def experts_config(self, experts: Lazy | None, blocks: list[int], mlp_dim: int) -> MoEConfig | None:
+        """With the routing of V-MoE's released configs, which checkpoints do not hold."""
+        if experts is None:
+            return None
+        return MoEConfig(
+            layers=tuple(blocks),
+            num_experts=experts.shape[0],
+            expert_dim=None if experts.shape[2] == mlp_dim else experts.shape[2],
+            images_per_group=8,
+            router=TokenChoiceConfig(k=2, capacity_factor=1.05),
+        )
+
+    def pooling(self) -> Literal["gap", "token", "map"]:
+        layout = self.layout
+        has_token = bool(layout.class_token) and layout.class_token in self.theirs
+        pooling: Literal["gap", "token", "map"] = "token" if has_token else "gap"
+        if layout.probe and layout.probe in self.theirs and self.facts.pooling in (None, "map"):
+            pooling = "map"
+        if has_token and pooling == "map":
+            raise UsageError("a class token beside attention pooling: the model here has one of them")
+        if self.facts.pooling not in (None, pooling):
+            raise UsageError(
+                f"its config pools by {self.facts.pooling!r}, and its tensors are those of {pooling!r}: the"
+                " model here cannot"
+            )
+        if pooling == "token":
+            self.ours["class_token_D"] = self.tensor(layout.class_token).map("", torch.flatten)
+        if pooling == "map":
+            self.ours["pool.probe_D"] = self.tensor(layout.probe).map("", torch.flatten)
+            self.attention_pooling()
+        return pooling
+
+    def attention_pooling(self) -> None:
+        layout = self.layout
+        if layout.pool_in and f"{layout.pool_in}weight" in self.theirs:
+            for part in ("weight", "bias"):
+                whole = self.tensor(f"{layout.pool_in}{part}")
+                width = whole.shape[0] // 3
+                self.ours[f"pool.q.{part}"] = whole.map("split", lambda t, w=width: t[:w])
+                self.ours[f"pool.kv.{part}"] = whole.map("split", lambda t, w=width: t[w:])
+        else:
+            self.linear("pool.q", *layout.pool_q)
+            self.linear("pool.kv", *layout.pool_kv)
+        for norm, name in (("norm_q", layout.pool_norm_q), ("norm_k", layout.pool_norm_k)):
+            if name and f"{name}weight" in self.theirs:
+                self.ours[f"pool.{norm}.weight"] = self.tensor(f"{name}weight")
+        self.linear("pool.out", layout.pool_out)
+        self.linear("pool.norm", layout.pool_norm)
+        self.linear("pool.mlp.up", layout.pool_up)
+        self.linear("pool.mlp.down", layout.pool_down)
+
+    def positions(self, *, class_token: bool) -> int:
+        """Takes the position embedding; returns its rows."""
+        name = self.layout.position
+        if name not in self.theirs:
+            raise UsageError(
+                f"there is no position embedding {name}: rotary or relative positions, which the model here"
+                " has not"
+            )
+        found = self.theirs[name].map("", lambda t: t.reshape(-1, t.shape[-1]))
+        rows = found.shape[0]
+        if class_token and math.isqrt(rows) ** 2 == rows:
+            found = found.map(
+                "a row of zeros for the class token", lambda t: torch.cat([t.new_zeros(1, t.shape[1]), t])
+            )
+            rows += 1
+        if math.isqrt(rows - class_token) ** 2 != rows - class_token:
+            tokens = " and a class token" if class_token else ""
+            raise UsageError(
+                f"{name} has {rows} rows, which are no square grid{tokens}: registers, or oblong images"
+            )
+        self.ours["position_SD"] = found
+        return rows
+
+    def head(self, width: int) -> None:
+        if f"{self.layout.head}weight" in self.theirs:
+            self.linear("head", self.layout.head)
+            return
+        self.ours |= {"head.weight": zero_tensor(1, width), "head.bias": zero_tensor(1)}
+        self.made["head"] = "new, of one class, as it has none"
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*tensors])
+
+
+def _scaled(pair: Sequence[Tensor]) -> Tensor:
+    weight, factor = pair
+    return weight * (factor[:, None] if weight.ndim > 1 else factor)
+
+
+def folded_weight(weight: Tensor, std: Sequence[float]) -> Tensor:
+    """Kernel (D, 3, P, P) for pixels in -1..1 in place of (pixels in 0..1 - mean) / std."""
+    by_channel = torch.tensor(std, dtype=torch.float64, device=weight.device).view(1, 3, 1, 1)
+    return (weight.double() / (2 * by_channel)).float()
+
+
+def folded_bias(weight: Tensor, bias: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """The bias beside `folded_weight`: patches have no padding, so the mean is a constant."""
+    shift = torch.tensor([(0.5 - m) / s for m, s in zip(mean, std, strict=True)], dtype=torch.float64)
+    shift = shift.to(weight.device).view(1, 3, 1, 1)
+    return (bias.double() + (weight.double() * shift).sum((1, 2, 3))).float()

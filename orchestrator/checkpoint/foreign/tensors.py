@@ -1,0 +1,255 @@
+"""Files of weights that other projects write, opened by their content. No pickle is executed.
+
+Shapes are known before anything is read: a plan over `Lazy` tensors is refused, or read, as a whole.
+"""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from orchestrator.checkpoint.foreign.msgpack_index import read_index
+from orchestrator.errors import UsageError
+
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # in timm's order
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lazy:
+    """A tensor that is read when it is wanted, as float32.
+
+    Attributes:
+        sources: names in the file that it is made from.
+        how: what is done to them; empty: nothing.
+    """
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    how: str = ""
+
+    def map(self, how: str, of: Callable[[Tensor], Tensor]) -> "Lazy":
+        return combined(how, lambda tensors: of(tensors[0]), [self])
+
+
+def combined(how: str, of: Callable[[Sequence[Tensor]], Tensor], parts: Sequence[Lazy]) -> Lazy:
+    """Returns what `of` makes of several tensors; on the meta device it gives the shape."""
+    shape = of([torch.empty(part.shape, device="meta") for part in parts]).shape
+    steps = [*dict.fromkeys(part.how for part in parts if part.how), *([how] if how else [])]
+    return Lazy(
+        sources=tuple(name for part in parts for name in part.sources),
+        shape=tuple(shape),
+        read=lambda: of([part.read() for part in parts]),
+        how=", ".join(steps),
+    )
+
+
+def zero_tensor(*shape: int) -> Lazy:
+    return Lazy(sources=(), shape=shape, read=lambda: torch.zeros(shape), how="zeros")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Weights of another project.
+
+    Attributes:
+        tensors: by their names there.
+        config: the content of ``config.json`` beside them, if there is one.
+        preprocessor: that of ``preprocessor_config.json``.
+        notes: what a user should know about how it was read.
+    """
+
+    location: str
+    files: tuple[Path, ...]
+    tensors: Mapping[str, Lazy]
+    config: Mapping[str, Any] | None = None
+    preprocessor: Mapping[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for path in self.files:
+            with path.open("rb") as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
+        return digest.hexdigest()
+
+
+def open_foreign(location: str) -> Opened:
+    """Opens a folder, a file or the prefix of an index of weights.
+
+    Raises:
+        UsageError: if there is nothing, it is cut or damaged, it is of no known format, or it holds pickled
+            objects.
+    """
+    path = Path(location).expanduser()
+    notes: list[str] = []
+    prefix = Path(str(path).removesuffix(".index"))
+    if Path(f"{prefix}.index").is_file():
+        tensors, files = _lazy_arrays(*read_index(prefix)), ()
+        files = (Path(f"{prefix}.index"), *sorted(prefix.parent.glob(f"{prefix.name}.data-*")))
+        return Opened(location=location, files=files, tensors=tensors, notes=notes)
+    if path.is_file():
+        tensors = _read(path, notes)
+        return Opened(location=location, files=(path,), tensors=tensors, notes=notes)
+    if not path.is_dir():
+        raise UsageError(f"no file or folder {location}")
+    if (path / "manifest.ocdbt").exists():
+        raise UsageError(f"{location} is an Orbax checkpoint, which needs jax: save its parameters as .npz")
+    files = _files_of(path)
+    tensors: dict[str, Lazy] = {}
+    for file in files:
+        tensors |= _read(file, notes)
+    config, preprocessor = (_json(path / f"{name}.json") for name in ("config", "preprocessor_config"))
+    return Opened(
+        location=location,
+        files=files,
+        tensors=tensors,
+        config=config,
+        preprocessor=preprocessor,
+        notes=notes,
+    )
+
+
+def _files_of(folder: Path) -> tuple[Path, ...]:
+    """The files with the tensors of a folder, as timm and Hugging Face write them."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return (folder / name,)
+        index = _json(folder / f"{name}.index.json")
+        if index is not None:
+            shards = index.get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise UsageError(f"{folder / name}.index.json has no weight_map")
+            files = [folder / str(shard) for shard in sorted({*map(str, shards.values())})]
+            if lost := [file.name for file in files if not file.is_file() or file.parent != folder]:
+                raise UsageError(f"{folder} lacks {', '.join(lost)}, which its index names")
+            return tuple(files)
+    raise UsageError(f"{folder} has no model.safetensors or pytorch_model.bin")
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is not JSON: it is cut or damaged") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no settings but a {type(content).__name__}")
+    return content
+
+
+def _read(path: Path, notes: list[str]) -> dict[str, Lazy]:
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[8:9] == b"{":
+        return _safetensors(path)
+    if start.startswith(b"PK"):
+        try:
+            members = zipfile.ZipFile(path).namelist()
+        except zipfile.BadZipFile:
+            raise UsageError(f"{path} is not a whole file: it is cut or damaged") from None
+        return _npz(path) if any(name.endswith(".npy") for name in members) else _torch(path, notes)
+    if start.startswith(b"\x80"):
+        return _torch(path, notes)
+    raise UsageError(
+        f"{path} is no file of weights that is known: safetensors, .npz, a state dict of torch, or an index"
+        " with data files as V-MoE has them"
+    )
+
+
+def _safetensors(path: Path) -> dict[str, Lazy]:
+    try:
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            dtypes = {name: file.get_slice(name).get_dtype() for name in shapes}
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is not a whole safetensors file: {error}") from None
+    _check_floats(path, {name: dtype for name, dtype in dtypes.items() if dtype not in _SAFE_FLOATS})
+
+    def reader(name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name).float()
+
+        return read
+
+    return {name: Lazy(sources=(name,), shape=shape, read=reader(name)) for name, shape in shapes.items()}
+
+
+_SAFE_FLOATS = ("F32", "F16", "BF16", "F64")
+
+
+def _npz(path: Path) -> dict[str, Lazy]:
+    try:
+        with np.load(path) as file:
+            arrays = {name: file[name] for name in file.files}
+    except Exception as error:  # numpy and zipfile raise nearly anything for damaged files
+        raise UsageError(f"{path} cannot be read: {_line(error)}") from None
+    return _lazy_arrays(path, arrays)
+
+
+def _lazy_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Lazy]:
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype == np.dtype("V2"):  # how numpy stores bfloat16
+            array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        found[name] = array
+    _check_floats(path, {name: str(a.dtype) for name, a in found.items() if a.dtype.kind != "f"})
+
+    def reader(array: np.ndarray) -> Callable[[], Tensor]:
+        return lambda: torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+    return {name: Lazy(sources=(name,), shape=a.shape, read=reader(a)) for name, a in found.items()}
+
+
+def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        text = str(error)
+        if "weights_only" in text or "Weights only" in text or "Unsupported" in text:
+            raise UsageError(
+                f"{path} holds pickled objects beside tensors, which could run code, and is not opened: save"
+                " its state dict alone, as safetensors"
+            ) from None
+        raise UsageError(f"{path} is not a whole file of torch: {_line(error)}") from None
+    for wrapper in WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            others = [name for name in WRAPPERS if name != wrapper and name in content]
+            notes.append(f"the copy {wrapper!r} is taken" + (f", not {', '.join(others)}" if others else ""))
+            content = content[wrapper]
+            break
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{path} holds no state dict but a {type(content).__name__}")
+    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if others := [str(name) for name in content if str(name) not in tensors]:
+        raise UsageError(
+            f"{path} holds more than tensors: {', '.join(others[:5])}; save its state dict alone"
+        )
+    _check_floats(path, {name: str(t.dtype) for name, t in tensors.items() if t.dtype not in FLOATS})
+
+    def reader(tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor.float().contiguous()
+
+    return {name: Lazy(sources=(name,), shape=tuple(t.shape), read=reader(t)) for name, t in tensors.items()}
+
+
+def _check_floats(path: Path, wrong: Mapping[str, str]) -> None:
+    if wrong:
+        name, dtype = next(iter(wrong.items()))
+        raise UsageError(f"{path}: {name} is {dtype}, and weights are float32, float16, bfloat16 or float64")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,54 @@
+"""Weights of torchvision's VisionTransformer: a state dict, which says nothing of heads and preprocessing."""
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+
+from orchestrator.checkpoint.foreign.layout import IMAGENET, Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+
+HEADS = {768: 12, 1024: 16, 1280: 16}  # width of B, L and H
+LAYOUT = Layout(
+    embed="conv_proj.",
+    class_token="class_token",
+    position="encoder.pos_embedding",
+    block="encoder.layers.encoder_layer_{i}.",
+    norm1="ln_1.",
+    qkv=("self_attention.in_proj_",),
+    out="self_attention.out_proj.",
+    norm2="ln_2.",
+    up="mlp.0.",
+    down="mlp.3.",
+    norm="encoder.ln.",
+    pre_logits="heads.pre_logits.",
+    head="heads.head.",
+)
+
+
+def _recognises(names: Mapping[str, Lazy]) -> bool:
+    return "conv_proj.weight" in names and any(name.startswith("encoder.layers.") for name in names)
+
+
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+    theirs = {
+        name.replace("mlp.linear_1.", "mlp.0.").replace("mlp.linear_2.", "mlp.3."): lazy
+        for name, lazy in opened.tensors.items()
+    }
+    width, patch = (theirs["conv_proj.weight"].shape[axis] for axis in (0, -1))
+    rows = theirs[LAYOUT.position].shape[1] if LAYOUT.position in theirs else 0
+    # SWAG's weights were fine-tuned at 384 pixels and more.
+    large = rows > (14**2 if patch != 14 else 16**2) + 1
+    crop = 1.0 if large else 224 / 242 if width == 1024 and patch == 16 else 224 / 256
+    facts = Facts(
+        heads=HEADS.get(width),
+        gelu="exact",
+        mean=IMAGENET[0],
+        std=IMAGENET[1],
+        resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=True),
+        evaluation={"eval_crop": crop, "eval_interpolation": "bicubic" if large else "bilinear"},
+        assumed=(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}",),
+    )
+    return theirs, LAYOUT, facts
+
+
+KIND = Kind(name="torchvision", recognises=_recognises, read=_read)
