@@ -1,8 +1,8 @@
 """Weights of other projects as models of ours.
 
-A kind is a file that recognises its tensors by name, and gives the names of their parts (`layout.Layout`) and
-what the tensors do not say (`layout.Facts`). The rest is the same for all: `plan_import` decides on shapes,
-and `write_import` reads and writes.
+A project is a file that recognises its tensors by name, and gives their names (`kind.TensorNames`) and what
+they do not say (`kind.Facts`). The rest is the same for all: `plan_import` decides on shapes, and
+`write_import` reads and writes.
 """
 
 import json
@@ -22,7 +22,8 @@ from moe.models.vit import ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
-from orchestrator.checkpoint.foreign.layout import Facts, Plan, Resize, plan_vit
+from orchestrator.checkpoint.foreign.kind import Facts, Resize
+from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
 from orchestrator.checkpoint.weights import read_metadata, write_export
 from orchestrator.codec import override, to_dict
@@ -61,7 +62,7 @@ class Import:
     kind: str
     opened: Opened
     run: RunConfig
-    plan: Plan
+    plan: ImportPlan
     facts: Facts
     resized: tuple[int, int] | None
 
@@ -235,7 +236,7 @@ def _unwrapped(tensors: Mapping[str, Lazy]) -> Mapping[str, Lazy]:
     return {name.removeprefix("module."): lazy for name, lazy in tensors.items()}
 
 
-def _resized(plan: Plan, resize: Resize, new: int) -> Lazy:
+def _resized(plan: ImportPlan, resize: Resize, new: int) -> Lazy:
     """The position embedding for `new` patches per side; the row of a class token stays."""
     first, old = int(plan.config.pooling == "token"), plan.config.grid()
 

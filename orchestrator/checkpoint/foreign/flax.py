@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.adapt import resize_position
-from orchestrator.checkpoint.foreign.layout import Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 from orchestrator.errors import UsageError
 
@@ -19,7 +19,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return any(name.endswith("embedding/kernel") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     names = [*opened.tensors]
     if any("conv_root/" in name for name in names):
         raise UsageError("a hybrid with a ResNet before the transformer (conv_root): the model here has none")
@@ -58,7 +58,7 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
     return {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()}, layout, facts
 
 
-def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> Layout:
+def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
     position = next((n for n in names if n.endswith("pos_embedding")), f"{body}pos_embedding")
     block = f"{body}encoderblock_{{i}}/"
     attention = "MultiHeadDotProductAttention_1" if old else "MultiHeadDotProductAttention_0"
@@ -69,7 +69,7 @@ def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> Layout:
     number = "_0" if pool == "MAPHead_0/" else ""
     pooled = f"{pool}MultiHeadDotProductAttention{number}/"
     pool_mlp = "MlpBlock_0" if number else "Mlp"
-    layout = Layout(
+    layout = TensorNames(
         embed="embedding/",
         class_token="cls",
         position=position,
@@ -131,4 +131,4 @@ def _as_torch(name: str, lazy: Lazy) -> Lazy:
     return lazy if of is None else lazy.map("", of)
 
 
-KIND = Kind(name="JAX", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="JAX", recognises=_recognises, read=_read)

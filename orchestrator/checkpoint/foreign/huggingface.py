@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from orchestrator.checkpoint.foreign.layout import HALF, IMAGENET, Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.kind import HALF, IMAGENET, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 from orchestrator.errors import UsageError
 
 PREFIXES = ("vit.", "deit.", "dinov2.", "vision_model.", "")
-VIT = Layout(
+VIT = TensorNames(
     embed="embeddings.patch_embeddings.projection.",
     class_token="embeddings.cls_token",
     position="embeddings.position_embeddings",
@@ -30,7 +30,7 @@ VIT = Layout(
     head="classifier.",
     harmless=r"decoder\.|embeddings\.mask_token$",
 )
-DINOV2 = Layout(
+DINOV2 = TensorNames(
     embed=VIT.embed,
     class_token=VIT.class_token,
     position=VIT.position,
@@ -47,7 +47,7 @@ DINOV2 = Layout(
     head=VIT.head,
     harmless=VIT.harmless,
 )
-SIGLIP = Layout(
+SIGLIP = TensorNames(
     embed="embeddings.patch_embedding.",
     class_token="",
     position="embeddings.position_embedding.weight",
@@ -90,7 +90,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return any(re.search(r"(^|\.)embeddings\.patch_embedding", name) for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config
     if config is None:
         raise UsageError(
@@ -187,4 +187,4 @@ def _preprocessing(
     return mean, std, evaluation, ()
 
 
-KIND = Kind(name="Hugging Face", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="Hugging Face", recognises=_recognises, read=_read)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch.nn.functional as F
 
-from orchestrator.checkpoint.foreign.layout import HALF, Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 from orchestrator.errors import UsageError
 
@@ -19,7 +19,7 @@ TANH = (
 )
 SIXTEEN_HEADS = (1152, 1280, 1408, 1536, 1664)  # widths whose heads are not of 64
 POOLINGS: dict[str, Literal["gap", "token", "map"]] = {"token": "token", "avg": "gap", "map": "map"}
-LAYOUT = Layout(
+LAYOUT = TensorNames(
     embed="patch_embed.proj.",
     class_token="cls_token",
     position="pos_embed",
@@ -55,7 +55,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return "patch_embed.proj.weight" in names and any(name.startswith("blocks.0.") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config or {}
     architecture, args = str(config.get("architecture", "")), config.get("model_args") or {}
     pretrained = config.get("pretrained_cfg") or {}
@@ -101,4 +101,4 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
     return opened.tensors, LAYOUT, facts
 
 
-KIND = Kind(name="timm", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="timm", recognises=_recognises, read=_read)

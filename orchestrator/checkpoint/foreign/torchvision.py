@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import torch.nn.functional as F
 
-from orchestrator.checkpoint.foreign.layout import IMAGENET, Facts, Kind, Layout
+from orchestrator.checkpoint.foreign.kind import IMAGENET, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 
 HEADS = {768: 12, 1024: 16, 1280: 16}  # width of B, L and H
-LAYOUT = Layout(
+LAYOUT = TensorNames(
     embed="conv_proj.",
     class_token="class_token",
     position="encoder.pos_embedding",
@@ -29,7 +29,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return "conv_proj.weight" in names and any(name.startswith("encoder.layers.") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
+def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     theirs = {
         name.replace("mlp.linear_1.", "mlp.0.").replace("mlp.linear_2.", "mlp.3."): lazy
         for name, lazy in opened.tensors.items()
@@ -51,4 +51,4 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], Layout, Facts]:
     return theirs, LAYOUT, facts
 
 
-KIND = Kind(name="torchvision", recognises=_recognises, read=_read)
+KIND = WeightsKind(name="torchvision", recognises=_recognises, read=_read)

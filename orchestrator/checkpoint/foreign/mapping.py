@@ -5,9 +5,9 @@ Everything is decided on names and shapes, so that nothing is read of weights th
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,89 +15,13 @@ from torch import Tensor
 from moe.layer import MoEConfig
 from moe.models.vit import ViTConfig
 from moe.routers import TokenChoiceConfig
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, combined, zero_tensor
+from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames
+from orchestrator.checkpoint.foreign.tensors import Lazy, combined, zero_tensor
 from orchestrator.errors import UsageError
 
-Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Their names of a ViT's tensors, before ``weight`` or ``bias``; empty: there is none.
-
-    Attributes:
-        block: what the names of block {i} begin with. `norm1` to `gate` follow it.
-        scale1, scale2: LayerScale of attention and MLP, which is folded into the layer before it.
-        pool_in: queries, keys and values of the pooling in one tensor, in place of `pool_q` and `pool_kv`.
-        harmless: pattern of tensors that may be left out.
-    """
-
-    embed: str
-    class_token: str
-    position: str
-    block: str
-    norm1: str
-    qkv: tuple[str, ...]
-    out: str
-    norm2: str
-    up: str
-    down: str
-    norm: str
-    head: str
-    scale1: str = ""
-    scale2: str = ""
-    experts_in: str = ""
-    experts_out: str = ""
-    gate: str = ""
-    norm_q: str = ""
-    norm_k: str = ""
-    pre_logits: str = ""
-    probe: str = ""
-    pool_in: str = ""
-    pool_q: tuple[str, ...] = ()
-    pool_kv: tuple[str, ...] = ()
-    pool_norm_q: str = ""
-    pool_norm_k: str = ""
-    pool_out: str = ""
-    pool_norm: str = ""
-    pool_up: str = ""
-    pool_down: str = ""
-    harmless: str = r"(?!)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What the tensors do not say about a model.
-
-    Attributes:
-        heads: of attention; None: unknown.
-        mean, std: of the source's normalisation of pixels in 0..1, by channel.
-        evaluation: fields of `DataConfig`.
-        resize: how the source's library resizes position embeddings.
-        classes: their names by label; None: unknown.
-        says: number of blocks, width and so on, as a config beside the weights has them: name -> value.
-        pooling: as a config has it; None: as the tensors say.
-        assumed: what was not found anywhere, and is the default of the library.
-    """
-
-    heads: int | None
-    gelu: Literal["tanh", "exact"]
-    resize: Resize
-    norm_eps: float = 1e-6
-    mean: Sequence[float] = HALF[0]
-    std: Sequence[float] = HALF[1]
-    evaluation: Mapping[str, Any] = field(default_factory=dict)
-    classes: tuple[str, ...] | None = None
-    says: Mapping[str, int] = field(default_factory=dict)
-    pooling: Literal["gap", "token", "map"] | None = None
-    assumed: tuple[str, ...] = ()
-    licence: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class ImportPlan:
     """Our model, and what its tensors are made of.
 
     Attributes:
@@ -111,22 +35,9 @@ class Plan:
     made: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A project whose weights are read.
-
-    Attributes:
-        recognises: whether tensors of these names are its.
-        read: returns its tensors by the names of a layout, the layout, and what the tensors do not say. It
-            raises UsageError for a model that ours cannot be.
-    """
-
-    name: str
-    recognises: Callable[[Mapping[str, Lazy]], bool]
-    read: Callable[[Opened], tuple[Mapping[str, Lazy], Layout, Facts]]
-
-
-def plan_vit(tensors: Mapping[str, Lazy], layout: Layout, facts: Facts, *, heads: int | None = None) -> Plan:
+def plan_vit(
+    tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, *, heads: int | None = None
+) -> ImportPlan:
     """Plans a model at the source's own size of images.
 
     Args:
@@ -135,19 +46,21 @@ def plan_vit(tensors: Mapping[str, Lazy], layout: Layout, facts: Facts, *, heads
     Raises:
         UsageError: if a tensor is missing, left over or of a wrong shape.
     """
-    return _Planner(tensors, layout, facts, heads).plan()
+    return _Planner(tensors, names, facts, heads).plan()
 
 
 class _Planner:
-    def __init__(self, tensors: Mapping[str, Lazy], layout: Layout, facts: Facts, heads: int | None) -> None:
-        self.theirs, self.layout, self.facts = tensors, layout, facts
+    def __init__(
+        self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None
+    ) -> None:
+        self.theirs, self.names, self.facts = tensors, names, facts
         self.heads = facts.heads or heads
         self.ours: dict[str, Lazy] = {}
         self.made: dict[str, str] = {}
         self.biases: dict[str, set[str]] = {}  # part of a block -> its blocks with a bias
 
-    def plan(self) -> Plan:
-        layout = self.layout
+    def plan(self) -> ImportPlan:
+        layout = self.names
         embed = self.tensor(f"{layout.embed}weight")
         if len(embed.shape) != 4 or embed.shape[1] != 3 or embed.shape[2] != embed.shape[3]:
             raise UsageError(
@@ -206,7 +119,7 @@ class _Planner:
         if over := [name for name in over if name not in harmless]:
             more = f" and {len(over) - 5} more" if len(over) > 5 else ""
             raise UsageError(f"the model here has no place for {', '.join(over[:5])}{more}")
-        return Plan(config=config, tensors=self.ours, left_out=tuple(harmless), made=self.made)
+        return ImportPlan(config=config, tensors=self.ours, left_out=tuple(harmless), made=self.made)
 
     def tensor(self, name: str) -> Lazy:
         if name not in self.theirs:
@@ -253,7 +166,7 @@ class _Planner:
                 )
 
     def embedding(self, weight: Lazy) -> None:
-        base, (mean, std) = self.layout.embed, (self.facts.mean, self.facts.std)
+        base, (mean, std) = self.names.embed, (self.facts.mean, self.facts.std)
         bias = self.theirs.get(f"{base}bias")
         if bias is None:
             bias, self.made["embed.bias"] = zero_tensor(weight.shape[0]), "zeros, as it has none"
@@ -265,7 +178,7 @@ class _Planner:
 
     def block(self, i: int) -> bool:
         """Takes a block; returns whether it has experts."""
-        layout, ours = self.layout, f"blocks.{i}"
+        layout, ours = self.names, f"blocks.{i}"
         theirs = layout.block.format(i=i)
 
         def named(*names: str) -> list[str]:
@@ -300,11 +213,13 @@ class _Planner:
             num_experts=experts.shape[0],
             expert_dim=None if experts.shape[2] == mlp_dim else experts.shape[2],
             images_per_group=8,
-            router=TokenChoiceConfig(k=2, capacity_factor=1.05),
+            router=TokenChoiceConfig(
+                k=2, capacity_factor=1.05, capacity_rounding="ceil", capacity_multiple_of=4
+            ),
         )
 
     def pooling(self) -> Literal["gap", "token", "map"]:
-        layout = self.layout
+        layout = self.names
         has_token = bool(layout.class_token) and layout.class_token in self.theirs
         pooling: Literal["gap", "token", "map"] = "token" if has_token else "gap"
         if layout.probe and layout.probe in self.theirs and self.facts.pooling in (None, "map"):
@@ -324,7 +239,7 @@ class _Planner:
         return pooling
 
     def attention_pooling(self) -> None:
-        layout = self.layout
+        layout = self.names
         if layout.pool_in and f"{layout.pool_in}weight" in self.theirs:
             for part in ("weight", "bias"):
                 whole = self.tensor(f"{layout.pool_in}{part}")
@@ -344,7 +259,7 @@ class _Planner:
 
     def positions(self, *, class_token: bool) -> int:
         """Takes the position embedding; returns its rows."""
-        name = self.layout.position
+        name = self.names.position
         if name not in self.theirs:
             raise UsageError(
                 f"there is no position embedding {name}: rotary or relative positions, which the model here"
@@ -366,8 +281,8 @@ class _Planner:
         return rows
 
     def head(self, width: int) -> None:
-        if f"{self.layout.head}weight" in self.theirs:
-            self.linear("head", self.layout.head)
+        if f"{self.names.head}weight" in self.theirs:
+            self.linear("head", self.names.head)
             return
         self.ours |= {"head.weight": zero_tensor(1, width), "head.bias": zero_tensor(1)}
         self.made["head"] = "new, of one class, as it has none"

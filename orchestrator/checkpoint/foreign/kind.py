@@ -1,0 +1,101 @@
+"""What a project's weights are called there, and what their tensors do not say."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+
+Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """Their names of a ViT's tensors, before ``weight`` or ``bias``; empty: there is none.
+
+    Attributes:
+        block: what the names of block {i} begin with. `norm1` to `gate` follow it.
+        scale1, scale2: LayerScale of attention and MLP, which is folded into the layer before it.
+        pool_in: queries, keys and values of the pooling in one tensor, in place of `pool_q` and `pool_kv`.
+        harmless: pattern of tensors that may be left out.
+    """
+
+    embed: str
+    class_token: str
+    position: str
+    block: str
+    norm1: str
+    qkv: tuple[str, ...]
+    out: str
+    norm2: str
+    up: str
+    down: str
+    norm: str
+    head: str
+    scale1: str = ""
+    scale2: str = ""
+    experts_in: str = ""
+    experts_out: str = ""
+    gate: str = ""
+    norm_q: str = ""
+    norm_k: str = ""
+    pre_logits: str = ""
+    probe: str = ""
+    pool_in: str = ""
+    pool_q: tuple[str, ...] = ()
+    pool_kv: tuple[str, ...] = ()
+    pool_norm_q: str = ""
+    pool_norm_k: str = ""
+    pool_out: str = ""
+    pool_norm: str = ""
+    pool_up: str = ""
+    pool_down: str = ""
+    harmless: str = r"(?!)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the tensors do not say about a model.
+
+    Attributes:
+        heads: of attention; None: unknown.
+        mean, std: of the source's normalisation of pixels in 0..1, by channel.
+        evaluation: fields of `DataConfig`.
+        resize: how the source's library resizes position embeddings.
+        classes: their names by label; None: unknown.
+        says: number of blocks, width and so on, as a config beside the weights has them: name -> value.
+        pooling: as a config has it; None: as the tensors say.
+        assumed: what was not found anywhere, and is the default of the library.
+    """
+
+    heads: int | None
+    gelu: Literal["tanh", "exact"]
+    resize: Resize
+    norm_eps: float = 1e-6
+    mean: Sequence[float] = HALF[0]
+    std: Sequence[float] = HALF[1]
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    says: Mapping[str, int] = field(default_factory=dict)
+    pooling: Literal["gap", "token", "map"] | None = None
+    assumed: tuple[str, ...] = ()
+    licence: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsKind:
+    """A project whose weights are read.
+
+    Attributes:
+        recognises: whether tensors of these names are its.
+        read: returns its tensors by the names of a layout, the layout, and what the tensors do not say. It
+            raises UsageError for a model that ours cannot be.
+    """
+
+    name: str
+    recognises: Callable[[Mapping[str, Lazy]], bool]
+    read: Callable[[Opened], tuple[Mapping[str, Lazy], TensorNames, Facts]]
