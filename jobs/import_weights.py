@@ -51,11 +51,11 @@ def import_weights(flags: ImportFlags) -> None:
 
     out = storage.absolute(flags.out)
     check_export(out, fresh=flags.fresh)
-    if not out.endswith(SUFFIX):
-        check_out(out, own=(WEIGHTS,), apart=(storage.absolute(flags.source),))
     name = flags.name or out.rpartition("/")[2].removesuffix(SUFFIX)
     planned = plan_import(flags.source, name=name, changes=dict(flags.set))
     print(planned, flush=True)
+    if not out.endswith(SUFFIX):
+        check_out(out, own=(WEIGHTS,), apart=(storage.absolute(flags.source),))
     write_import(planned, out, fresh=flags.fresh)
     print(f"written to {out}: from moe.load import load; model = load({out!r})")
 

@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.store import Tracking
 
-SWEEPS = ("quickstart", "study", *from_papers(":SWEEPS", ()))  # of a catalog that takes long to load
+SWEEPS = (
+    "quickstart",
+    "study",
+    "upcycle",
+    *from_papers(":SWEEPS", ()),
+)  # of a catalog that takes long to load
 PLAN_MFU = 0.3
 TRIALS = 20
 PRICES = Path(__file__).with_name("prices.yaml")
@@ -158,7 +163,11 @@ class SweepFlags:
         if not self.has_data() and not self.plan:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
         sweep = self.named_sweep()
-        sweep = self.named_sweep(self.run.changes(sweep.base.name, source=self.source()))
+        upcycle = self.sweep == "upcycle"
+        if upcycle and not (self.run.init_from or self.plan):
+            raise UsageError("--sweep upcycle starts from trained weights: give --init-from MODEL")
+        changes = self.run.changes(sweep.base.name, source=self.source(), model_of_weights=upcycle)
+        sweep = self.named_sweep(changes)
         if self.quality:
             sweep = replace(sweep, quality=self.quality)
             if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:

@@ -79,15 +79,19 @@ class RunFlags:
 
         return override(base, self.changes(base.name))
 
-    def changes(self, name: str, *, source: str = "digits") -> dict[str, Any]:
+    def changes(self, name: str, *, source: str = "digits", model_of_weights: bool = False) -> dict[str, Any]:
         """The changes of the flags to the run that is called `name` unless --name says otherwise. The data
         decide the number of classes, unless it is set.
 
         Args:
             source: the images that are packed if there is no --data. If it is empty too, neither the place of
                 the images nor their classes are changed.
+            model_of_weights: without --model, the model is that of the weights that --init-from names. Of
+                weights of other projects it always is.
         """
         from moe.codec import to_dict
+        from orchestrator.checkpoint.foreign import is_import
+        from orchestrator.checkpoint.models import read_model
         from orchestrator.data.manifest import open_manifest
         from orchestrator.data.packing import digits
 
@@ -116,14 +120,19 @@ class RunFlags:
             if not (self.data or self.fresh):
                 check_trained_on(path, self.places.below(name))
             changes |= {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
+        weights = None if self.init_from is None else self._weights(self.init_from, name)
         if isinstance(model := self.model or assigned.pop("model", None), str):
             changes["model"] = to_dict(preset(model))
+        elif weights and (model_of_weights or is_import(weights)):
+            was = read_model(weights, whole=False).run
+            changes |= {"model": to_dict(was.model)}
+            changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
         optional = {
             "scale.workers": self.workers,
             "scale.ep": self.ep,
             "scale.profile_steps": self.profile,
             "train.seed": self.seed,
-            "train.init_from": None if self.init_from is None else self._weights(self.init_from, name),
+            "train.init_from": weights,
         }
         changes |= {field: value for field, value in optional.items() if value is not None}
         return changes | assigned

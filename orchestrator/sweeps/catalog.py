@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import replace
 
+from moe.model import unit_shapes
 from orchestrator.codec import flat, override
 from orchestrator.errors import UsageError
 from orchestrator.guests import from_papers
@@ -13,6 +14,7 @@ from orchestrator.sweeps.arms import (
     NamedSweep,
     expert_choice,
     families_space,
+    moe,
     named,
     seeds,
     soft,
@@ -76,7 +78,33 @@ def study(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 
 
-SWEEPS: dict[str, NamedSweep] = {sweep.__name__: sweep for sweep in (quickstart, study)}
+@named
+def upcycle(scale: Scale) -> Sweep:
+    """Mixtures whose experts are the MLPs of a trained dense model, beside that model, which goes on dense.
+
+    Its base starts from weights, whose model it is. Experts are in the last half of the blocks.
+
+    Source: Sparse Upcycling (Komatsuzaki et al. 2022). Every expert starts as a copy, and the router is new.
+    `exact` keeps the function of the dense model: a softmax over the chosen experts alone sums to 1, and no
+    token is dropped; its router learns from the auxiliary losses until the experts differ. So does `mixture`.
+    `token` is weighted as V-MoE is, by its share of the softmax over all experts, which is below 1 at first.
+    """
+    model, experts = scale.base.model, scale.experts
+    last = f"last_{max(1, len(unit_shapes(model)) // 2)}"
+    tokens = model.tokens()
+    arms: dict[str, Arm] = {
+        "dense": {MOE: None},
+        "exact": token_choice(experts, 1, float(experts), layers=last, topk="before"),
+        "token": token_choice(experts, 1, 1.05, layers=last),
+        "token-k2": token_choice(experts, 2, 1.05, layers=last, topk="before"),
+        "expert": expert_choice(experts, 2.0, layers=last),
+        "soft": soft(experts, 1, tokens, layers=last, scale_init=SHARP),
+        "mixture": moe("mixture", experts, layers=last),
+    }
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3))
+
+
+SWEEPS: dict[str, NamedSweep] = {sweep.__name__: sweep for sweep in (quickstart, study, upcycle)}
 SWEEPS |= {
     name: from_papers(f".{folder}.sweeps:{name}", None) for name, folder in from_papers(":SWEEPS", {}).items()
 }

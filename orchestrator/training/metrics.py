@@ -57,6 +57,8 @@ METRICS = {
     "data/s3_requests": ("-", "requests for parts of shards on S3"),
     "data/s3_gb": ("GB", "bytes that these requests fetched"),
     "checkpoint/failed": ("-", "checkpoints that could not be written"),
+    "init/loss": ("nats", "loss on one batch of evaluation before the first step, with weights taken over"),
+    "init/loss_source": ("nats", "the same of the model that the weights are from"),
     "resumed/step": ("steps", "step at which the run continued"),
     "moe/unchosen_frac": (
         "fraction",

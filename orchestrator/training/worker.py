@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +18,12 @@ from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
-from orchestrator.checkpoint.weights import start_from
+from orchestrator.checkpoint.models import read_model
+from orchestrator.checkpoint.weights import StartReport, start_from
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
-from orchestrator.data.stream import Reader, Stream, open_stream, prefetched
+from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
 from orchestrator.training.fewshot import FewShot
@@ -155,7 +157,27 @@ class Worker:
             without, group = run.train.init_without, self.checkpoints.group
             started = start_from(self.model, run.train.init_from, without=without, group=group)
             log.info("%s %s", run.name, started)
+            return 0, Progress(), self._first_losses(started)
         return 0, Progress(), {}
+
+    def _first_losses(self, started: StartReport) -> Metrics:
+        """Returns the losses of the model and of the one whose weights it took over, on the first batch of
+        evaluation; nothing if that had other classes or images, or its config is unknown.
+        """
+        run = self.run
+        try:
+            source = read_model(started.source, whole=False)
+        except UsageError:
+            return {}
+        alike = source.run.model.image_size == run.model.image_size and source.run.task == run.task
+        if f"{run.model.head}.weight" not in started.transfer.copied or not alike:
+            return {}
+        found = {}
+        for name, model in (("init/loss", self.model), ("init/loss_source", source.load(self.device))):
+            batches = prefetched(in_process(self.validation, self.validation.steps()[:1]), self.device)
+            found[name] = evaluate(model, batches, run).get("val/loss", math.nan)
+        log.info("%s: loss %.4f, of the weights' own model %.4f, on one batch", run.name, *found.values())
+        return {name: loss for name, loss in found.items() if math.isfinite(loss)}
 
     def train(self, until: int, should_stop: Callable[[], bool]) -> None:
         """Takes the steps to `until`, and writes the result if it gets there."""

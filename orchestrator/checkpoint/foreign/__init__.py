@@ -124,10 +124,10 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         some = ", ".join([*opened.tensors][:3])
         known = ", ".join(kind.name for kind in KINDS)
         raise UsageError(f"{source} is of no known kind ({known}): it has {some}")
-    heads = changes.get("model.heads")
+    heads = str(changes.get("model.heads", ""))
     try:
         tensors, layout, facts = kind.read(opened)
-        plan = plan_vit(tensors, layout, facts, heads=heads if isinstance(heads, int) else None)
+        plan = plan_vit(tensors, layout, facts, heads=int(heads) if heads.isdecimal() else None)
     except UsageError as error:
         raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
     data = DataConfig(**facts.evaluation)
@@ -201,6 +201,11 @@ def is_foreign(location: str) -> bool:
         except UsageError:
             return False
     return path.suffix in (".npz", ".pth", ".pt", ".bin")
+
+
+def is_import(location: str) -> bool:
+    """Returns whether a file was made from weights of another project."""
+    return location.endswith(SUFFIX) and "source" in read_metadata(location)
 
 
 def imported(source: str, root: str) -> str:

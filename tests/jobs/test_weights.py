@@ -1,0 +1,113 @@
+"""Published weights as a user takes them: imported, started from, evaluated, upcycled."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from jobs import evaluate, export, import_weights, train
+from moe.load import load
+from orchestrator.checkpoint.weights import start_from
+from orchestrator.sweeps.catalog import make_sweep
+
+WEIGHTS = Path(__file__).parents[1] / "goldens" / "weights"
+Call = Callable[..., tuple[str, str]]
+
+
+def test_import_says_what_it_did_and_leaves_nothing_of_a_refusal(call: Call, tmp_path: Path) -> None:
+    out = tmp_path / "dino"
+    stopped, said = call(import_weights.main, str(WEIGHTS / "hf_dinov2"), "--out", str(out))
+    assert stopped == ""
+    assert "Hugging Face: width 32, 2 blocks" in said
+    assert load(out).config.image_size == 32
+    assert call(import_weights.main, str(WEIGHTS / "hf_dinov2"), "--out", str(out))[0].endswith(
+        "--fresh replaces it"
+    )
+    unsure = str(WEIGHTS / "torchvision_vit.pth")
+    stopped, _ = call(import_weights.main, unsure, "--out", str(tmp_path / "tv"))
+    assert "do not say how many attention heads" in stopped
+    assert not (tmp_path / "tv").exists()
+    sized = ["--set", "model.heads=2", "model.image_size=48"]
+    stopped, said = call(import_weights.main, unsure, "--out", str(tmp_path / "tv.safetensors"), *sized)
+    assert stopped == ""
+    assert "positions resized from 4 x 4 to 6 x 6" in said
+    assert load(tmp_path / "tv.safetensors").config.image_size == 48
+
+
+def test_every_command_takes_a_source_as_a_model(empty_home: Path, call: Call, digits: str) -> None:
+    """It is made into a model of ours once. A run that starts from it has its model and its crop."""
+    source = str(shutil.copytree(WEIGHTS / "timm_token", empty_home.parent / "timm_token"))
+    short = [
+        "--set",
+        "train.steps=2",
+        "train.report_every=2",
+        "model.moe.layers=last_1",
+        "model.moe.num_experts=4",
+    ]
+    stopped, said = call(train.main, "--name", "up", "--data", digits, "--init-from", source, *short)
+    assert stopped == "", said
+    config = json.loads((empty_home / "up" / "config.json").read_text())["config"]
+    assert (config["model"]["gelu"], config["model"]["num_classes"]) == ("exact", 10)
+    assert (config["data"]["eval_crop"], config["data"]["eval_interpolation"]) == (0.9, "bicubic")
+    (made,) = (empty_home / "imports").iterdir()
+    assert config["train"]["init_from"] == f"{made}/model.safetensors"
+    written = (made / "model.safetensors").stat().st_mtime_ns
+    stopped, said = call(evaluate.main, source, "--data", digits, "--shots", "1")
+    assert stopped == "", said
+    assert (made / "model.safetensors").stat().st_mtime_ns == written
+    assert "is a file of weights already" in call(export.main, source, "--out", "x")[0]
+
+
+def test_exact_arms_keep_the_function_of_the_dense_model(tmp_path: Path) -> None:
+    """A router that drops no token and whose weights sum to 1; others say something else."""
+    arms = make_sweep("upcycle", "tiny").runs()
+    dense = arms["dense-seed0"].model.build(seed=3)
+    torch.manual_seed(0)
+    for parameter in dense.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    images, off = torch.randn(16, 3, *2 * (dense.config.image_size,)), {}
+    for name in filter(lambda name: name.endswith("-seed0"), arms):
+        run = arms[name]
+        model = run.model.build(seed=0)
+        start_from(model, str(tmp_path / "dense.safetensors"))
+        with torch.no_grad():
+            wanted = dense.eval()(images).logits
+            off[name] = float((model.eval()(images).logits - wanted).abs().max() / wanted.abs().max())
+    exact = {name.removesuffix("-seed0") for name, value in off.items() if value < 1e-5}
+    assert exact == {"dense", "exact", "mixture"}, off
+
+
+def test_the_loss_before_training_is_measured_beside_that_of_the_weights(
+    empty_home: Path, call: Call, digits: str
+) -> None:
+    """On the same images: equal where the arm keeps the function, known where it does not."""
+    train_one = [
+        "--data",
+        digits,
+        "--set",
+        "train.steps=2",
+        "train.report_every=2",
+        "model.width=16",
+        "model.mlp_dim=32",
+    ]
+    assert call(train.main, "--name", "dense", *train_one, "model.moe=null")[0] == ""
+    moe = [
+        "model.moe.num_experts=4",
+        "model.moe.router.kind=token_choice",
+        "model.moe.router.capacity_factor=4",
+    ]
+    found = {}
+    for topk in ("before", "after"):
+        changed = [*moe, f"model.moe.router.topk={topk}"]
+        assert call(train.main, "--name", topk, "--init-from", "dense", *train_one, *changed)[0] == ""
+        line = (empty_home / topk / "metrics.jsonl").read_text().splitlines()[0]
+        found[topk] = json.loads(line)["metrics"]
+    before, after = found["before"], found["after"]
+    assert math.isclose(before["init/loss"], before["init/loss_source"], rel_tol=1e-6)
+    assert after["init/loss_source"] == before["init/loss_source"]
+    assert not math.isclose(after["init/loss"], after["init/loss_source"], rel_tol=1e-5)
