@@ -156,9 +156,12 @@ def _read(path: Path, notes: list[str]) -> dict[str, Lazy]:
         return _safetensors(path)
     if start.startswith(b"PK"):
         try:
-            members = zipfile.ZipFile(path).namelist()
-        except zipfile.BadZipFile:
-            raise UsageError(f"{path} is not a whole file: it is cut or damaged") from None
+            with zipfile.ZipFile(path) as archive:
+                members, broken = archive.namelist(), archive.testzip()  # torch checks no checksums
+        except Exception as error:  # zipfile raises nearly anything for damaged files
+            raise UsageError(f"{path} is not a whole file: it is cut or damaged ({_line(error)})") from None
+        if broken:
+            raise UsageError(f"{path} is damaged: {broken} has another checksum")
         return _npz(path) if any(name.endswith(".npy") for name in members) else _torch(path, notes)
     if start.startswith(b"\x80"):
         return _torch(path, notes)
