@@ -66,7 +66,8 @@ orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orc
 orchestrator.data.formats: orchestrator.data.offsets orchestrator.data.samples orchestrator.data.tars
     orchestrator.storage
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
-    orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads
+    orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks
+    orchestrator.threads
 orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrator.config orchestrator.data
     orchestrator.plugins orchestrator.storage orchestrator.tasks orchestrator.threads orchestrator.training
 orchestrator.frontier: orchestrator.frontier

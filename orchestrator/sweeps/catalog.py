@@ -84,10 +84,12 @@ def upcycle(scale: Scale) -> Sweep:
 
     Its base starts from weights, whose model it is. Experts are in the last half of the blocks.
 
-    Source: Sparse Upcycling (Komatsuzaki et al. 2022). Every expert starts as a copy, and the router is new.
-    `exact` keeps the function of the dense model: a softmax over the chosen experts alone sums to 1, and no
-    token is dropped; its router learns from the auxiliary losses until the experts differ. So does `mixture`.
-    `token` is weighted as V-MoE is, by its share of the softmax over all experts, which is below 1 at first.
+    Source: Sparse Upcycling (Komatsuzaki and others, 2022), from a ViT to a V-MoE.
+
+    Design: every expert starts as a copy, and the router is new. `exact` keeps the function of the dense
+    model: a softmax over the chosen experts alone sums to 1, and no token is dropped; its router learns from
+    the auxiliary losses until the experts differ. So does `mixture`. `token` is weighted as V-MoE is, by its
+    share of the softmax over all experts, which is below 1 at first.
     """
     model, experts = scale.base.model, scale.experts
     last = f"last_{max(1, len(unit_shapes(model)) // 2)}"
