@@ -44,6 +44,7 @@ class PredictFlags:
     background: str | None = flag(
         None, "colour under transparent pixels, as in packing; default: alpha is dropped"
     )
+    features: bool = flag(False, "write the input of the model's head in place of predictions")
     fresh: bool = flag(False, "delete the predictions in --out and start over")
     places: Places
 
@@ -67,8 +68,10 @@ def predict(flags: PredictFlags) -> None:
 
     point, background = parse_point(flags.set), colour(flags.background) if flags.background else None
     model = model_of(flags.model, flags.places, flags.places.open_store())
-    if not model.run.task.classifies:
-        raise UsageError(f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict")
+    if not (model.run.task.classifies or flags.features):
+        raise UsageError(f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
+            " --features writes what its head sees"
+        )
     group = model.run.model.moe.images_per_group if model.run.model.moe else 1
     if flags.batch_size % group:
         raise UsageError(f"--batch-size {flags.batch_size} must be a multiple of {group}, the routing group")
@@ -85,6 +88,7 @@ def predict(flags: PredictFlags) -> None:
         "routing": settings_of(point),
         "group": group,
         "background": list(background) if background else None,
+        "features": flags.features or None,  # as plans of earlier versions have it
         "classes": model.classes,
     }
     plan, done = begin(out, plan, fresh=flags.fresh)
@@ -93,7 +97,7 @@ def predict(flags: PredictFlags) -> None:
     if missing:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
-        settings |= {"background": background}
+        settings |= {"background": background, "features": flags.features}
         predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
     print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")

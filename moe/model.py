@@ -242,7 +242,12 @@ class Model(nn.Module, ABC, Generic[C]):
         Raises ValueError if an override names a block without experts, or the router refuses its value.
         """
 
-    def features(self, images: Tensor, routing_overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
+    def features(
+        self,
+        images: Tensor,
+        valid_B: Tensor | None = None,
+        routing_overrides: RoutingOverrides = AS_TRAINED,
+    ) -> Tensor:
         """Returns the head's input: (B, 3, H, W) in -1..1 -> (B, D).
 
         Raises ValueError as a forward pass does.
@@ -251,7 +256,7 @@ class Model(nn.Module, ABC, Generic[C]):
         head = self.get_submodule(self.config.head)
         handle = head.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
         try:
-            self(images, routing_overrides=routing_overrides)
+            self(images, valid_B, routing_overrides=routing_overrides)
         finally:
             handle.remove()
         return found[0]

@@ -51,7 +51,7 @@ from orchestrator.training.resources import most_resources
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
 # Of a plan: may not change.
-IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background")
+IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background", "features")
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
@@ -65,6 +65,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
     ]
 )
+FEATURES = pa.schema([("key", pa.string()), ("features", pa.list_(pa.float32())), ("error", pa.string())])
 ImagePart = dict[str, Any]  # number; names of files, or a split of shards with its rows from first to stop
 
 log = logging.getLogger(__name__)
@@ -139,11 +140,11 @@ def begin(out: str, plan: Mapping[str, Any], *, fresh: bool) -> tuple[Mapping[st
             raise UsageError(f"{out} has parquet files and no {PLAN}: choose another `out`, or use `fresh`")
         before = json.loads(storage.read_bytes(storage.join(out, PLAN)))
         for field in IDENTITY:
-            if before.get(field) != plan[field]:
+            if before.get(field) != plan.get(field):
                 files = "1 file" if len(done) == 1 else f"{len(done)} files"
                 raise UsageError(
                     f"{out} has {files} of predictions by {before['model']} for {before['images']}"
-                    f" with another {field} (was {before.get(field)}, now {plan[field]}): choose another"
+                    f" with another {field} (was {before.get(field)}, now {plan.get(field)}): choose another"
                     " `out`, or use `fresh` to begin again"
                 )
         return before, done
@@ -168,8 +169,10 @@ class Predictor:
         batch_size: int,
         classes: Sequence[str] | None,
         background: Colour | None,
+        features: bool = False,
     ) -> None:
         """Loads the model. Raises UsageError if it is damaged."""
+        self.schema = FEATURES if features else SCHEMA
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
         self.background = background
         self.device = default_device()
@@ -190,7 +193,7 @@ class Predictor:
         for part in parts.to_pylist():
             rows = [row for batch in self._batches(part) for row in self._predict(batch)]
             number = pa.array([part["number"]] * len(rows), pa.int64())
-            tables.append(pa.Table.from_pylist(rows, SCHEMA).append_column("part", number))
+            tables.append(pa.Table.from_pylist(rows, self.schema).append_column("part", number))
         return pa.concat_tables(tables)
 
     def _batches(self, part: ImagePart) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
@@ -246,17 +249,23 @@ class Predictor:
             if isinstance(image, Tensor):
                 pixels[i], valid[i] = image, 1
         inputs = normalize(pixels.to(self.device)), valid.to(self.device)
+        run = self.model.features if self.schema is FEATURES else self.model
         try:
-            logits = self.model(*inputs, routing_overrides=self.point).logits
+            found = run(*inputs, routing_overrides=self.point)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        rows = self._features(found) if isinstance(found, Tensor) else self._top(found.logits)
+        for (key, image), row in zip(batch, rows, strict=True):
+            yield {"key": key, "error": str(image)} if isinstance(image, BadImage) else {"key": key, **row}
+
+    def _features(self, features: Tensor) -> list[dict[str, Any]]:
+        return [{"features": each} for each in features.float().tolist()]
+
+    def _top(self, logits: Tensor) -> list[dict[str, Any]]:
         probs, indices = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
-        for (key, image), p, top in zip(batch, probs.tolist(), indices.tolist(), strict=True):
-            if isinstance(image, BadImage):
-                yield {"key": key, "error": str(image)}
-            else:
-                names = [self.classes[i] if self.classes else str(i) for i in top]
-                yield {"key": key, "top5_index": top, "top5_class": names, "top5_prob": p}
+        names = [[self.classes[i] if self.classes else str(i) for i in top] for top in indices.tolist()]
+        columns = zip(indices.tolist(), names, probs.tolist(), strict=True)
+        return [{"top5_index": i, "top5_class": n, "top5_prob": p} for i, n, p in columns]
 
 
 def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
@@ -292,6 +301,7 @@ def predict(
         UsageError, OSError: as `Predictor`; OSError also if writing fails.
     """
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs each execution at length
+    schema = FEATURES if settings.get("features") else SCHEMA
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.raise_original_map_exception = True
@@ -308,7 +318,7 @@ def predict(
         tables: Any = predictions.iter_batches(batch_size=None, batch_format="pyarrow")
         for table in tables:
             for number in table["part"].unique().to_pylist():  # a part is never split over tables
-                rows = table.filter(pc.field("part") == number).select(SCHEMA.names).cast(SCHEMA)
+                rows = table.filter(pc.field("part") == number).select(schema.names).cast(schema)
                 content = pa.BufferOutputStream()
                 pq.write_table(rows, content, compression="zstd")
                 storage.write_bytes(storage.join(out, file_of(number)), content.getvalue().to_pybytes())

@@ -168,6 +168,13 @@ def test_what_the_model_says(changes: dict[str, Any] | None, batch_size: int, fo
             assert row["top5_class"] == [str(i) for i in row["top5_index"]]
             np.testing.assert_allclose(row["top5_prob"], best.values[n], rtol=1e-5)
     assert rows[2]["error"].startswith("not an image of a known format")
+    with torch.inference_mode():
+        wanted = model.load().features(normalize(images), valid)
+    for n, row in enumerate(rows_of(predictor(model, folder, batch_size=batch_size, features=True))):
+        assert row.keys() == {"key", "features", "error", "part"}
+        assert (row["features"] is None) == bool(row["error"]) == (not valid[n])
+        if valid[n]:
+            np.testing.assert_allclose(row["features"], wanted[n], rtol=1e-5, atol=1e-6)
 
 
 def test_class_names_operating_points_and_crop(folder: str, tmp_path: Path):
