@@ -69,7 +69,8 @@ def predict(flags: PredictFlags) -> None:
     point, background = parse_point(flags.set), colour(flags.background) if flags.background else None
     model = model_of(flags.model, flags.places, flags.places.open_store())
     if not (model.run.task.classifies or flags.features):
-        raise UsageError(f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
+        raise UsageError(
+            f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
             " --features writes what its head sees"
         )
     group = model.run.model.moe.images_per_group if model.run.model.moe else 1

@@ -4,17 +4,21 @@ Source: the dense models (``S/16``, ..) are those of Soft MoE (section 3.3) and 
 ``soft-`` models are those of its section 3.4: MoE in the last half of the blocks, one slot per expert. The
 ``vmoe-`` models are V-MoE's (sections 3.1 and 3.6, table 2), with the class token, the tanh layer and the 8
 blocks of S of the released configs. The paper does not print the sizes of ``vmoe-15B``; ours have the printed
-14.7B parameters.
+14.7B parameters. ``vit_small_patch16_224`` and its like are timm's plain ViTs.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from moe.config import did_you_mean
 from moe.layer import MoEConfig
-from moe.models import ViT, ViTConfig
+from moe.load import load
+from moe.model import Model
+from moe.models import ViTConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
+_TI = ViTConfig(width=192, depth=12, heads=3, mlp_dim=768)
 _S = ViTConfig(width=384, depth=12, heads=6, mlp_dim=1536)
 _B = ViTConfig(width=768, depth=12, heads=12, mlp_dim=3072)
 _L = ViTConfig(width=1024, depth=24, heads=16, mlp_dim=4096)
@@ -70,6 +74,19 @@ PRESETS = (
         "vmoe-H/14-last-5": _vmoe(_H, 14, "last_5_odd"),
         "vmoe-15B": _vmoe(_15B, 14),
     }
+    | {
+        f"vit_{name}_patch{patch}_{pixels}": replace(
+            size, patch_size=patch, image_size=pixels, pooling="token", qk_norm=False, gelu="exact"
+        )
+        for name, size, patches in (
+            ("tiny", _TI, (16,)),
+            ("small", _S, (32, 16)),
+            ("base", _B, (32, 16)),
+            ("large", _L, (32, 16)),
+        )
+        for patch in patches
+        for pixels in (224, 384)
+    }
 )
 
 
@@ -81,9 +98,22 @@ def preset(name: str) -> ViTConfig:
     return PRESETS[name]
 
 
-def create_model(name: str, *, num_classes: int = 1000, seed: int | None = 0) -> ViT:
+def create_model(
+    name: str, *, num_classes: int = 1000, seed: int | None = 0, weights: str | Path | None = None
+) -> Model:
     """Returns a model of `PRESETS` with weights drawn from `seed`; without a seed they are not set.
 
-    Raises ValueError for a name that does not exist.
+    Args:
+        weights: an exported folder or file, as `moe.load.load` takes it, whose classes the model then has.
+
+    Raises ValueError for a name that does not exist, and for weights of another model.
     """
-    return replace(preset(name), num_classes=num_classes).build(seed=seed)
+    config = preset(name)
+    if weights is None:
+        return replace(config, num_classes=num_classes).build(seed=seed)
+    model = load(weights)
+    wanted, found = asdict(replace(config, num_classes=model.config.num_classes)), asdict(model.config)
+    if differs := [field for field in wanted if wanted[field] != found.get(field)]:
+        is_there = f"{differs[0]} is {found.get(differs[0])!r} there, and {wanted[differs[0]]!r} here"
+        raise ValueError(f"{weights} is no {name}: {is_there}")
+    return model

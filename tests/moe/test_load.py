@@ -17,7 +17,7 @@ from moe.codec import from_dict, to_dict
 from moe.layer import MoEConfig
 from moe.load import load
 from moe.models.vit import ViTConfig
-from moe.presets import PRESETS
+from moe.presets import PRESETS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from tests.moe.parts import KINDS, build_vit, images
@@ -166,3 +166,14 @@ def test_another_dtype_is_refused(export):
     save_file(half, str(folder / "model.safetensors"))
     with pytest.raises(ValueError, match=r"is torch\.bfloat16, the model's is torch\.float32"):
         load(folder)
+
+
+def test_a_model_by_name_with_weights(tmp_path: Path) -> None:
+    """What was exported is that model, and another name is refused by the field that differs."""
+    model = create_model("debug", num_classes=7, seed=3)
+    (tmp_path / "config.json").write_text(json.dumps({"model": to_dict(model.config)}))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    found = create_model("debug", weights=tmp_path)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.state_dict().items())
+    with pytest.raises(ValueError, match=r"is no vit_small_patch16_224: image_size is 8 there, and 224 here"):
+        create_model("vit_small_patch16_224", weights=tmp_path)
