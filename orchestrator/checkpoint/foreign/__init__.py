@@ -28,7 +28,7 @@ from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
 from orchestrator.checkpoint.weights import read_metadata, write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 
 log = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class Import:
     def __str__(self) -> str:
         plan, model, data = self.plan, self.plan.config, self.run.data
         how: dict[str, int] = {}
-        for name, lazy in plan.tensors.items():
-            if name not in plan.made and lazy.how:
+        for lazy in plan.tensors.values():
+            if lazy.sources and lazy.how:
                 how[lazy.how] = how.get(lazy.how, 0) + 1
         taken = sum(bool(lazy.sources) for lazy in plan.tensors.values())
         moe = model.moe
@@ -128,9 +128,12 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
     try:
         tensors, layout, facts = kind.read(opened)
         plan = plan_vit(tensors, layout, facts, heads=int(heads) if heads.isdecimal() else None)
+        data = DataConfig(**facts.evaluation)
     except UsageError as error:
         raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
-    data = DataConfig(**facts.evaluation)
+    except Exception as error:  # a config beside the weights may hold anything
+        reason = f"settings that cannot be used: {reason_of(error)}"
+        raise UsageError(f"{source}, read as weights of {kind.name}, has {reason}") from None
     run = override(RunConfig(name=run_name(name), model=plan.config, data=data), changes)
     if run.model.kind != plan.config.kind:
         raise UsageError(f"weights of {kind.name} are those of a model of kind {plan.config.kind!r}")

@@ -5,7 +5,7 @@ transformers 5 has other names in memory than in its files; both are read.
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.nn.functional as F
 
@@ -76,6 +76,11 @@ LAYOUTS = {
     "siglip": SIGLIP,
     "siglip_vision_model": SIGLIP,
 }
+GELUS: dict[str, Literal["exact", "tanh"]] = {
+    "gelu": "exact",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_new": "tanh",
+}
 # What files of transformers 5 call differently in memory.
 RENAMED = (
     (r"^layers\.", "encoder.layer."),
@@ -102,15 +107,14 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     settings: Mapping[str, Any] = config.get("vision_config") or config if kind == "siglip" else config
     if settings.get("use_swiglu_ffn"):
         raise UsageError("its MLPs are SwiGLU, and the model here has GELU")
-    acts = {"gelu": "exact", "gelu_pytorch_tanh": "tanh", "gelu_new": "tanh"}
+    # A nested config leaves out what is the default of its class.
     act = settings.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
-    if act not in acts:
-        raise UsageError(f"hidden_act {act!r}: the model here has {', '.join(acts)}")
+    if act not in GELUS:
+        raise UsageError(f"hidden_act {act!r}: the model here has {', '.join(GELUS)}")
     theirs, layout = _named(opened.tensors, kind), LAYOUTS[kind]
     classifies = f"{layout.head}weight" in theirs
     if layout is SIGLIP and classifies:  # the mean of the tokens, without the pooling
         theirs = {name: lazy for name, lazy in theirs.items() if not name.startswith("head.")}
-    width = settings.get("hidden_size")
     if layout is DINOV2 and classifies:
         raise UsageError(
             "a classifier on class token and mean, which the model here has not: save Dinov2Model"
@@ -127,8 +131,8 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         if isinstance(settings.get(key), int)
     }
     facts = Facts(
-        heads=settings.get("num_attention_heads", None if width is None else 12),
-        gelu="exact" if acts[act] == "exact" else "tanh",
+        heads=settings.get("num_attention_heads", 12),
+        gelu=GELUS[act],
         norm_eps=float(settings.get("layer_norm_eps", 1e-12 if layout is VIT else 1e-6)),
         mean=mean,
         std=std,

@@ -54,6 +54,8 @@ class _Planner:
         self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None
     ) -> None:
         self.theirs, self.names, self.facts = tensors, names, facts
+        if facts.heads and heads not in (None, facts.heads):
+            raise UsageError(f"`model.heads` {heads}: the weights have {facts.heads}")
         self.heads = facts.heads or heads
         self.ours: dict[str, Lazy] = {}
         self.made: dict[str, str] = {}

@@ -192,6 +192,14 @@ def test_tensors_that_do_not_fit_are_refused(
         ("hf_dinov2", {"use_swiglu_ffn": True}, "SwiGLU"),
         ("timm_token", {"architecture": "eva02_base_patch14_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "vit_base_patch16_rope_224"}, "is no plain ViT of timm"),
+        ("timm_token", {"pretrained_cfg": {"mean": "grey"}}, "settings that cannot be used"),
+        (
+            "timm_token",
+            {"pretrained_cfg": {"crop_pct": 7}},
+            "cannot be used: eval_crop must be at most 1",
+        ),
+        ("hf_vit", {"layer_norm_eps": "small"}, "settings that cannot be used"),
+        ("hf_vit", {"num_attention_heads": 5}, "heads=5 does not divide the width 32"),
     ],
 )
 def test_configs_that_do_not_fit_are_refused(
@@ -243,6 +251,8 @@ def test_heads_that_nobody_says(tmp_path: Path) -> None:
         UsageError, match=r"do not say how many attention heads they have: set `model\.heads`"
     ):
         plan_import(str(GOLDENS / "torchvision_vit.pth"), name="x")
+    with pytest.raises(UsageError, match=r"`model\.heads` 4: the weights have 2"):
+        plan_import(str(GOLDENS / "hf_vit"), name="x", changes={"model.heads": 4})
 
 
 def damaged(path: Path, rng: Random) -> None:
