@@ -3,15 +3,19 @@
   python bench/curves.py routers --out bench/results/curves-routers-tiny.json
   python bench/curves.py pareto --out bench/results/curves-pareto-moved.json
   python bench/curves.py textures --out bench/results/curves-quickstart-textures.json
+  python bench/curves.py clutter --seeds 2 --out bench/results/curves-clutter.json
 
 `routers`: 65 arms x 3 seeds on the digits. `pareto`: 36 arms x 3 seeds of other families, in other sizes and
 on other images: the digits, moved and with noise. `textures`: 15 arms in 2 widths, on made-up textures
-of 16 x 16 pixels; 21 of these arms are recorded, with 2 seeds. The validation accuracy of every arm is
-recorded after every 10 steps, with the cost of its training.
+of 16 x 16 pixels; 21 of these arms are recorded, with 2 seeds. `clutter`: the arms of the quickstart on its
+cluttered digits, and 31 others. The validation accuracy of every arm is recorded 32 times, so that 1/32,
+1/16, .. 1/2 of the steps are among them, with the cost of its training. The first three files are older: they
+have it after every 10 steps.
 """
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -35,7 +39,8 @@ from orchestrator.data.packing import write_shards
 from orchestrator.data.samples import Sample
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process
-from orchestrator.sweeps.arms import Arm, expert_choice, moe, token_choice
+from orchestrator.sweeps.arms import Arm, expert_choice, moe, soft, token_choice
+from orchestrator.sweeps.catalog import SHARP, make_sweep
 from orchestrator.sweeps.scales import TINY, Scale, vit_size
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
@@ -44,7 +49,6 @@ from papers.routers.sweeps import routers
 from papers.soft_moe.sweeps import pareto
 
 ROOT = Path(__file__).parent.parent
-EVERY = 10
 MOVED = Scale(
     base=override(TINY.base, {"train.steps": 160}),
     sizes={
@@ -55,24 +59,25 @@ MOVED = Scale(
     },
     experts=8,
 )
-
+# Width, depth and heads of the sizes that `clutter` has beside the quickstart's.
+SIZES = {"w8": (8, 2, 2), "w24d4": (24, 4, 2), "w48d3": (48, 3, 3), "w64d4": (64, 4, 4)}
 
 Images = Iterator[tuple[str, Sample]]  # split, sample
 
 
-def digits() -> Images:
-    for split, samples in open_source("digits").splits.items():
+def bundled(name: str) -> Images:
+    for split, samples in open_source(name).splits.items():
         yield from ((split, sample) for sample in samples)
 
 
 def moved_digits() -> Images:
     """Yields every digit moved sideways by up to a pixel, with noise. The last fifth is ``val``."""
-    bundled: Any = load_digits()
+    loaded: Any = load_digits()
     rng = np.random.default_rng(0)
-    for i, (image, label) in enumerate(zip(bundled.images, bundled.target, strict=True)):
+    for i, (image, label) in enumerate(zip(loaded.images, loaded.target, strict=True)):
         moved = np.roll(image, rng.integers(-1, 2), axis=1) + rng.normal(0, 1.5, image.shape)
         pixels = (moved.clip(0, 16) * (255 / 16)).round().astype("uint8")
-        split = "train" if i < 0.8 * len(bundled.target) else "val"
+        split = "train" if i < 0.8 * len(loaded.target) else "val"
         yield split, Sample(encode_png(pixels), int(label), f"digit-{i:04d}")
 
 
@@ -96,9 +101,11 @@ def make(name: str, folder: str) -> Sweep:
     """Returns the sweep, with its data packed in `folder`."""
     match name:
         case "routers":
-            sweep, images = routers(TINY), digits()
+            sweep, images = routers(TINY), bundled("digits")
         case "pareto":
             sweep, images = pareto(MOVED), moved_digits()
+        case "clutter":
+            sweep, images = wider_quickstart(), bundled("cluttered-digits")
         case _:
             sweep, images = families_in_widths(), textures()
     splits: dict[str, list[Sample]] = {"train": [], "val": []}
@@ -126,12 +133,33 @@ def families_in_widths() -> Sweep:
     return Sweep(base=base, arms=arms)
 
 
-def curve(run: RunConfig) -> list[float]:
-    """Returns ``val/acc1`` after every `EVERY` steps."""
-    found: list[float] = []
+def wider_quickstart() -> Sweep:
+    """The quickstart with smaller and larger sizes, and other routers at three widths."""
+    base = make_sweep("quickstart", "tiny", {"train.steps": 320})
+    tokens, widths = base.base.model.tokens(), TINY.sizes_of["quickstart"]
+    arms = {name: dict(arm) for name, arm in base.changes.items()}
+    sizes = {name: vit_size(*size) for name, size in SIZES.items()}
+    kinds = {name.removeprefix("w16-"): arm for name, arm in arms.items() if name.startswith("w16-")}
+    for name, size in sizes.items():
+        arms |= {f"{name}-{kind}": {**arm, **size} for kind, arm in kinds.items()}
+    others = {
+        "token-e4": token_choice(4, 1),
+        "token-k2": token_choice(8, 2, layers="last_2"),
+        "expert-c2": expert_choice(8, 2.0, images=1, layers="last_2"),
+        "soft-e4": soft(4, 1, tokens, layers="last_2", scale_init=SHARP),
+        "soft-half": soft(8, 0.5, tokens, scale_init=SHARP),
+    }
+    for name, size in {"w16": widths["w16"], "w32": widths["w32"], "w48d3": sizes["w48d3"]}.items():
+        arms |= {f"{name}-{kind}": {**size, **arm} for kind, arm in others.items()}
+    return Sweep(base=base.base, arms=arms)
+
+
+def curve(run: RunConfig) -> dict[int, float]:
+    """Returns step -> ``val/acc1``."""
+    found: dict[int, float] = {}
 
     def report(step: int, metrics: Metrics) -> None:
-        found.append(round(metrics["val/acc1"], 5))
+        found[step] = round(metrics["val/acc1"], 5)
 
     with tempfile.TemporaryDirectory() as folder:
         train_worker(replace(run, storage=folder), report=report, read=in_process)
@@ -142,7 +170,8 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         sweep = make(name, folder)
         steps = sweep.base.train.steps
-        fixed = {"train.eval_every": EVERY, "train.report_every": EVERY, "checkpoint.every": steps}
+        every = math.ceil(steps / 32)
+        fixed = {"train.eval_every": every, "train.report_every": every, "checkpoint.every": steps}
         runs = {
             (arm, seed): override(sweep.base, {**changes, **fixed, "train.seed": seed})
             for seed in range(seeds)
@@ -155,9 +184,9 @@ def record(name: str, seeds: int, processes: int) -> dict[str, Any]:
                 run = runs[arm, seed]
                 cost = train_flops_6mac(run.model, images=steps * run.data.batch_size)
                 entry = curves.setdefault(arm, {"cost/train_flops_6mac": cost, "val/acc1": []})
-                entry["val/acc1"].append(future.result())
-                print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[-1]:.4f}", flush=True)
-    about = {"sweep": name, "steps": steps, "every": EVERY, "classes": sweep.base.model.num_classes}
+                entry["val/acc1"].append(list(future.result().values()))
+                print(f"{i:4}/{len(runs)}  {arm}, seed {seed}: {future.result()[steps]:.4f}", flush=True)
+    about = {"sweep": name, "steps": steps, "every": every, "classes": sweep.base.model.num_classes}
     return provenance() | about | {"arms": curves}
 
 
@@ -165,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sweep", choices=("routers", "pareto", "textures"))
+    parser.add_argument("sweep", choices=("routers", "pareto", "textures", "clutter"))
     parser.add_argument("--out", required=True, type=Path, help="JSON file to write")
     parser.add_argument("--seeds", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="(%(default)s)")
