@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from orchestrator.frontier.pareto import pareto_front
-from orchestrator.sweeps.asha import expected_improvement
+from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.queue import Job, TrialState
 
 
@@ -40,12 +39,17 @@ class Oracle:
 
     def __init__(self, points: Mapping[str, tuple[float, float]], bound: np.ndarray) -> None:
         self.rank: dict[Hashable, int] = {}
-        arms, table = list(points), np.array(list(points.values()))
-        price, taken = 10 ** table[:, 0], np.zeros(len(arms), dtype=bool)
-        while (gains := expected_improvement(table[taken], table, np.zeros(len(arms)), bound)).max() > 1e-9:
-            best = int(np.argmax(gains / price))
-            taken[best] = True
-            self.rank[arms[best]] = len(self.rank)
+        left, taken = dict(points), np.empty((0, 2))
+        while left:
+            volume = hypervolume_2d(taken, bound)
+            gains = {
+                a: hypervolume_2d(np.vstack([taken, point]), bound) - volume for a, point in left.items()
+            }
+            best = max(left, key=lambda arm: gains[arm] / 10 ** left[arm][0])
+            if gains[best] < 1e-9:
+                break
+            self.rank[best] = len(self.rank)
+            taken = np.vstack([taken, left.pop(best)])
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         wanted = [state for state in states if state.waiting and state.arm in self.rank]

@@ -1,47 +1,57 @@
-"""Early stopping judged by replay: how much of the frontier a part of the full cost finds.
+"""Early stopping judged by replay: the hypervolume that it loses, at equal cost and at its own end.
 
   python bench/stopping.py --out bench/results/stopping.json
+  python bench/stopping.py --sweep DIR    replays a sweep that was trained without early stopping
 
-Replays policies on the learning curves that `bench/curves.py` recorded, on 4 workers, with arms in a new
-order each time: with one seed of every arm, and with all seeds, where a point is their mean and counts once
-all are complete. The policy of `orchestrator/sweeps/asha.py` was made on the curves of `routers` and
-`pareto`. Those of `quickstart` judge it.
+Replays policies on 4 workers. *Recorded* curves (`bench/curves.py`): every replay has a random 75 % of the
+arms under new names, the seeds in a new order, one of them or all. *Families* are made up
+(`bench/families.py`). The arms are written in a new order each time.
 
-At 5, 10, 20 and 40 % of the cost of training everything to its end: hypervolume regret, 1 - (hypervolume of
-the complete arms) / (hypervolume of all arms), and recall, the part of the full frontier's arms that is
-complete. Without a budget: the regret, and the part of the full cost that was spent when the policy had no
-jobs left. Means over replays, with bootstrap intervals of 95 %. Stopped trials cost what they cost and add no
-point. Costs are FLOPs; a pause costs nothing. Last, the time that the driver takes for an event, at 3,000
-trials.
+Regret is 1 - (hypervolume of the complete arms) / (hypervolume of all arms). A point is the mean of an arm's
+seeds, and counts once all are complete. It is taken at parts of the cost of training everything, and once a
+policy has no jobs left, with the cost until then. What running trials have cost is counted, a pause costs
+nothing. Recall is the part of the frontier's arms that is complete at the end. Intervals are bootstrap over
+replays, 95 %: for recorded curves they say nothing about other data.
+
+The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on another
+generator of families and on cases of equal costs. `clutter` and the families of `TEST` were looked at once,
+after the last change.
 """
 
-import argparse
 import heapq
 import json
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from bench.families import AT, STEPS, TEST, family
+from bench.harness import RESULTS, options
 from bench.provenance import provenance
 from bench.rivals import CheapestFirst, Oracle, Promotion, non_dominated, scalarised
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.asha import MultiObjectiveASHA
+from orchestrator.sweeps.build import read_trials
 from orchestrator.sweeps.queue import Policy, RunToCompletion, TrialQueue, TrialState
-from orchestrator.training.run_directory import Result
+from orchestrator.sweeps.stopping import RUNG, EarlyStopping
+from orchestrator.training.metrics_file import read_metrics
+from orchestrator.training.run_directory import Result, read_sweep
 
-RESULTS = Path(__file__).parent / "results"
-CURVES = [RESULTS / f"curves-{name}.json" for name in ("routers-tiny", "pareto-moved", "quickstart-textures")]
-PARTS = (0.05, 0.1, 0.2, 0.4)
+RECORDED = {
+    "routers": "curves-routers-tiny",
+    "pareto": "curves-pareto-moved",
+    "textures": "curves-quickstart-textures",
+    "study": "study",
+    "clutter": "curves-clutter",
+}
+PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 WORKERS = 4
-CHANCE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,7 @@ class Curves:
     steps: int
     cost: Mapping[str, float]
     quality: Mapping[tuple[str, int], Mapping[int, float]]
+    chance: float = 0.1
 
     @property
     def total(self) -> float:
@@ -65,9 +76,9 @@ class Curves:
     def seeds(self) -> list[int]:
         return sorted({seed for _, seed in self.quality})
 
-    def only(self, seed: int) -> "Curves":
-        chosen = {key: curve for key, curve in self.quality.items() if key[1] == seed}
-        return Curves(steps=self.steps, cost=self.cost, quality=chosen)
+    @property
+    def bound(self) -> np.ndarray:
+        return np.array([math.log10(1.1 * max(self.cost.values())), 1 - self.chance])
 
     def point(self, arm: str) -> tuple[float, float]:
         final = fmean(self.quality[arm, seed][self.steps] for seed in self.seeds)
@@ -76,28 +87,40 @@ class Curves:
     def space(self, arms: Sequence[str]) -> np.ndarray:
         return np.array([self.point(arm) for arm in arms], dtype=np.float64).reshape(-1, 2)
 
-    @property
-    def bound(self) -> np.ndarray:
-        return np.array([math.log10(1.1 * max(self.cost.values())), 1 - CHANCE])
-
     def hypervolume(self, arms: Sequence[str]) -> float:
         return hypervolume_2d(self.space(arms), self.bound)
 
+    def front(self) -> set[str]:
+        return {a for a, on in zip(self.cost, pareto_front(self.space([*self.cost])), strict=True) if on}
+
+    def resampled(self, rng: random.Random, *, single: bool) -> "Curves":
+        arms = [arm for arm in self.cost if rng.random() < 0.75]
+        seeds = rng.sample(self.seeds, 1 if single else len(self.seeds))
+        names = {arm: f"arm{i}" for i, arm in enumerate(rng.sample(arms, len(arms)))}
+        return replace(
+            self,
+            cost={name: self.cost[arm] for arm, name in names.items()},
+            quality={
+                (name, i): self.quality[arm, seed]
+                for arm, name in names.items()
+                for i, seed in enumerate(seeds)
+            },
+        )
+
 
 POLICIES: dict[str, Callable[[Curves], Policy]] = {
-    "ours": lambda curves: MultiObjectiveASHA(chance=CHANCE),
-    "oracle": lambda curves: Oracle({arm: curves.point(arm) for arm in curves.cost}, curves.bound),
-    "random subset": lambda curves: RunToCompletion(),  # the arms arrive in random order
+    "ours": lambda curves: EarlyStopping(chance=curves.chance),
     "cheapest first": lambda curves: CheapestFirst(),
+    "random subset": lambda curves: RunToCompletion(),  # the arms arrive in random order
+    "oracle": lambda curves: Oracle({arm: curves.point(arm) for arm in curves.cost}, curves.bound),
     "ASHA, quality alone": lambda curves: Promotion(scalarised(0.0)),
-    "ASHA, 0.1 of quality per decade": lambda curves: Promotion(scalarised(0.1)),
-    "MO-ASHA, promotion": lambda curves: Promotion(non_dominated),
+    "MO-ASHA": lambda curves: Promotion(non_dominated),
 }
 
 
 def load_curves(path: Path) -> Curves:
     table = json.loads(path.read_text())
-    at = range(table["every"], table["steps"] + 1, table["every"])
+    at = [*range(table["every"], table["steps"], table["every"]), table["steps"]]
     arms: dict[str, Any] = table["arms"]
     return Curves(
         steps=table["steps"],
@@ -108,6 +131,38 @@ def load_curves(path: Path) -> Curves:
             for seed, curve in enumerate(entry["val/acc1"])
         },
     )
+
+
+def sweep_curves(directory: str) -> Curves:
+    """Returns the curves of the finished arms of a sweep. Its trials have the same steps, and were evaluated
+    at an eighth of them (`train.eval_every`): a trial without that figure has the nearest one.
+    """
+    record = read_sweep(directory)
+    assert record, f"no sweep in {directory}"
+    trials = [trial for trial in read_trials(directory, record) if trial.status == "finished"]
+    quality, cost = dict[tuple[str, int], dict[int, float]](), dict[str, float]()
+    for trial in trials:
+        rows, arm = read_metrics(trial.directory), trial.labels["arm"]
+        seed = sum(name == arm for name, _ in quality)
+        quality[arm, seed] = {r.step: r.metrics[record.quality] for r in rows if record.quality in r.metrics}
+        cost[arm] = trial.metrics[record.cost]
+    steps, seeds = trials[0].config.train.steps, max(seed for _, seed in quality)
+    whole = {arm: price for arm, price in cost.items() if (arm, seeds) in quality}
+    task, model = trials[0].config.task, trials[0].config.model
+    curves = {key: curve for key, curve in quality.items() if key[0] in whole}
+    return Curves(steps=steps, cost=whole, quality=curves, chance=task.chance(model))
+
+
+def made_up(seed: int) -> Curves:
+    made = family(seed)
+    names = [f"{seed}-arm{i}" for i in range(len(made.cost))]
+    quality = {
+        (name, i): dict(zip(AT.tolist(), curve, strict=True))
+        for name, curves in zip(names, made.quality.tolist(), strict=True)
+        for i, curve in enumerate(curves)
+    }
+    cost = dict(zip(names, made.cost.tolist(), strict=True))
+    return Curves(steps=STEPS, cost=cost, quality=quality, chance=made.chance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,67 +178,77 @@ class Replay:
     spent: float
 
     def arms(self, spent: float) -> list[str]:
-        return [arm for at, arm in self.complete if at <= spent]
+        return [arm for at, arm in self.complete if at <= spent * (1 + 1e-9)]
 
 
 def replay(policy: Policy, curves: Curves, order: Sequence[str]) -> Replay:
     """Runs `WORKERS` jobs at a time, each for the time of its cost, until the policy has none."""
-    seeds = curves.seeds
+    fixed: dict[str, Any] = {"steps": curves.steps, "need": {}}
     states = [
-        TrialState(
-            f"{arm}/{seed}", arm=arm, cost=curves.cost[arm], steps=curves.steps, need={}, trial=(arm, seed)
-        )
+        TrialState(f"{arm}/{seed}", arm=arm, cost=curves.cost[arm], trial=(arm, seed), **fixed)
         for arm in order
-        for seed in seeds
+        for seed in curves.seeds
     ]
-    left = dict.fromkeys(order, len(seeds))
-    running: list[tuple[float, int, TrialState, float]] = []
-    now, spent, complete = 0.0, 0.0, list[tuple[float, str]]()
+    left = dict.fromkeys(order, len(curves.seeds))
+    running: list[tuple[float, int, TrialState]] = []
+    now, spent, started, complete = 0.0, 0.0, 0, list[tuple[float, str]]()
     while True:
-        while len(running) < WORKERS:
-            job = next(iter(policy.jobs(states)), None)
-            if job is None:
-                break
-            state = job.state
-            cost = state.cost * (job.until - state.begins_at) / curves.steps
+        while len(running) < WORKERS and (job := next(iter(policy.jobs(states)), None)):
+            state, started = job.state, started + 1
+            cost = state.cost * state.part(job.until)
             state.running, state.until = True, job.until
-            heapq.heappush(running, (now + cost, states.index(state), state, cost))
+            heapq.heappush(running, (now + cost, started, state))
         if not running:
-            break
-        now, _, state, cost = heapq.heappop(running)
+            return Replay(complete=complete, spent=spent)
+        end, _, state = running[0]
+        now, spent = end, spent + (end - now) * len(running)
+        heapq.heappop(running)
         state.running = False
-        spent += cost
         curve = curves.quality[state.trial]
-        state.reached[state.until] = curve[min(curve, key=lambda step: abs(step - state.until))]
+        quality = curve[min(curve, key=lambda step: abs(step - state.until))]
+        if not math.isfinite(quality):
+            state.outcome = "its quality is not finite"
+            continue
+        state.reached[state.until] = quality
         if state.finished:
             state.outcome = "complete"
             arm, _ = state.trial
             left[arm] -= 1
             if not left[arm]:
                 complete.append((spent, arm))
-    return Replay(complete=complete, spent=spent)
 
 
-def judge(name: str, path: Path, single: bool, replays: int) -> dict[str, Any]:
-    """Mean figures of one policy, with their intervals. `single`: every replay has one seed of each arm."""
-    recorded, rng = load_curves(path), random.Random(0)  # the same orders for every policy
-    figures: dict[str, list[float]] = {}
-    for i in range(replays):
-        curves = recorded.only(recorded.seeds[i % len(recorded.seeds)]) if single else recorded
-        order = list(curves.cost)
-        rng.shuffle(order)
-        full = curves.hypervolume(order)
-        front = {a for a, on in zip(order, pareto_front(curves.space(order)), strict=True) if on}
-        found = replay(POLICIES[name](curves), curves, order)
-        now = {"cost without a budget": found.spent / curves.total}
-        now["regret without a budget"] = 1 - curves.hypervolume(found.arms(math.inf)) / full
-        for part in PARTS:
-            arms = found.arms(part * curves.total)
-            now[f"regret at {part:g}"] = 1 - curves.hypervolume(arms) / full
-            now[f"recall at {part:g}"] = len(front & set(arms)) / len(front)
+def figures(name: str, each: Sequence[Curves]) -> dict[str, list[float]]:
+    """Returns figure -> its value in the replay of each of these sweeps."""
+    rng, found = random.Random(0), dict[str, list[float]]()  # the same orders for every policy
+    for curves in each:
+        order = rng.sample([*curves.cost], len(curves.cost))
+        run, full, front = (
+            replay(POLICIES[name](curves), curves, order),
+            curves.hypervolume(order),
+            curves.front(),
+        )
+        ends = {"end": math.inf, **{f"{part:g}": part * curves.total for part in PARTS}}
+        now = {f"regret at {at}": 1 - curves.hypervolume(run.arms(cost)) / full for at, cost in ends.items()}
+        now["cost"] = run.spent / curves.total
+        now["recall"] = len(front & set(run.arms(math.inf))) / len(front)
         for what, value in now.items():
-            figures.setdefault(what, []).append(value)
-    return {"scheduler": name} | {what: _interval(np.array(values)) for what, values in figures.items()}
+            found.setdefault(what, []).append(value)
+    return found
+
+
+def judge(each: Sequence[Curves], processes: int = 1) -> list[dict[str, Any]]:
+    """Returns the record of every policy: means with their intervals, and those of differences."""
+    with ProcessPoolExecutor(processes) as pool:
+        found = dict(zip(POLICIES, pool.map(figures, POLICIES, [each] * len(POLICIES)), strict=True))
+    records = []
+    for name, rows in found.items():
+        record: dict[str, Any] = {what: _interval(np.array(values)) for what, values in rows.items()}
+        for part in PARTS:
+            pair = (np.array(of[f"regret at {part:g}"]) for of in (rows, found["cheapest first"]))
+            record[f"minus cheapest first at {part:g}"] = _interval(np.subtract(*pair))
+        records.append({"policy": name, **record})
+    return records
 
 
 def _interval(values: np.ndarray) -> list[float]:
@@ -192,12 +257,37 @@ def _interval(values: np.ndarray) -> list[float]:
     return [round(float(x), 5) for x in (values.mean(), *np.quantile(resampled, (0.025, 0.975)))]
 
 
-def show(record: Mapping[str, Any]) -> str:
-    """A row of a table in Markdown."""
-    regrets = ["{:.2f} ({:.2f}-{:.2f})".format(*(100 * x for x in record[f"regret at {p:g}"])) for p in PARTS]
-    recalls = ", ".join(f"{record[f'recall at {part:g}'][0]:.2f}" for part in PARTS)
-    end = [100 * record[f"{what} without a budget"][0] for what in ("regret", "cost")]
-    return f"| {' | '.join([record['scheduler'], *regrets, recalls])} | {end[0]:.2f} at {end[1]:.0f} % |"
+def show(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown, in percent: regrets, then differences to the cheapest first."""
+    percent = "{:.2f} ({:.2f}..{:.2f})"
+    lines = [f"| policy | {' | '.join(f'{part:.0%}' for part in PARTS)} | at its end | recall |"]
+    for record in records:
+        what = "regret at" if record["policy"] != "ours" else "minus cheapest first at"
+        cells = [percent.format(*(100 * x for x in record[f"{what} {part:g}"])) for part in PARTS]
+        end, cost = (percent.format(*(100 * x for x in record[name])) for name in ("regret at end", "cost"))
+        label = record["policy"] + (", minus cheapest first" if record["policy"] == "ours" else "")
+        lines.append(f"| {label} | {' | '.join(cells)} | {end} at {cost} % | {record['recall'][0]:.2f} |")
+    return "\n".join(lines)
+
+
+def sets(replays: int, paths: Mapping[str, Path]) -> Iterator[tuple[str, list[Curves]]]:
+    for name, path in paths.items():
+        for single in (True, False):
+            rng, recorded = random.Random(name), load_curves(path)
+            each = [recorded.resampled(rng, single=single) for _ in range(replays)]
+            yield f"{name}, {'one seed' if single else 'all seeds'}", each
+    families = [made_up(seed) for seed in TEST]
+    yield "families", families
+    spans = [math.log10(max(c.cost.values()) / min(c.cost.values())) for c in families]
+    yield "families of nearly equal costs", [c for c, span in zip(families, spans, strict=True) if span < 0.3]
+
+
+def num_outcomes(curves: Curves, orders: int = 6) -> int:
+    """Returns how many different replays follow from different orders of writing the same arms."""
+    rng = random.Random(0)
+    shuffled = (rng.sample([*curves.cost], len(curves.cost)) for _ in range(orders))
+    runs = [replay(POLICIES["ours"](curves), curves, order) for order in shuffled]
+    return len({(round(run.spent / curves.total, 9), tuple(arm for _, arm in run.complete)) for run in runs})
 
 
 def driver_time(trials: int = 3000) -> dict[str, float]:
@@ -210,8 +300,8 @@ def driver_time(trials: int = 3000) -> dict[str, float]:
         for i in range(trials)
     ]
     for state in states[: trials // 2 : 3]:
-        state.reached[10] = rng.uniform(0.3, 0.8)
-    policy = MultiObjectiveASHA(chance=CHANCE)
+        state.reached[round(160 * RUNG)] = rng.uniform(0.3, 0.8)
+    policy = EarlyStopping(chance=0.1)
     queue = TrialQueue(states, policy, cluster_resources={"CPU": 8.0}, quality="quality")
     jobs = [job for _ in range(8) if (job := queue.next())]
     assert queue.next() is None
@@ -229,29 +319,22 @@ def driver_time(trials: int = 3000) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--curves", type=Path, nargs="+", default=CURVES, help="(all)")
-    parser.add_argument("--replays", type=int, default=42, help="of each policy (%(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    tables = []
-    for path in args.curves:
-        for seeds, replays in (("one seed", args.replays), ("all seeds", max(1, args.replays // 3))):
-            with ProcessPoolExecutor(args.processes) as pool:
-                futures = [pool.submit(judge, name, path, seeds == "one seed", replays) for name in POLICIES]
-                records = [future.result() for future in futures]
-            print(f"\n{path.stem}, {seeds}, {replays} replays")
-            print(f"| scheduler | {' | '.join(f'{p:.0%}' for p in PARTS)} | recall | without a budget |")
-            print("\n".join(map(show, records)), flush=True)
-            tables.append({"curves": path.name, "seeds": seeds, "replays": replays, "records": records})
+    args = options(__doc__, sweep="", replays=24, processes=2, out="")
+    paths = {name: RESULTS / f"{file}.json" for name, file in RECORDED.items()}
+    chosen = [(args.sweep, 20 * [sweep_curves(args.sweep)])] if args.sweep else sets(args.replays, paths)
+    tables = {}
+    for name, each in chosen:
+        tables[name] = judge(each, args.processes)
+        print(f"\n{name}, {len(each)} replays\n{show(tables[name])}", flush=True)
+    orders = {name: num_outcomes(load_curves(path)) for name, path in paths.items()}
     driver = driver_time()
-    print("\n3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
+    print("\ndifferent replays of six orders of writing:", orders)
+    print("3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
     if args.out:
-        record = provenance() | {"workers": WORKERS, "driver": driver, "tables": tables}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        about = {"workers": WORKERS, "replays": args.replays, "driver": driver, "orders": orders}
+        Path(args.out).write_text(
+            json.dumps(provenance() | about | {"tables": tables}, separators=(",", ":")) + "\n"
+        )
 
 
 if __name__ == "__main__":

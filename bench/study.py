@@ -24,7 +24,7 @@ from scipy import stats
 
 from bench.harness import RESULTS, ROOT, options
 from bench.provenance import provenance
-from bench.stopping import PARTS, judge
+from bench.stopping import PARTS, judge, load_curves
 from orchestrator.data.manifest import open_manifest
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import Point, front_points, hypervolume
@@ -264,12 +264,11 @@ def routing_block(table: Table) -> str:
 
 
 def replay_block(table: Table) -> str:
-    rows = []
+    rows, records = [], {record["policy"]: record for record in judge(10 * [load_curves(TABLE)])}
     for name in POLICIES:
-        record = judge(name, TABLE, single=False, replays=10)
-        mean = {what: 100 * values[0] for what, values in record.items() if what != "scheduler"}
+        mean = {what: 100 * values[0] for what, values in records[name].items() if what != "policy"}
         cells = [f"{mean[f'regret at {part:g}']:.1f}" for part in PARTS]
-        cells.append(f"{mean['regret without a budget']:.1f} at {mean['cost without a budget']:.0f} %")
+        cells.append(f"{mean['regret at end']:.1f} at {mean['cost']:.0f} %")
         rows.append((name, *cells))
     return markdown(("scheduler", *(f"lost at {part:.0%} of the cost" for part in PARTS), "at its end"), rows)
 

@@ -220,12 +220,12 @@ def sweep(flags: SweepFlags) -> None:
     from jobs._describe import describe_data
     from jobs._list import description, print_sweeps
     from jobs._sweep_plan import plan
-    from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.progress import SweepProgress
     from orchestrator.sweeps.queue import RunToCompletion
+    from orchestrator.sweeps.stopping import EarlyStopping
 
     if flags.run.list:
         return print_sweeps(flags.scale)
@@ -256,7 +256,7 @@ def sweep(flags: SweepFlags) -> None:
     store = flags.run.places.open_store()
     options = SweepOptions(
         mode=flags.run.mode(),
-        policy=MultiObjectiveASHA(chance=chance) if flags.stop_early else RunToCompletion(),
+        policy=EarlyStopping(chance=chance) if flags.stop_early else RunToCompletion(),
         max_concurrent=flags.max_concurrent,
         search=flags.drawing(),
         budget=budget,

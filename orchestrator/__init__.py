@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from orchestrator.optimizers.base import decay_groups
     from orchestrator.plugins import load_plugins
     from orchestrator.schedules import ConstantConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
-    from orchestrator.sweeps.asha import MultiObjectiveASHA
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep, train
     from orchestrator.sweeps.run import Watch
     from orchestrator.sweeps.scales import Scale
     from orchestrator.sweeps.scheduler import FrontierScheduler
     from orchestrator.sweeps.search import OptunaSearch, SearchOptions
+    from orchestrator.sweeps.stopping import EarlyStopping
     from orchestrator.sweeps.sweep import Sweep, Trunk
     from orchestrator.tasks import ClassificationConfig, TaskConfig
     from orchestrator.tasks.base import Heads
@@ -58,13 +58,13 @@ __all__ = [
     "ConstantConfig",
     "CosineConfig",
     "DataConfig",
+    "EarlyStopping",
     "FewShotConfig",
     "Frontier",
     "FrontierScheduler",
     "Heads",
     "LambConfig",
     "LinearConfig",
-    "MultiObjectiveASHA",
     "OptimizerConfig",
     "OptunaSearch",
     "Point",
@@ -112,13 +112,13 @@ _NAMES = {  # module -> what it defines
     "optimizers.base": ("decay_groups",),
     "plugins": ("load_plugins",),
     "schedules": ("ConstantConfig", "CosineConfig", "LinearConfig", "RsqrtConfig", "ScheduleConfig"),
-    "sweeps.asha": ("MultiObjectiveASHA",),
     "sweeps.budget": ("Budget",),
     "sweeps.driver": ("SweepOptions", "run_sweep", "train"),
     "sweeps.run": ("Watch",),
     "sweeps.scales": ("Scale",),
     "sweeps.scheduler": ("FrontierScheduler",),
     "sweeps.search": ("OptunaSearch", "SearchOptions"),
+    "sweeps.stopping": ("EarlyStopping",),
     "sweeps.sweep": ("Sweep", "Trunk"),
     "tasks": ("ClassificationConfig", "TaskConfig"),
     "tasks.base": ("Heads",),

@@ -217,8 +217,11 @@ class TrialQueue:
                     branch.outcome = f"its trunk {name} did not finish"
 
     def _chosen(self) -> Job | None:
+        drawn: Sequence[TrialState] = ()
         while (job := self._admitted()) is None:
-            if self._held or not (drawn := self.more()):
+            # A running trial may still make the last arm worth its cost.
+            waits = self._held or (drawn and self.num_running)
+            if waits or not (drawn := self.more()):
                 return None
             self.states |= {state.name: state for state in drawn}
         return job

@@ -17,12 +17,12 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
-from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
 from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.search import OptunaSearch
+from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.fit import POLL_S, S3_POLL_S
 from orchestrator.training.metrics_file import METRICS, LineReader, Metrics
@@ -118,7 +118,7 @@ class SweepRun:
         watch: Watch = QUIET,
     ) -> None:
         known = [*costs(sweep.base, 1), "cost/marginal_train_flops_6mac"]
-        if sweep.cost not in known and isinstance(policy, MultiObjectiveASHA):
+        if sweep.cost not in known and isinstance(policy, EarlyStopping):
             raise UsageError(
                 f"early stopping judges by what a trial will cost, and {sweep.cost} is measured: train to the"
                 f" end, or use one of {', '.join(known)}"
@@ -263,7 +263,7 @@ class SweepRun:
     def _tell_predictions(self) -> None:
         """Tells the search what is predicted of paused arms. None is currently worth resuming."""
         search, policy = self.search, self.policy
-        if search is None or not isinstance(policy, MultiObjectiveASHA):
+        if search is None or not isinstance(policy, EarlyStopping):
             return
         states = list(self.queue.states.values())
         waiting = {state.arm: state for state in states if state.waiting}

@@ -13,8 +13,8 @@ from ray.tune import PlacementGroupFactory
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from orchestrator.sweeps.asha import MultiObjectiveASHA
 from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
+from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.training.run_directory import Result
 
 TrialConfig = Mapping[str, Any]
@@ -74,10 +74,11 @@ class QueueScheduler(TrialScheduler, ABC):
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         state, step = self._states[trial.trial_id], result.get(self.time_attr, 0)
-        if result.get("done") or step < state.until or step >= state.steps:
+        goes_on = step < state.until and math.isfinite(result.get(self.queue.quality, 0.0))
+        if result.get("done") or goes_on or step >= state.steps:
             # After the last step the function returns by itself.
             return self.CONTINUE
-        self.ended(state, self._result("paused", state.until, result))
+        self.ended(state, self._result("paused", min(step, state.until), result))
         if (job := self._fetch()) is not None and job.state is state:
             self._due.remove(job)
             return self.CONTINUE
@@ -168,7 +169,7 @@ class FrontierScheduler(QueueScheduler):
         budget: float = math.inf,
         chance: float = 0.0,
     ) -> None:
-        self.policy = MultiObjectiveASHA(chance=chance)
+        self.policy = EarlyStopping(chance=chance)
         resources = cluster_resources or {}
         queue = TrialQueue(
             (), self.policy, cluster_resources=resources, quality=metric, admits=self._affords, more=self._ask
@@ -202,7 +203,7 @@ class FrontierScheduler(QueueScheduler):
         return state
 
     def predicted(self, trial_id: str) -> float | None:
-        """Returns the predicted final quality of a trial's arm, or None before it has reached a rung."""
+        """Returns the predicted final quality of a trial's arm, or None if it has failed."""
         states = list(self.queue.states.values())
         return self.policy.predictions(states).get(self._states[trial_id].arm)
 
