@@ -81,9 +81,7 @@ class SweepFlags:
     confirm: int | None = flag(
         None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
     )
-    stop_early: bool = flag(
-        False, "pause trials that are not expected to reach the frontier (docs/early_stopping.md)"
-    )
+    stop_early: bool = flag(False, "pass by arms that are not worth their cost (docs/early_stopping.md)")
     search: Literal["random", "tpe", "nsga2"] | None = flag(None, "draw arms from the sweep's space")
     trials: int | None = flag(None, f"arms that a search draws; default: {TRIALS}", least=1)
     warm_start: tuple[str, ...] = flag((), "sweep that a search learns from (repeatable)", metavar="SWEEP")
