@@ -13,9 +13,9 @@ policy has no jobs left, with the cost until then. What running trials have cost
 nothing. Recall is the part of the frontier's arms that is complete at the end. Intervals are bootstrap over
 replays, 95 %: for recorded curves they say nothing about other data.
 
-The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on another
-generator of families and on cases of equal costs. `clutter` and the families of `TEST` were looked at once,
-after the last change.
+The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on an earlier
+generator of families that is not kept, on those of `TUNING`, and on arms of equal cost. `clutter` and the
+families of `TEST` were looked at once, after the last change.
 """
 
 import heapq

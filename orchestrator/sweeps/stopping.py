@@ -45,8 +45,7 @@ class EarlyStopping:
     """
 
     def __init__(self, *, chance: float, loss: float = 0.015) -> None:
-        self.chance = chance
-        self.loss = loss
+        self.chance, self.loss = chance, loss
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         """Yields jobs of worthy arms in order of cost. Within a band, all arms are tried to their rung before
