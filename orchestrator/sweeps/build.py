@@ -48,6 +48,7 @@ MEASURED = (  # metric, label in the hover and the table
     ("cost/params", "parameters"),
     ("moe/dropped_frac", "dropped tokens"),
 )
+PASSED = 12  # arms that are named
 WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "interrupted", "stopped", "finished")
 
 
@@ -187,6 +188,8 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
         marginal = "marginal" in sweep.cost
         share = "only its own steps: the trunk is paid for" if marginal else "all steps since the trunk began"
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
+    elif sweep.passed:
+        note = _passed_by(sweep.passed)
     begun = {trial.run_id for trial in trials}
     states: list[tuple[str, str]] = [(trial.labels["arm"], trial.status) for trial in by_role["trial"]]
     for name, labels in sweep.trials.items():
@@ -207,6 +210,19 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
         claims=tuple(sweep.claims),
         spending=tuple((run_id, spent) for _, run_id, spent in pieces),
         note=note,
+    )
+
+
+def _passed_by(passed: Mapping[str, tuple[float, float]]) -> str:
+    """Says which arms early stopping passed by, and why."""
+    worst_first = sorted(passed.items(), key=lambda item: -item[1][0])
+    arms = [f"{arm} ({gain:.2%} for {cost:.1%})" for arm, (gain, cost) in worst_first]
+    listed = ", ".join(arms[:PASSED]) + (f" and {len(arms) - PASSED} others" if len(arms) > PASSED else "")
+    lost = min(1.0, sum(gain for gain, _ in passed.values()))
+    return (
+        f"Early stopping passed by {len(arms)} arm{'s' * (len(arms) != 1)} that were not worth their cost."
+        f" Expected of each, in parts of the hypervolume, for its part of the sweep's cost: {listed}."
+        f" Together they were expected to add at most {lost:.1%}."
     )
 
 

@@ -226,7 +226,7 @@ def trained_trials(
                 run = SweepRun(sweep, budget, options.policy, options.max_concurrent, search, watch)
                 run.work()
                 status = run.end()
-                update_sweep(directory, lambda was: {"status": status})
+                update_sweep(directory, lambda was: {"status": status, "passed": run.passed_by()})
                 yield run
                 status = run.end()
             except Exception:

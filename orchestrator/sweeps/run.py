@@ -123,6 +123,8 @@ class SweepRun:
                 f"early stopping judges by what a trial will cost, and {sweep.cost} is measured: train to the"
                 f" end, or use one of {', '.join(known)}"
             )
+        if isinstance(policy, EarlyStopping) and policy.chance is None:
+            policy = EarlyStopping(chance=sweep.base.task.chance(sweep.base.model), loss=policy.loss)
         self.sweep = sweep
         self.budget = budget
         self.policy = policy
@@ -232,6 +234,13 @@ class SweepRun:
         """Trials that the budget did not hold."""
         waiting = sum(state.outcome is None for state in self.queue.states.values())
         return waiting if self.queue.out_of_budget else 0
+
+    def passed_by(self) -> dict[str, tuple[float, float]]:
+        """Returns the arms that early stopping passed by, as `EarlyStopping.passed_by` does."""
+        if not isinstance(self.policy, EarlyStopping) or self.trials_left():
+            return {}
+        found = self.policy.passed_by(list(self.queue.states.values()))
+        return {str(arm): worth for arm, worth in found.items()}
 
     def end(self) -> Literal["interrupted", "failed", "finished"]:
         """Returns how the sweep has ended, once no trial runs."""

@@ -40,18 +40,18 @@ class EarlyStopping:
     The first seed of an arm pauses at its rung. The other seeds follow if the arm is still worth their cost.
 
     Args:
-        chance: quality that the hypervolume counts from.
+        chance: quality that the hypervolume counts from; None: that of a sweep's task.
         loss: fraction of the hypervolume that may be lost to save half of the cost.
     """
 
-    def __init__(self, *, chance: float, loss: float = 0.015) -> None:
+    def __init__(self, *, chance: float | None = None, loss: float = 0.015) -> None:
         self.chance, self.loss = chance, loss
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         """Yields jobs of worthy arms in order of cost. Within a band, all arms are tried to their rung before
         another goes on from there; then by improvement for the cost. A branch has its trunk trained.
         """
-        table, named = _Table(states, self.chance), {state.name: state for state in states}
+        table, named = self._table(states), {state.name: state for state in states}
         order = np.lexsort((-table.worth, table.paused, table.band))
         for i in order[(table.is_open & (table.worth >= 2 * self.loss))[order]]:
             first = max(table.seeds[i], key=lambda s: (s.begins_at, s.running))
@@ -66,17 +66,20 @@ class EarlyStopping:
 
     def predictions(self, states: Sequence[TrialState]) -> dict[Hashable, float]:
         """Returns arm -> its predicted final quality, without arms that failed."""
-        table = _Table(states, self.chance)
-        final = self.chance + table.scale * table.mean
+        table = self._table(states)
+        final = table.chance + table.scale * table.mean
         return {table.seeds[i][0].arm: float(final[i]) for i in np.flatnonzero(~table.failed)}
 
     def passed_by(self, states: Sequence[TrialState]) -> dict[Hashable, tuple[float, float]]:
         """Returns arm -> what it is expected to add, as part of the hypervolume, and the cost that it still
         needs, as part of all cost, of arms that are not worth it. Together they add less: they compete.
         """
-        table = _Table(states, self.chance)
+        table = self._table(states)
         passed = np.flatnonzero(table.is_open & (table.worth < 2 * self.loss))
         return {table.seeds[i][0].arm: (float(table.gain[i]), float(table.left[i])) for i in passed}
+
+    def _table(self, states: Sequence[TrialState]) -> "_Table":
+        return _Table(states, self.chance or 0.0)
 
 
 class _Table:
@@ -85,6 +88,7 @@ class _Table:
     """
 
     def __init__(self, states: Sequence[TrialState], chance: float) -> None:
+        self.chance = chance
         trunks, arms = {state.after for state in states}, dict[Hashable, list[TrialState]]()
         for state in states:
             if state.name not in trunks:  # which is no point of the frontier

@@ -177,6 +177,8 @@ class SweepRecord:
         drawn: names of the arms that a search has drawn.
         reference: metric -> the worst value that hypervolumes count; measured costs are added once known.
         baselines: what is no arm of the sweep -> its quality, such as a linear classifier on pixels.
+        passed: arms that early stopping passed by -> what each was expected to add, as a part of the
+            hypervolume, and the cost that it still needed, as a part of the cost of all arms.
         trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
         labels: further tags in MLflow.
         plugins: those that its trials were made with.
@@ -198,6 +200,7 @@ class SweepRecord:
     drawn: list[str] = field(default_factory=list)
     reference: dict[str, float] = field(default_factory=dict)
     baselines: dict[str, float] = field(default_factory=dict)
+    passed: dict[str, tuple[float, float]] = field(default_factory=dict)
     trials: dict[str, dict[str, str]] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     plugins: list[str] = field(default_factory=list)

@@ -263,3 +263,15 @@ def test_papers_are_drawn_where_the_data_agree(
     frontier = publish(end_sweep(sweep, {"a": "diverged", "b": "diverged"}))
     assert bool(frontier.papers) == drawn
     assert ("Published, not counted" in (tmp_path / "s/frontier.html").read_text()) == drawn
+
+
+def test_arms_that_were_passed_by_are_named(tmp_path: Path) -> None:
+    """Those that might have added most come first, and the sum bounds what is lost."""
+    directory = end_sweep(sweep_at(tmp_path), {"a": 0.8})
+    passed = {f"arm{n:02}": (n / 1000, 0.1) for n in range(15)}
+    write_sweep(directory, replace(sweep_record(directory), passed=passed))
+    note = publish(directory).note
+    assert note.startswith("Early stopping passed by 15 arms that were not worth their cost.")
+    assert "cost: arm14 (1.40% for 10.0%), arm13" in note
+    assert "arm03 (0.30% for 10.0%) and 3 others. Together they were expected to add at most 10.5%." in note
+    assert "passed by 15 arms" in (tmp_path / "s/frontier.html").read_text()
