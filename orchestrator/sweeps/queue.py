@@ -124,10 +124,19 @@ class Policy(Protocol):
 
 
 class RunToCompletion:
-    """Trains every trial to its end, the largest demand first, so that small trials fill the gaps."""
+    """Trains every trial to its end: the largest demand first, so that small trials fill the gaps. Where the
+    money may run out, `cheapest_first`: most of the frontier is complete by then.
+    """
+
+    def __init__(self, *, cheapest_first: bool = False) -> None:
+        self.cheapest_first = cheapest_first
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
-        for state in sorted((s for s in states if s.waiting), key=lambda s: -sum(s.need.values())):
+        def rank(state: TrialState) -> tuple[float, str]:
+            # The seeds of an arm follow each other: a point counts once all are complete.
+            return (state.cost, str(state.arm)) if self.cheapest_first else (-sum(state.need.values()), "")
+
+        for state in sorted((s for s in states if s.waiting), key=rank):
             yield Job(state=state, until=state.steps)
 
 

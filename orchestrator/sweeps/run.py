@@ -20,7 +20,15 @@ from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
 from orchestrator.sweeps.estimate import branch_step
-from orchestrator.sweeps.queue import Job, Outcome, Policy, TrialQueue, TrialState, new_trial_state
+from orchestrator.sweeps.queue import (
+    Job,
+    Outcome,
+    Policy,
+    RunToCompletion,
+    TrialQueue,
+    TrialState,
+    new_trial_state,
+)
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
@@ -125,6 +133,8 @@ class SweepRun:
             )
         if isinstance(policy, EarlyStopping) and policy.chance is None:
             policy = EarlyStopping(chance=sweep.base.task.chance(sweep.base.model), loss=policy.loss)
+        if isinstance(policy, RunToCompletion) and math.isfinite(budget.budget.limit_s()):
+            policy = RunToCompletion(cheapest_first=True)
         self.sweep = sweep
         self.budget = budget
         self.policy = policy

@@ -35,6 +35,19 @@ def names(work: TrialQueue) -> list[str]:
     return [job.state.name for job in iter(work.next, None)]
 
 
+def test_with_a_budget_the_cheapest_arms_are_first_with_all_their_seeds():
+    """Without one, the trials of most workers are."""
+    states = [
+        state(f"{arm}{seed}", cost=cost) for seed in "01" for arm, cost in (("b", 2), ("a", 2), ("c", 1))
+    ]
+    for each in states:
+        each.arm = each.name[0]
+    policy = RunToCompletion(cheapest_first=True)
+    assert [job.state.name for job in policy.jobs(states)] == ["c0", "c1", "a0", "a1", "b0", "b1"]
+    large = state("large", workers=2, cost=9)
+    assert next(iter(RunToCompletion().jobs([*states, large]))).state is large
+
+
 def test_running_trials_fit_the_devices_and_all_are_done():
     """Mixed trials of 1, 2 and 4 workers (1, 2 and 3 CPUs) on 4 CPUs, in random order of their ends."""
     chance = random.Random(0)
