@@ -84,7 +84,7 @@ class AttentionPooling(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Pools (B, S, D) -> (B, D)."""
-        probe_B1D = self.probe_D.expand(len(x_BSD), 1, -1)
+        probe_B1D = self.probe_D.expand(x_BSD.shape[0], 1, -1)
         q = self.q(probe_B1D).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, H, 1, D/H)
         k, v = self.kv(x_BSD).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v)

@@ -272,8 +272,8 @@ class Model(nn.Module, ABC, Generic[C]):
         self, images: Tensor, valid_B: Tensor | None, keys_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Pads images, mask and keys to whole routing groups."""
-        valid_B = images.new_ones(len(images)) if valid_B is None else valid_B
-        missing = -len(images) % (self.config.moe.images_per_group if self.config.moe else 1)
+        valid_B = images.new_ones(images.shape[0]) if valid_B is None else valid_B
+        missing = -images.shape[0] % (self.config.moe.images_per_group if self.config.moe else 1)
         if missing:
             images, valid_B = F.pad(images, (0, 0) * 3 + (0, missing)), F.pad(valid_B, (0, missing))
             keys_B = keys_B if keys_B is None else F.pad(keys_B, (0, missing))

@@ -180,7 +180,7 @@ class GatherRouting(Routing):
     def dispatch(self, x_GSD: Tensor) -> Tensor:
         D = x_GSD.shape[-1]
         # Row S of zeros fills empty slots.
-        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(len(x_GSD), 1, D)], 1)
+        x_padded = torch.cat([x_GSD, x_GSD.new_zeros(x_GSD.shape[0], 1, D)], 1)
         return x_padded.flatten(0, 1).index_select(0, self._rows_EN()).view(self.token_GEC.shape[1], -1, D)
 
     def combine(self, y_END: Tensor) -> Tensor:

@@ -230,7 +230,7 @@ class ViT(Model[ViTConfig]):
         return_stats: bool = False,
         return_routings: bool = False,
     ) -> Output:
-        B = len(images)
+        B = images.shape[0]
         images, valid_B, keys_B = self.whole_groups(images, valid_B, keys_B)
         x_BSD = self.embedded(images)
         if self.config.dropout and keys_B is not None:
@@ -254,7 +254,7 @@ class ViT(Model[ViTConfig]):
         if self.config.position == "sincos2d":
             x_BSD = x_BSD + sincos2d(self.config.grid(), self.config.width, like=x_BSD)
         if self.config.pooling == "token":
-            x_BSD = torch.cat([self.class_token_D.expand(len(images), 1, -1), x_BSD], 1)
+            x_BSD = torch.cat([self.class_token_D.expand(x_BSD.shape[0], 1, -1), x_BSD], 1)
         if self.config.position == "learned":
             x_BSD = x_BSD + self.position_SD
         return x_BSD

@@ -154,7 +154,9 @@ def sinkhorn_plan(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tupl
 
     Returns plan_GSE and residual_G, the largest deviation of a column sum from T/E, relative to T/E.
     """
-    plan_GSE, residual_G = _sinkhorn(logits_GSE, valid_GS.bool(), iterations)
+    # An exported graph runs where our operators are unknown.
+    solve = _alternate if torch.compiler.is_exporting() else _sinkhorn
+    plan_GSE, residual_G = solve(logits_GSE, valid_GS.bool(), iterations)
     return plan_GSE, residual_G.detach()
 
 
@@ -191,7 +193,7 @@ def _alternate(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[T
 
 @_sinkhorn.register_fake
 def _(logits_GSE: Tensor, valid_GS: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(logits_GSE), logits_GSE.new_empty(len(logits_GSE))
+    return torch.empty_like(logits_GSE), logits_GSE.new_empty(logits_GSE.shape[0])
 
 
 def _save_plan(ctx, inputs, output) -> None:

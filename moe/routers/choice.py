@@ -88,7 +88,7 @@ class ChoiceRouter(Router):
 
     def aux_loss(self, config: Any, gated: Gating, valid_GS: Tensor) -> Tensor:
         """Returns the weighted auxiliary loss of each group, (G,)."""
-        return gated.gates_GSE.new_zeros(len(valid_GS))
+        return gated.gates_GSE.new_zeros(valid_GS.shape[0])
 
     def forward(
         self,

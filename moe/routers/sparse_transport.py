@@ -54,7 +54,9 @@ def sparse_plan(
         residual_G: if E*C <= S, the share of seats that are not settled (0: optimal within S * 1e-9); else
             the largest deviation of a real token's row sum from 1.
     """
-    return _sparse_plan(scores_GSE.detach(), valid_GS, capacity, iterations)
+    # An exported graph runs where our operators are unknown.
+    solve = _solve if torch.compiler.is_exporting() else _sparse_plan
+    return solve(scores_GSE.detach(), valid_GS, capacity, iterations)
 
 
 # One opaque operator, so that the graph of torch.compile does not grow with the iterations; on CUDA one
@@ -69,7 +71,7 @@ def _sparse_plan(
 
 @_sparse_plan.register_fake
 def _(scores_GSE: Tensor, valid_GS: Tensor, capacity: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    per_group = scores_GSE.new_empty(len(scores_GSE))
+    per_group = scores_GSE.new_empty(scores_GSE.shape[0])
     return torch.empty_like(scores_GSE), per_group, torch.empty_like(per_group)
 
 
@@ -96,7 +98,7 @@ def _minimise(
     masked_GSE = scores_GSE.masked_fill((valid_GS == 0).unsqueeze(-1), PADDING)
     alpha_GS = torch.zeros_like(valid_GS)
     momentum_GS, best_GS = alpha_GS, alpha_GS
-    best_G = alpha_GS.new_full((len(alpha_GS),), math.inf)
+    best_G = alpha_GS.new_full((alpha_GS.shape[0],), math.inf)
     for i in range(iterations):
         value_G, plan_GSE = semi_dual(alpha_GS, masked_GSE, valid_GS, capacity)
         best_GS = torch.where((value_G < best_G).unsqueeze(-1), alpha_GS, best_GS)

@@ -124,7 +124,7 @@ class TokenChoiceRouter(ChoiceRouter):
     def aux_loss(self, config: TokenChoiceConfig, gated: Gating, valid_GS: Tensor) -> Tensor:
         logits_GSE, noisy_GSE, gates_GSE, *_ = gated
         noise = noisy_GSE is not logits_GSE
-        aux_G = gates_GSE.new_zeros(len(gates_GSE))
+        aux_G = gates_GSE.new_zeros(gates_GSE.shape[0])
         if config.importance_weight:
             clean_GSE = logits_GSE.softmax(-1) if noise else gates_GSE
             aux_G = aux_G + config.importance_weight * importance_loss(clean_GSE, valid_GS)
