@@ -1,13 +1,17 @@
 """Write a model, or the average of several (a soup), as one safetensors file or a folder; list checkpoints.
 
-Either is loaded with `moe`, torch and safetensors alone; a folder has a config too. Every command accepts the
-file as a model.
+Either is loaded with `moe`, torch and safetensors alone; a folder has a config and a model card too. Every
+command accepts the file as a model. Other formats are for other programs.
 
 python jobs/export.py soft --out soft.safetensors        the newest whole checkpoint of a run
 python jobs/export.py soft --out soft                    model.safetensors and config.json
 python jobs/export.py models:/quickstart@pareto-best --out best.safetensors
 python jobs/export.py quickstart/trials/w16-soft-seed0 --step 120 --out arm.safetensors
 python jobs/export.py s3://bucket/runs/soft/checkpoints --out soft.safetensors
+python jobs/export.py dense --out dense-timm --format timm             dense models: timm opens the folder
+python jobs/export.py dense --out dense-hf --format huggingface        dense models: transformers opens it
+python jobs/export.py soft --out soft.onnx --format onnx               onnxruntime runs it
+python jobs/export.py soft --out soft.pt2 --format torch               torch.export.load opens it
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
 python jobs/export.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --evaluate
 python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Literal
 
 from jobs._cli import Evaluation, check_file, check_out, command, models_of, named
 from jobs._flags import MODELS, flag, parse
@@ -31,6 +36,11 @@ class ExportFlags:
     )
     step: int | None = flag(None, "export this checkpoint and no other; default: the newest whole checkpoint")
     out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
+    format: Literal["moe", "timm", "huggingface", "torch", "onnx"] = flag(
+        "moe",
+        "who reads it: a folder for timm or transformers, if the model is dense; a file of torch.export"
+        " (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
+    )
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
     evaluate: bool = flag(False, "also evaluate each model and their average, as evaluate.py does")
@@ -43,6 +53,13 @@ class ExportFlags:
             raise UsageError("--data does nothing without --evaluate")
         if self.averages() and (self.list or self.step is not None):
             raise UsageError("--list and --step take one model; name the folders of checkpoints instead")
+        if self.averages() and self.format != "moe":
+            raise UsageError(f"--format {self.format} takes one model: write the average first, then that")
+        ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
+        if self.out and ending and not self.out.endswith(ending):
+            raise UsageError(f"--format {self.format} writes a file: end --out in {ending}")
+        if self.out and self.format in ("timm", "huggingface") and self.out.endswith(".safetensors"):
+            raise UsageError(f"--format {self.format} writes a folder: give --out without .safetensors")
         if self.evaluate and not self.averages():
             raise UsageError("--evaluate compares several models with their average; give several")
 
@@ -77,7 +94,12 @@ def export(flags: ExportFlags) -> None:
     (model,), places = flags.model, flags.on.places
     location = model_location(model, root=places.root(), tracking_uri=places.tracking_uri)
     if location.endswith(SUFFIX):
-        raise UsageError(f"{location} is a file of weights already, and checkpoints are exported")
+        if flags.format == "moe":
+            raise UsageError(f"{location} is a file of weights already, and checkpoints are exported")
+        if flags.step is not None:
+            raise UsageError(f"--step {flags.step}: {model} is a file of weights")
+        folder, _, name = location.rpartition("/")
+        return convert(flags, location, apart=folder if name == WEIGHTS else location)
     is_single = is_there(location)
     directory = location.rpartition("/")[0] if is_single else location
     found = steps(directory)
@@ -90,6 +112,8 @@ def export(flags: ExportFlags) -> None:
         found, location = [flags.step], folder_of(directory, flags.step)
     if flags.out is None:
         raise SystemExit(0 if print_states(directory, found) else 1)
+    if flags.format != "moe":
+        return convert(flags, location, apart=directory.removesuffix("/checkpoints"))
     out = storage.absolute(flags.out)
     is_file = flags.out.endswith(SUFFIX)
     if is_file:
@@ -98,6 +122,40 @@ def export(flags: ExportFlags) -> None:
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
     weights.export(location, out, fresh=flags.fresh)
     print_exported(out, out if is_file else storage.join(out, WEIGHTS))
+
+
+def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
+    """Writes the model for other programs, and prints how they open it.
+
+    Args:
+        apart: the folder of the source, which the results must not overlap with.
+
+    Raises:
+        UsageError: if the format cannot express the model, or --out exists already.
+    """
+    from moe.load import WEIGHTS
+    from orchestrator import storage
+    from orchestrator.checkpoint import graphs
+    from orchestrator.checkpoint.foreign import write_folder
+    from orchestrator.checkpoint.models import read_model
+    from orchestrator.checkpoint.weights import check_export
+
+    assert flags.out
+    out = storage.absolute(flags.out)
+    if flags.format in ("timm", "huggingface"):
+        check_export(out, fresh=flags.fresh)
+        check_out(out, own=(WEIGHTS,), apart=(apart,))
+        opens = write_folder(flags.format, read_model(location), out, fresh=flags.fresh)
+        print(f"{out}: {opens}")
+        return
+    check_file("--out", out)
+    if storage.size(out) is not None and not flags.fresh:
+        raise UsageError(f"{out} exists already; `fresh` replaces it")
+    model = read_model(location).load()
+    write = graphs.write_onnx if flags.format == "onnx" else graphs.write_program
+    off, group = write(model, out), graphs.group_of(model)
+    said = f"largest difference {off:.1e} of the largest output, on random images"
+    print(f"{out}: images (B, 3, H, W) in -1..1, B a multiple of {group}; {said}")
 
 
 def average(flags: ExportFlags) -> None:

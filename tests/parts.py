@@ -5,7 +5,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,6 +31,11 @@ def system_program(name: str, package: str) -> str:
         missing = f"no {name}: install the package {package}"
         (pytest.fail if os.environ.get("MOE_FRONTIER_ALL_PARTS") else pytest.skip)(missing)
     return found
+
+
+def library(name: str) -> Any:
+    """A library that only tests of exports need. Without it a test skips."""
+    return pytest.importorskip(name, reason=f"no {name}: pip install {name}")
 
 
 def png(pixels: "np.ndarray") -> bytes:

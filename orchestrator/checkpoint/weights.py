@@ -25,6 +25,7 @@ from moe.model import ModelConfig
 from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
 from orchestrator.checkpoint.files import SUFFIX, WeightsReader, fill, open_tensors
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
@@ -141,7 +142,21 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
     run = read_config(RunConfig, source.manifest.config)
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     more = {"step": str(source.step), "manifest_sha256": digest}
-    write_export(out, tensors, run, classes=classes_of_run(run), more=more, fresh=fresh)
+    if origin := _origin(run.train.init_from):
+        more["initial_source"] = origin
+    progress = source.manifest.progress
+    metrics = progress.get("metrics", {}) if progress.get("reported") == source.step else {}
+    metrics = {name: value for name, value in metrics.items() if name.startswith("val/")}
+    write_export(out, tensors, run, classes=classes_of_run(run), more=more, metrics=metrics, fresh=fresh)
+
+
+def _origin(location: str | None) -> str:
+    """The `source` that the weights a run started from were imported with; empty if there is none."""
+    try:
+        metadata = read_metadata(location) if location and location.endswith(SUFFIX) else {}
+    except (UsageError, OSError):
+        return ""
+    return metadata.get("source") or metadata.get("initial_source", "")
 
 
 def check_export(out: str, *, fresh: bool) -> None:
@@ -160,14 +175,15 @@ def write_export(
     *,
     classes: Sequence[str] | None,
     more: Mapping[str, str],
+    metrics: Mapping[str, float] | None = None,
     fresh: bool = False,
 ) -> None:
-    """Writes weights into a local `SUFFIX` file, or into a local folder as `WEIGHTS`, with `CONFIG` and
-    plugins beside it.
+    """Writes weights into a local `SUFFIX` file, or into a local folder as `WEIGHTS`, with `CONFIG`, plugins,
+    `PREPROCESSOR` and a model card that states the `metrics` beside it.
 
     The file's metadata holds `config` (of the run, JSON), `classes` (JSON, null if they are unknown),
-    `version` and what is in `more`: the run's `step` and `manifest_sha256` of its checkpoint, or the `source`
-    of an import.
+    `version` and what is in `more`: the run's `step`, `manifest_sha256` of its checkpoint and the
+    `initial_source` of the weights that it started from, or the `source` of an import.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
@@ -183,7 +199,8 @@ def write_export(
         **more,
     }
     if config:
-        storage.delete(config)  # it must never describe other weights
+        for name in (CONFIG, CARD):
+            storage.delete(f"{out}/{name}")  # they must never describe other weights
     write_file(file, tensors, metadata)
     if config:
         content = {
@@ -198,6 +215,11 @@ def write_export(
         if "step" in more:
             content["step"] = int(more["step"])
         save_plugins(out, run.plugins)
+        source = json.loads(more.get("source") or more.get("initial_source", "null"))
+        card = model_card(run, classes=classes, metrics=metrics or {}, metadata=more, source=source)
+        storage.write_bytes(f"{out}/{CARD}", card.encode())
+        beside = json.dumps(preprocessor(run.model.image_size, run.data), indent=1)
+        storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 

@@ -106,7 +106,8 @@ def test_a_folder(home, call, tmp_path):
     first, line = out.splitlines()
     assert first.startswith(f"{tmp_path}/soft/model.safetensors: step 4, ")
     assert line == f"from moe.load import load; model = load('{tmp_path}/soft')"
-    assert sorted(file.name for file in (tmp_path / "soft").iterdir()) == ["config.json", "model.safetensors"]
+    names = ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(file.name for file in (tmp_path / "soft").iterdir()) == names
     found: dict[str, ViT] = {}
     exec(line, found)
     expected = load(f"{tmp_path}/soft/model.safetensors")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
 from orchestrator.checkpoint.foreign.kind import Facts, Resize
 from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
+from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, write_export
 from orchestrator.codec import override, to_dict
 from orchestrator.config import DataConfig, RunConfig
@@ -188,6 +190,24 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
     )
 
 
+def write_folder(library: Literal["timm", "huggingface"], model: ModelRef, out: str, *, fresh: bool) -> str:
+    """Writes a dense model as a folder of another library, and returns the call that opens it.
+
+    Raises:
+        UsageError: if the library cannot express the model; or there is an export in `out` and `fresh` is not
+            set.
+    """
+    if model.run.model.kind != "vit":
+        raise UsageError(f"a model of kind {model.run.model.kind!r} exists here alone, and not in {library}")
+    config, data = cast(ViTConfig, model.run.model), model.run.data
+    describe = timm.as_timm if library == "timm" else huggingface.as_transformers
+    folder = describe(config, data, model.classes)
+    write_foreign(out, folder, model.load().state_dict(), config, data, fresh=fresh)
+    if library == "timm":
+        return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True)"
+    return f"transformers.AutoModelForImageClassification.from_pretrained({out!r})"
+
+
 def is_foreign(location: str) -> bool:
     """Returns whether weights of another project are at a local place, and no model of ours."""
     path = Path(location)
@@ -230,9 +250,10 @@ def _lacking(names: Mapping[str, Lazy]) -> str:
     """Says which part of a model is not in ours; empty if all are."""
     for pattern, part in LACKING.items():
         for name in names:
-            if re.fullmatch(pattern, name) and not (
-                part.startswith("a norm after") and "norm.weight" in names
-            ):
+            if not re.fullmatch(pattern, name):
+                continue
+            nothing = part.endswith("with a bias") and not names[name].read().any()  # zeros, as timm needs
+            if not nothing and not (part.startswith("a norm after") and "norm.weight" in names):
                 return f"{part} ({name})"
     return ""
 

@@ -4,13 +4,16 @@ transformers 5 has other names in memory than in its files; both are read.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch.nn.functional as F
 
+from moe.models.vit import ViTConfig
 from orchestrator.checkpoint.foreign.kind import HALF, IMAGENET, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 PREFIXES = ("vit.", "deit.", "dinov2.", "vision_model.", "")
@@ -189,6 +192,46 @@ def _preprocessing(
         "eval_interpolation": "bicubic" if found.get("resample") == 3 else "bilinear",
     }
     return mean, std, evaluation, ()
+
+
+def as_transformers(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:
+    """Returns the folder of a ViTForImageClassification (class token), or of a SiglipForImageClassification
+    (mean of the tokens).
+
+    Raises:
+        UsageError: for a model that neither can be.
+    """
+    lacking = {
+        "experts": config.moe is not None,
+        "stem='conv'": config.stem is not None,
+        "representation_size": config.representation_size is not None,
+        "qk_norm": config.qk_norm,
+        "a classifier behind pooling='map'": config.pooling == "map",
+    }
+    check_expressible("transformers", lacking, instead="moe, torch or onnx (and often timm)")
+    tower = {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp_dim,
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": 3,
+        "hidden_act": "gelu_pytorch_tanh" if config.gelu == "tanh" else "gelu",
+        "layer_norm_eps": config.norm_eps,
+    }
+    labels = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
+    head = {
+        "dtype": "float32",
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+        "label2id": {name: i for i, name in enumerate(labels)},
+    }
+    if config.pooling == "token":
+        content = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **head, **tower}
+        return ForeignFolder(config=content, names=VIT, prefix="vit.")
+    tower |= {"model_type": "siglip_vision_model", "vision_use_head": False}
+    content = {"model_type": "siglip", "architectures": ["SiglipForImageClassification"], **head}
+    return ForeignFolder(config=content | {"vision_config": tower}, names=SIGLIP, prefix="vision_model.")
 
 
 KIND = WeightsKind(name="Hugging Face", recognises=_recognises, read=_read)

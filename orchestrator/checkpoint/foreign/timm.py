@@ -4,13 +4,16 @@ The config names the architecture, whose defaults decide the GELU and, without `
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch.nn.functional as F
 
+from moe.models.vit import ViTConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 TANH = (
@@ -43,8 +46,10 @@ LAYOUT = TensorNames(
     pool_norm="attn_pool.norm.",
     pool_up="attn_pool.mlp.fc1.",
     pool_down="attn_pool.mlp.fc2.",
-    harmless=r"mask_token$",
+    harmless=r"mask_token$|blocks\.\d+\.attn\.[qk]_norm\.bias$",
 )
+# The names whose defaults are nearest to a width; the arguments beside it decide.
+ARCHITECTURES = {192: "tiny_patch16", 384: "small_patch16", 1024: "large_patch16", 1280: "huge_patch14"}
 OTHER = (
     r"beit|eva|swin|hybrid|relpos|samvit|rope|dinov3|_r50|_r26|quickgelu|clip|aimv2|hiera|naflex|mixer|resmlp|"
     r"deit\w*_distilled"
@@ -99,6 +104,61 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         licence=str(pretrained.get("license") or ""),
     )
     return opened.tensors, LAYOUT, facts
+
+
+def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:
+    """Returns the folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` opens.
+
+    Raises:
+        UsageError: for a model that timm's VisionTransformer cannot be.
+    """
+    lacking = {
+        "experts": config.moe is not None,
+        "stem='conv'": config.stem is not None,
+        "representation_size": config.representation_size is not None,
+        f"norm_eps={config.norm_eps:g} (its own is 1e-06)": config.norm_eps != 1e-6,
+        "qk_norm with pooling='map'": config.qk_norm and config.pooling == "map",
+    }
+    check_expressible("timm", lacking, instead="moe, torch or onnx")
+    ratio = config.mlp_dim / config.width
+    if int(config.width * ratio) != config.mlp_dim:  # as timm rounds
+        ratio = (config.mlp_dim + 0.5) / config.width
+    pooling = next(theirs for theirs, ours in POOLINGS.items() if ours == config.pooling)
+    size, square = config.image_size, data.eval_resize == "square"
+    content = {
+        "architecture": f"vit_{ARCHITECTURES.get(config.width, 'base_patch16')}_224",
+        "num_classes": config.num_classes,
+        "num_features": config.width,
+        "global_pool": pooling,
+        "model_args": {
+            "img_size": size,
+            "patch_size": config.patch_size,
+            "embed_dim": config.width,
+            "depth": config.depth,
+            "num_heads": config.heads,
+            "mlp_ratio": ratio,
+            "qk_norm": config.qk_norm,
+            "class_token": config.pooling == "token",
+            "global_pool": pooling,
+            "fc_norm": False,
+            "act_layer": "gelu_tanh" if config.gelu == "tanh" else "gelu",
+        },
+        "pretrained_cfg": {
+            "num_classes": config.num_classes,
+            "input_size": [3, size, size],
+            "fixed_input_size": True,
+            "mean": HALF[0],
+            "std": HALF[1],
+            "interpolation": data.eval_interpolation,
+            "crop_pct": data.eval_crop,
+            "crop_mode": "squash" if square else "center",
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+    if classes:
+        content["label_names"] = list(classes)
+    return ForeignFolder(config=content, names=LAYOUT)
 
 
 KIND = WeightsKind(name="timm", recognises=_recognises, read=_read)

@@ -147,8 +147,8 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def added(name: str, *shape: int) -> Callable[[dict[str, Tensor]], None]:
-    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+def added(name: str, *shape: int, value: float = 0) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: torch.full(shape, float(value))})
 
 
 def dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
@@ -165,7 +165,11 @@ def dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
         ("timm_gap", added("cls_token", 1, 1, 32), "pools by 'gap', and its tensors are those of 'token'"),
         ("timm_token", dropped("pos_embed"), "no position embedding pos_embed: rotary"),
         ("timm_token", added("blocks.0.mlp.w12.weight", 8, 8), "has SwiGLU"),
-        ("timm_token", added("blocks.0.attn.q_norm.bias", 16), "norms of queries and keys with a bias"),
+        (
+            "timm_token",
+            added("blocks.0.attn.q_norm.bias", 16, value=1),
+            "norms of queries and keys with a bias",
+        ),
         ("timm_token", added("blocks.0.attn.rel_pos.bias", 16), "relative positions"),
         ("timm_token", dropped("blocks.1.attn.qkv.bias"), "block 1 has no bias of attention.qkv"),
         ("timm_token", dropped("norm.weight"), "no tensor norm.weight"),

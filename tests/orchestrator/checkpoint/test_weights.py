@@ -21,6 +21,7 @@ from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
 from moe.routers import SoftConfig
 from orchestrator import storage
+from orchestrator.checkpoint.card import CARD, PREPROCESSOR
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.manifest import find_checkpoint
@@ -239,7 +240,7 @@ def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"model\.safetensors exists already; `fresh`"):
         export(dense[0], str(path))
     export(dense[0], str(folder))
-    assert {path.name for path in folder.iterdir()} == {CONFIG, WEIGHTS}
+    assert {path.name for path in folder.iterdir()} == {CARD, CONFIG, WEIGHTS, PREPROCESSOR}
     assert_same(load_exported(folder).state_dict(), dense[1].state_dict())
     with pytest.raises(UsageError, match="folder holds an export already; `fresh`"):
         export(dense[0], str(folder))
@@ -256,6 +257,7 @@ def test_exports_replace_nothing_by_halves(dense, tmp_path, monkeypatch):
     assert path.read_bytes() == b"precious"
     assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
     assert not (folder / CONFIG).exists()
+    assert not (folder / CARD).exists()
     export(dense[0], str(path), fresh=True)
     assert_same(load_exported(path).state_dict(), dense[1].state_dict())
 

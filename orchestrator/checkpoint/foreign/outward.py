@@ -1,0 +1,123 @@
+"""Models of ours as folders of other libraries: the names of the way in, read backwards.
+
+A library says in its own file what it calls the tensors, and what its config says. Nothing is computed:
+weights go out bit for bit, so that the library's output differs by nothing but its own arithmetic.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.dense import sincos2d
+from moe.load import CONFIG, WEIGHTS
+from moe.models.vit import ViTConfig
+from orchestrator import storage
+from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
+from orchestrator.checkpoint.foreign.kind import TensorNames
+from orchestrator.checkpoint.weights import check_export, write_file
+from orchestrator.config import DataConfig
+from orchestrator.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignFolder:
+    """What another library calls the tensors of a model, and its ``config.json``.
+
+    Attributes:
+        prefix: of all names but the head's.
+    """
+
+    config: Mapping[str, Any]
+    names: TensorNames
+    prefix: str = ""
+
+
+def check_expressible(library: str, lacking: Mapping[str, bool], *, instead: str) -> None:
+    """Raises UsageError that names the options of a model which a library cannot express."""
+    if standing := [option for option, holds in lacking.items() if holds]:
+        raise UsageError(f"{library} cannot express {', '.join(standing)}: `format` {instead} can")
+
+
+def write_foreign(
+    out: str,
+    folder: ForeignFolder,
+    tensors: Mapping[str, Tensor],
+    config: ViTConfig,
+    data: DataConfig,
+    *,
+    fresh: bool = False,
+) -> None:
+    """Writes weights of a model of ours for another library.
+
+    Raises:
+        UsageError: if `out` is not local, or holds an export that is not to be replaced (`fresh`).
+        OSError: if writing fails.
+    """
+    check_export(out, fresh=fresh)
+    Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
+    write_file(f"{out}/{WEIGHTS}", tensors_there(folder, tensors, config), {"format": "pt"})
+    about = {PREPROCESSOR: preprocessor(config.image_size, data), CONFIG: folder.config}
+    for name, content in about.items():
+        storage.write_bytes(f"{out}/{name}", json.dumps(content, indent=2).encode())
+
+
+def tensors_there(folder: ForeignFolder, ours: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Returns the tensors of a dense ViT by the library's names."""
+    names, theirs = folder.names, {}
+
+    def take(layer: str, *bases: str) -> None:
+        """Cuts a layer of ours into its layers there, one below the other. A norm of queries has no bias."""
+        weight = ours.get(f"{layer}.weight")
+        if weight is None:
+            return
+        bias = ours.get(f"{layer}.bias", torch.zeros(weight.shape[0]))
+        for part, whole in (("weight", weight), ("bias", bias)):
+            theirs.update(
+                {f"{base}{part}": cut for base, cut in zip(bases, whole.chunk(len(bases)), strict=True)}
+            )
+
+    take("embed", names.embed)
+    for i in range(config.depth):
+        block = names.block.format(i=i)
+        for layer, bases in {
+            "norm1": (names.norm1,),
+            "attention.qkv": names.qkv,
+            "attention.norm_q": (names.norm_q,),
+            "attention.norm_k": (names.norm_k,),
+            "attention.out": (names.out,),
+            "norm2": (names.norm2,),
+            "mlp.up": (names.up,),
+            "mlp.down": (names.down,),
+        }.items():
+            take(f"blocks.{i}.{layer}", *(f"{block}{base}" for base in bases))
+    take("norm", names.norm)
+    take("pool.q", *names.pool_q)
+    take("pool.kv", *names.pool_kv)
+    take("pool.out", names.pool_out)
+    take("pool.norm", names.pool_norm)
+    take("pool.mlp.up", names.pool_up)
+    take("pool.mlp.down", names.pool_down)
+    take("head", names.head)
+    for name, base in (("class_token_D", names.class_token), ("pool.probe_D", names.probe)):
+        if name in ours:
+            theirs[base] = ours[name][None, None]
+    position_SD = _positions(ours, config)
+    theirs[names.position] = position_SD if names.position.endswith(".weight") else position_SD[None]
+    return {
+        name if name.startswith(names.head) else f"{folder.prefix}{name}": t for name, t in theirs.items()
+    }
+
+
+def _positions(ours: Mapping[str, Tensor], config: ViTConfig) -> Tensor:
+    """A table for every kind of position: there a class token has a row too."""
+    if config.position == "learned":
+        return ours["position_SD"]
+    if config.position == "none":
+        return torch.zeros(config.tokens(), config.width)
+    table = sincos2d(config.grid(), config.width, like=ours["norm.weight"])
+    return torch.cat([table.new_zeros(config.tokens() - len(table), config.width), table])

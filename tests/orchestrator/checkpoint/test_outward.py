@@ -1,0 +1,167 @@
+"""Dense models as folders of timm and transformers: opened with no difference, and read back equal."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from moe.load import load
+from moe.model import Model
+from moe.presets import preset
+from orchestrator.checkpoint.card import preprocessor
+from orchestrator.checkpoint.foreign import plan_import, write_folder, write_import
+from orchestrator.checkpoint.models import read_model
+from orchestrator.checkpoint.weights import write_export
+from orchestrator.codec import override, to_dict
+from orchestrator.config import DataConfig, RunConfig
+from orchestrator.errors import UsageError
+from tests.parts import library
+
+Library = Literal["timm", "huggingface"]
+TINY = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "heads": 2, "mlp_dim": 48, "moe": None}
+CLASSES = ("ant", "bee", "cat", "dog", "elk")
+CASES: list[tuple[Library, dict[str, Any]]] = [
+    ("timm", {"pooling": "token", "qk_norm": False, "gelu": "exact"}),
+    ("timm", {"pooling": "gap"}),
+    ("timm", {"pooling": "map", "qk_norm": False}),
+    ("timm", {"pooling": "token", "position": "sincos2d"}),
+    ("timm", {"pooling": "token", "position": "none", "mlp_dim": 37}),
+    ("huggingface", {"pooling": "token", "qk_norm": False, "norm_eps": 1e-12}),
+    ("huggingface", {"pooling": "token", "qk_norm": False, "gelu": "exact", "position": "sincos2d"}),
+    ("huggingface", {"pooling": "gap", "qk_norm": False}),
+    ("huggingface", {"pooling": "gap", "qk_norm": False, "gelu": "exact", "norm_eps": 1e-5}),
+]
+
+
+def written(folder: Path, model: dict[str, Any], **changes: Any) -> Model:
+    """A model of random weights, all away from where they start, and its export in a folder."""
+    fields = {f"model.{name}": value for name, value in {"num_classes": 5, **TINY, **model}.items()}
+    run = override(RunConfig(), {"name": "x", **fields, **changes})
+    built = run.model.build(seed=1)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    classes = CLASSES if run.model.num_classes == len(CLASSES) else None
+    write_export(str(folder), built.state_dict(), run, classes=classes, more={})
+    return built.eval()
+
+
+def sent(to: Library, folder: Path, out: Path) -> str:
+    return write_folder(to, read_model(str(folder / "model.safetensors")), str(out), fresh=False)
+
+
+def some_images(size: int) -> torch.Tensor:
+    return torch.rand(3, 3, size, size, generator=torch.Generator().manual_seed(2)) * 2 - 1
+
+
+def opened(to: Library, folder: Path) -> Any:
+    """The logits that the library computes."""
+    if to == "timm":
+        return library("timm").create_model(f"local-dir:{folder}", pretrained=True).eval()
+    auto = library("transformers").AutoModelForImageClassification
+    model, report = auto.from_pretrained(str(folder), output_loading_info=True)
+    assert not any(report.values()), report
+    if model.config.num_labels == len(CLASSES):
+        assert tuple(model.config.id2label.values()) == CLASSES
+    return lambda images: model.eval()(images).logits
+
+
+@pytest.mark.parametrize(("to", "model"), CASES)
+def test_the_library_computes_the_same(to: Library, model: dict[str, Any], tmp_path: Path) -> None:
+    ours, images = written(tmp_path / "ours", model), some_images(32)
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    with torch.no_grad():
+        assert torch.equal(opened(to, tmp_path / "theirs")(images), ours(images).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["S/32", "S/16", "B/32", "B/16", "L/16"])
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_the_library_computes_the_same_at_real_size(to: Library, size: str, tmp_path: Path) -> None:
+    model = to_dict(preset(size)) | {"qk_norm": to == "timm", "num_classes": 1000}
+    ours = written(tmp_path / "ours", model)
+    images = some_images(ours.config.image_size)
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    with torch.no_grad():
+        assert torch.equal(opened(to, tmp_path / "theirs")(images), ours(images).logits)
+
+
+@pytest.mark.parametrize(("to", "model"), CASES)
+def test_out_and_in_again_is_the_same_model(to: Library, model: dict[str, Any], tmp_path: Path) -> None:
+    ours, images = (
+        written(tmp_path / "ours", model, **{"data.eval_interpolation": "bicubic"}),
+        some_images(32),
+    )
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    planned = plan_import(str(tmp_path / "theirs"), name="x")
+    assert planned.plan.made == {}
+    assert planned.run.data.eval_interpolation == "bicubic"
+    assert planned.facts.classes == CLASSES
+    write_import(planned, str(tmp_path / "again"))
+    again = load(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(again(images).logits, ours(images).logits)
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("to", "model", "says"),
+    [
+        ("timm", {"moe": {"num_experts": 4}}, "timm cannot express experts: `format` moe, torch or onnx can"),
+        ("timm", {"stem": "conv"}, "cannot express stem='conv'"),
+        ("timm", {"representation_size": 8}, "cannot express representation_size"),
+        ("timm", {"norm_eps": 1e-12}, r"cannot express norm_eps=1e-12 \(its own is 1e-06\)"),
+        ("timm", {"pooling": "map"}, "cannot express qk_norm with pooling='map'"),
+        (
+            "huggingface",
+            {"moe": {"num_experts": 4}},
+            "transformers cannot express experts, qk_norm: `format`",
+        ),
+        ("huggingface", {"pooling": "map", "qk_norm": False}, "express a classifier behind pooling='map':"),
+        (
+            "huggingface",
+            {"stem": "conv", "representation_size": 8},
+            "stem='conv', representation_size, qk_norm",
+        ),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(
+    to: Library, model: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "ours", model)
+    with pytest.raises(UsageError, match=says):
+        sent(to, tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_an_export_is_not_replaced(tmp_path: Path) -> None:
+    written(tmp_path / "ours", {})
+    sent("timm", tmp_path / "ours", tmp_path / "theirs")
+    with pytest.raises(UsageError, match="holds an export already; `fresh` replaces it"):
+        sent("timm", tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("resize", "crop", "size", "crops"),
+    [
+        ("shorter", 0.875, {"shortest_edge": 256}, True),
+        ("square", 1.0, {"height": 224, "width": 224}, False),
+        ("square", 0.875, {"height": 256, "width": 256}, True),
+    ],
+)
+def test_the_preprocessor(
+    resize: Any, crop: float, size: dict[str, int], crops: bool, tmp_path: Path
+) -> None:
+    data = DataConfig(eval_resize=resize, eval_crop=crop, eval_interpolation="bicubic")
+    content = preprocessor(224, data)
+    assert (content["size"], content["do_center_crop"], content["resample"]) == (size, crops, 3)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    auto = library("transformers").AutoImageProcessor.from_pretrained(str(tmp_path))
+    white = torch.full((3, 300, 400), 255, dtype=torch.uint8)
+    pixels = auto(white, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 224, 224)
+    assert torch.allclose(pixels, torch.ones(()))
