@@ -136,22 +136,25 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     from moe.load import WEIGHTS
     from orchestrator import storage
     from orchestrator.checkpoint import graphs
-    from orchestrator.checkpoint.foreign import write_folder
+    from orchestrator.checkpoint.foreign import foreign_folder
+    from orchestrator.checkpoint.foreign.outward import write_foreign
     from orchestrator.checkpoint.models import read_model
     from orchestrator.checkpoint.weights import check_export
 
     assert flags.out
     out = storage.absolute(flags.out)
-    if flags.format in ("timm", "huggingface"):
+    source = read_model(location)
+    if flags.format == "timm" or flags.format == "huggingface":
+        folder = foreign_folder(flags.format, source)
         check_export(out, fresh=flags.fresh)
         check_out(out, own=(WEIGHTS,), apart=(apart,))
-        opens = write_folder(flags.format, read_model(location), out, fresh=flags.fresh)
-        print(f"{out}: {opens}")
+        write_foreign(out, folder, source, fresh=flags.fresh)
+        print(f"{out}: {folder.opens.format(out=out)}")
         return
     check_file("--out", out)
     if storage.size(out) is not None and not flags.fresh:
         raise UsageError(f"{out} exists already; `fresh` replaces it")
-    model = read_model(location).load()
+    model = source.load()
     write = graphs.write_onnx if flags.format == "onnx" else graphs.write_program
     off, group = write(model, out), graphs.group_of(model)
     said = f"largest difference {off:.1e} of the largest output, on random images"

@@ -100,7 +100,8 @@ class ChoiceRouter(Router):
         return_stats: bool = True,
     ) -> GatherRouting:
         config = overrides.apply(self.config if self.training else self.config.eval_config())
-        capacity = config.slots(num_tokens=x_GSD.shape[1], num_experts=self.num_experts)
+        # In a graph of any number of groups even the number of their tokens is a formula of it.
+        capacity = config.slots(num_tokens=int(x_GSD.shape[1]), num_experts=self.num_experts)
         gated = gating(
             config.affinity, x_GSD, self.gate_DE, valid_GS, keys_GS, random_GS, config.noise_std, capacity
         )

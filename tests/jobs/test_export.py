@@ -125,6 +125,50 @@ def test_a_folder(home, call, tmp_path):
     assert json.loads((tmp_path / "soft/config.json").read_text())["step"] == 2
 
 
+def test_the_card_in_a_folder(home, call, tmp_path):
+    """The metrics of that very step, and nothing about this machine."""
+    assert call("soft", "--out", f"{tmp_path}/soft")[0] == ""
+    card = (tmp_path / "soft/README.md").read_text()
+    quality = read(f"{home}/soft/checkpoints/step-00000004").quality()
+    assert f"| val/acc1 | {quality:.4f} ± " in card
+    assert str(home) not in card
+    beside = json.loads((tmp_path / "soft/preprocessor_config.json").read_text())
+    assert (beside["size"], beside["image_mean"]) == ({"shortest_edge": 9}, [0.5] * 3)
+
+
+def test_a_program_of_torch(home, call, tmp_path):
+    out = f"{tmp_path}/soft.pt2"
+    code, said = call("soft", "--out", out, "--format", "torch")
+    assert code == ""
+    assert said == (
+        f"{out}: images (B, 3, H, W) in -1..1, B a multiple of 1; largest difference 0.0e+00 of the largest"
+        " output, on random images\n"
+    )
+    images = torch.randn(3, 3, 8, 8)
+    found = torch.export.load(out).module()(images)["logits"]
+    assert torch.equal(found, load_model("soft")(images).logits)
+    assert call("soft", "--out", out, "--format", "torch")[0] == (
+        f"error: {out} exists already; --fresh replaces it"
+    )
+
+
+def test_a_mixture_is_refused_by_other_libraries(home, call, tmp_path):
+    code, _ = call("soft", "--out", f"{tmp_path}/soft", "--format", "timm")
+    assert code == "error: timm cannot express experts: --format moe, torch or onnx can"
+    assert not (tmp_path / "soft").exists()
+
+
+def test_an_exported_file_goes_out(empty_home, call, tmp_path):
+    """Of a dense model, beside its file."""
+    fields = {"model.moe": None, "model.width": 16, "model.image_size": 8, "model.patch_size": 2}
+    one = exported(tmp_path / "one.safetensors", fields)
+    out = f"{tmp_path}/one-timm"
+    code, said = call(one.location, "--out", out, "--format", "timm")
+    assert (code, said) == ("", f"{out}: timm.create_model('local-dir:{out}', pretrained=True)\n")
+    images = torch.randn(3, 3, 8, 8)
+    assert torch.equal(load_model(out)(images).logits, one.load()(images).logits)
+
+
 def test_class_names_of_data_that_is_gone(home):
     run = read_config(RunConfig, read(find_checkpoint(f"{home}/soft/checkpoints")[0]).config)
     assert classes_of_run(run) == tuple("0123456789")
@@ -256,6 +300,11 @@ def test_what_is_not_there(task, home, call):
         ["soft", "soft", "--out", "x", "--step", "2"],
         ["soft", "soft", "--list"],
         ["soft", "soft", "--out", "x", "--data", "x"],
+        ["soft", "soft", "--out", "x", "--format", "timm"],
+        ["soft", "--out", "x", "--format", "onnx"],
+        ["soft", "--out", "x.onnx", "--format", "torch"],
+        ["soft", "--out", "x.safetensors", "--format", "timm"],
+        ["soft", "--out", "x", "--format", "tensorflow"],
     ],
 )
 def test_flags_that_do_not_go_together(flags, call):

@@ -24,7 +24,7 @@ from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
 from orchestrator.checkpoint.foreign.kind import Facts, Resize
 from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
-from orchestrator.checkpoint.foreign.outward import write_foreign
+from orchestrator.checkpoint.foreign.outward import ForeignFolder
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, write_export
@@ -190,22 +190,16 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
     )
 
 
-def write_folder(library: Literal["timm", "huggingface"], model: ModelRef, out: str, *, fresh: bool) -> str:
-    """Writes a dense model as a folder of another library, and returns the call that opens it.
+def foreign_folder(library: Literal["timm", "huggingface"], model: ModelRef) -> ForeignFolder:
+    """Returns how another library describes a model.
 
     Raises:
-        UsageError: if the library cannot express the model; or there is an export in `out` and `fresh` is not
-            set.
+        UsageError: if it cannot express the model.
     """
     if model.run.model.kind != "vit":
         raise UsageError(f"a model of kind {model.run.model.kind!r} exists here alone, and not in {library}")
-    config, data = cast(ViTConfig, model.run.model), model.run.data
     describe = timm.as_timm if library == "timm" else huggingface.as_transformers
-    folder = describe(config, data, model.classes)
-    write_foreign(out, folder, model.load().state_dict(), config, data, fresh=fresh)
-    if library == "timm":
-        return f"timm.create_model({f'local-dir:{out}'!r}, pretrained=True)"
-    return f"transformers.AutoModelForImageClassification.from_pretrained({out!r})"
+    return describe(cast(ViTConfig, model.run.model), model.run.data, model.classes)
 
 
 def is_foreign(location: str) -> bool:

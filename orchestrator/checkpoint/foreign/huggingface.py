@@ -16,6 +16,7 @@ from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
+OPENS = "transformers.AutoModelForImageClassification.from_pretrained('{out}')"
 PREFIXES = ("vit.", "deit.", "dinov2.", "vision_model.", "")
 VIT = TensorNames(
     embed="embeddings.patch_embeddings.projection.",
@@ -228,10 +229,11 @@ def as_transformers(config: ViTConfig, data: DataConfig, classes: Sequence[str] 
     }
     if config.pooling == "token":
         content = {"model_type": "vit", "architectures": ["ViTForImageClassification"], **head, **tower}
-        return ForeignFolder(config=content, names=VIT, prefix="vit.")
+        return ForeignFolder(config=content, names=VIT, prefix="vit.", opens=OPENS)
     tower |= {"model_type": "siglip_vision_model", "vision_use_head": False}
     content = {"model_type": "siglip", "architectures": ["SiglipForImageClassification"], **head}
-    return ForeignFolder(config=content | {"vision_config": tower}, names=SIGLIP, prefix="vision_model.")
+    content |= {"vision_config": tower}
+    return ForeignFolder(config=content, names=SIGLIP, prefix="vision_model.", opens=OPENS)
 
 
 KIND = WeightsKind(name="Hugging Face", recognises=_recognises, read=_read)

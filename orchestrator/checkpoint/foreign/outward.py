@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from moe.models.vit import ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
 from orchestrator.checkpoint.foreign.kind import TensorNames
+from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import check_export, write_file
-from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 
@@ -30,11 +30,13 @@ class ForeignFolder:
 
     Attributes:
         prefix: of all names but the head's.
+        opens: the call that opens the folder {out}.
     """
 
     config: Mapping[str, Any]
     names: TensorNames
     prefix: str = ""
+    opens: str
 
 
 def check_expressible(library: str, lacking: Mapping[str, bool], *, instead: str) -> None:
@@ -43,25 +45,18 @@ def check_expressible(library: str, lacking: Mapping[str, bool], *, instead: str
         raise UsageError(f"{library} cannot express {', '.join(standing)}: `format` {instead} can")
 
 
-def write_foreign(
-    out: str,
-    folder: ForeignFolder,
-    tensors: Mapping[str, Tensor],
-    config: ViTConfig,
-    data: DataConfig,
-    *,
-    fresh: bool = False,
-) -> None:
-    """Writes weights of a model of ours for another library.
+def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bool = False) -> None:
+    """Writes a model of ours for another library.
 
     Raises:
         UsageError: if `out` is not local, or holds an export that is not to be replaced (`fresh`).
         OSError: if writing fails.
     """
     check_export(out, fresh=fresh)
+    config, tensors = cast(ViTConfig, model.run.model), model.load().state_dict()
     Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
     write_file(f"{out}/{WEIGHTS}", tensors_there(folder, tensors, config), {"format": "pt"})
-    about = {PREPROCESSOR: preprocessor(config.image_size, data), CONFIG: folder.config}
+    about = {PREPROCESSOR: preprocessor(config.image_size, model.run.data), CONFIG: folder.config}
     for name, content in about.items():
         storage.write_bytes(f"{out}/{name}", json.dumps(content, indent=2).encode())
 

@@ -158,7 +158,8 @@ def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) 
     }
     if classes:
         content["label_names"] = list(classes)
-    return ForeignFolder(config=content, names=LAYOUT)
+    opens = "timm.create_model('local-dir:{out}', pretrained=True)"
+    return ForeignFolder(config=content, names=LAYOUT, opens=opens)
 
 
 KIND = WeightsKind(name="timm", recognises=_recognises, read=_read)

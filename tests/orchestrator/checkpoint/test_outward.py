@@ -11,7 +11,8 @@ from moe.load import load
 from moe.model import Model
 from moe.presets import preset
 from orchestrator.checkpoint.card import preprocessor
-from orchestrator.checkpoint.foreign import plan_import, write_folder, write_import
+from orchestrator.checkpoint.foreign import foreign_folder, plan_import, write_import
+from orchestrator.checkpoint.foreign.outward import write_foreign
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.weights import write_export
 from orchestrator.codec import override, to_dict
@@ -49,8 +50,9 @@ def written(folder: Path, model: dict[str, Any], **changes: Any) -> Model:
     return built.eval()
 
 
-def sent(to: Library, folder: Path, out: Path) -> str:
-    return write_folder(to, read_model(str(folder / "model.safetensors")), str(out), fresh=False)
+def sent(to: Library, folder: Path, out: Path) -> None:
+    model = read_model(str(folder / "model.safetensors"))
+    write_foreign(str(out), foreign_folder(to, model), model)
 
 
 def some_images(size: int) -> torch.Tensor:

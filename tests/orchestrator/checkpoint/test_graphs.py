@@ -1,0 +1,108 @@
+"""Models as graphs of torch.export and ONNX: the outputs of the model, at numbers of images never traced."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.model import Model
+from moe.models.vit import ViTConfig
+from orchestrator.checkpoint import graphs
+from orchestrator.codec import read_config
+from orchestrator.errors import UsageError
+from tests.parts import library
+
+# Few iterations: each is a part of the graph, and takes the exporter a second.
+ASSIGNMENT = {"kind": "sparse_transport", "iterations": 4}
+CASES: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    "soft": {"router": {"kind": "soft", "slots_per_expert": 2}},
+    "soft, uniform": {"router": {"kind": "soft", "dispatch": "uniform"}},
+    "soft, groups": {"router": {"kind": "soft"}, "images_per_group": 2},
+    "mixture": {"router": {"kind": "mixture", "level": "hierarchical", "clusters": 2}},
+    "mixture, groups": {"router": {"kind": "mixture", "level": "image"}, "images_per_group": 2},
+    "token choice": {"router": {"kind": "token_choice", "k": 2, "topk": "before"}},
+    "token choice, groups": {"router": {"kind": "token_choice", "priority": "max"}, "images_per_group": 2},
+    "token choice, sinkhorn": {"router": {"kind": "token_choice", "affinity": {"kind": "sinkhorn"}}},
+    "expert choice": {"router": {"kind": "expert_choice"}},
+    "expert choice, sinkhorn": {"router": {"kind": "expert_choice", "affinity": {"kind": "sinkhorn"}}},
+    "expert choice, assignment": {"router": {"kind": "expert_choice", "affinity": ASSIGNMENT}},
+    "expert choice, semi-dual": {
+        "router": {"kind": "expert_choice", "affinity": ASSIGNMENT, "capacity_factor": 2}
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "class token": {"pooling": "token", "representation_size": 8, "gelu": "exact"},
+    "attention pooling": {"pooling": "map", "position": "sincos2d", "stem": "conv"},
+}
+
+
+def built(moe: dict[str, Any] | None, **fields: Any) -> Model:
+    tree = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "mlp_dim": 24}
+    if moe is not None:
+        tree["moe"] = {"num_experts": 4, **moe}
+    model = read_config(ViTConfig, {"kind": "vit", **tree, "num_classes": 5, **fields}).build(seed=1)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))  # pyright: ignore
+    return model.eval()
+
+
+def models(fast: tuple[str, ...]) -> list[Any]:
+    cases = {name: (moe, {}) for name, moe in CASES.items()}
+    cases |= {name: (None, fields) for name, fields in MODELS.items()}
+    return [
+        pytest.param(*case, id=name, marks=() if name in fast else pytest.mark.smoke)
+        for name, case in cases.items()
+    ]
+
+
+@pytest.mark.parametrize(("moe", "fields"), models(fast=("token choice, groups",)))
+def test_a_program_of_torch(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
+    """The same operators in the same order: equal to the bit."""
+    model = built(moe, **fields)
+    assert graphs.write_program(model, str(tmp_path / "model.pt2")) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+
+
+@pytest.mark.parametrize(("moe", "fields"), models(fast=()))
+def test_onnx(moe: dict[str, Any] | None, fields: dict[str, Any], tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        library(package)
+    assert graphs.write_onnx(built(moe, **fields), str(tmp_path / "model.onnx")) < 2e-6
+
+
+@pytest.mark.smoke
+def test_a_program_runs_where_the_project_is_unknown(tmp_path: Path) -> None:
+    """Our own operators are not in it."""
+    model = built(CASES["token choice, sinkhorn"])
+    graphs.write_program(model, str(tmp_path / "model.pt2"))
+    torch.save(images := torch.rand(5, 3, 16, 16), tmp_path / "images")
+    code = (
+        "import sys, torch\n"
+        "program = torch.export.load('model.pt2').module()\n"
+        "torch.save(program(torch.load('images'))['logits'], 'logits')\n"
+        "assert 'moe' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=120)
+    assert torch.equal(torch.load(tmp_path / "logits"), model(images).logits)
+
+
+def test_the_difference_is_that_of_the_outputs() -> None:
+    model = built(None)
+
+    def off(images: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = model(images).logits
+        return {"logits": logits + 0.25 * logits.abs().max() * (len(images) == 3)}
+
+    assert graphs.difference(model, off) == pytest.approx(0.25)
+
+
+def test_onnx_needs_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(
+        UsageError, match=r"needs the package onnxruntime: pip install 'moe-frontier\[export\]'"
+    ):
+        graphs.write_onnx(built(None), str(tmp_path / "model.onnx"))
+    assert not [*tmp_path.iterdir()]
