@@ -5,9 +5,9 @@ number of iterations are those of the model's evaluation.
 """
 
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -113,15 +113,15 @@ def group_of(model: Model) -> int:
 
 
 def _write(out: str, save: Callable[[str], Any]) -> None:
-    """Writes a file as a whole or not at all."""
+    """Writes a file as a whole or not at all. Weights of more than 2 GB lie in a second file of ONNX, which
+    the first names.
+    """
     path = Path(out)
     storage.make_folder(str(path.parent))
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")  # its ending says what it is
-    try:
-        save(str(temporary))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+        save(f"{folder}/{path.name}")
+        for file in sorted(Path(folder).iterdir(), reverse=True):
+            file.replace(path.with_name(file.name))
 
 
 def _package(name: str) -> Any:
