@@ -17,6 +17,7 @@ from typing import Any
 
 from jobs._cli import check_out, command
 from jobs._flags import assignment, flag, parse
+from orchestrator.errors import UsageError
 from orchestrator.names import run_name
 
 
@@ -56,7 +57,11 @@ def import_weights(flags: ImportFlags) -> None:
     print(planned, flush=True)
     if not out.endswith(SUFFIX):
         check_out(out, own=(WEIGHTS,), apart=(storage.absolute(flags.source),))
-    write_import(planned, out, fresh=flags.fresh)
+    try:
+        write_import(planned, out, fresh=flags.fresh)
+    except UsageError:
+        storage.delete_empty_folder(out)
+        raise
     print(f"written to {out}: from moe.load import load; model = load({out!r})")
 
 

@@ -86,9 +86,11 @@ class ModelRef:
         if self.classes is None:
             outputs = self.run.model.num_classes
             fits, known = len(classes) <= outputs, f"unknown classes ({outputs} outputs)"
+            was = self.run.data.path
+            why = f"{was} is missing or has changed" if was else "its weights came without their names"
             log.warning(
-                f"The classes of {self.name} are unknown, because {self.run.data.path} is missing or has"
-                f" changed: the labels of {path} are compared by number."
+                f"The classes of {self.name} are unknown, because {why}: the labels of {path} are compared by"
+                " number."
             )
         else:
             fits, known = classes == self.classes[: len(classes)], f"the classes {_first(self.classes)}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from jobs import evaluate, export, import_weights, train
 from moe.load import load
@@ -31,6 +31,13 @@ def test_import_says_what_it_did_and_leaves_nothing_of_a_refusal(call: Call, tmp
     stopped, _ = call(import_weights.main, unsure, "--out", str(tmp_path / "tv"))
     assert "do not say how many attention heads" in stopped
     assert not (tmp_path / "tv").exists()
+    tensors = load_file(WEIGHTS / "timm_token" / "model.safetensors")
+    tensors["head.bias"][0] = math.nan
+    broken = Path(shutil.copytree(WEIGHTS / "timm_token", tmp_path / "broken"))
+    save_file(tensors, broken / "model.safetensors")
+    stopped, _ = call(import_weights.main, str(broken), "--out", str(tmp_path / "nan"))
+    assert "has values that are not finite" in stopped
+    assert not (tmp_path / "nan").exists()
     sized = ["--set", "model.heads=2", "model.image_size=48"]
     stopped, said = call(import_weights.main, unsure, "--out", str(tmp_path / "tv.safetensors"), *sized)
     assert stopped == ""
@@ -60,6 +67,12 @@ def test_every_command_takes_a_source_as_a_model(empty_home: Path, call: Call, d
     assert stopped == "", said
     assert (made / "model.safetensors").stat().st_mtime_ns == written
     assert "is a file of weights already" in call(export.main, source, "--out", "x")[0]
+    # Another config beside the same weights is another model.
+    config = json.loads(Path(source, "config.json").read_text())
+    config["pretrained_cfg"]["mean"] = [0.4, 0.4, 0.4]
+    Path(source, "config.json").write_text(json.dumps(config))
+    assert call(evaluate.main, source, "--data", digits, "--shots", "1")[0] == ""
+    assert len([*(empty_home / "imports").iterdir()]) == 2
 
 
 def test_exact_arms_keep_the_function_of_the_dense_model(tmp_path: Path) -> None:

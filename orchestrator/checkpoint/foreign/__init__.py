@@ -5,6 +5,7 @@ they do not say (`kind.Facts`). The rest is the same for all: `plan_import` deci
 `write_import` reads and writes.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -118,6 +119,8 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         UsageError: for weights of no known kind, of a model that ours cannot be, or that are not whole.
     """
     opened, changes = open_foreign(source), dict(changes or {})
+    if other := [field for field in changes if not field.startswith(("model.", "data.eval_"))]:
+        raise UsageError(f"{other[0]} is no field of an imported model: model.* and data.eval_* are")
     opened = replace(opened, tensors=_unwrapped(opened.tensors))
     kind = next((kind for kind in KINDS if kind.recognises(opened.tensors)), None)
     if lacking := _lacking(opened.tensors):
@@ -232,8 +235,13 @@ def imported(source: str, root: str) -> str:
         UsageError: if they cannot be.
     """
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(source).name.removesuffix(".index")).strip("-.") or "weights"
-    planned = plan_import(source, name=name)
-    folder = storage.join(root, "imports", f"{name}-{planned.opened.sha256()[:12]}")
+    try:
+        planned = plan_import(source, name=name)
+    except UsageError as error:
+        raise UsageError(f"{error} (jobs/import_weights.py takes what the weights do not say)") from None
+    opened = planned.opened
+    read = json.dumps([opened.sha256(), opened.config, opened.preprocessor], sort_keys=True)
+    folder = storage.join(root, "imports", f"{name}-{hashlib.sha256(read.encode()).hexdigest()[:12]}")
     if storage.size(storage.join(folder, CONFIG)) is None:
         log.info("%s", planned)
         write_import(planned, folder, fresh=True)

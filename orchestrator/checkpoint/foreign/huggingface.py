@@ -1,4 +1,4 @@
-"""Weights of transformers with their config.json: ViT, plain DeiT, MAE, DINOv2 and SigLIP's image tower.
+"""Weights of transformers with their config.json: ViT, MAE, DINOv2 and SigLIP's image tower.
 
 transformers 5 has other names in memory than in its files; both are read.
 """
@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch.nn.functional as F
 
 from moe.models.vit import ViTConfig
-from orchestrator.checkpoint.foreign.kind import HALF, IMAGENET, Facts, TensorNames, WeightsKind
+from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
 from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
 OPENS = "transformers.AutoModelForImageClassification.from_pretrained('{out}')"
-PREFIXES = ("vit.", "deit.", "dinov2.", "vision_model.", "")
+PREFIXES = ("vit.", "dinov2.", "vision_model.", "")
 VIT = TensorNames(
     embed="embeddings.patch_embeddings.projection.",
     class_token="embeddings.cls_token",
@@ -75,7 +75,6 @@ SIGLIP = TensorNames(
 LAYOUTS = {
     "vit": VIT,
     "vit_mae": VIT,
-    "deit": VIT,
     "dinov2": DINOV2,
     "siglip": SIGLIP,
     "siglip_vision_model": SIGLIP,
@@ -131,9 +130,13 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
             ("width", "hidden_size"),
             ("depth", "num_hidden_layers"),
             ("patch_size", "patch_size"),
+            ("mlp_dim", "intermediate_size"),
+            ("image_size", "image_size"),
         )
         if isinstance(settings.get(key), int)
     }
+    if not isinstance(settings.get("image_size", 224), int) or settings.get("num_channels", 3) != 3:
+        raise UsageError("the model here reads square images of 3 colours")
     facts = Facts(
         heads=settings.get("num_attention_heads", 12),
         gelu=GELUS[act],
@@ -158,7 +161,7 @@ def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
         name = name.removeprefix(prefix)
         for pattern, word in RENAMED if "siglip" not in kind else ():
             name = re.sub(pattern, word, name)
-        if kind in ("vit", "vit_mae", "deit"):
+        if kind in ("vit", "vit_mae"):
             name = name.replace(".mlp.fc1.", ".intermediate.dense.").replace(".mlp.fc2.", ".output.dense.")
         found[name] = lazy
     return found
@@ -176,23 +179,34 @@ def _preprocessing(
     """Mean, std, fields of `DataConfig`, and what is assumed."""
     found = opened.preprocessor
     if found is None:
-        mean, std = IMAGENET if kind in ("dinov2", "deit") else HALF
-        evaluation = {"eval_resize": "square", "eval_crop": 1.0}
-        return mean, std, evaluation, ("no preprocessor_config.json: the library's own mean, std and resize",)
+        if kind == "dinov2":
+            raise UsageError(
+                "there is no preprocessor_config.json, and DINOv2's mean and crop differ by model"
+            )
+        cubic = "bicubic" if "siglip" in kind else "bilinear"
+        evaluation = {"eval_resize": "square", "eval_crop": 1.0, "eval_interpolation": cubic}
+        return *HALF, evaluation, (f"no preprocessor_config.json: mean and std of 0.5, square, {cubic}",)
+    if not found.get("do_rescale", True) or abs(found.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+        raise UsageError("it does not rescale pixels by 1/255, and images here are in -1..1")
     mean, std = tuple(found.get("image_mean", HALF[0])), tuple(found.get("image_std", HALF[1]))
     if not found.get("do_normalize", True):
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     size, crop = found.get("size"), found.get("crop_size")
     size = {"height": size, "width": size} if isinstance(size, int) else dict(size or {})
+    if size.get("height") != size.get("width"):
+        raise UsageError(f"it resizes to {size}, and the model here reads squares")
     cropped = crop.get("height") if isinstance(crop, Mapping) else crop
     cropped = cropped if found.get("do_center_crop") else None
-    whole = size.get("shortest_edge", size.get("height"))
+    whole, resample = size.get("shortest_edge", size.get("height")), found.get("resample", 2)
     evaluation = {
         "eval_resize": "shorter" if "shortest_edge" in size else "square",
         "eval_crop": cropped / whole if cropped and whole and cropped <= whole else 1.0,
-        "eval_interpolation": "bicubic" if found.get("resample") == 3 else "bilinear",
+        "eval_interpolation": "bicubic" if resample == 3 else "bilinear",
     }
-    return mean, std, evaluation, ()
+    assumed = [] if resample in (2, 3) else [f"resample {resample} is not known here: bilinear is taken"]
+    if not found.get("do_resize", True):
+        assumed.append("it does not resize: images are resized here")
+    return mean, std, evaluation, tuple(assumed)
 
 
 def as_transformers(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:

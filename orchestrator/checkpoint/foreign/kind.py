@@ -1,5 +1,6 @@
 """What a project's weights are called there, and what their tensors do not say."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.errors import UsageError
 
 Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -63,6 +65,7 @@ class Facts:
 
     Attributes:
         heads: of attention; None: unknown.
+        heads_said: whether the source says so; else it is a rule of the library.
         mean, std: of the source's normalisation of pixels in 0..1, by channel.
         evaluation: fields of `DataConfig`.
         resize: how the source's library resizes position embeddings.
@@ -73,6 +76,7 @@ class Facts:
     """
 
     heads: int | None
+    heads_said: bool = True
     gelu: Literal["tanh", "exact"]
     resize: Resize
     norm_eps: float = 1e-6
@@ -84,6 +88,14 @@ class Facts:
     pooling: Literal["gap", "token", "map"] | None = None
     assumed: tuple[str, ...] = ()
     licence: str = ""
+
+    def __post_init__(self) -> None:
+        numbers = [*self.mean, *self.std]
+        whole = len(self.mean) == len(self.std) == 3 and all(map(math.isfinite, numbers))
+        if not whole or min(self.std) <= 0:
+            raise UsageError(
+                f"mean {self.mean} and std {self.std} must be three numbers each, and std above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

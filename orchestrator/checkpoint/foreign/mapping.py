@@ -54,12 +54,12 @@ class _Planner:
         self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None
     ) -> None:
         self.theirs, self.names, self.facts = tensors, names, facts
-        if facts.heads and heads not in (None, facts.heads):
+        if facts.heads and facts.heads_said and heads not in (None, facts.heads):
             raise UsageError(f"`model.heads` {heads}: the weights have {facts.heads}")
-        self.heads = facts.heads or heads
+        self.heads = heads or facts.heads
         self.ours: dict[str, Lazy] = {}
         self.made: dict[str, str] = {}
-        self.biases: dict[str, set[str]] = {}  # part of a block -> its blocks with a bias
+        self.has: dict[str, set[int]] = {}  # tensor of a block -> the blocks that have it
 
     def plan(self) -> ImportPlan:
         layout = self.names
@@ -81,8 +81,8 @@ class _Planner:
         if not depth:
             raise UsageError(f"there is no block {layout.block.format(i=0)}")
         moe_blocks = [i for i in range(depth) if self.block(i)]
-        self.check_biases(depth)
-        self.linear("norm", layout.norm)
+        self.check_blocks()
+        self.linear("norm", layout.norm, needs_bias=True)
         pooling = self.pooling()
         rows = self.positions(class_token=pooling == "token")
         if layout.pre_logits and f"{layout.pre_logits}weight" in self.theirs:
@@ -97,6 +97,8 @@ class _Planner:
             else self.ours[f"blocks.{dense}.mlp.up.weight"].shape[0]
         )
         grid = math.isqrt(rows - (pooling == "token"))
+        classes = 0 if "head" in self.made else self.ours["head.weight"].shape[0]
+        self.check_said(mlp_dim=mlp_dim, image_size=grid * patch, num_classes=classes)
         try:
             config = ViTConfig(
                 image_size=grid * patch,
@@ -128,19 +130,22 @@ class _Planner:
             raise UsageError(f"there is no tensor {name}: the file is not whole, or of another model")
         return self.theirs[name]
 
-    def linear(self, ours: str, *bases: str, scale: str = "", block: int | None = None) -> None:
+    def linear(
+        self, ours: str, *bases: str, scale: str = "", block: int | None = None, needs_bias: bool = False
+    ) -> None:
         """Takes weight and bias of the layers `bases`, one below the other, scaled by row."""
+        part_of = ours.split(".", 2)[-1]
         for part in ("weight", "bias"):
             names = [f"{base}{part}" for base in bases]
             if part == "bias" and names[0] not in self.theirs:
-                rows = self.ours[f"{ours}.weight"].shape[0]
-                self.ours[f"{ours}.bias"], self.made[f"{ours}.bias"] = (
-                    zero_tensor(rows),
-                    "zeros, as it has none",
-                )
+                if needs_bias:
+                    raise UsageError(
+                        f"there is no tensor {names[0]}: the file is not whole, or of another model, such as"
+                        " one with RMSNorm"
+                    )
+                self.ours[f"{ours}.bias"] = zero_tensor(self.ours[f"{ours}.weight"].shape[0])
+                self.made[f"{ours}.bias"] = "zeros, as it has none"
                 continue
-            if part == "bias" and block is not None:
-                self.biases.setdefault(ours.split(".", 2)[2], set()).add(str(block))
             found = [self.tensor(name) for name in names]
             taken = found[0] if len(found) == 1 else combined("joined", _joined, found)
             if scale and scale in self.theirs:
@@ -149,15 +154,18 @@ class _Planner:
                     raise UsageError(f"{scale} is {factor.shape}, and {names[0]} {taken.shape}")
                 taken = combined("scaled by LayerScale", _scaled, [taken, factor])
             self.ours[f"{ours}.{part}"] = taken
-
-    def check_biases(self, depth: int) -> None:
-        """A bias that is missing in some blocks alone was lost."""
-        for part, blocks in self.biases.items():
-            if len(blocks) < depth and not part.startswith("mlp."):
-                lost = next(i for i in range(depth) if str(i) not in blocks)
-                raise UsageError(
-                    f"block {lost} has no bias of {part}, and others have: the file is not whole"
+            if block is not None:
+                self.has.setdefault(f"{part_of}.{part}", set()).add(block)
+                self.has.setdefault(f"LayerScale of {part_of}", set()).update(
+                    {block} if scale in self.theirs else ()
                 )
+
+    def check_blocks(self) -> None:
+        """What is missing in some blocks alone was lost."""
+        for tensor, blocks in self.has.items():
+            layer = tensor.removeprefix("LayerScale of ").removesuffix(".bias").removesuffix(".weight")
+            if blocks and (lost := self.has[f"{layer}.weight"] - blocks):
+                raise UsageError(f"block {min(lost)} has no {tensor}, and others have: the file is not whole")
 
     def check_said(self, **found: int) -> None:
         for name, value in found.items():
@@ -186,8 +194,8 @@ class _Planner:
         def named(*names: str) -> list[str]:
             return [f"{theirs}{name}" for name in names]
 
-        self.linear(f"{ours}.norm1", *named(layout.norm1), block=i)
-        self.linear(f"{ours}.norm2", *named(layout.norm2), block=i)
+        self.linear(f"{ours}.norm1", *named(layout.norm1), block=i, needs_bias=True)
+        self.linear(f"{ours}.norm2", *named(layout.norm2), block=i, needs_bias=True)
         self.linear(f"{ours}.attention.qkv", *named(*layout.qkv), block=i)
         scales = [f"{theirs}{name}" if name else "" for name in (layout.scale1, layout.scale2)]
         self.linear(f"{ours}.attention.out", *named(layout.out), scale=scales[0], block=i)
@@ -251,11 +259,13 @@ class _Planner:
         else:
             self.linear("pool.q", *layout.pool_q)
             self.linear("pool.kv", *layout.pool_kv)
+            if ("pool.q.bias" in self.made) != ("pool.kv.bias" in self.made):
+                raise UsageError("queries or keys of the pooling lack their bias: the file is not whole")
         for norm, name in (("norm_q", layout.pool_norm_q), ("norm_k", layout.pool_norm_k)):
             if name and f"{name}weight" in self.theirs:
                 self.ours[f"pool.{norm}.weight"] = self.tensor(f"{name}weight")
         self.linear("pool.out", layout.pool_out)
-        self.linear("pool.norm", layout.pool_norm)
+        self.linear("pool.norm", layout.pool_norm, needs_bias=True)
         self.linear("pool.mlp.up", layout.pool_up)
         self.linear("pool.mlp.down", layout.pool_down)
 
@@ -284,7 +294,7 @@ class _Planner:
 
     def head(self, width: int) -> None:
         if f"{self.names.head}weight" in self.theirs:
-            self.linear("head", self.names.head)
+            self.linear("head", self.names.head, needs_bias=True)
             return
         self.ours |= {"head.weight": zero_tensor(1, width), "head.bias": zero_tensor(1)}
         self.made["head"] = "new, of one class, as it has none"

@@ -229,7 +229,7 @@ def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
         raise UsageError(f"{path} is not a whole file of torch: {_line(error)}") from None
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            others = [name for name in WRAPPERS if name != wrapper and name in content]
+            others = [str(k) for k, v in content.items() if k != wrapper and isinstance(v, Mapping)]
             notes.append(f"the copy {wrapper!r} is taken" + (f", not {', '.join(others)}" if others else ""))
             content = content[wrapper]
             break

@@ -5,7 +5,7 @@ The config names the architecture, whose defaults decide the GELU and, without `
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 
@@ -20,6 +20,7 @@ TANH = (
     r"vit_(base_patch32_siglip\w*_256|giantopt_patch16_siglip\w*|large_patch16_siglip\w*_512|"
     r"so400m_patch16_siglip\w*)"
 )
+SIZES = {"tiny": (192, 12), "small": (384, 12), "base": (768, 12), "large": (1024, 24), "huge": (1280, 32)}
 SIXTEEN_HEADS = (1152, 1280, 1408, 1536, 1664)  # widths whose heads are not of 64
 POOLINGS: dict[str, Literal["gap", "token", "map"]] = {"token": "token", "avg": "gap", "map": "map"}
 LAYOUT = TensorNames(
@@ -52,7 +53,7 @@ LAYOUT = TensorNames(
 ARCHITECTURES = {192: "tiny_patch16", 384: "small_patch16", 1024: "large_patch16", 1280: "huge_patch14"}
 OTHER = (
     r"beit|eva|swin|hybrid|relpos|samvit|rope|dinov3|_r50|_r26|quickgelu|clip|aimv2|hiera|naflex|mixer|resmlp|"
-    r"deit\w*_distilled"
+    r"deit\w*_distilled|_reg\d"
 )
 
 
@@ -62,48 +63,98 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
 
 def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config or {}
-    architecture, args = str(config.get("architecture", "")), config.get("model_args") or {}
+    architecture, args = str(config.get("architecture", "")).partition(".")[0], config.get("model_args") or {}
     pretrained = config.get("pretrained_cfg") or {}
-    if found := re.search(OTHER, architecture):
-        raise UsageError(
-            f"{architecture} is no plain ViT of timm ({found[0]}): the model here lacks its parts"
-        )
+    if (architecture and not re.search("vit|deit", architecture)) or re.search(OTHER, architecture):
+        raise UsageError(f"{architecture} is no plain ViT of timm: the model here lacks its parts")
     if args.get("act_layer") not in (None, "gelu", "gelu_tanh"):
         raise UsageError(f"act_layer={args['act_layer']!r}: the model here has gelu, exact or by tanh")
-    tanh = args.get("act_layer") == "gelu_tanh" or re.fullmatch(TANH, architecture.partition(".")[0])
-    width = opened.tensors["patch_embed.proj.weight"].shape[0]
-    heads = args.get("num_heads")
-    if heads is None and width % 64 == 0:
-        heads = 16 if width in SIXTEEN_HEADS or "patch16_gap_224" in architecture else width // 64
+    if args.get("norm_layer") not in (None, "layernorm"):
+        raise UsageError(f"norm_layer={args['norm_layer']!r}: the model here has layernorm")
+    if args.get("reg_tokens"):
+        raise UsageError(f"reg_tokens={args['reg_tokens']}: the model here has no register tokens")
+    if re.search("deit3|dinov2", architecture) and "blocks.0.ls1.gamma" not in opened.tensors:
+        raise UsageError(
+            f"{architecture} has LayerScale, and the tensors have none: it is another model's config"
+        )
+    tanh = args.get("act_layer") == "gelu_tanh" or re.fullmatch(TANH, architecture)
     pooling = config.get("global_pool") or args.get("global_pool")
     if pooling not in (None, "", *POOLINGS):
         raise UsageError(f"global_pool={pooling!r}: the model here pools by token, avg or map")
-    if not opened.config and "mean" not in pretrained:
-        opened.notes.append("no config.json: mean and std of 0.5 and the exact GELU are assumed")
-    mean, std = pretrained.get("mean", HALF[0]), pretrained.get("std", HALF[1])
+    width, assumed = opened.tensors["patch_embed.proj.weight"].shape[0], []
+    heads = args.get("num_heads")
+    if heads is None and architecture:
+        heads = _heads(architecture, width)
+        assumed.append(f"{heads} heads, as {architecture} has them")
+    if not opened.config:
+        assumed.append(
+            "no config.json: mean and std of 0.5, the exact GELU, a crop of 0.9, bicubic, and pooling by the"
+            " class token or the mean"
+        )
+    for name, known in (("interpolation", ("bicubic", "bilinear")), ("crop_mode", ("center", "squash"))):
+        if pretrained.get(name, known[0]) not in known:
+            assumed.append(f"{name} {pretrained[name]!r} is not known here: {known[0]} is taken")
+    squash = pretrained.get("crop_mode") == "squash"
     facts = Facts(
         heads=heads,
+        heads_said="num_heads" in args,
         gelu="tanh" if tanh else "exact",
-        mean=tuple(mean),
-        std=tuple(std),
+        mean=tuple(pretrained.get("mean", HALF[0])),
+        std=tuple(pretrained.get("std", HALF[1])),
         resize=lambda image, new: F.interpolate(
             image, size=(new, new), mode="bicubic", antialias=True, align_corners=False
         ),
         evaluation={
-            "eval_resize": "square" if pretrained.get("crop_mode") == "squash" else "shorter",
-            "eval_crop": 1.0 if pretrained.get("crop_mode") == "squash" else pretrained.get("crop_pct", 0.9),
+            "eval_resize": "square" if squash else "shorter",
+            "eval_crop": 1.0 if squash else pretrained.get("crop_pct", 0.9),
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
         },
         classes=tuple(config["label_names"]) if config.get("label_names") else None,
-        says={
-            ours: args[theirs]
-            for ours, theirs in (("width", "embed_dim"), ("depth", "depth"), ("patch_size", "patch_size"))
-            if isinstance(args.get(theirs), int)
-        },
+        says=_said(architecture, config, args, pretrained),
         pooling=POOLINGS.get(pooling or ""),
+        assumed=tuple(assumed),
         licence=str(pretrained.get("license") or ""),
     )
     return opened.tensors, LAYOUT, facts
+
+
+def _heads(architecture: str, width: int) -> int | None:
+    if architecture.startswith("test_vit"):
+        return width // 32
+    if width in SIXTEEN_HEADS or "patch16_gap_224" in architecture:
+        return 16
+    return width // 64 if width % 64 == 0 else None
+
+
+def _said(
+    architecture: str, config: Mapping[str, Any], args: Mapping[str, Any], pretrained: Mapping[str, Any]
+) -> dict[str, int]:
+    """What config and name say of sizes, which the tensors have to have."""
+    said: dict[str, int] = {}
+    name = re.match(r"(?:vit|deit3?)_(tiny|small|base|large|huge)_patch(\d+)_(?!.*\d+x\d+)", architecture)
+    if name:
+        width, depth = SIZES[name[1]]
+        said |= {"width": width, "depth": depth, "patch_size": int(name[2])}
+    if isinstance(config.get("num_features"), int):
+        said["width"] = config["num_features"]
+    if isinstance(pretrained.get("input_size"), list):
+        said["image_size"] = _side(pretrained["input_size"][-2:])
+    if "img_size" in args:
+        said["image_size"] = _side(args["img_size"])
+    for theirs, ours in (("embed_dim", "width"), ("depth", "depth"), ("patch_size", "patch_size")):
+        if isinstance(args.get(theirs), int):
+            said[ours] = args[theirs]
+    if "mlp_ratio" in args and "width" in said:
+        said["mlp_dim"] = int(said["width"] * args["mlp_ratio"])
+    classes = config.get("num_classes", args.get("num_classes"))
+    return said | ({"num_classes": classes} if isinstance(classes, int) and classes else {})
+
+
+def _side(size: Any) -> int:
+    sides = size if isinstance(size, list | tuple) else [size]
+    if len({*sides}) != 1:
+        raise UsageError(f"images of {' x '.join(map(str, sides))} pixels: the model here reads squares")
+    return int(sides[0])
 
 
 def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) -> ForeignFolder:

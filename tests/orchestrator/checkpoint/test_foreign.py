@@ -171,8 +171,21 @@ def dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
             "norms of queries and keys with a bias",
         ),
         ("timm_token", added("blocks.0.attn.rel_pos.bias", 16), "relative positions"),
-        ("timm_token", dropped("blocks.1.attn.qkv.bias"), "block 1 has no bias of attention.qkv"),
+        (
+            "timm_token",
+            dropped("blocks.1.attn.qkv.bias"),
+            "block 1 has no attention.qkv.bias, and others have",
+        ),
         ("timm_token", dropped("norm.weight"), "no tensor norm.weight"),
+        ("timm_token", dropped("blocks.1.mlp.fc1.bias"), "block 1 has no mlp.up.bias, and others have"),
+        (
+            "timm_deit3",
+            dropped("blocks.0.ls2.gamma"),
+            "block 0 has no LayerScale of mlp.down, and others have",
+        ),
+        ("timm_token", dropped("norm.bias"), "no tensor norm.bias: .* such as one with RMSNorm"),
+        ("timm_token", dropped("head.bias"), "no tensor head.bias"),
+        ("timm_siglip", dropped("attn_pool.q.bias"), "queries or keys of the pooling lack their bias"),
         ("timm_token", added("surplus", 3), "no place for surplus"),
         ("timm_token", renamed("blocks.1.", "blocks.2."), "config says depth=2, and the tensors have 1"),
         ("hf_dinov2", added("embeddings.register_tokens", 1, 4, 32), "has register tokens"),
@@ -196,7 +209,14 @@ def test_tensors_that_do_not_fit_are_refused(
         ("hf_dinov2", {"use_swiglu_ffn": True}, "SwiGLU"),
         ("timm_token", {"architecture": "eva02_base_patch14_224"}, "is no plain ViT of timm"),
         ("timm_token", {"architecture": "vit_base_patch16_rope_224"}, "is no plain ViT of timm"),
-        ("timm_token", {"pretrained_cfg": {"mean": "grey"}}, "settings that cannot be used"),
+        ("timm_token", {"architecture": "resnet50"}, "is no plain ViT of timm"),
+        ("timm_token", {"architecture": "vit_small_patch14_dinov2"}, "LayerScale, and the tensors have none"),
+        ("timm_token", {"model_args": {}}, "do not say how many attention heads"),
+        ("timm_token", {"num_classes": 9}, "config says num_classes=9, and the tensors have 5"),
+        ("timm_token", {"model_args": {"img_size": [64, 32]}}, "images of 64 x 32 pixels"),
+        ("timm_token", {"pretrained_cfg": {"mean": "grey"}}, "must be three numbers each"),
+        ("hf_vit", {"intermediate_size": 128}, "config says mlp_dim=128, and the tensors have 64"),
+        ("hf_vit", {"image_size": [32, 64]}, "reads square images"),
         (
             "timm_token",
             {"pretrained_cfg": {"crop_pct": 7}},
@@ -251,6 +271,18 @@ def test_other_files_are_refused(content: bytes, says: str, tmp_path: Path) -> N
 
 
 def test_heads_that_nobody_says(tmp_path: Path) -> None:
+    """A bare state dict is asked for them, whatever its width; a rule of timm's names may be corrected."""
+    with pytest.raises(UsageError, match="do not say how many attention heads"):
+        plan_import(str(GOLDENS / "timm_token" / "model.safetensors"), name="x")
+    copy = Path(shutil.copytree(GOLDENS / "timm_token", tmp_path / "named"))
+    config = json.loads((copy / "config.json").read_text())
+    del config["model_args"]
+    (copy / "config.json").write_text(json.dumps(config | {"architecture": "test_vit"}))
+    assert "1 heads, as test_vit has them" in str(plan_import(str(copy), name="x"))
+    assert plan_import(str(copy), name="x", changes={"model.heads": 2}).plan.config.heads == 2
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="config says depth=12, and the tensors have 2"):
+        plan_import(str(copy), name="x", changes={"model.heads": 2})
     with pytest.raises(
         UsageError, match=r"do not say how many attention heads they have: set `model\.heads`"
     ):
