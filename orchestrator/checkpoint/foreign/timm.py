@@ -94,6 +94,13 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     for name, known in (("interpolation", ("bicubic", "bilinear")), ("crop_mode", ("center", "squash"))):
         if pretrained.get(name, known[0]) not in known:
             assumed.append(f"{name} {pretrained[name]!r} is not known here: {known[0]} is taken")
+    said = _said(architecture, config, args, pretrained)
+    patch = opened.tensors["patch_embed.proj.weight"].shape[-1]
+    if over := said.get("image_size", 0) % patch:
+        assumed.append(
+            f"{over} pixels at the edge that no patch covers there: images are resized to less here"
+        )
+        said["image_size"] -= over
     squash = pretrained.get("crop_mode") == "squash"
     facts = Facts(
         heads=heads,
@@ -110,7 +117,7 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
         },
         classes=tuple(config["label_names"]) if config.get("label_names") else None,
-        says=_said(architecture, config, args, pretrained),
+        says=said,
         pooling=POOLINGS.get(pooling or ""),
         assumed=tuple(assumed),
         licence=str(pretrained.get("license") or ""),

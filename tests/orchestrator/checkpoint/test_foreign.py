@@ -20,6 +20,7 @@ from torch import Tensor
 from moe.load import load
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.errors import UsageError
+from tests.parts import library
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 FOLDERS = sorted(path.name for path in GOLDENS.iterdir() if (path / "config.json").is_file())
@@ -328,3 +329,36 @@ def test_damage_is_an_error_of_one_line_or_changes_nothing(case: str, tmp_path: 
             assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), number
     assert len(refused) > 10
     assert not any("\n" in reason for reason in refused)
+
+
+@pytest.mark.slow  # some 180 models
+def test_every_plain_vit_of_timm(tmp_path: Path) -> None:
+    """By name, at small size with all parameters random: imported with the output of timm, or refused."""
+    timm, hub = library("timm"), library("timm.models._hub")
+    small = {"depth": 2, "embed_dim": 64, "num_heads": 4, "num_classes": 7}
+    taken, generator = [], torch.Generator().manual_seed(0)
+    for name in (*timm.list_models(module="vision_transformer"), *timm.list_models(module="deit")):
+        try:
+            model = timm.create_model(name, pretrained=False, **small).eval()
+        except (TypeError, AssertionError):  # of another class, or never so small
+            continue
+        if sum(parameter.numel() for parameter in model.parameters()) > 10**8:
+            continue
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        shutil.rmtree(tmp_path / name, ignore_errors=True)
+        hub.save_for_hf(model, str(tmp_path / name), model_args=small)
+        try:
+            write_import(plan_import(str(tmp_path / name), name="x"), str(tmp_path / "out"), fresh=True)
+        except UsageError:
+            continue
+        size, cfg = model.patch_embed.img_size[0], model.pretrained_cfg
+        images = torch.rand(1, 3, size, size, generator=generator)
+        mean, std = (torch.tensor(cfg[part]).view(3, 1, 1) for part in ("mean", "std"))
+        with torch.no_grad():
+            wanted, found = model((images - mean) / std), load(tmp_path / "out")(2 * images - 1).logits
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+        taken.append(name)
+        shutil.rmtree(tmp_path / name)
+    assert len(taken) == 85, taken
