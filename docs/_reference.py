@@ -21,7 +21,7 @@ from jobs._list import description, models, scales, sweeps
 from jobs._main import FILES
 from moe.codec import dataclasses_of, hints_of, to_dict
 from orchestrator.config import RunConfig
-from orchestrator.tasks import ClassificationConfig
+from orchestrator.tasks import TaskConfig
 from orchestrator.training.metrics import METRICS
 
 HELP_WIDTH = "92"
@@ -117,7 +117,9 @@ def help_of(command: str) -> str:
 
 
 def metrics_page() -> str:
-    metrics = METRICS | ClassificationConfig.described
+    metrics = dict(METRICS)
+    for task in TaskConfig.kinds.values():
+        metrics |= task.described
     rows = (f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in metrics.items())
     return "\n".join(
         [
