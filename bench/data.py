@@ -278,7 +278,7 @@ def memory(data: Path, folder: Path, times: int) -> Iterator[Record]:
 
 
 def peak_bytes(process: Any) -> int:
-    """Of all its processes together; pages that several share count once (PSS)."""
+    """Returns the memory of all its processes; pages that several of them share count once (PSS)."""
     peak, root = 0, psutil.Process(process.pid)
     while process.is_alive():
         total = 0

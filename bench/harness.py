@@ -1,4 +1,4 @@
-"""What the commands of this folder share: options, and functions in processes of their own."""
+"""Options of the commands in this folder, and functions in processes of their own."""
 
 import argparse
 import os

@@ -125,7 +125,7 @@ class RunFlags:
             changes["model"] = to_dict(preset(model))
         elif weights and (model_of_weights or is_import(weights)):
             was = read_model(weights, whole=False).run
-            changes |= {"model": to_dict(was.model)}
+            changes["model"] = to_dict(was.model)
             changes |= {f"data.{field}": value for field, value in was.data.eval_settings().items()}
         optional = {
             "scale.workers": self.workers,

@@ -1,4 +1,4 @@
-"""What lies beside exported weights: a model card, and how an image becomes the model's input.
+"""The files beside exported weights: a model card, and how an image becomes the model's input.
 
 Paths of the machine that trained are cut to their last part.
 """

@@ -7,7 +7,7 @@ from moe.load import WEIGHTS
 from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
-from orchestrator.checkpoint.foreign import imported, is_foreign
+from orchestrator.checkpoint.foreign import import_once, is_foreign
 from orchestrator.checkpoint.manifest import MANIFEST, find_checkpoint, steps
 from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata
@@ -110,7 +110,7 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
         return _checkpoints_of(find_run(store, reference.removeprefix("runs:/")))
     path = storage.absolute(reference)
     if storage.is_local(path) and is_foreign(path):
-        return imported(path, root)
+        return import_once(path, root)
     exported = storage.join(path, WEIGHTS)
     if storage.size(exported) is not None:
         return exported

@@ -216,7 +216,7 @@ def trained_trials(
     ready = partial(connect, watch.say)
     require(preflight(sweep, connect=ready, open_store=open_mine, retrain=bool(options.retrain)))
     store = open_mine()
-    search = options.search and drawn_by(sweep, options.search, watch)
+    search = options.search and make_search(sweep, options.search, watch)
     with watch, _working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
@@ -237,7 +237,7 @@ def trained_trials(
                 update_sweep(directory, lambda was: {"status": status})
 
 
-def drawn_by(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
+def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
     """Returns the search, which has learned from the trials of other sweeps that lie in its space."""
     assert sweep.space
     search = OptunaSearch(

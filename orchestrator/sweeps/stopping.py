@@ -49,7 +49,8 @@ class EarlyStopping:
 
     def jobs(self, states: Sequence[TrialState]) -> Iterator[Job]:
         """Yields jobs of worthy arms in order of cost. Within a band, all arms are tried to their rung before
-        another goes on from there; then by improvement for the cost. A branch has its trunk trained.
+        another goes on from there; after that the largest improvement for the cost is first. The trunk of
+        a branch is trained before it.
         """
         table, named = self._table(states), {state.name: state for state in states}
         order = np.lexsort((-table.worth, table.paused, table.band))
@@ -83,8 +84,8 @@ class EarlyStopping:
 
 
 class _Table:
-    """What is known of the arms, one row each, from cheap to dear whatever the order of `states`. `gain` and
-    `left` are parts of the hypervolume and of all cost, `mean` is a part of `scale` above chance.
+    """Predictions and costs of the arms, a row each, from cheap to dear whatever the order of `states`.
+    `gain` and `left` are parts of the hypervolume and of all cost, `mean` is a part of `scale` above chance.
     """
 
     def __init__(self, states: Sequence[TrialState], chance: float) -> None:

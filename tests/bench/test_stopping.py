@@ -1,6 +1,8 @@
 """Replays of early stopping: what they charge, its rivals on cases by hand, and the made-up sweeps."""
 
+import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from bench.families import AT, TEST, TUNING, family
 from bench.harness import RESULTS
 from bench.rivals import Promotion, non_dominated
 from bench.stopping import RECORDED, Curves, figures, load_curves, num_outcomes, replay, sweep_curves
+from jobs.pareto_sweep import STOPS_EARLY
 from orchestrator.sweeps.queue import RunToCompletion, TrialState
 
 
@@ -80,3 +83,13 @@ def test_families_are_reproducible_and_in_bounds(seed: int) -> None:
 def test_there_are_300_families_apart_from_those_for_tuning() -> None:
     assert len(TEST) >= 300
     assert not set(TEST) & set(TUNING)
+
+
+def test_a_plan_prints_the_measured_range() -> None:
+    """The cost at which early stopping ended on the recorded sets, with several seeds and with one."""
+    tables = json.loads((RESULTS / "stopping.json").read_text())["tables"]
+    printed = [int(number) for number in re.findall(r"\d+", STOPS_EARLY)]
+    for seeds, (low, high) in {"all seeds": printed[:2], "one seed": printed[2:]}.items():
+        ends = [rows[0]["cost"][0] for name, rows in tables.items() if name.endswith(f", {seeds}")]
+        assert len(ends) == 5
+        assert (low, high) == (round(100 * min(ends)), round(100 * max(ends))), seeds

@@ -20,7 +20,7 @@ from jobs._flags import parse
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.models import load_model
-from orchestrator.sweeps.driver import drawn_by
+from orchestrator.sweeps.driver import make_search
 from orchestrator.sweeps.preflight import check_metrics
 from orchestrator.sweeps.run import QUIET
 from orchestrator.tracking.store import EXPERIMENT
@@ -114,7 +114,7 @@ def test_a_search_learns_from_its_own_data_alone(
         with pytest.raises(UsageError, match="tiny was trained on other data") if refused else nullcontext():
             options = asked.drawing()
             assert options
-            drawn_by(asked.make(), options, QUIET)
+            make_search(asked.make(), options, QUIET)
 
 
 @pytest.mark.smoke  # 36 trials, and a confirmation on two workers

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from orchestrator.checkpoint.foreign import flax, huggingface, timm, torchvision
 from orchestrator.checkpoint.foreign.kind import Facts, Resize
 from orchestrator.checkpoint.foreign.mapping import ImportPlan, plan_vit
 from orchestrator.checkpoint.foreign.outward import ForeignFolder
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened, open_foreign
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy, open_foreign
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import read_metadata, write_export
 from orchestrator.codec import override, to_dict
@@ -47,7 +47,6 @@ LACKING = {
     r".*mlp\.(w12|w3|fc1_g|fc1_x|weights_in|gate_proj)\b.*": "SwiGLU",
     r".*(relative_position|rel_pos|\.lambda_[12]|\.gamma_[12])\b.*": "relative positions, or BEiT",
     r"(.*\.)?layers\.\d+\.blocks\..*": "Swin's stages",
-    r".*attn\.[qk]_norm\.bias$": "norms of queries and keys with a bias",
     r".*blocks\.\d+\.attns\..*": "parallel attention",
     r".*patch_embed\.backbone\..*": "a hybrid with a CNN before the transformer",
 }
@@ -63,7 +62,7 @@ class Import:
     """
 
     kind: str
-    opened: Opened
+    opened: ForeignWeights
     run: RunConfig
     plan: ImportPlan
     facts: Facts
@@ -131,8 +130,8 @@ def plan_import(source: str, *, name: str, changes: Mapping[str, Any] | None = N
         raise UsageError(f"{source} is of no known kind ({known}): it has {some}")
     heads = str(changes.get("model.heads", ""))
     try:
-        tensors, layout, facts = kind.read(opened)
-        plan = plan_vit(tensors, layout, facts, heads=int(heads) if heads.isdecimal() else None)
+        tensors, names, facts = kind.read(opened)
+        plan = plan_vit(tensors, names, facts, heads=int(heads) if heads.isdecimal() else None)
         data = DataConfig(**facts.evaluation)
     except UsageError as error:
         raise UsageError(f"{source}, read as weights of {kind.name}: {error}") from None
@@ -180,7 +179,7 @@ def write_import(planned: Import, out: str, *, fresh: bool = False) -> None:
     source = {
         "kind": planned.kind,
         "location": opened.location,
-        "sha256": opened.sha256(),
+        "sha256": opened.sha256,
         "licence": planned.facts.licence,
     }
     write_export(
@@ -228,7 +227,7 @@ def is_import(location: str) -> bool:
     return location.endswith(SUFFIX) and "source" in read_metadata(location)
 
 
-def imported(source: str, root: str) -> str:
+def import_once(source: str, root: str) -> str:
     """Returns the file that weights of another project were made into below `root`: now, or earlier.
 
     Raises:
@@ -240,7 +239,7 @@ def imported(source: str, root: str) -> str:
     except UsageError as error:
         raise UsageError(f"{error} (jobs/import_weights.py takes what the weights do not say)") from None
     opened = planned.opened
-    read = json.dumps([opened.sha256(), opened.config, opened.preprocessor], sort_keys=True)
+    read = json.dumps([opened.sha256, opened.config, opened.preprocessor], sort_keys=True)
     folder = storage.join(root, "imports", f"{name}-{hashlib.sha256(read.encode()).hexdigest()[:12]}")
     if storage.size(storage.join(folder, CONFIG)) is None:
         log.info("%s", planned)
@@ -248,16 +247,12 @@ def imported(source: str, root: str) -> str:
     return storage.join(folder, WEIGHTS)
 
 
-def _lacking(names: Mapping[str, Lazy]) -> str:
+def _lacking(names: Iterable[str]) -> str:
     """Says which part of a model is not in ours; empty if all are."""
-    for pattern, part in LACKING.items():
-        for name in names:
-            if not re.fullmatch(pattern, name):
-                continue
-            nothing = part.endswith("with a bias") and not names[name].read().any()  # zeros, as timm needs
-            if not nothing and not (part.startswith("a norm after") and "norm.weight" in names):
-                return f"{part} ({name})"
-    return ""
+    found = (
+        f"{part} ({name})" for name in names for like, part in LACKING.items() if re.fullmatch(like, name)
+    )
+    return next(found, "")
 
 
 def _unwrapped(tensors: Mapping[str, Lazy]) -> Mapping[str, Lazy]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.adapt import resize_position
 from orchestrator.checkpoint.foreign.kind import Facts, TensorNames, WeightsKind
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return any(name.endswith("embedding/kernel") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
+def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     names = [*opened.tensors]
     if any("conv_root/" in name for name in names):
         raise UsageError("a hybrid with a ResNet before the transformer (conv_root): the model here has none")
@@ -44,7 +44,7 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         raise UsageError(f"{gate} is {theirs[gate].shape}: an ensemble (E3), which the model here is not")
     if any("Router/mu" in n for n in theirs):
         raise UsageError("a Soft MoE of JAX: none was released, and its slots are not read here")
-    layout = _layout(theirs, body, old="encoderblock_0/MultiHeadDotProductAttention_1/" in query)
+    old = "encoderblock_0/MultiHeadDotProductAttention_1/" in query
     facts = Facts(
         heads=heads,
         gelu="tanh",
@@ -55,10 +55,14 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         if gate
         else {"eval_resize": "square", "eval_crop": 1.0},
     )
-    return {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()}, layout, facts
+    return (
+        {_dotted(name): _as_torch(name, lazy) for name, lazy in theirs.items()},
+        _names_of(theirs, body, old=old),
+        facts,
+    )
 
 
-def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
+def _names_of(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
     position = next((n for n in names if n.endswith("pos_embedding")), f"{body}pos_embedding")
     block = f"{body}encoderblock_{{i}}/"
     attention = "MultiHeadDotProductAttention_1" if old else "MultiHeadDotProductAttention_0"
@@ -69,7 +73,7 @@ def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
     number = "_0" if pool == "MAPHead_0/" else ""
     pooled = f"{pool}MultiHeadDotProductAttention{number}/"
     pool_mlp = "MlpBlock_0" if number else "Mlp"
-    layout = TensorNames(
+    return TensorNames(
         embed="embedding/",
         class_token="cls",
         position=position,
@@ -98,7 +102,6 @@ def _layout(names: Mapping[str, Lazy], body: str, *, old: bool) -> TensorNames:
         pool_up=f"{pool}{pool_mlp}/Dense_0/",
         pool_down=f"{pool}{pool_mlp}/Dense_1/",
     )
-    return layout
 
 
 def _unstacked(name: str, lazy: Lazy) -> dict[str, Lazy]:

@@ -5,6 +5,7 @@ transformers 5 has other names in memory than in its files; both are read.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from moe.models.vit import ViTConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
@@ -34,22 +35,15 @@ VIT = TensorNames(
     head="classifier.",
     harmless=r"decoder\.|embeddings\.mask_token$",
 )
-DINOV2 = TensorNames(
-    embed=VIT.embed,
-    class_token=VIT.class_token,
-    position=VIT.position,
-    block=VIT.block,
+DINOV2 = replace(
+    VIT,
     norm1="norm1.",
-    qkv=VIT.qkv,
-    out=VIT.out,
     scale1="layer_scale1.lambda1",
     norm2="norm2.",
     up="mlp.fc1.",
     down="mlp.fc2.",
     scale2="layer_scale2.lambda1",
-    norm=VIT.norm,
-    head=VIT.head,
-    harmless=VIT.harmless,
+    pre_logits="",
 )
 SIGLIP = TensorNames(
     embed="embeddings.patch_embedding.",
@@ -72,7 +66,7 @@ SIGLIP = TensorNames(
     pool_down="head.mlp.fc2.",
     harmless=r"text_model\.|logit_scale$|logit_bias$|embeddings\.position_ids$",
 )
-LAYOUTS = {
+NAMES_OF = {
     "vit": VIT,
     "vit_mae": VIT,
     "dinov2": DINOV2,
@@ -98,15 +92,15 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return any(re.search(r"(^|\.)embeddings\.patch_embedding", name) for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
+def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config
     if config is None:
         raise UsageError(
             "weights of Hugging Face say nothing of heads, epsilon and GELU: give the folder with config.json"
         )
     kind = str(config.get("model_type"))
-    if kind not in LAYOUTS:
-        raise UsageError(f"model_type {kind!r} of Hugging Face is none of {', '.join(LAYOUTS)}")
+    if kind not in NAMES_OF:
+        raise UsageError(f"model_type {kind!r} of Hugging Face is none of {', '.join(NAMES_OF)}")
     settings: Mapping[str, Any] = config.get("vision_config") or config if kind == "siglip" else config
     if settings.get("use_swiglu_ffn"):
         raise UsageError("its MLPs are SwiGLU, and the model here has GELU")
@@ -114,17 +108,16 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     act = settings.get("hidden_act", "gelu_pytorch_tanh" if "siglip" in kind else "gelu")
     if act not in GELUS:
         raise UsageError(f"hidden_act {act!r}: the model here has {', '.join(GELUS)}")
-    theirs, layout = _named(opened.tensors, kind), LAYOUTS[kind]
-    classifies = f"{layout.head}weight" in theirs
-    if layout is SIGLIP and classifies:  # the mean of the tokens, without the pooling
+    theirs, names = _named(opened.tensors, kind), NAMES_OF[kind]
+    classifies = f"{names.head}weight" in theirs
+    if names is SIGLIP and classifies:  # the mean of the tokens, without the pooling
         theirs = {name: lazy for name, lazy in theirs.items() if not name.startswith("head.")}
-    if layout is DINOV2 and classifies:
+    if names is DINOV2 and classifies:
         raise UsageError(
             "a classifier on class token and mean, which the model here has not: save Dinov2Model"
         )
-    names = config.get("id2label") if classifies else None
     mean, std, evaluation, assumed = _preprocessing(opened, kind)
-    says = {
+    sizes = {
         ours: settings[key]
         for ours, key in (
             ("width", "hidden_size"),
@@ -140,20 +133,20 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     facts = Facts(
         heads=settings.get("num_attention_heads", 12),
         gelu=GELUS[act],
-        norm_eps=float(settings.get("layer_norm_eps", 1e-12 if layout is VIT else 1e-6)),
+        norm_eps=float(settings.get("layer_norm_eps", 1e-12 if names is VIT else 1e-6)),
         mean=mean,
         std=std,
         resize=lambda image, new: F.interpolate(image, size=(new, new), mode="bicubic", align_corners=False),
         evaluation=evaluation,
-        classes=_classes(names),
-        says=says,
+        classes=_classes(config.get("id2label")) if classifies else None,
+        sizes=sizes,
         assumed=assumed,
     )
-    return theirs, layout, facts
+    return theirs, names, facts
 
 
 def _named(tensors: Mapping[str, Lazy], kind: str) -> dict[str, Lazy]:
-    """The tensors by the names of the layout, without their model's prefix."""
+    """The tensors by the names of `NAMES_OF`, without their model's prefix."""
     embedding = next(name for name in tensors if re.search(r"(^|\.)embeddings\.patch_embedding", name))
     prefix = next(prefix for prefix in PREFIXES if embedding.startswith(f"{prefix}embeddings."))
     found = {}
@@ -174,7 +167,7 @@ def _classes(names: object) -> tuple[str, ...] | None:
 
 
 def _preprocessing(
-    opened: Opened, kind: str
+    opened: ForeignWeights, kind: str
 ) -> tuple[tuple[float, ...], tuple[float, ...], dict[str, Any], tuple[str, ...]]:
     """Mean, std, fields of `DataConfig`, and what is assumed."""
     found = opened.preprocessor

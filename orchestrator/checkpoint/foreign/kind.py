@@ -1,4 +1,4 @@
-"""What a project's weights are called there, and what their tensors do not say."""
+"""The names of a project's tensors, and the facts about a model that tensors do not hold."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.errors import UsageError
 
 Resize = Callable[[Tensor, int], Tensor]  # (1, D, old, old), new -> (1, D, new, new)
@@ -61,22 +61,22 @@ class TensorNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the tensors do not say about a model.
+    """Facts about a model that its tensors do not hold.
 
     Attributes:
         heads: of attention; None: unknown.
-        heads_said: whether the source says so; else it is a rule of the library.
+        heads_stated: whether the source states them; else they follow a rule of its library.
         mean, std: of the source's normalisation of pixels in 0..1, by channel.
         evaluation: fields of `DataConfig`.
         resize: how the source's library resizes position embeddings.
         classes: their names by label; None: unknown.
-        says: number of blocks, width and so on, as a config beside the weights has them: name -> value.
+        sizes: fields of the model that a config beside the weights states, as ``width`` and ``depth``.
         pooling: as a config has it; None: as the tensors say.
         assumed: what was not found anywhere, and is the default of the library.
     """
 
     heads: int | None
-    heads_said: bool = True
+    heads_stated: bool = True
     gelu: Literal["tanh", "exact"]
     resize: Resize
     norm_eps: float = 1e-6
@@ -84,7 +84,7 @@ class Facts:
     std: Sequence[float] = HALF[1]
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
-    says: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     pooling: Literal["gap", "token", "map"] | None = None
     assumed: tuple[str, ...] = ()
     licence: str = ""
@@ -104,10 +104,10 @@ class WeightsKind:
 
     Attributes:
         recognises: whether tensors of these names are its.
-        read: returns its tensors by the names of a layout, the layout, and what the tensors do not say. It
-            raises UsageError for a model that ours cannot be.
+        read: returns its tensors, the names that they have by then, and the facts. It raises UsageError for a
+            model that ours cannot be.
     """
 
     name: str
     recognises: Callable[[Mapping[str, Lazy]], bool]
-    read: Callable[[Opened], tuple[Mapping[str, Lazy], TensorNames, Facts]]
+    read: Callable[[ForeignWeights], tuple[Mapping[str, Lazy], TensorNames, Facts]]

@@ -16,7 +16,7 @@ from moe.layer import MoEConfig
 from moe.models.vit import ViTConfig
 from moe.routers import TokenChoiceConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames
-from orchestrator.checkpoint.foreign.tensors import Lazy, combined, zero_tensor
+from orchestrator.checkpoint.foreign.tensors import Lazy, combine, zero_tensor
 from orchestrator.errors import UsageError
 
 
@@ -54,16 +54,16 @@ class _Planner:
         self, tensors: Mapping[str, Lazy], names: TensorNames, facts: Facts, heads: int | None
     ) -> None:
         self.theirs, self.names, self.facts = tensors, names, facts
-        if facts.heads and facts.heads_said and heads not in (None, facts.heads):
+        if facts.heads and facts.heads_stated and heads not in (None, facts.heads):
             raise UsageError(f"`model.heads` {heads}: the weights have {facts.heads}")
         self.heads = heads or facts.heads
         self.ours: dict[str, Lazy] = {}
         self.made: dict[str, str] = {}
-        self.has: dict[str, set[int]] = {}  # tensor of a block -> the blocks that have it
+        self.has: dict[tuple[str, str], set[int]] = {}  # layer and part of it -> the blocks that have it
 
     def plan(self) -> ImportPlan:
-        layout = self.names
-        embed = self.tensor(f"{layout.embed}weight")
+        names = self.names
+        embed = self.tensor(f"{names.embed}weight")
         if len(embed.shape) != 4 or embed.shape[1] != 3 or embed.shape[2] != embed.shape[3]:
             raise UsageError(
                 f"the patch embedding is {embed.shape}, and ours reads square patches of 3 colours"
@@ -75,18 +75,18 @@ class _Planner:
             raise UsageError(f"heads={self.heads} does not divide the width {width}")
         self.embedding(embed)
         depth = 0
-        while f"{layout.block.format(i=depth)}{layout.norm1}weight" in self.theirs:
+        while f"{names.block.format(i=depth)}{names.norm1}weight" in self.theirs:
             depth += 1
-        self.check_said(width=width, depth=depth, patch_size=patch)
+        self.check_sizes(width=width, depth=depth, patch_size=patch)
         if not depth:
-            raise UsageError(f"there is no block {layout.block.format(i=0)}")
+            raise UsageError(f"there is no block {names.block.format(i=0)}")
         moe_blocks = [i for i in range(depth) if self.block(i)]
         self.check_blocks()
-        self.linear("norm", layout.norm, needs_bias=True)
+        self.linear("norm", names.norm, needs_bias=True)
         pooling = self.pooling()
         rows = self.positions(class_token=pooling == "token")
-        if layout.pre_logits and f"{layout.pre_logits}weight" in self.theirs:
-            self.linear("pre_logits", layout.pre_logits)
+        if names.pre_logits and f"{names.pre_logits}weight" in self.theirs:
+            self.linear("pre_logits", names.pre_logits)
         representation = self.ours["pre_logits.weight"].shape[0] if "pre_logits.weight" in self.ours else None
         self.head(representation or width)
         experts = self.ours[f"blocks.{moe_blocks[0]}.mlp.experts.w_in_EDF"] if moe_blocks else None
@@ -98,7 +98,7 @@ class _Planner:
         )
         grid = math.isqrt(rows - (pooling == "token"))
         classes = 0 if "head" in self.made else self.ours["head.weight"].shape[0]
-        self.check_said(mlp_dim=mlp_dim, image_size=grid * patch, num_classes=classes)
+        self.check_sizes(mlp_dim=mlp_dim, image_size=grid * patch, num_classes=classes)
         try:
             config = ViTConfig(
                 image_size=grid * patch,
@@ -119,7 +119,7 @@ class _Planner:
             raise UsageError(f"the tensors fit no model of ours: {error}") from None
         used = {source for lazy in self.ours.values() for source in lazy.sources}
         over = [name for name in self.theirs if not used.issuperset(self.theirs[name].sources)]
-        harmless = [name for name in over if re.match(layout.harmless, name)]
+        harmless = [name for name in over if re.match(names.harmless, name)]
         if over := [name for name in over if name not in harmless]:
             more = f" and {len(over) - 5} more" if len(over) > 5 else ""
             raise UsageError(f"the model here has no place for {', '.join(over[:5])}{more}")
@@ -134,45 +134,44 @@ class _Planner:
         self, ours: str, *bases: str, scale: str = "", block: int | None = None, needs_bias: bool = False
     ) -> None:
         """Takes weight and bias of the layers `bases`, one below the other, scaled by row."""
-        part_of = ours.split(".", 2)[-1]
+        scaled = bool(scale) and scale in self.theirs
         for part in ("weight", "bias"):
-            names = [f"{base}{part}" for base in bases]
-            if part == "bias" and names[0] not in self.theirs:
+            theirs = [f"{base}{part}" for base in bases]
+            if part == "bias" and theirs[0] not in self.theirs:
                 if needs_bias:
                     raise UsageError(
-                        f"there is no tensor {names[0]}: the file is not whole, or of another model, such as"
+                        f"there is no tensor {theirs[0]}: the file is not whole, or of another model, such as"
                         " one with RMSNorm"
                     )
                 self.ours[f"{ours}.bias"] = zero_tensor(self.ours[f"{ours}.weight"].shape[0])
                 self.made[f"{ours}.bias"] = "zeros, as it has none"
                 continue
-            found = [self.tensor(name) for name in names]
-            taken = found[0] if len(found) == 1 else combined("joined", _joined, found)
-            if scale and scale in self.theirs:
+            found = [self.tensor(name) for name in theirs]
+            taken = found[0] if len(found) == 1 else combine("joined", _joined, found)
+            if scaled:
                 factor = self.tensor(scale)
                 if taken.shape[:1] != factor.shape:
-                    raise UsageError(f"{scale} is {factor.shape}, and {names[0]} {taken.shape}")
-                taken = combined("scaled by LayerScale", _scaled, [taken, factor])
+                    raise UsageError(f"{scale} is {factor.shape}, and {theirs[0]} {taken.shape}")
+                taken = combine("scaled by LayerScale", _scaled, [taken, factor])
             self.ours[f"{ours}.{part}"] = taken
             if block is not None:
-                self.has.setdefault(f"{part_of}.{part}", set()).add(block)
-                self.has.setdefault(f"LayerScale of {part_of}", set()).update(
-                    {block} if scale in self.theirs else ()
-                )
+                for name in (part, "LayerScale") if scaled else (part,):
+                    self.has.setdefault((ours.split(".", 2)[-1], name), set()).add(block)
 
     def check_blocks(self) -> None:
-        """What is missing in some blocks alone was lost."""
-        for tensor, blocks in self.has.items():
-            layer = tensor.removeprefix("LayerScale of ").removesuffix(".bias").removesuffix(".weight")
-            if blocks and (lost := self.has[f"{layer}.weight"] - blocks):
-                raise UsageError(f"block {min(lost)} has no {tensor}, and others have: the file is not whole")
-
-    def check_said(self, **found: int) -> None:
-        for name, value in found.items():
-            if self.facts.says.get(name, value) != value:
+        """Raises UsageError if some blocks alone lack a tensor: it was lost."""
+        for (layer, part), blocks in self.has.items():
+            if lost := self.has[layer, "weight"] - blocks:
                 raise UsageError(
-                    f"its config says {name}={self.facts.says[name]}, and the tensors have {value}: it is the"
-                    " config of another model"
+                    f"block {min(lost)} has no {part} of {layer}, and others have: the file is not whole"
+                )
+
+    def check_sizes(self, **found: int) -> None:
+        for name, value in found.items():
+            if self.facts.sizes.get(name, value) != value:
+                raise UsageError(
+                    f"its config says {name}={self.facts.sizes[name]}, and the tensors have {value}: it is"
+                    " another model's config"
                 )
 
     def embedding(self, weight: Lazy) -> None:
@@ -182,36 +181,36 @@ class _Planner:
             bias, self.made["embed.bias"] = zero_tensor(weight.shape[0]), "zeros, as it has none"
         if (tuple(mean), tuple(std)) != HALF:
             how = "mean and std folded in"
-            offset = combined(how, lambda pair: folded_bias(pair[0], pair[1], mean, std), [weight, bias])
+            offset = combine(how, lambda pair: folded_bias(pair[0], pair[1], mean, std), [weight, bias])
             weight, bias = weight.map(how, lambda w: folded_weight(w, std)), offset
         self.ours |= {"embed.weight": weight, "embed.bias": bias}
 
     def block(self, i: int) -> bool:
         """Takes a block; returns whether it has experts."""
-        layout, ours = self.names, f"blocks.{i}"
-        theirs = layout.block.format(i=i)
+        names, ours = self.names, f"blocks.{i}"
+        theirs = names.block.format(i=i)
 
         def named(*names: str) -> list[str]:
             return [f"{theirs}{name}" for name in names]
 
-        self.linear(f"{ours}.norm1", *named(layout.norm1), block=i, needs_bias=True)
-        self.linear(f"{ours}.norm2", *named(layout.norm2), block=i, needs_bias=True)
-        self.linear(f"{ours}.attention.qkv", *named(*layout.qkv), block=i)
-        scales = [f"{theirs}{name}" if name else "" for name in (layout.scale1, layout.scale2)]
-        self.linear(f"{ours}.attention.out", *named(layout.out), scale=scales[0], block=i)
-        for norm, name in (("norm_q", layout.norm_q), ("norm_k", layout.norm_k)):
+        self.linear(f"{ours}.norm1", *named(names.norm1), block=i, needs_bias=True)
+        self.linear(f"{ours}.norm2", *named(names.norm2), block=i, needs_bias=True)
+        self.linear(f"{ours}.attention.qkv", *named(*names.qkv), block=i)
+        scales = [f"{theirs}{name}" if name else "" for name in (names.scale1, names.scale2)]
+        self.linear(f"{ours}.attention.out", *named(names.out), scale=scales[0], block=i)
+        for norm, name in (("norm_q", names.norm_q), ("norm_k", names.norm_k)):
             if name and f"{theirs}{name}weight" in self.theirs:
                 self.ours[f"{ours}.attention.{norm}.weight"] = self.tensor(f"{theirs}{name}weight")
-        if layout.experts_in and f"{theirs}{layout.experts_in}weight" in self.theirs:
-            parts = {"w_in_EDF": f"{layout.experts_in}weight", "b_in_EF": f"{layout.experts_in}bias"}
-            parts |= {"w_out_EFD": f"{layout.experts_out}weight", "b_out_ED": f"{layout.experts_out}bias"}
+        if names.experts_in and f"{theirs}{names.experts_in}weight" in self.theirs:
+            parts = {"w_in_EDF": f"{names.experts_in}weight", "b_in_EF": f"{names.experts_in}bias"}
+            parts |= {"w_out_EFD": f"{names.experts_out}weight", "b_out_ED": f"{names.experts_out}bias"}
             self.ours |= {
                 f"{ours}.mlp.experts.{part}": self.tensor(f"{theirs}{name}") for part, name in parts.items()
             }
-            self.ours[f"{ours}.mlp.router.gate_DE"] = self.tensor(f"{theirs}{layout.gate}weight")
+            self.ours[f"{ours}.mlp.router.gate_DE"] = self.tensor(f"{theirs}{names.gate}weight")
             return True
-        self.linear(f"{ours}.mlp.up", *named(layout.up), block=i)
-        self.linear(f"{ours}.mlp.down", *named(layout.down), scale=scales[1], block=i)
+        self.linear(f"{ours}.mlp.up", *named(names.up), block=i)
+        self.linear(f"{ours}.mlp.down", *named(names.down), scale=scales[1], block=i)
         return False
 
     def experts_config(self, experts: Lazy | None, blocks: list[int], mlp_dim: int) -> MoEConfig | None:
@@ -229,10 +228,10 @@ class _Planner:
         )
 
     def pooling(self) -> Literal["gap", "token", "map"]:
-        layout = self.names
-        has_token = bool(layout.class_token) and layout.class_token in self.theirs
+        names = self.names
+        has_token = bool(names.class_token) and names.class_token in self.theirs
         pooling: Literal["gap", "token", "map"] = "token" if has_token else "gap"
-        if layout.probe and layout.probe in self.theirs and self.facts.pooling in (None, "map"):
+        if names.probe and names.probe in self.theirs and self.facts.pooling in (None, "map"):
             pooling = "map"
         if has_token and pooling == "map":
             raise UsageError("a class token beside attention pooling: the model here has one of them")
@@ -242,32 +241,32 @@ class _Planner:
                 " model here cannot"
             )
         if pooling == "token":
-            self.ours["class_token_D"] = self.tensor(layout.class_token).map("", torch.flatten)
+            self.ours["class_token_D"] = self.tensor(names.class_token).map("", torch.flatten)
         if pooling == "map":
-            self.ours["pool.probe_D"] = self.tensor(layout.probe).map("", torch.flatten)
+            self.ours["pool.probe_D"] = self.tensor(names.probe).map("", torch.flatten)
             self.attention_pooling()
         return pooling
 
     def attention_pooling(self) -> None:
-        layout = self.names
-        if layout.pool_in and f"{layout.pool_in}weight" in self.theirs:
+        names = self.names
+        if names.pool_in and f"{names.pool_in}weight" in self.theirs:
             for part in ("weight", "bias"):
-                whole = self.tensor(f"{layout.pool_in}{part}")
+                whole = self.tensor(f"{names.pool_in}{part}")
                 width = whole.shape[0] // 3
                 self.ours[f"pool.q.{part}"] = whole.map("split", lambda t, w=width: t[:w])
                 self.ours[f"pool.kv.{part}"] = whole.map("split", lambda t, w=width: t[w:])
         else:
-            self.linear("pool.q", *layout.pool_q)
-            self.linear("pool.kv", *layout.pool_kv)
+            self.linear("pool.q", *names.pool_q)
+            self.linear("pool.kv", *names.pool_kv)
             if ("pool.q.bias" in self.made) != ("pool.kv.bias" in self.made):
                 raise UsageError("queries or keys of the pooling lack their bias: the file is not whole")
-        for norm, name in (("norm_q", layout.pool_norm_q), ("norm_k", layout.pool_norm_k)):
+        for norm, name in (("norm_q", names.pool_norm_q), ("norm_k", names.pool_norm_k)):
             if name and f"{name}weight" in self.theirs:
                 self.ours[f"pool.{norm}.weight"] = self.tensor(f"{name}weight")
-        self.linear("pool.out", layout.pool_out)
-        self.linear("pool.norm", layout.pool_norm, needs_bias=True)
-        self.linear("pool.mlp.up", layout.pool_up)
-        self.linear("pool.mlp.down", layout.pool_down)
+        self.linear("pool.out", names.pool_out)
+        self.linear("pool.norm", names.pool_norm, needs_bias=True)
+        self.linear("pool.mlp.up", names.pool_up)
+        self.linear("pool.mlp.down", names.pool_down)
 
     def positions(self, *, class_token: bool) -> int:
         """Takes the position embedding; returns its rows."""

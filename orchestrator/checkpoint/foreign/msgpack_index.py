@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 
 CHUNKED = "__msgpack_array_chunk_a87ca2__"
 _ARRAY, _SLICES, _LEAF = 1, 6, 8  # extension types; slices are (start, stop, step) of each axis
@@ -33,7 +33,7 @@ def read_index(prefix: Path) -> tuple[Path, dict[str, np.ndarray]]:
     except UsageError:
         raise
     except Exception as error:  # msgpack and numpy raise nearly anything for damaged files
-        raise UsageError(f"{index} and its data cannot be read: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{index} and its data cannot be read: {reason_of(error)}") from None
 
 
 def _read(prefix: Path, index: Path) -> dict[str, np.ndarray]:

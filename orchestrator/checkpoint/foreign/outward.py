@@ -26,7 +26,7 @@ from orchestrator.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFolder:
-    """What another library calls the tensors of a model, and its ``config.json``.
+    """The names of a model's tensors in another library, and its ``config.json``.
 
     Attributes:
         prefix: of all names but the head's.
@@ -55,13 +55,15 @@ def write_foreign(out: str, folder: ForeignFolder, model: ModelRef, *, fresh: bo
     check_export(out, fresh=fresh)
     config, tensors = cast(ViTConfig, model.run.model), model.load().state_dict()
     Path(out, CONFIG).unlink(missing_ok=True)  # it must never describe other weights
-    write_file(f"{out}/{WEIGHTS}", tensors_there(folder, tensors, config), {"format": "pt"})
+    write_file(f"{out}/{WEIGHTS}", foreign_tensors(folder, tensors, config), {"format": "pt"})
     about = {PREPROCESSOR: preprocessor(config.image_size, model.run.data), CONFIG: folder.config}
     for name, content in about.items():
         storage.write_bytes(f"{out}/{name}", json.dumps(content, indent=2).encode())
 
 
-def tensors_there(folder: ForeignFolder, ours: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+def foreign_tensors(
+    folder: ForeignFolder, ours: Mapping[str, Tensor], config: ViTConfig
+) -> dict[str, Tensor]:
     """Returns the tensors of a dense ViT by the library's names."""
     names, theirs = folder.names, {}
 

@@ -8,6 +8,7 @@ import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from orchestrator import storage
 from orchestrator.checkpoint.foreign.msgpack_index import read_index
-from orchestrator.errors import UsageError
+from orchestrator.errors import UsageError, reason_of
 
 WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")  # in timm's order
+SAFETENSORS_FLOATS = ("F32", "F16", "BF16", "F64")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -38,10 +41,10 @@ class Lazy:
     how: str = ""
 
     def map(self, how: str, of: Callable[[Tensor], Tensor]) -> "Lazy":
-        return combined(how, lambda tensors: of(tensors[0]), [self])
+        return combine(how, lambda tensors: of(tensors[0]), [self])
 
 
-def combined(how: str, of: Callable[[Sequence[Tensor]], Tensor], parts: Sequence[Lazy]) -> Lazy:
+def combine(how: str, of: Callable[[Sequence[Tensor]], Tensor], parts: Sequence[Lazy]) -> Lazy:
     """Returns what `of` makes of several tensors; on the meta device it gives the shape."""
     shape = of([torch.empty(part.shape, device="meta") for part in parts]).shape
     steps = [*dict.fromkeys(part.how for part in parts if part.how), *([how] if how else [])]
@@ -58,7 +61,7 @@ def zero_tensor(*shape: int) -> Lazy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class ForeignWeights:
     """Weights of another project.
 
     Attributes:
@@ -75,16 +78,17 @@ class Opened:
     preprocessor: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
+    @cached_property
     def sha256(self) -> str:
+        """The digest of all files, one after the other."""
         digest = hashlib.sha256()
         for path in self.files:
-            with path.open("rb") as file:
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
+            for piece in storage.pieces(str(path)):
+                digest.update(piece)
         return digest.hexdigest()
 
 
-def open_foreign(location: str) -> Opened:
+def open_foreign(location: str) -> ForeignWeights:
     """Opens a folder, a file or the prefix of an index of weights.
 
     Raises:
@@ -95,12 +99,12 @@ def open_foreign(location: str) -> Opened:
     notes: list[str] = []
     prefix = Path(str(path).removesuffix(".index"))
     if Path(f"{prefix}.index").is_file():
-        tensors, files = _lazy_arrays(*read_index(prefix)), ()
+        tensors = _lazy_arrays(*read_index(prefix))
         files = (Path(f"{prefix}.index"), *sorted(prefix.parent.glob(f"{prefix.name}.data-*")))
-        return Opened(location=location, files=files, tensors=tensors, notes=notes)
+        return ForeignWeights(location=location, files=files, tensors=tensors, notes=notes)
     if path.is_file():
         tensors = _read(path, notes)
-        return Opened(location=location, files=(path,), tensors=tensors, notes=notes)
+        return ForeignWeights(location=location, files=(path,), tensors=tensors, notes=notes)
     if not path.is_dir():
         raise UsageError(f"no file or folder {location}")
     if (path / "manifest.ocdbt").exists():
@@ -110,7 +114,7 @@ def open_foreign(location: str) -> Opened:
     for file in files:
         tensors |= _read(file, notes)
     config, preprocessor = (_json(path / f"{name}.json") for name in ("config", "preprocessor_config"))
-    return Opened(
+    return ForeignWeights(
         location=location,
         files=files,
         tensors=tensors,
@@ -159,7 +163,9 @@ def _read(path: Path, notes: list[str]) -> dict[str, Lazy]:
             with zipfile.ZipFile(path) as archive:
                 members, broken = archive.namelist(), archive.testzip()  # torch checks no checksums
         except Exception as error:  # zipfile raises nearly anything for damaged files
-            raise UsageError(f"{path} is not a whole file: it is cut or damaged ({_line(error)})") from None
+            raise UsageError(
+                f"{path} is not a whole file: it is cut or damaged ({reason_of(error)})"
+            ) from None
         if broken:
             raise UsageError(f"{path} is damaged: {broken} has another checksum")
         return _npz(path) if any(name.endswith(".npy") for name in members) else _torch(path, notes)
@@ -178,19 +184,16 @@ def _safetensors(path: Path) -> dict[str, Lazy]:
             dtypes = {name: file.get_slice(name).get_dtype() for name in shapes}
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is not a whole safetensors file: {error}") from None
-    _check_floats(path, {name: dtype for name, dtype in dtypes.items() if dtype not in _SAFE_FLOATS})
-
-    def reader(name: str) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with safe_open(path, "pt") as file:
-                return file.get_tensor(name).float()
-
-        return read
-
-    return {name: Lazy(sources=(name,), shape=shape, read=reader(name)) for name, shape in shapes.items()}
+    _check_floats(path, {name: dtype for name, dtype in dtypes.items() if dtype not in SAFETENSORS_FLOATS})
+    return {
+        name: Lazy(sources=(name,), shape=shape, read=partial(_from_safetensors, path, name))
+        for name, shape in shapes.items()
+    }
 
 
-_SAFE_FLOATS = ("F32", "F16", "BF16", "F64")
+def _from_safetensors(path: Path, name: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name).float()
 
 
 def _npz(path: Path) -> dict[str, Lazy]:
@@ -198,7 +201,7 @@ def _npz(path: Path) -> dict[str, Lazy]:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
     except Exception as error:  # numpy and zipfile raise nearly anything for damaged files
-        raise UsageError(f"{path} cannot be read: {_line(error)}") from None
+        raise UsageError(f"{path} cannot be read: {reason_of(error)}") from None
     return _lazy_arrays(path, arrays)
 
 
@@ -209,11 +212,14 @@ def _lazy_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> dict[str, Lazy
             array = (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         found[name] = array
     _check_floats(path, {name: str(a.dtype) for name, a in found.items() if a.dtype.kind != "f"})
+    return {
+        name: Lazy(sources=(name,), shape=array.shape, read=partial(_from_numpy, array))
+        for name, array in found.items()
+    }
 
-    def reader(array: np.ndarray) -> Callable[[], Tensor]:
-        return lambda: torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
 
-    return {name: Lazy(sources=(name,), shape=a.shape, read=reader(a)) for name, a in found.items()}
+def _from_numpy(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
 
 
 def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
@@ -226,7 +232,7 @@ def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
                 f"{path} holds pickled objects beside tensors, which could run code, and is not opened: save"
                 " its state dict alone, as safetensors"
             ) from None
-        raise UsageError(f"{path} is not a whole file of torch: {_line(error)}") from None
+        raise UsageError(f"{path} is not a whole file of torch: {reason_of(error)}") from None
     for wrapper in WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             others = [str(k) for k, v in content.items() if k != wrapper and isinstance(v, Mapping)]
@@ -241,18 +247,10 @@ def _torch(path: Path, notes: list[str]) -> dict[str, Lazy]:
             f"{path} holds more than tensors: {', '.join(others[:5])}; save its state dict alone"
         )
     _check_floats(path, {name: str(t.dtype) for name, t in tensors.items() if t.dtype not in FLOATS})
-
-    def reader(tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor.float().contiguous()
-
-    return {name: Lazy(sources=(name,), shape=tuple(t.shape), read=reader(t)) for name, t in tensors.items()}
+    return {name: Lazy(sources=(name,), shape=tuple(t.shape), read=t.float) for name, t in tensors.items()}
 
 
 def _check_floats(path: Path, wrong: Mapping[str, str]) -> None:
     if wrong:
         name, dtype = next(iter(wrong.items()))
         raise UsageError(f"{path}: {name} is {dtype}, and weights are float32, float16, bfloat16 or float64")
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from moe.models.vit import ViTConfig
 from orchestrator.checkpoint.foreign.kind import HALF, Facts, TensorNames, WeightsKind
 from orchestrator.checkpoint.foreign.outward import ForeignFolder, check_expressible
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 from orchestrator.config import DataConfig
 from orchestrator.errors import UsageError
 
@@ -23,7 +23,7 @@ TANH = (
 SIZES = {"tiny": (192, 12), "small": (384, 12), "base": (768, 12), "large": (1024, 24), "huge": (1280, 32)}
 SIXTEEN_HEADS = (1152, 1280, 1408, 1536, 1664)  # widths whose heads are not of 64
 POOLINGS: dict[str, Literal["gap", "token", "map"]] = {"token": "token", "avg": "gap", "map": "map"}
-LAYOUT = TensorNames(
+NAMES = TensorNames(
     embed="patch_embed.proj.",
     class_token="cls_token",
     position="pos_embed",
@@ -61,7 +61,7 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return "patch_embed.proj.weight" in names and any(name.startswith("blocks.0.") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
+def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     config = opened.config or {}
     architecture, args = str(config.get("architecture", "")).partition(".")[0], config.get("model_args") or {}
     pretrained = config.get("pretrained_cfg") or {}
@@ -77,6 +77,9 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         raise UsageError(
             f"{architecture} has LayerScale, and the tensors have none: it is another model's config"
         )
+    for name, lazy in opened.tensors.items():
+        if re.fullmatch(r".*attn\.[qk]_norm\.bias", name) and lazy.read().any():  # zeros change nothing
+            raise UsageError(f"norms of queries and keys with a bias ({name}): the model here has none")
     tanh = args.get("act_layer") == "gelu_tanh" or re.fullmatch(TANH, architecture)
     pooling = config.get("global_pool") or args.get("global_pool")
     if pooling not in (None, "", *POOLINGS):
@@ -94,17 +97,17 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     for name, known in (("interpolation", ("bicubic", "bilinear")), ("crop_mode", ("center", "squash"))):
         if pretrained.get(name, known[0]) not in known:
             assumed.append(f"{name} {pretrained[name]!r} is not known here: {known[0]} is taken")
-    said = _said(architecture, config, args, pretrained)
+    sizes = _stated_sizes(architecture, config, args, pretrained)
     patch = opened.tensors["patch_embed.proj.weight"].shape[-1]
-    if over := said.get("image_size", 0) % patch:
+    if over := sizes.get("image_size", 0) % patch:
         assumed.append(
             f"{over} pixels at the edge that no patch covers there: images are resized to less here"
         )
-        said["image_size"] -= over
+        sizes["image_size"] -= over
     squash = pretrained.get("crop_mode") == "squash"
     facts = Facts(
         heads=heads,
-        heads_said="num_heads" in args,
+        heads_stated="num_heads" in args,
         gelu="tanh" if tanh else "exact",
         mean=tuple(pretrained.get("mean", HALF[0])),
         std=tuple(pretrained.get("std", HALF[1])),
@@ -117,12 +120,12 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
             "eval_interpolation": "bilinear" if pretrained.get("interpolation") == "bilinear" else "bicubic",
         },
         classes=tuple(config["label_names"]) if config.get("label_names") else None,
-        says=said,
+        sizes=sizes,
         pooling=POOLINGS.get(pooling or ""),
         assumed=tuple(assumed),
         licence=str(pretrained.get("license") or ""),
     )
-    return opened.tensors, LAYOUT, facts
+    return opened.tensors, NAMES, facts
 
 
 def _heads(architecture: str, width: int) -> int | None:
@@ -133,28 +136,28 @@ def _heads(architecture: str, width: int) -> int | None:
     return width // 64 if width % 64 == 0 else None
 
 
-def _said(
+def _stated_sizes(
     architecture: str, config: Mapping[str, Any], args: Mapping[str, Any], pretrained: Mapping[str, Any]
 ) -> dict[str, int]:
-    """What config and name say of sizes, which the tensors have to have."""
-    said: dict[str, int] = {}
+    """Returns the sizes that the config and the name of the architecture state."""
+    sizes: dict[str, int] = {}
     name = re.match(r"(?:vit|deit3?)_(tiny|small|base|large|huge)_patch(\d+)_(?!.*\d+x\d+)", architecture)
     if name:
         width, depth = SIZES[name[1]]
-        said |= {"width": width, "depth": depth, "patch_size": int(name[2])}
+        sizes |= {"width": width, "depth": depth, "patch_size": int(name[2])}
     if isinstance(config.get("num_features"), int):
-        said["width"] = config["num_features"]
+        sizes["width"] = config["num_features"]
     if isinstance(pretrained.get("input_size"), list):
-        said["image_size"] = _side(pretrained["input_size"][-2:])
+        sizes["image_size"] = _side(pretrained["input_size"][-2:])
     if "img_size" in args:
-        said["image_size"] = _side(args["img_size"])
+        sizes["image_size"] = _side(args["img_size"])
     for theirs, ours in (("embed_dim", "width"), ("depth", "depth"), ("patch_size", "patch_size")):
         if isinstance(args.get(theirs), int):
-            said[ours] = args[theirs]
-    if "mlp_ratio" in args and "width" in said:
-        said["mlp_dim"] = int(said["width"] * args["mlp_ratio"])
+            sizes[ours] = args[theirs]
+    if "mlp_ratio" in args and "width" in sizes:
+        sizes["mlp_dim"] = int(sizes["width"] * args["mlp_ratio"])
     classes = config.get("num_classes", args.get("num_classes"))
-    return said | ({"num_classes": classes} if isinstance(classes, int) and classes else {})
+    return sizes | ({"num_classes": classes} if isinstance(classes, int) and classes else {})
 
 
 def _side(size: Any) -> int:
@@ -217,7 +220,7 @@ def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) 
     if classes:
         content["label_names"] = list(classes)
     opens = "timm.create_model('local-dir:{out}', pretrained=True)"
-    return ForeignFolder(config=content, names=LAYOUT, opens=opens)
+    return ForeignFolder(config=content, names=NAMES, opens=opens)
 
 
 KIND = WeightsKind(name="timm", recognises=_recognises, read=_read)

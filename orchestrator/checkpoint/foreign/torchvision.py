@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 
 from orchestrator.checkpoint.foreign.kind import IMAGENET, Facts, TensorNames, WeightsKind
-from orchestrator.checkpoint.foreign.tensors import Lazy, Opened
+from orchestrator.checkpoint.foreign.tensors import ForeignWeights, Lazy
 
 HEADS = {768: 12, 1024: 16, 1280: 16}  # width of B, L and H
-LAYOUT = TensorNames(
+NAMES = TensorNames(
     embed="conv_proj.",
     class_token="class_token",
     position="encoder.pos_embedding",
@@ -29,13 +29,13 @@ def _recognises(names: Mapping[str, Lazy]) -> bool:
     return "conv_proj.weight" in names and any(name.startswith("encoder.layers.") for name in names)
 
 
-def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
+def _read(opened: ForeignWeights) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
     theirs = {
         name.replace("mlp.linear_1.", "mlp.0.").replace("mlp.linear_2.", "mlp.3."): lazy
         for name, lazy in opened.tensors.items()
     }
     width, patch = (theirs["conv_proj.weight"].shape[axis] for axis in (0, -1))
-    rows = theirs[LAYOUT.position].shape[1] if LAYOUT.position in theirs else 0
+    rows = theirs[NAMES.position].shape[1] if NAMES.position in theirs else 0
     # SWAG's weights were fine-tuned at 384 pixels and more.
     large = rows > (14**2 if patch != 14 else 16**2) + 1
     crop = 1.0 if large else 224 / 242 if width == 1024 and patch == 16 else 224 / 256
@@ -48,7 +48,7 @@ def _read(opened: Opened) -> tuple[Mapping[str, Lazy], TensorNames, Facts]:
         evaluation={"eval_crop": crop, "eval_interpolation": "bicubic" if large else "bilinear"},
         assumed=(f"resize and crop of its size: {crop:.3f}, {'bicubic' if large else 'bilinear'}",),
     )
-    return theirs, LAYOUT, facts
+    return theirs, NAMES, facts
 
 
 KIND = WeightsKind(name="torchvision", recognises=_recognises, read=_read)

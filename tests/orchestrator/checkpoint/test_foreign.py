@@ -175,10 +175,10 @@ def dropped(name: str) -> Callable[[dict[str, Tensor]], Any]:
         (
             "timm_token",
             dropped("blocks.1.attn.qkv.bias"),
-            "block 1 has no attention.qkv.bias, and others have",
+            "block 1 has no bias of attention.qkv, and others have",
         ),
         ("timm_token", dropped("norm.weight"), "no tensor norm.weight"),
-        ("timm_token", dropped("blocks.1.mlp.fc1.bias"), "block 1 has no mlp.up.bias, and others have"),
+        ("timm_token", dropped("blocks.1.mlp.fc1.bias"), "block 1 has no bias of mlp.up, and others have"),
         (
             "timm_deit3",
             dropped("blocks.0.ls2.gamma"),
