@@ -24,6 +24,7 @@ moe: moe
 moe.init:
 moe.config:
 moe.codec: moe.config
+moe.tokenizers: moe.config
 moe.routing: moe.config moe.init moe.overrides
 moe.overrides: moe.config moe.init
 moe.experts: moe.dense moe.init moe.overrides moe.routing
@@ -45,7 +46,8 @@ orchestrator.names:
 orchestrator.optimizers: moe.config moe.experts moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
-orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.tasks
+orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.text
+    orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.storage:
 orchestrator.threads: moe.model
@@ -57,6 +59,7 @@ orchestrator.data: moe.config orchestrator.config orchestrator.data orchestrator
 orchestrator.data.plan:
 orchestrator.data.batch:
 orchestrator.data.fields:
+orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.images orchestrator.storage
 orchestrator.data.augment:
 orchestrator.data.images: orchestrator.data.augment
 orchestrator.data.offsets:
@@ -114,9 +117,10 @@ matplotlib: orchestrator.frontier papers
 plotly: orchestrator.frontier
 rich: jobs orchestrator.sweeps.progress
 jinja2: orchestrator.frontier.page
+tokenizers: moe.tokenizers
 """)
-# beside the standard library, all that `moe` may need
-ONLY_TORCH = {"torch", "numpy", "safetensors"}
+# beside the standard library, all that `moe` may need; byte pair encoding, where a model has it, needs the last
+ONLY_TORCH = {"torch", "numpy", "safetensors", "tokenizers"}
 MAX_LINES = 400
 
 
