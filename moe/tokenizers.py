@@ -1,7 +1,7 @@
 """Tokenizers: texts to ids. A tokenizer is a config, so a model that has it in its own needs no further file.
 
-Texts are cleaned as big_vision cleans them (`canonical`), and end with `END`, which stays when a text is cut and
-fills the places behind it. A text tower that pools the last token therefore always sees the end.
+Texts are cleaned as big_vision cleans them (`canonical`), and end with `END`, which stays when a text is cut
+and fills the places behind it. A text tower that pools the last token therefore always sees the end.
 """
 
 import json
@@ -23,14 +23,16 @@ UNKNOWN = 1  # a word that is not in the vocabulary
 FIRST = 2  # the id of the first piece
 CLIP_MERGES = 48_894  # the lines of CLIP's file that CLIP uses, after its first
 SUFFIX = "</w>"  # of pieces that end a word
-WORDS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"  # CLIP's, but for English endings after an apostrophe, which is removed
+WORDS = (
+    r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"  # CLIP's, but for English endings after an apostrophe, which is removed
+)
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def canonical(text: str, keep: str = "") -> str:
-    """Returns the text in lower case, without ASCII punctuation but occurrences of `keep`, with single spaces.
-    An underscore is a space.
+    """Returns the text in lower case, without ASCII punctuation but for `keep`, and with single spaces. An
+    underscore is a space.
 
     Source: big_vision, `canonicalize_text` in evaluators/proj/image_text/prompt_engineering.py.
     """
@@ -118,7 +120,9 @@ class BPEConfig(TokenizerConfig):
         for line in self._lines():
             parts = line.split(" ")
             if len(parts) != 2 or not known.issuperset(parts):
-                raise ValueError(f"vocabulary line {line!r} is not a merge of two pieces of the lines before it")
+                raise ValueError(
+                    f"vocabulary line {line!r} is not a merge of two pieces of the lines before it"
+                )
             known.add("".join(parts))
 
     @classmethod

@@ -22,6 +22,7 @@ import torch
 from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule
 from tests.golden_report import Arrays, Meta, Report
 from tests.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
+from tests.golden_text import canonicalize, padding
 from tests.moe.parts import read_golden
 
 
@@ -52,6 +53,8 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "lamb": lamb,
     "posemb": posemb,
     "fewshot": few_shot,
+    "canonicalize": canonicalize,
+    "padding": padding,
 }
 
 

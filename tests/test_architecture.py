@@ -54,20 +54,22 @@ orchestrator.threads: moe.model
 orchestrator.tracking: moe.config orchestrator.codec orchestrator.config orchestrator.storage
     orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
     orchestrator.training.run_directory orchestrator.training.run_state
-orchestrator.data: moe.config orchestrator.config orchestrator.data orchestrator.plugins
+orchestrator.data: moe.config moe.tokenizers orchestrator.config orchestrator.data orchestrator.plugins
     orchestrator.storage orchestrator.threads
 orchestrator.data.plan:
 orchestrator.data.batch:
 orchestrator.data.fields:
-orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.images orchestrator.storage
+orchestrator.data.text: moe.codec moe.tokenizers orchestrator.data.fields orchestrator.data.images
+    orchestrator.storage
 orchestrator.data.augment:
 orchestrator.data.images: orchestrator.data.augment
 orchestrator.data.offsets:
+orchestrator.data.listing: orchestrator.data.images orchestrator.storage
 orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
+orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orchestrator.data.text
     orchestrator.storage
-orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orchestrator.storage
 orchestrator.data.formats: orchestrator.data.offsets orchestrator.data.samples orchestrator.data.tars
-    orchestrator.storage
+    orchestrator.data.text orchestrator.storage
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks
     orchestrator.threads
@@ -119,7 +121,7 @@ rich: jobs orchestrator.sweeps.progress
 jinja2: orchestrator.frontier.page
 tokenizers: moe.tokenizers
 """)
-# beside the standard library, all that `moe` may need; byte pair encoding, where a model has it, needs the last
+# beside the standard library, all that `moe` may need; only byte pair encoding needs the last
 ONLY_TORCH = {"torch", "numpy", "safetensors", "tokenizers"}
 MAX_LINES = 400
 

@@ -14,15 +14,9 @@ import numpy as np
 from orchestrator import storage
 from orchestrator.data.formats import index_file
 from orchestrator.data.index import IndexedShard, records_of, write_index
+from orchestrator.data.listing import shards_at, splits_of
 from orchestrator.data.manifest import FORMAT, UNFINISHED, Manifest, Shard, has_manifest, save_manifest
-from orchestrator.data.samples import (
-    Execute,
-    Table,
-    shards_at,
-    splits_of,
-    warn_if_sorted,
-    with_progress,
-)
+from orchestrator.data.samples import Execute, Table, warn_if_sorted, with_progress
 from orchestrator.errors import UsageError
 
 VAL_FRAC = 0.1  # of the samples, if no file is for validation

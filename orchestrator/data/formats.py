@@ -5,9 +5,9 @@ A file is read once, from front to back, and not kept in memory.
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -19,19 +19,24 @@ from orchestrator import storage
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
 from orchestrator.data.tars import Forward, distinct_labels, index_tar
+from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError, reason_of
 
-# Names of columns of parquet files; the first name that a file has is taken.
+# Names of columns of parquet and csv files; the first name that a file has is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "webp", "bytes")
 LABEL_COLUMNS = ("label", "labels", "cls", "class", "target", "fine_label")
+CAPTION_COLUMNS = ("caption", "captions", "text", "title")
 KEY_COLUMNS = ("key", "__key__", "id", "path", "filename")
 
 
 class Columns(NamedTuple):
-    """The columns of a parquet file that hold images and labels. None: the first known name is taken."""
+    """The columns of files that hold images (csv: their paths), labels and captions. None: the first known
+    name is taken.
+    """
 
     image: str | None = None
     label: str | None = None
+    caption: str | None = None
 
 
 BY_NAME = Columns()
@@ -42,9 +47,9 @@ def index_file(location: str) -> Part:
     return index_tar(location) if location.endswith(".tar") else index_parquet(BY_NAME, location)
 
 
-def index_parquet(columns: Columns, location: str) -> Part:
+def index_parquet(columns: Columns, location: str, *, captions: bool = False) -> Part:
     """Indexes the rows of a parquet file. If it does not hold the images verbatim, they are read to be
-    measured, a row group at a time.
+    measured, a row group at a time. Rows with `captions` need no labels.
 
     Raises:
         UsageError: naming the file, if it is cut short or no column fits.
@@ -52,6 +57,9 @@ def index_parquet(columns: Columns, location: str) -> Part:
     with named_if_broken(location), storage.open_to_read(location) as source:
         file = pq.ParquetFile(source)
         image, label, key = find_columns(file.schema_arrow, location, columns)
+        if label is None and not captions:
+            raise no_column(location, "label", columns.label, LABEL_COLUMNS, _listed(file.schema_arrow))
+        texts = _captions(file, location, columns) if captions else []
         table = file.read(columns=[leaf for leaf in (label, key) if leaf])
         # Names that are not UTF-8 are refused.
         table.validate(full=True)
@@ -61,30 +69,20 @@ def index_parquet(columns: Columns, location: str) -> Part:
             measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
             lengths, checks = np.array(measured, np.int64).reshape(-1, 2).T
             places, unpacked = (np.cumsum(lengths) - lengths, lengths, checks), int(lengths.sum())
-    labels = read_column(table, label)
-    several = _is_list(labels.type)
-    kind = labels.type.value_type if several else labels.type
-    if not (types.is_integer(kind) or types.is_boolean(kind) or _is_text(kind)):
-        raise UsageError(
-            f"{location}: column {label} is {labels.type}: labels are whole numbers or names, or lists of"
-            " either"
-        )
-    # Arrow's own numbers may exceed int64.
-    kind = pa.string() if _is_text(kind) else pa.int8() if types.is_boolean(kind) else kind
-    listed = labels.cast(pa.list_(kind) if several else kind).to_pylist()
-    sets = listed if several else [[each] for each in listed]
+    sets = _labels(table, label, location) if label else [[None]] * table.num_rows
     name = location.rpartition("/")[2]
     keys = pa.array([f"{name}:{row}" for row in range(table.num_rows)], pa.string())
     if key:
         keys = pc.fill_null(read_column(table, key).cast(pa.string()).combine_chunks(), keys)
-    has_label = np.array([bool(each) and None not in each for each in sets], bool)
-    has_image = places[1] > 0
+    has_label = np.array([bool(each) and (not label or None not in each) for each in sets], bool)
+    has_image, has_text = places[1] > 0, np.array([isinstance(text, bytes) for text in texts], bool)
     problems = [
         f"{location}: {keys[row]}: no {part}"
         for part, there in (("image", has_image), ("label", has_label))
         for row in np.flatnonzero(~there)
     ]
-    rows = np.flatnonzero(has_label & has_image)
+    problems += [f"{location}: {keys[row]}: {texts[row]}" for row in np.flatnonzero(~has_text)]
+    rows = np.flatnonzero(has_label & has_image & (has_text if captions else True))
     kept = keys.take(rows).to_pylist()
     offsets, sizes, crcs = (column[rows].tolist() for column in places)
     firsts, others = distinct_labels([sets[row] for row in rows], kept, location)
@@ -100,7 +98,50 @@ def index_parquet(columns: Columns, location: str) -> Part:
         skipped=problems,
         shard=forward.shard(len(rows), unpacked),
         crcs=crcs,
+        fields={TEXT: [texts[row] for row in rows]} if captions else {},
     )
+
+
+def _labels(table: pa.Table, label: str, location: str) -> list[list[Any]]:
+    """Returns the labels of each row."""
+    labels = read_column(table, label)
+    several = _is_list(labels.type)
+    kind = labels.type.value_type if several else labels.type
+    if not (types.is_integer(kind) or types.is_boolean(kind) or _is_text(kind)):
+        raise UsageError(
+            f"{location}: column {label} is {labels.type}: labels are whole numbers or names, or lists of"
+            " either"
+        )
+    # Arrow's own numbers may exceed int64.
+    kind = pa.string() if _is_text(kind) else pa.int8() if types.is_boolean(kind) else kind
+    listed = labels.cast(pa.list_(kind) if several else kind).to_pylist()
+    return listed if several else [[each] for each in listed]
+
+
+def _captions(file: pq.ParquetFile, location: str, columns: Columns) -> list[bytes | ValueError]:
+    """Returns the field of captions of each row, or why it has none."""
+    schema = file.schema_arrow
+    column = first_column(columns.caption, CAPTION_COLUMNS, schema.names)
+    if column is None:
+        raise no_column(location, "caption", columns.caption, CAPTION_COLUMNS, _listed(schema))
+    values = read_column(file.read(columns=[column]), column)
+    several = _is_list(values.type)
+    kind = values.type.value_type if several else values.type
+    if not (_is_text(kind) or types.is_null(kind)):
+        raise UsageError(f"{location}: column {column} is {values.type}: captions are text, or lists of text")
+    # Arrow would refuse the whole file for a caption that is not UTF-8.
+    rows = values.cast(pa.list_(pa.large_binary()) if several else pa.large_binary()).to_pylist()
+    return [captions_or_error(row) for row in rows]
+
+
+def first_column(named: str | None, known: Sequence[str], there: Sequence[str]) -> str | None:
+    """Returns the column that the user names, else the first of the known names, if it is there."""
+    return next((name for name in ((named,) if named else known) if name in there), None)
+
+
+def no_column(location: str, what: str, named: str | None, known: Sequence[str], there: str) -> UsageError:
+    names = ", ".join((named,) if named else known)
+    return UsageError(f"{location} has no {what} column ({names}); it has {there}")
 
 
 def unpacked_images(file: pq.ParquetFile, name: str, columns: Columns = BY_NAME) -> Iterator[bytes]:
@@ -111,17 +152,17 @@ def unpacked_images(file: pq.ParquetFile, name: str, columns: Columns = BY_NAME)
             yield value.as_py() or b""
 
 
-def find_columns(schema: pa.Schema, name: str, columns: Columns = BY_NAME) -> tuple[str, str, str | None]:
-    """Returns the columns of the image, the label and, if there is one, the key."""
-    there = ", ".join(f"{field.name} ({field.type})" for field in schema)
+def find_columns(
+    schema: pa.Schema, name: str, columns: Columns = BY_NAME
+) -> tuple[str, str | None, str | None]:
+    """Returns the columns of the image and, if there are, the label and the key."""
     images = (columns.image,) if columns.image else IMAGE_COLUMNS
     image = next((leaf for n in images if n in schema.names and (leaf := _bytes_leaf(schema.field(n)))), None)
     if image is None:
-        raise UsageError(f"{name} has no column of encoded images ({', '.join(images)}); it has {there}")
-    labels = (columns.label,) if columns.label else LABEL_COLUMNS
-    label = next((n for n in labels if n in schema.names), None)
-    if label is None:
-        raise UsageError(f"{name} has no label column ({', '.join(labels)}); it has {there}")
+        raise UsageError(
+            f"{name} has no column of encoded images ({', '.join(images)}); it has {_listed(schema)}"
+        )
+    label = first_column(columns.label, LABEL_COLUMNS, schema.names)
     column, _, field = image.partition(".")
     keys = [n for n in KEY_COLUMNS if n in schema.names and n not in (column, label)]
     keys = [n for n in keys if _is_text(schema.field(n).type) or types.is_integer(schema.field(n).type)]
@@ -139,7 +180,7 @@ def read_column(table: pa.Table, leaf: str) -> pa.ChunkedArray:
 
 def class_names(schema: pa.Schema, columns: Columns = BY_NAME) -> list[str] | None:
     """Returns the names of the labels, if Hugging Face's `datasets` wrote them into the parquet file."""
-    label = columns.label or next((n for n in LABEL_COLUMNS if n in schema.names), None)
+    label = first_column(columns.label, LABEL_COLUMNS, schema.names)
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         feature = features[label]
@@ -169,6 +210,10 @@ def _bytes_leaf(field: pa.Field) -> str | None:
     if types.is_struct(field.type) and any(f.name == "bytes" and _is_bytes(f.type) for f in field.type):
         return f"{field.name}.bytes"
     return None
+
+
+def _listed(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -2,7 +2,8 @@
 
 A data set is a directory with `manifest.json`, `train/*.parquet` and `val/*.parquet`, of columns image
 (encoded bytes), label (int32, or lists of them if an image has several), key (string) and those of further
-fields. Images stay encoded until a worker decodes them.
+fields. Images stay encoded until a worker decodes them. Beside the manifest of captioned images,
+`tokenizer.json` has a tokenizer of their captions.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moe.tokenizers import TokenizerConfig
 from orchestrator import storage
 from orchestrator.data.fields import Stored, stored_as
 from orchestrator.data.images import BadImage, decode, encode_png
@@ -26,6 +28,7 @@ from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.data.sources import open_source
+from orchestrator.data.text import TEXT, save_tokenizer, tokenizer_of
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 
@@ -36,7 +39,7 @@ SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.st
 SEVERAL_LABELS = pa.schema([("image", pa.binary()), ("label", pa.list_(pa.int32())), ("key", pa.string())])
 ARROW = {"bytes": pa.binary(), "number": pa.float64()}
 SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
-OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|{re.escape(UNFINISHED)}|\..*"  # and hidden files
+OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|tokenizer\.json|{re.escape(UNFINISHED)}|\..*"  # and hidden files
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -103,8 +106,10 @@ def pack(
     fresh: bool = False,
     execute: Execute = map,
     encode: Callable[[bytes], Encoded] = encode_for_shard,
+    tokenizer: TokenizerConfig | None = None,
 ) -> PackingReport:
-    """Packs a source's valid images; the manifest is written last. The same source gives the same bytes.
+    """Packs a source's valid images, and the tokenizer of their captions; the manifest is written last. The
+    same source gives the same bytes.
 
     Raises:
         UsageError: if `out` holds a data set and is not to be overwritten, or a split has no valid images.
@@ -148,6 +153,8 @@ def pack(
         labels=most_labels,
         fields=fields,
     )
+    if tokenizer:
+        save_tokenizer(out, tokenizer)
     save_manifest(out, manifest)
     storage.delete(storage.join(out, UNFINISHED))
     transparent = sum(packed.transparent for packed in done)
@@ -197,12 +204,17 @@ def pack_shard(
 
 
 def write_shards(
-    out: str, classes: Iterable[str], splits: Mapping[str, Iterable[Sample]], *, fresh: bool = False
+    out: str,
+    classes: Iterable[str],
+    splits: Mapping[str, Iterable[Sample]],
+    *,
+    fresh: bool = False,
+    tokenizer: TokenizerConfig | None = None,
 ) -> Manifest:
     """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
     source = Source(classes=tuple(classes), splits=samples, fetch=iter)
-    return pack(out, source, fresh=fresh, encode=Encoded).manifest
+    return pack(out, source, fresh=fresh, encode=Encoded, tokenizer=tokenizer).manifest
 
 
 def write_shard(
@@ -258,7 +270,9 @@ def _make_room(out: str) -> None:
     if has_manifest(out):
         storage.delete(storage.join(out, "manifest.json"))
         for name in storage.files(out):
-            if re.fullmatch(r"(train|val)(/\d{6}\.parquet|\.index|\.keys)|skipped\.txt", name):
+            if re.fullmatch(
+                r"(train|val)(/\d{6}\.parquet|\.index|\.keys)|skipped\.txt|tokenizer\.json", name
+            ):
                 storage.delete(storage.join(out, name))
 
 
@@ -279,8 +293,8 @@ def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 def digits(root: str, source: str = "digits") -> str:
     """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
 
-    source: ``digits``, 1,797 images of 8 x 8 pixels, or ``cluttered-digits``, the 13,642 images of 16 x 16
-    pixels that the sweep `quickstart` is trained on.
+    source: ``digits``, 1,797 images of 8 x 8 pixels; ``digits-captions``, the same with captions; or
+    ``cluttered-digits``, the 13,642 images of 16 x 16 pixels that the sweep `quickstart` is trained on.
     """
     path = storage.join(root, "data", source)
     try:
@@ -288,5 +302,7 @@ def digits(root: str, source: str = "digits") -> str:
     except UsageError:
         # There are none, or those of another version in its format: they are made, so nothing is lost.
         found = open_source(source)
-        write_shards(path, found.classes, found.splits, fresh=True)
+        captions = [sample.fields[TEXT] for sample in found.splits["train"] if TEXT in sample.fields]
+        tokenizer = tokenizer_of("words", captions) if captions else None
+        write_shards(path, found.classes, found.splits, fresh=True, tokenizer=tokenizer)
     return path

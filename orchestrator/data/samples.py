@@ -4,15 +4,11 @@ Labels, splits and order depend on the names of files and samples, never on the 
 listed.
 """
 
-import fnmatch
 import logging
-import os
 import pickle
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,20 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator import storage
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import Ints, sample_ids
 from orchestrator.data.manifest import Shard
 from orchestrator.errors import UsageError
 
-VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
-SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
-SHARD_NAMES = re.compile(r"\.(tar|tgz|tbz2?|txz|parquet|pq)\b[^/]*$", re.IGNORECASE)
+ONE_CLASS = "image"  # the class of images without labels
 MAX_CLASSES = 1_000_000
 NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class
 SORTED = 0.5  # of the classes that samples in random order would hold
 PROGRESS_EVERY_S = 5.0
-READERS = 16  # parallel requests: S3 answers each slowly
 
 # ``execute(work, tasks)`` yields the results of `work` for all tasks, in any order, on any machine.
 Execute = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
@@ -78,7 +70,7 @@ class Source:
 class Part(NamedTuple):
     """Samples that are listed together: those of a tar or parquet file, or all that a source has for a split.
 
-    labels: numbers or names, the first of each image.
+    labels: numbers or names, the first of each image; None for an image without a label.
     places: offset and size of each image.
     images: of each sample, as in `Sample`; none if (name, offset, size) locates them.
     others: the further labels of each sample; none if every sample has one label.
@@ -86,10 +78,11 @@ class Part(NamedTuple):
     skipped: samples left out, with the reason.
     shard: the file.
     crcs: CRC-32 of each image of the file.
+    fields: name -> the further field of each sample, None where a sample lacks it.
     """
 
     name: str
-    labels: Sequence[int | str]
+    labels: Sequence[Any]
     keys: Sequence[str]
     places: Sequence[tuple[int, int]]
     images: Sequence[Any] = ()
@@ -98,6 +91,7 @@ class Part(NamedTuple):
     skipped: Sequence[str] = ()
     shard: Shard | None = None
     crcs: Sequence[int] = ()
+    fields: Mapping[str, Sequence[Any]] = {}
 
 
 class Table:
@@ -115,14 +109,16 @@ class Table:
 
     def __init__(self, parts: Iterable[Part], splits: Mapping[str, str | None], val_frac: float) -> None:
         """Takes parts in any order. `splits` maps the name of each to ``train`` or ``val``, or all to None:
-        then `choose_validation` splits the samples.
+        then `choose_validation` splits the samples. If a sample has no label, all have the class `ONE_CLASS`.
 
         Raises:
-            UsageError: for labels that are not class numbers, a single class, or a split without images.
+            UsageError: for labels that are not class numbers, a single class of samples without further
+                fields, or a split without images.
         """
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (it is removed with the table)
-        numbers: dict[int | str, int] = {}
-        first: dict[int | str, str] = {}
+        numbers: dict[int | str | None, int] = {}
+        first: dict[int | str | None, str] = {}
+        has_fields = False
         self.most_labels = 1
         listed = []
         for part in parts:
@@ -132,6 +128,7 @@ class Table:
                 if label not in numbers:
                     numbers[label], first[label] = len(numbers), key
             labels = np.array([numbers[label] for label in part.labels], np.int64)
+            has_fields |= bool(part.fields)
             fields = self._spool.tell(), sample_ids(part.keys), labels, part.names, part.skipped, part.shard
             listed.append((part.name, *fields))
             pickle.dump(part, self._spool)
@@ -145,11 +142,19 @@ class Table:
         for name, theirs in zip(names, label_names, strict=True):
             if theirs != label_names[0]:
                 raise UsageError(f"{names[0]} and {name} name their labels differently")
-        self.classes = classes_of(first, label_names[0])
-        if len(self.classes) < 2:
+        if None in first:
+            if len(first) > 1:
+                log.warning("%s has no label: all images are of one class, %s", first[None], ONE_CLASS)
+            self.classes, self._class_of, self.most_labels = (ONE_CLASS,), dict.fromkeys(numbers, 0), 1
+        else:
+            labelled = {label: key for label, key in first.items() if label is not None}
+            self.classes = classes_of(labelled, label_names[0])
+            by_name = {name: number for number, name in enumerate(self.classes)}
+            self._class_of: dict[Any, int] = {
+                label: label if isinstance(label, int) else by_name[label] for label in labelled
+            }
+        if len(self.classes) < 2 and not has_fields:
             raise UsageError(f"only one class ({', '.join(self.classes)}): there is nothing to learn")
-        by_name = {name: number for number, name in enumerate(self.classes)}
-        self._class_of = {label: label if isinstance(label, int) else by_name[label] for label in numbers}
         self.labels: Ints = np.array([*self._class_of.values()])[np.concatenate(labels)]
         ids = np.concatenate(ids)
         self._occurrence = _occurrences(ids)
@@ -174,15 +179,18 @@ class Table:
                 part = self._load(number)
                 fields = "labels", "keys", "places", "crcs", "images", "others"
                 columns = {name: getattr(part, name) for name in fields}
-                yield part._replace(**{name: [column[i] for i in chosen] for name, column in columns.items()})
+                taken = {name: [column[i] for i in chosen] for name, column in columns.items()}
+                further = {name: [column[i] for i in chosen] for name, column in part.fields.items()}
+                yield part._replace(**taken, fields=further)
 
     def samples(self, split: str, *, mixed: bool) -> list[Sample]:
         """Returns the samples of a split, as they are listed or in the order of the hash of their keys."""
         samples = [
-            Sample(image, int(label), key, size, others)
+            Sample(image, label, key, size, others, fields)
             for part in self.parts(split)
-            for image, label, key, (_, size), others in zip(
-                part.images, part.labels, part.keys, part.places, part.others, strict=True
+            for image, label, key, (_, size), others, fields in zip(
+                *(part.images, part.labels, part.keys, part.places, part.others, _by_sample(part)),
+                strict=True,
             )
         ]
         order = np.argsort(sample_ids(sample.key for sample in samples), kind="stable")
@@ -208,9 +216,33 @@ class Table:
         numbered = zip(part.keys, self._occurrence[rows].tolist(), strict=True)
         keys = [key if occurrence == 1 else f"{key}#{occurrence}" for key, occurrence in numbered]
         images = part.images or [(part.name, *place) for place in part.places]
-        others = [tuple(self._class_of[label] for label in each) for each in part.others] or [()] * len(keys)
+        several = part.others if self.most_labels > 1 else ()
+        others = [tuple(self._class_of[label] for label in each) for each in several] or [()] * len(keys)
         labels, crcs = self.labels[rows].tolist(), part.crcs or [0] * len(keys)
         return part._replace(labels=labels, keys=keys, crcs=crcs, images=images, others=others)
+
+
+def tabulated(
+    parts: Iterable[Part],
+    splits: Mapping[str, str | None],
+    val_frac: float,
+    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
+    *,
+    mixed: bool = True,
+    skipped: Iterable[str] = (),
+) -> Source:
+    """Returns the samples of parts as a source. Raises as `Table` does."""
+    table = Table(parts, splits, val_frac)
+    # Packing would unpack a compressed file for every shard that takes samples of it.
+    mixed = mixed and not any(shard and shard.unpacked for shard in table.shards)
+    samples = {split: table.samples(split, mixed=mixed) for split in ("train", "val")}
+    return Source(classes=table.classes, splits=samples, fetch=fetch, skipped=(*skipped, *table.skipped))
+
+
+def _by_sample(part: Part) -> list[dict[str, Any]]:
+    """Returns the further fields that each sample has."""
+    rows = zip(*part.fields.values(), strict=True) if part.fields else ((),) * len(part.keys)
+    return [{n: v for n, v in zip(part.fields, row, strict=True) if v is not None} for row in rows]
 
 
 def _occurrences(ids: Ints) -> Ints:
@@ -281,38 +313,6 @@ def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = No
     return tuple(names) if names is not None else tuple(map(str, range(count)))
 
 
-def splits_of(names: Iterable[str], where: str) -> dict[str, str | None]:
-    """Maps files to ``train`` or ``val`` by a folder or a word in their names, as `resolve_splits` does."""
-    hints = {}
-    for name in names:
-        *folders, file = name.lower().split("/")
-        word = SPLIT_WORD.search(file)
-        folder = next((folder for folder in folders if folder in ("train", *VALIDATION)), None)
-        hints[name] = folder or (word[1] if word else None)
-    return resolve_splits(hints, where)
-
-
-def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str | None]:
-    """Maps the files that are used to ``train`` or ``val``; all to None if no file, or every file, is for
-    training. `hints` maps each file to ``train``, a name in `VALIDATION`, or None.
-
-    Raises:
-        UsageError: if there are no training images, or only some files have a split.
-    """
-    splits = {split for split in hints.values() if split}
-    if splits <= {"train"} and len({*hints.values()}) == 1:
-        return dict.fromkeys(hints)
-    if lost := next((name for name, split in hints.items() if split is None), None):
-        raise UsageError(f"{where}: {lost} is neither for training nor for validation, but others are")
-    if "train" not in splits:
-        raise UsageError(f"{where} has images for {' and '.join(sorted(splits))}, none for train")
-    val = next(name for name in VALIDATION if name in splits)
-    if rest := sorted(splits - {"train", val}):
-        log.warning("%s: validation is %s; left out: %s", where, val, ", ".join(rest))
-    names = {"train": "train", val: "val"}
-    return {name: names[split] for name, split in hints.items() if split in names}
-
-
 def with_progress(
     results: Iterable[Any], tasks: int, done: str, images: Callable[[Any], int]
 ) -> Iterator[Any]:
@@ -327,74 +327,3 @@ def with_progress(
             rate = count / (now - began)
             log.info("%s %d of %d shards, %d images, %.0f images/s", done, number, tasks, count, rate)
         yield result
-
-
-def files_below(location: str) -> dict[str, int]:
-    """Lists every file at any depth but hidden files: path below `location` -> bytes, sorted.
-
-    Raises:
-        UsageError: if there are no files, or a file name is not UTF-8.
-    """
-    visible = {path: size for path, size in storage.files(location).items() if not _is_hidden(path)}
-    for path in visible:
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{location}: file name {path!r} is not UTF-8: rename it") from None
-    if not visible:
-        if storage.size(location) is not None:
-            raise UsageError(f"{location} is a file, not a folder")
-        is_there = not storage.is_local(location) or os.path.isdir(location)
-        raise UsageError(f"no files below {location}" if is_there else f"no folder {location}")
-    return visible
-
-
-def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
-    """Returns a folder, and the shards below it -> bytes: one file, all files of a folder with these
-    extensions, or all files that match a pattern.
-
-    Raises:
-        UsageError: if there are no such files.
-    """
-    path = storage.absolute(path).rstrip("/")
-    if (size := storage.size(path)) is not None:
-        folder, _, name = path.rpartition("/")
-        return folder, {name: size}
-    is_pattern = any(c in path for c in "*?[") and not (storage.is_local(path) and os.path.isdir(path))
-    folder = re.split(r"/[^/]*[*?\[]", path)[0] if is_pattern else path
-    found = files_below(folder)
-    matching = {
-        name: size
-        for name, size in found.items()
-        if (fnmatch.fnmatchcase(f"{folder}/{name}", path) if is_pattern else name.endswith(extensions))
-    }
-    if not matching:
-        raise UsageError(
-            f"no {' or '.join(extensions)} files at {path}; there are {', '.join([*found][:3])} .."
-        )
-    passed = [name for name in found if SHARD_NAMES.search(name) and name not in matching]
-    if passed and not is_pattern:
-        what = "files are passed over, whose names do not end in"
-        ends, shown = " or ".join(extensions), ", ".join(passed[:3])
-        log.warning("%s: %d %s %s (unpack compressed tars): %s", folder, len(passed), what, ends, shown)
-    return folder, matching
-
-
-def read_files(locations: Sequence[str]) -> Iterator[bytes | BadImage]:
-    """Reads several files at a time. A missing file is a BadImage; raises OSError if storage fails."""
-    with ThreadPoolExecutor(READERS) as pool:
-        yield from pool.map(_read_file, locations)
-
-
-def _read_file(location: str) -> bytes | BadImage:
-    try:
-        return storage.read_bytes(location)
-    except FileNotFoundError:
-        return BadImage("no such file")
-    except PermissionError as error:
-        return BadImage(error.strerror or str(error))
-
-
-def _is_hidden(path: str) -> bool:
-    *folders, name = path.split("/")
-    return any(part.startswith(".") for part in (*folders, name)) or name in ("Thumbs.db", "desktop.ini")

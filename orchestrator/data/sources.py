@@ -1,12 +1,11 @@
-"""Sources of images to pack: digits, class folders, WebDataset's tars, parquet files, torchvision's sets."""
+"""Sources of images to pack: digits, folders, WebDataset's tars, parquet, csv, torchvision's sets."""
 
 import inspect
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -15,38 +14,35 @@ import numpy as np
 import pyarrow.parquet as pq
 import torchvision
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from moe.config import did_you_mean
 from orchestrator import storage
 from orchestrator.data import formats
+from orchestrator.data.csv_files import index_csv
+from orchestrator.data.digits import cluttered_digits, plain_digits
 from orchestrator.data.formats import BY_NAME, Columns
-from orchestrator.data.images import BadImage, encode_png, may_be_image
-from orchestrator.data.samples import (
+from orchestrator.data.images import BadImage, may_be_image
+from orchestrator.data.listing import (
     READERS,
     VALIDATION,
-    Execute,
-    Part,
-    Sample,
-    Source,
-    Table,
     files_below,
     read_files,
     resolve_splits,
     shards_at,
     splits_of,
 )
+from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
+from orchestrator.data.text import TEXT, captions_in_file
 from orchestrator.errors import UsageError
 from orchestrator.plugins import function_of
 
 KINDS = (
-    "digits, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, torchvision:NAME, or your own"
-    " FILE.py:NAME"
+    "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
+    " torchvision:NAME, or your own FILE.py:NAME"
 )
-CANVAS = 16  # pixels of the side of a cluttered digit
-PIECES, PIECE = 2, 4  # their number in an image, and the pixels of a side
-DRAWS = {"train": 8, "val": 6}  # images of every digit
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
+
+CAPTION_FILE = ".txt"  # beside an image, with its captions
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
 # value that a set knows is taken, so that test images are used for validation only if there are no others.
@@ -72,58 +68,62 @@ def open_source(
     download: bool = False,
     val_frac: float = 0.2,
     columns: Columns = BY_NAME,
+    captions: bool = False,
     execute: Execute = map,
 ) -> Source:
     """Lists the samples to be packed, without reading images.
 
     root, download: where torchvision keeps its files, and whether it may fetch them.
-    columns: the columns of parquet files.
-    execute: runs the listing of tars and parquet files.
+    columns: the columns of parquet and csv files.
+    captions: whether samples have captions, which become their field `text`. Labels are optional then.
+    execute: runs the listing of tars, parquet and csv files.
 
     Raises:
-        UsageError: for a source that is unknown, missing or malformed.
+        UsageError: for a source that is unknown, missing or malformed, or has no captions.
     """
     if not 0 < val_frac < 1:
         raise UsageError(f"`val_frac` {val_frac}: must lie between 0 and 1, both excluded")
     kind, _, rest = name.partition(":")
     if kind.endswith(".py"):
-        return _of_user(name, val_frac)
+        return _of_user(name, val_frac, captions)
+    if captions and kind in ("digits", "cluttered-digits", "torchvision"):
+        raise UsageError(
+            f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv may"
+        )
     if name == "digits":
-        return _digits(val_frac)
+        return plain_digits(val_frac)
+    if name == "digits-captions":
+        return plain_digits(val_frac, captions=True)
     if name == "cluttered-digits":
-        return _cluttered_digits(val_frac)
+        return cluttered_digits(val_frac)
     if rest:
+        fetch = partial(read_places, columns)
         match kind:
             case "folder":
-                return _folder(rest, val_frac)
+                return _folder(rest, val_frac, captions)
             case "webdataset":
-                return _shards(rest, ".tar", formats.index_tar, columns, val_frac, execute)
+                index = partial(formats.index_tar, captions=captions)
+                return _shards(rest, (".tar",), index, fetch, val_frac, execute)
             case "parquet":
-                index = partial(formats.index_parquet, columns)
-                return _shards(rest, ".parquet", index, columns, val_frac, execute)
+                index = partial(formats.index_parquet, columns, captions=captions)
+                return _shards(rest, (".parquet",), index, fetch, val_frac, execute)
+            case "csv":
+                index = partial(index_csv, columns, captions=captions)
+                return _shards(rest, (".csv", ".tsv"), index, read_files, val_frac, execute)
             case "torchvision":
                 return _torchvision_set(rest, root, download, val_frac)
     raise UsageError(f"unknown source {name!r}; known: {KINDS}")
 
 
-def _source(
-    parts: Iterable[Part],
-    splits: Mapping[str, str | None],
-    val_frac: float,
-    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
-    *,
-    mixed: bool = True,
-    skipped: Iterable[str] = (),
-) -> Source:
-    table = Table(parts, splits, val_frac)
-    # Packing would unpack a compressed file for every shard that takes samples of it.
-    mixed = mixed and not any(shard and shard.unpacked for shard in table.shards)
-    samples = {split: table.samples(split, mixed=mixed) for split in ("train", "val")}
-    return Source(classes=table.classes, splits=samples, fetch=fetch, skipped=(*skipped, *table.skipped))
-
-
-def _of_user(name: str, val_frac: float) -> Source:
+def _of_user(name: str, val_frac: float, captions: bool) -> Source:
     """Returns what a user's own function does: a `Source`, or samples with their bytes, which are split."""
+    source = _called(name, val_frac)
+    if captions and not all(TEXT in sample.fields for part in source.splits.values() for sample in part):
+        raise UsageError(f"{name}: a sample has no captions; give each fields={{{TEXT!r}: b'a caption'}}")
+    return source
+
+
+def _called(name: str, val_frac: float) -> Source:
     try:
         found = function_of(name)()
         samples = [] if isinstance(found, Source) else list(found)
@@ -136,100 +136,88 @@ def _of_user(name: str, val_frac: float) -> Source:
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UsageError(f"{name} must return a Source, or samples: Sample(image=.., label=.., key=..)")
     images, labels, keys, _, others, fields = zip(*samples, strict=True)
-    places, further = [(0, len(image)) for image in images], dict(zip(keys, fields, strict=True))
-    source = _source([Part("all", labels, keys, places, images, others)], {"all": None}, val_frac, iter)
-    splits = {
-        split: [sample._replace(fields=further[sample.key]) for sample in samples]
-        for split, samples in source.splits.items()
-    }
-    return replace(source, splits=splits)
+    places = [(0, len(image)) for image in images]
+    further = {name: [each.get(name) for each in fields] for name in dict.fromkeys(chain(*fields))}
+    part = Part("all", labels, keys, places, images, others, fields=further)
+    return tabulated([part], {"all": None}, val_frac, iter)
 
 
-def _digits(val_frac: float) -> Source:
-    """Returns the 1,797 images of 8x8 pixels that ship inside scikit-learn."""
-    bundled: Any = load_digits()
-    images = [encode_png(image) for image in (bundled.images * (255 / 16)).round().astype("uint8")]
-    keys = [f"digit-{i:04d}" for i in range(len(images))]
-    part = Part("all", bundled.target.tolist(), keys, [(0, len(image)) for image in images], images)
-    return _source([part], {"all": None}, val_frac, iter, mixed=False)
-
-
-def _cluttered_digits(val_frac: float) -> Source:
-    """Draws every digit several times at a random place of a canvas, over pieces of others of its split.
-
-    The images are the same every time.
-
-    Source: the cluttered MNIST of Recurrent Models of Visual Attention (Mnih et al., 2014), but smaller.
+def _folder(path: str, val_frac: float, captions: bool) -> Source:
+    """Lists a folder per class, or ``train`` and ``val`` of them; a class may hold deeper folders. Images
+    with captions may be in no class folder.
     """
-    plain, rng = _digits(val_frac), np.random.default_rng(0)
-    splits = {}
-    for split, samples in plain.splits.items():
-        digits = [np.asarray(Image.open(io.BytesIO(sample.image))) for sample in samples]
-        splits[split] = [
-            sample._replace(image=image, key=f"{sample.key}-{draw}", size=len(image))
-            for draw in range(DRAWS[split])
-            for sample, digit in zip(samples, digits, strict=True)
-            for image in [encode_png(_cluttered(digit, digits, rng))]
-        ]
-    return Source(classes=plain.classes, splits=splits, fetch=iter)
-
-
-def _cluttered(digit: np.ndarray, others: Sequence[np.ndarray], rng: np.random.Generator) -> np.ndarray:
-    """Returns the canvas, (CANVAS, CANVAS) uint8."""
-    canvas = np.zeros((CANVAS, CANVAS), np.uint8)
-    for _ in range(PIECES):
-        y, x = rng.integers(0, len(digit) - PIECE + 1, 2)
-        piece = others[int(rng.integers(len(others)))][y : y + PIECE, x : x + PIECE]
-        y, x = rng.integers(0, CANVAS - PIECE + 1, 2)
-        place = canvas[y : y + PIECE, x : x + PIECE]
-        np.maximum(place, piece, out=place)
-    y, x = rng.integers(0, CANVAS - len(digit) + 1, 2)
-    canvas[y : y + len(digit), x : x + len(digit)] = digit
-    return canvas
-
-
-def _folder(path: str, val_frac: float) -> Source:
-    """Lists a folder per class, or ``train`` and ``val`` of them; a class may hold deeper folders."""
     root = storage.absolute(path).rstrip("/")
     listed = files_below(root)
     top = {name.split("/")[0] for name in listed if "/" in name}
     has_splits = "train" in top and (not top.isdisjoint(VALIDATION) or top == {"train"})
     depth = 1 if has_splits else 0
     skipped, hints = [], {}
+    texts = _captions_beside(root, filter(may_be_image, listed), listed) if captions else {}
     for name in listed:
         *folders, _ = name.split("/")
         if has_splits and (not folders or folders[0] not in ("train", *VALIDATION)):
             skipped.append(f"{root}/{name}: neither in train nor in a folder of validation images")
         elif not may_be_image(name):
-            skipped.append(f"{root}/{name}{NOT_AN_IMAGE}")
-        elif len(folders) <= depth:
+            if not captions or not name.endswith(CAPTION_FILE):
+                skipped.append(f"{root}/{name}{NOT_AN_IMAGE}")
+        elif len(folders) <= depth and not captions:
             skipped.append(f"{root}/{name}: in no class folder")
+        elif captions and isinstance(problem := texts[name], ValueError):
+            skipped.append(f"{root}/{name}: {problem}")
         else:
             hints[name] = folders[0] if has_splits else None
     if not hints:
         reasons = f"; {len(skipped)} files, the first: {skipped[0]}" if skipped else ""
-        raise UsageError(f"{root} has no class folders with images{reasons}")
+        found = "images with captions" if captions else "class folders with images"
+        raise UsageError(f"{root} has no {found}{reasons}")
     splits = resolve_splits(hints, root)
     parts = []
     for split in {*splits.values()}:
         names = [name for name in splits if splits[name] == split]
-        labels, places = [name.split("/")[depth] for name in names], [(0, listed[name]) for name in names]
-        parts.append(Part(str(split), labels, names, places, [f"{root}/{name}" for name in names]))
+        folders = [name.split("/")[depth:-1] for name in names]
+        labels, places = [path[0] if path else None for path in folders], [(0, listed[n]) for n in names]
+        fields = {TEXT: [texts[name] for name in names]} if captions else {}
+        images = [f"{root}/{name}" for name in names]
+        parts.append(Part(str(split), labels, names, places, images, fields=fields))
     own = {str(split): split for split in splits.values()}
-    return _source(parts, own, val_frac, read_files, skipped=skipped)
+    return tabulated(parts, own, val_frac, read_files, skipped=skipped)
+
+
+def _captions_beside(
+    root: str, images: Iterable[str], there: Collection[str]
+) -> dict[str, bytes | ValueError]:
+    """Returns the captions of each image as a field, or why it has none: those of the text file of the same
+    name, one in each line.
+    """
+    of = {image: f"{image.rpartition('.')[0]}{CAPTION_FILE}" for image in images}
+    found: dict[str, bytes | ValueError] = {
+        image: ValueError(f"no caption ({text.rpartition('/')[2]})")
+        for image, text in of.items()
+        if text not in there
+    }
+    images = [image for image in of if image not in found]
+    contents = read_files([storage.join(root, of[image]) for image in images])
+    for image, content in zip(images, contents, strict=True):
+        try:
+            if isinstance(content, ValueError):
+                raise content
+            found[image] = captions_in_file(content)
+        except ValueError as error:
+            found[image] = error
+    return found
 
 
 def _shards(
     path: str,
-    extension: str,
+    extensions: tuple[str, ...],
     index: Callable[[str], Part],
-    columns: Columns,
+    fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
     val_frac: float,
     execute: Execute,
 ) -> Source:
-    folder, names = shards_at(path, extension)
+    folder, names = shards_at(path, *extensions)
     splits = {storage.join(folder, name): split for name, split in splits_of(names, folder).items()}
-    return _source(execute(index, list(splits)), splits, val_frac, partial(read_places, columns))
+    return tabulated(execute(index, list(splits)), splits, val_frac, fetch)
 
 
 def read_places(columns: Columns, places: Sequence[tuple[Any, ...]]) -> Iterator[bytes]:
@@ -295,9 +283,9 @@ def _torchvision_set(text: str, root: str, download: bool, val_frac: float) -> S
         raise UsageError(f"torchvision:{name} below {root!r}: {reason}") from None
     own = {part.name: None if part.name == "all" else part.name for part in listed}
     if isinstance(listed[0].images[0], str):
-        return _source(listed, own, val_frac, read_files)
+        return tabulated(listed, own, val_frac, read_files)
     kept = {split: tuple((k, v) for k, v in part if k != "download") for split, part in parts.items()}
-    return _source(listed, own, val_frac, partial(read_decoded, name, kept))
+    return tabulated(listed, own, val_frac, partial(read_decoded, name, kept))
 
 
 def _set_class(name: str) -> Any:

@@ -14,11 +14,14 @@ from typing import IO, Any, cast
 from orchestrator import storage
 from orchestrator.data.manifest import Shard
 from orchestrator.data.samples import Part
+from orchestrator.data.text import TEXT, captions_as_field, captions_in_file
 from orchestrator.errors import UsageError
 
 # Members of tars, by extension, and fields of .json members.
 TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 TAR_LABELS = ("cls", "cls.txt", "json")
+TAR_CAPTIONS = ("txt",)
+JSON_CAPTIONS = ("captions", "caption", "text")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target", "labels")
 CLASS_NUMBERS = re.compile(r"[+-]?\d+(?:[\s,]+[+-]?\d+)*")  # in .cls members
 MAX_LABELS = 64  # of an image; a longer list is probably a number for every class
@@ -99,9 +102,9 @@ class Forward:
         return bool(piece)
 
 
-def index_tar(location: str) -> Part:
+def index_tar(location: str, *, captions: bool = False) -> Part:
     """Indexes the samples of a tar, or of tars that were joined, in file order. Members whose names differ
-    only in the extension are one sample.
+    only in the extension are one sample. Samples with `captions` need no labels.
 
     Raises:
         UsageError: if the tar is cut short, damaged, compressed or not a tar.
@@ -114,7 +117,7 @@ def index_tar(location: str) -> Part:
         while begin is not None:
             with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
                 if tar.firstmember:  # pyright: ignore[reportAttributeAccessIssue]
-                    samples += _tar_samples(tar, problems).items()
+                    samples += _tar_samples(tar, problems, captions).items()
             # What was read last is a header: zeros at the end of a tar, else one that is cut off or damaged.
             if file.last == bytes(tarfile.BLOCKSIZE):
                 begin = file.skip_zeros()
@@ -124,11 +127,13 @@ def index_tar(location: str) -> Part:
                 raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
-    keys, sets, places, crcs = [], [], [], []
+    keys, sets, places, crcs, texts = [], [], [], [], []
     for key, parts in samples:
         try:
             offset, size, crc = _tar_image(parts)
-            sets.append(_tar_labels(parts))
+            text = _tar_captions(parts) if captions else b""
+            sets.append(_tar_labels(parts, optional=captions))
+            texts.append(text)
             keys.append(key)
             places.append((offset, size))
             crcs.append(crc)
@@ -139,7 +144,9 @@ def index_tar(location: str) -> Part:
         problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are not a tar")
     labels, others = distinct_labels(sets, keys, location)
     problems = [f"{location}: {problem}" for problem in problems]
-    return Part(location, labels, keys, places, others=others, skipped=problems, shard=shard, crcs=crcs)
+    fields = {TEXT: texts} if captions else {}
+    further = {"others": others, "skipped": problems, "shard": shard, "crcs": crcs, "fields": fields}
+    return Part(location, labels, keys, places, **further)
 
 
 def distinct_labels(
@@ -162,10 +169,11 @@ def distinct_labels(
     return [labels[0] for labels in distinct], others if any(others) else []
 
 
-def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[str, Any]]:
+def _tar_samples(tar: tarfile.TarFile, problems: list[str], captions: bool) -> dict[str, dict[str, Any]]:
     """Reads a tar up to its end mark. Returns for each key its members by extension: the place of an image,
-    the content of a label, or a ValueError that says why it cannot be read.
+    the content of a label or caption, or a ValueError that says why it cannot be read.
     """
+    texts = (*TAR_LABELS, *TAR_CAPTIONS) if captions else TAR_LABELS
     file: Any = tar.fileobj
     samples: dict[str, dict[str, Any]] = {}
     read: dict[tuple[str, bool], Any] = {}  # what hard links may name
@@ -176,7 +184,7 @@ def _tar_samples(tar: tarfile.TarFile, problems: list[str]) -> dict[str, dict[st
             continue
         key, extension = _as_text(match[1]), _as_text(match[2].lower())
         parts, is_image = samples.setdefault(key, {}), extension in TAR_IMAGES
-        if not is_image and extension not in TAR_LABELS:
+        if not is_image and extension not in texts:
             parts.setdefault(extension, None)
             continue
         if info.islnk():
@@ -224,8 +232,8 @@ def _tar_image(parts: Mapping[str, Any]) -> tuple[int, int, int]:
     return parts[extension]
 
 
-def _tar_labels(parts: Mapping[str, Any]) -> Sequence[int | str]:
-    """Returns the sample's labels as they are listed. Raises ValueError if it has none."""
+def _tar_labels(parts: Mapping[str, Any], *, optional: bool) -> Sequence[int | str | None]:
+    """Returns the sample's labels as they are listed. Raises ValueError if it has none, unless `optional`."""
     found = next((parts[extension] for extension in TAR_LABELS if extension in parts), None)
     if isinstance(found, ValueError):
         raise found
@@ -234,13 +242,33 @@ def _tar_labels(parts: Mapping[str, Any]) -> Sequence[int | str]:
             text = parts[extension].decode().strip()
             is_number = CLASS_NUMBERS.fullmatch(text)
             return [*map(int, re.split(r"[\s,]+", text))] if is_number else [_checked_name(text)]
-    tree = json.loads(parts.get("json", b"{}"))
-    fields = tree if isinstance(tree, dict) else {}
-    found = next((fields[name] for name in JSON_LABELS if fields.get(name) is not None), [])
+    found = _in_json(parts, JSON_LABELS)
     labels = found if isinstance(found, list) else [found]
+    if not labels and optional:
+        return [None]
     if not labels:
         raise ValueError(f"no label (.cls, .cls.txt, or one of {', '.join(JSON_LABELS)} in .json)")
     return [label if type(label) is int else _checked_name(label) for label in labels]
+
+
+def _tar_captions(parts: Mapping[str, Any]) -> bytes:
+    """Returns the sample's captions as a field. Raises ValueError if it has none."""
+    found = next((parts[extension] for extension in (*TAR_CAPTIONS, "json") if extension in parts), None)
+    if isinstance(found, ValueError):
+        raise found
+    text = next((parts[extension] for extension in TAR_CAPTIONS if extension in parts), None)
+    if text is not None:
+        return captions_in_file(text)
+    if not (captions := _in_json(parts, JSON_CAPTIONS)):
+        raise ValueError(f"no caption (.txt, or one of {', '.join(JSON_CAPTIONS)} in .json)")
+    return captions_as_field(captions)
+
+
+def _in_json(parts: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Returns the first of these fields of .json that has a value, an empty list if none has."""
+    tree = json.loads(parts.get("json", b"{}"))
+    fields = tree if isinstance(tree, dict) else {}
+    return next((fields[name] for name in names if fields.get(name) is not None), [])
 
 
 def _checked_name(label: Any) -> str:

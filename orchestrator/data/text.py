@@ -1,14 +1,15 @@
-"""Captions: how a sample holds them, how a run reads them as ids, the tokenizer they teach, and a report on them.
+"""Captions: how a sample holds them, how a run reads them as ids, their tokenizer, and a report on them.
 
-A sample's field `text` holds its captions in UTF-8, one per line. `tokenizer.json` beside the manifest of a data
-set has the tokenizer that its training captions teach. It does not belong to the data: the manifest does not
-list it, and a model may have another tokenizer, which its own config holds.
+A sample's field `text` holds its captions in UTF-8, one per line. `tokenizer.json` beside the manifest of a
+data set has the tokenizer that its training captions teach. It does not belong to the data: the manifest does
+not list it, and a model may have another tokenizer, which its own config holds.
 """
 
+import codecs
 import gzip
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, kw_only=True)
 class TextField:
-    """The first `captions` captions of each sample as ids, (B, captions, length) int32, `ABSENT` in the rows of
-    further captions. A slot without a sample has one empty caption, so that every slot has a first.
+    """The first `captions` captions of each sample as ids, (B, captions, length) int32, with `ABSENT` in the
+    rows of captions that it lacks. A slot without a sample has one empty caption, so that every slot has one.
     """
 
     tokenizer: TokenizerConfig
@@ -67,14 +68,16 @@ def captions_of(stored: bytes) -> list[str]:
 
 
 def captions_as_field(captions: Any) -> bytes:
-    """Returns a caption, or a list of them, as a field; line breaks inside a caption become spaces, and empty
-    captions are left out. Raises ValueError if none remains, or one is not text or not UTF-8.
+    """Returns a caption, or a list of them, of strings or bytes, as a field; line breaks inside a caption
+    become spaces, and empty captions are left out. Raises ValueError if none remains, or one is not text or
+    not UTF-8.
     """
     lines = []
     for caption in captions if isinstance(captions, list) else [captions]:
-        if not isinstance(caption, str | None):
+        if not isinstance(caption, str | bytes | None):
             raise ValueError(f"its caption {caption!r} is not text")
-        if line := " ".join((caption or "").split()):
+        text = caption.decode(errors="surrogateescape") if isinstance(caption, bytes) else caption or ""
+        if line := " ".join(text.split()):
             lines.append(line)
     if not lines:
         raise ValueError("it has no caption")
@@ -84,14 +87,22 @@ def captions_as_field(captions: Any) -> bytes:
         raise ValueError("its caption is not UTF-8") from None
 
 
+def captions_or_error(captions: Any) -> bytes | ValueError:
+    """Returns captions as a field, or the error that `captions_as_field` raises."""
+    try:
+        return captions_as_field(captions)
+    except ValueError as error:
+        return error
+
+
 def captions_in_file(content: bytes) -> bytes:
     """Returns a text file with a caption in each line as a field. Raises as `captions_as_field` does."""
-    return captions_as_field(content.decode("utf-8-sig", "surrogateescape").split("\n"))
+    return captions_as_field(content.removeprefix(codecs.BOM_UTF8).split(b"\n"))
 
 
 def tokenizer_of(text: str, captions: Iterable[bytes]) -> TokenizerConfig:
-    """Returns the tokenizer that ``words``, ``words:SIZE`` or ``bpe:SIZE`` learns from fields of captions, or that
-    of a file: `tokenizer.json`, or a list of merges as CLIP's. Raises UsageError for any other text.
+    """Returns the tokenizer that ``words``, ``words:SIZE`` or ``bpe:SIZE`` learns from fields of captions, or
+    that of a file: `tokenizer.json`, or a list of merges as CLIP's. Raises UsageError for any other text.
     """
     kind, _, size = text.partition(":")
     if kind not in TokenizerConfig.kinds:
@@ -175,7 +186,7 @@ def caption_report(
     """Reads the fields of captions of both splits."""
     batch = min(batch, len(train))
     counts, lengths = [], []
-    missed = Counter[str]()  # log of the chance that no image of a batch draws the caption
+    missed = defaultdict[str, float](float)  # log of the chance that no image of a batch draws the caption
     for field in train:
         captions = captions_of(field)
         counts.append(len(captions))

@@ -38,8 +38,8 @@ from orchestrator.checkpoint.manifest import MANIFEST
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, may_be_image
+from orchestrator.data.listing import files_below
 from orchestrator.data.manifest import has_manifest, open_manifest
-from orchestrator.data.samples import files_below
 from orchestrator.data.shards import DataSet
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError

@@ -134,7 +134,10 @@ def test_warnings(call: Call, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("imagenet", "error: unknown source 'imagenet'; known: digits, cluttered-digits, folder:PATH"),
+        (
+            "imagenet",
+            "error: unknown source 'imagenet'; known: digits, digits-captions, cluttered-digits, folder:PATH",
+        ),
         ("folder:/not/there", "error: no folder /not/there"),
         ("torchvision:Mnist", "error: torchvision.datasets has no 'Mnist'; it has "),
         ("torchvision:CIFAR10", "error: torchvision:CIFAR10 below "),

@@ -189,7 +189,10 @@ def test_folders_that_cannot_be_packed(files: list[str], message: str, tmp_path:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("imagenet", "unknown source 'imagenet'; known: digits, cluttered-digits, folder:PATH"),
+        (
+            "imagenet",
+            "unknown source 'imagenet'; known: digits, digits-captions, cluttered-digits, folder:PATH",
+        ),
         ("folder:", "unknown source 'folder:'"),
         ("folder:/not/there", "no folder /not/there"),
         ("webdataset:/not/there", "no folder /not/there"),
