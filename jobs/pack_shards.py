@@ -3,19 +3,25 @@
   python jobs/pack_shards.py --source folder:/data/flowers --out s3://bucket/flowers
   python jobs/pack_shards.py --source webdataset:'/data/shards/train-*.tar' --out /data/packed
   python jobs/pack_shards.py --source torchvision:CIFAR10 --root /data --download --out /data/cifar10
+  python jobs/pack_shards.py --source csv:/data/photos.csv --captions --tokenizer bpe:8000 --out /data/photos
 
 Sources; each PATH and --out is local or s3://bucket/prefix:
 
   digits            1,797 images of 8x8 pixels that ship inside scikit-learn
+  digits-captions   the same images with five captions each
   cluttered-digits  13,642 images of 16x16 pixels: the same digits, anywhere among pieces of others
   folder:PATH       a folder per class, or train and val of them
   webdataset:PATH   a tar, a folder of tars, or a pattern; members .jpg .. beside .cls or .json,
                     with a label or a list of them
   parquet:PATH      a file, a folder of them, or a pattern: a column of encoded images and one of labels,
                     or of lists of them where images have several
+  csv:PATH          a csv or tsv file, a folder of them, or a pattern: a column of paths and one of labels
   FILE.py:NAME      a function in a file of your own, which returns samples
   torchvision:NAME  a class of torchvision.datasets, below --root, fetched only with --download;
                     other arguments of the class follow: 'torchvision:EMNIST?split=letters'
+
+With --captions, labels are optional, and captions come from .txt files beside the images of a folder (one
+in a line), .txt or .json members of tars, or a column of parquet and csv files.
 
 All CPUs of the Ray cluster of $RAY_ADDRESS, or of this machine, pack at the same time; fewer than eight
 shards are packed by this process. More: docs/data.md.
@@ -27,6 +33,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, log
 from typing import TYPE_CHECKING
 
 from jobs._cli import check_writable, command, on_cluster
@@ -34,17 +41,24 @@ from jobs._flags import flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from moe.tokenizers import TokenizerConfig
     from orchestrator.data.packing import PackingReport
+    from orchestrator.data.text import CaptionReport
 
-KINDS = ("folder", "webdataset", "parquet", "torchvision")  # of sources with a path
+KINDS = ("folder", "webdataset", "parquet", "csv", "torchvision")  # of sources with a path
 SHOWN = 20  # lines about skipped files
+TOKENS, BATCH = (
+    16,
+    256,
+)  # of the papers' text towers, and of a small run: what the report on captions is about
+REPEATED = 0.9  # of a batch; a warning is printed if fewer captions are distinct
 
 
 def source_name(text: str) -> str:
     """Reads --source. Raises UsageError for a kind of path that does not exist."""
     kind, colon, _ = text.partition(":")
     if colon and kind not in KINDS and not kind.endswith(".py"):
-        known = ("digits", "cluttered-digits", *KINDS, "your own FILE.py:NAME")
+        known = ("digits", "digits-captions", "cluttered-digits", *KINDS, "your own FILE.py:NAME")
         raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(known)}")
     return text
 
@@ -57,8 +71,17 @@ class PackFlags:
     fresh: bool = flag(False, "replace an earlier data set at --out")
     root: str = flag("data", "where torchvision keeps its files")
     download: bool = flag(False, "let torchvision fetch what is missing")
-    image_column: str | None = flag(None, "column of parquet files; default: image, img, jpg, ..")
-    label_column: str | None = flag(None, "column of parquet files; default: label, cls, class, ..")
+    image_column: str | None = flag(
+        None, "column of parquet files; default: image, img, jpg, ..; of csv files: of paths"
+    )
+    label_column: str | None = flag(None, "column of parquet and csv files; default: label, cls, class, ..")
+    captions: bool = flag(False, "images have captions, which are packed with them")
+    caption_column: str | None = flag(None, "column of parquet and csv files; default: caption, text, ..")
+    tokenizer: str | None = flag(
+        None,
+        "of captions: words, words:SIZE or bpe:SIZE, made from those for training, or a file, as another data"
+        " set's tokenizer.json or CLIP's merges; default: words",
+    )
     background: str | None = flag(
         None, "colour under transparent pixels, as white or #808080; default: alpha is dropped"
     )
@@ -80,13 +103,17 @@ def pack_source(flags: PackFlags) -> None:
     kind, _, path = flags.source.partition(":")
     place = storage.absolute(path).rstrip("/")
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
-    if kind in ("folder", "webdataset", "parquet") and not apart:  # --fresh could delete the images
+    if kind in ("folder", "webdataset", "parquet", "csv") and not apart:  # --fresh could delete the images
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
+    captions = flags.captions or bool(flags.caption_column) or flags.source == "digits-captions"
+    if flags.tokenizer and not captions:
+        raise UsageError("--tokenizer is that of captions: give --captions too")
     check_writable("--out", out)
 
     from orchestrator.data.formats import Columns
-    from orchestrator.data.packing import check_free, encode_for_shard, pack
+    from orchestrator.data.packing import captions_of_split, check_free, encode_for_shard, pack
     from orchestrator.data.sources import open_source
+    from orchestrator.data.text import caption_report, tokenizer_of
     from orchestrator.data.transparency import colour
 
     if not flags.fresh:
@@ -97,10 +124,15 @@ def pack_source(flags: PackFlags) -> None:
         root=flags.root,
         download=flags.download,
         val_frac=flags.val_frac,
-        columns=Columns(flags.image_column, flags.label_column),
+        columns=Columns(flags.image_column, flags.label_column, flags.caption_column),
+        captions=captions,
         execute=on_cluster,
     )
-    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, encode=encode)
+    train, val = (captions_of_split(source, split) if captions else [] for split in ("train", "val"))
+    tokenizer = tokenizer_of(flags.tokenizer or "words", train) if captions else None
+    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, encode=encode, tokenizer=tokenizer)
+    if tokenizer:
+        print_captions(tokenizer, caption_report(tokenizer, train, val, batch=BATCH))
     print_report(out, report, flags.background)
 
 
@@ -136,6 +168,31 @@ def print_report(out: str, report: PackingReport, background: str | None) -> Non
         f"{out}: {rows['train']} training and {rows['val']} validation images,"
         f" {len(manifest.classes)} classes{several}, {len(report.skipped)} skipped"
     )
+
+
+def print_captions(tokenizer: TokenizerConfig, report: CaptionReport) -> None:
+    lengths = sorted(report.lengths.tolist())
+    middle, most = (lengths[ceil(share * len(lengths)) - 1] for share in (0.5, 0.95))
+    print(
+        f"captions: {report.captions:,} of {report.images:,} training images, at most {report.most} of an"
+        f" image; {report.distinct:,} are distinct"
+    )
+    print(
+        f"tokens of a caption, with its end: median {middle}, 95 % at most {most}, longest"
+        f" {lengths[-1]}; {report.cut(TOKENS):.1%} are cut at {TOKENS}"
+    )
+    print(
+        f"tokenizer: {tokenizer.kind}, {tokenizer.size():,} ids; it does not know {report.unknown:.1%} of the"
+        " words of validation"
+    )
+    distinct, batch = report.distinct_in_batch, report.batch
+    print(f"a batch of {batch} images has about {distinct:.0f} distinct captions")
+    if distinct < REPEATED * batch:
+        print(
+            "warning: equal captions of a batch count as wrong pairs, unless the task takes them for right;"
+            f" a loss that stays at ln {batch} = {log(batch):.2f} (softmax) or about {log(batch) + 1:.2f}"
+            " (sigmoid) means that nothing is learnt"
+        )
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.st
 SEVERAL_LABELS = pa.schema([("image", pa.binary()), ("label", pa.list_(pa.int32())), ("key", pa.string())])
 ARROW = {"bytes": pa.binary(), "number": pa.float64()}
 SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
-OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|tokenizer\.json|{re.escape(UNFINISHED)}|\..*"  # and hidden files
+# and hidden files
+OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|tokenizer\.json|{re.escape(UNFINISHED)}|\..*"
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
 
 log = logging.getLogger(__name__)
@@ -290,6 +291,12 @@ def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield chunk
 
 
+def captions_of_split(source: Source, split: str) -> list[bytes]:
+    """Returns the field `text` of each sample of a split."""
+    fields = (sample.fields.get(TEXT) for sample in source.splits[split])
+    return [field for field in fields if isinstance(field, bytes)]
+
+
 def digits(root: str, source: str = "digits") -> str:
     """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
 
@@ -302,7 +309,7 @@ def digits(root: str, source: str = "digits") -> str:
     except UsageError:
         # There are none, or those of another version in its format: they are made, so nothing is lost.
         found = open_source(source)
-        captions = [sample.fields[TEXT] for sample in found.splits["train"] if TEXT in sample.fields]
+        captions = captions_of_split(found, "train")
         tokenizer = tokenizer_of("words", captions) if captions else None
         write_shards(path, found.classes, found.splits, fresh=True, tokenizer=tokenizer)
     return path

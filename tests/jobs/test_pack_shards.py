@@ -19,6 +19,7 @@ from orchestrator.data.images import decode
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import pack
 from orchestrator.data.sources import open_source
+from orchestrator.data.text import read_tokenizer
 from tests.orchestrator.data.images import JPEG, PNG, files, numbered, parquet, samples, tar, write
 
 ROOT = Path(__file__).parents[2]
@@ -252,3 +253,34 @@ def test_sources_of_ones_own_that_are_refused(call: Call, tmp_path: Path) -> Non
         f"{tmp_path}/no.py:make": f"error: no file {tmp_path}/no.py: a function of your own is ",
     }.items():
         assert call("--source", source, *out)[0].startswith(said)
+
+
+def test_captions_are_described_before_anything_trains(call: Call, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    error, lines = call("--source", "digits-captions", "--out", out, "--tokenizer", "bpe:600")
+    assert error == ""
+    assert lines[:4] == [
+        "captions: 7,150 of 1,430 training images, at most 5 of an image; 100 are distinct",
+        "tokens of a caption, with its end: median 4, 95 % at most 7, longest 7; 0.0% are cut at 16",
+        "tokenizer: bpe, 585 ids; it does not know 0.0% of the words of validation",
+        "a batch of 256 images has about 92 distinct captions",
+    ]
+    assert lines[4].startswith("warning: equal captions of a batch count as wrong pairs")
+    assert "ln 256 = 5.55 (softmax) or about 6.55 (sigmoid)" in lines[4]
+    assert open_manifest(out).fields == {"text": "bytes"}
+    assert read_tokenizer(out).size() == 585
+
+
+def test_captions_that_all_differ_need_no_warning(call: Call, tmp_path: Path) -> None:
+    members = {f"{n}.png": numbered(n) for n in range(40)} | {f"{n}.txt": b"%d" % n for n in range(40)}
+    write(tmp_path / "in", members)
+    error, lines = call("--source", f"folder:{tmp_path / 'in'}", "--captions", "--out", str(tmp_path / "out"))
+    assert error == ""
+    assert "it does not know 100.0% of the words of validation" in lines[2]
+    assert not [line for line in lines if "warning" in line]
+    assert ", 1 classes, 0 skipped" in lines[-1]
+
+
+def test_a_tokenizer_needs_captions(call: Call, tmp_path: Path) -> None:
+    error, _ = call("--source", "digits", "--out", str(tmp_path / "out"), "--tokenizer", "words")
+    assert "--tokenizer is that of captions: give --captions too" in error
