@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import (
-    PRESETS,
     ExpertChoiceConfig,
     MixtureConfig,
     MoEConfig,
@@ -30,6 +29,7 @@ from moe import (
     ViTConfig,
 )
 from moe.parallel import ParallelConfig, accumulate, build_whole, update
+from moe.presets import VITS
 from moe.routers import RouterConfig
 from moe.routers.choice import ChoiceRouter
 from moe.routing import GatherRouting
@@ -163,7 +163,7 @@ def small(name: str, depth: int = 2, moe_blocks: int = 2, dropout: float = 0.0) 
     """The debug model with four experts in its last blocks."""
     router, layers = ROUTERS[name], f"last_{moe_blocks}"
     moe = router and MoEConfig(layers=layers, num_experts=4, router=router, expert_dropout=dropout)
-    return replace(PRESETS["debug"], depth=depth, moe=moe)
+    return replace(VITS["debug"], depth=depth, moe=moe)
 
 
 def correct(bench: Bench) -> Iterator[Case]:
@@ -265,7 +265,7 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     """
     config, row = small(name, moe_blocks=1), Row()
     if not bench.tiny:
-        config = replace(PRESETS["S/16"], depth=2, moe=config.moe)
+        config = replace(VITS["S/16"], depth=2, moe=config.moe)
     model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_size)
     names = [parameter for parameter, _ in model.named_parameters()]
     for mode, deterministic in (("by_default", False), ("deterministic", True)):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from bench.gpu_checks import Bench, Case, Row, TrainStep
 from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
-from moe import PRESETS, MoEConfig, SoftConfig, ViT, ViTConfig
+from moe import MoEConfig, SoftConfig, ViT, ViTConfig
 from moe.cost import forward_gflops_2mac, num_params, slots_per_token, train_flops_6mac
 from moe.experts import Experts
 from moe.parallel import ParallelConfig, build_whole
+from moe.presets import VITS
 from moe.routers import RouterConfig
 
 OTHERS = {name: router for router in ROUTERS for name in PEERS[router]}  # peer -> its router
@@ -157,15 +158,15 @@ def models() -> dict[str, ViTConfig]:
     An image has 196 tokens. One slot for each of 128 experts is less work than a dense MLP, so there is a
     Soft MoE of 196 slots too.
     """
-    dense, vmoe = PRESETS["S/16"], PRESETS["vmoe-B/16"]
+    dense, vmoe = VITS["S/16"], VITS["vmoe-B/16"]
     soft = MoEConfig(layers="last_6", num_experts=196, router=SoftConfig())
     return {
         "S/16": dense,
-        "soft-S/16-128e": PRESETS["soft-S/16-128e"],
+        "soft-S/16-128e": VITS["soft-S/16-128e"],
         "soft-S/16-196e": replace(dense, moe=soft),
         "vmoe-S/16-32e": replace(vmoe, width=384, heads=6, mlp_dim=1536, representation_size=384),
-        "B/16": PRESETS["B/16"],
-        "soft-B/16-128e": PRESETS["soft-B/16-128e"],
+        "B/16": VITS["B/16"],
+        "soft-B/16-128e": VITS["soft-B/16-128e"],
     }
 
 
@@ -175,7 +176,7 @@ def shrunk(config: ViTConfig) -> ViTConfig:
     if moe:
         router = replace(moe.router, total_slots=16) if isinstance(moe.router, SoftConfig) else moe.router
         moe = replace(moe, layers=(1,), num_experts=min(8, moe.num_experts), router=router)
-    return replace(PRESETS["debug"], moe=moe)
+    return replace(VITS["debug"], moe=moe)
 
 
 def dense_of(name: str) -> str:
@@ -217,7 +218,7 @@ def training_runs(bench: Bench) -> Iterator[Run]:
     counts = (8, 16) if bench.tiny else (8, 4096, 512, 64, 2048, 256, 1024, 128, 32, 16)
     for count in counts:
         moe = MoEConfig(layers="last_1", num_experts=count, router=SoftConfig(total_slots=EQUAL_SLOTS))
-        config, few = replace(PRESETS["S/16"], moe=moe), f"{EQUAL_SLOTS} slots of {counts[0]} experts"
+        config, few = replace(VITS["S/16"], moe=moe), f"{EQUAL_SLOTS} slots of {counts[0]} experts"
         yield Run(f"{EQUAL_SLOTS} slots of {count} experts", config, few, images=FEWER_IMAGES)
     yield from compiled[2:] if bench.cuda else []
 

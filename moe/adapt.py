@@ -50,12 +50,26 @@ class Transfer:
     unused: tuple[str, ...]
 
 
-def plan_transfer(saved: Shapes, model: Shapes) -> Transfer:
+def plan_transfer(saved: Shapes, model: Shapes, below: str = "") -> Transfer:
     """Plans which tensors are copied or converted; no others are taken over.
 
     Tensors of equal name and shape are copied; a position embedding of another grid is resized; if a block is
-    MoE in the model and dense in the checkpoint, every expert is a copy of its MLP.
+    MoE in the model and dense in the checkpoint, every expert is a copy of its MLP. If no name there begins
+    with `below`, the checkpoint is that of the part of the model whose names do.
     """
+    if below and not any(name.startswith(below) for name in saved):
+        part = {name.removeprefix(below): shape for name, shape in model.items() if name.startswith(below)}
+        plan, rest = plan_transfer(saved, part), [name for name in model if not name.startswith(below)]
+        same = {
+            name: Conversion(name, "the whole model there", lambda tensor: tensor) for name in plan.copied
+        }
+        return Transfer(
+            copied=(),
+            converted={below + name: how for name, how in {**same, **plan.converted}.items()},
+            initial={below + name: why for name, why in plan.initial.items()}
+            | dict.fromkeys(rest, "not in the checkpoint"),
+            unused=plan.unused,
+        )
     copied, converted, initial = [], dict[str, Conversion](), dict[str, str]()
     for name, shape in model.items():
         source = name if name in saved else _mlp_of(name)

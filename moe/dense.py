@@ -21,9 +21,9 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, *, qk_norm: bool = True) -> None:
+    def __init__(self, width: int, heads: int, *, qk_norm: bool = True, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = Projections(width, 3 * width)
         self.norm_q = head_norm(width, heads) if qk_norm else nn.Identity()
         self.norm_k = head_norm(width, heads) if qk_norm else nn.Identity()
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
-        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v)
+        y = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, is_causal=self.causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

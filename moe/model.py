@@ -34,15 +34,17 @@ class ModelConfig(Family, ABC, default="vit"):
         gives: heads of the model's output.
         head: name of the submodule whose input is an image's representation.
         causal: whether the output at a token must not depend on later tokens.
+        starts_from: prefix of the tensors that a model of another kind can be the start of; empty: all.
     """
 
-    if TYPE_CHECKING:  # fields of each model
-        image_size: int
-        num_classes: int
-        moe: MoEConfig | None
+    if TYPE_CHECKING:  # fields or properties of each model
+        image_size: int = 0
+        num_classes: int = 0
+        moe: MoEConfig | None = None
     gives: ClassVar[tuple[str, ...]] = ("logits",)
     head: ClassVar[str] = "head"
     causal: ClassVar[bool] = False
+    starts_from: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +54,7 @@ class ModelConfig(Family, ABC, default="vit"):
             for router in (self.moe.router, self.moe.router.eval_config()):
                 self.slots(router)
                 if self.causal and (why := router.leaks_future(num_tokens=tokens, num_experts=experts)):
-                    raise ValueError(f"a model of kind {self.kind!r} is causal, and its router is not: {why}")
+                    raise ValueError(f"the model is causal, and its router is not: {why}")
 
     @abstractmethod
     def build(self, *, seed: int | None = 0) -> "Model":
@@ -222,6 +224,12 @@ class Model(nn.Module, ABC, Generic[C]):
 
         A unit has ``forward(x, valid_B, keys_B, overrides, return_stats, return_routing) -> UnitOutput``.
         """
+
+    def freeze(self, *prefixes: str) -> None:
+        """Keeps the parameters whose names begin so as they are: they have no gradient and no optimiser."""
+        for name, param in self.named_parameters():
+            if name.startswith(prefixes):
+                param.requires_grad_(False)
 
     @abstractmethod
     def forward(

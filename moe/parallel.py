@@ -256,6 +256,11 @@ def gather(rows: Tensor) -> Tensor:
     return _Gather.apply(rows) if dist.is_initialized() else rows
 
 
+def first_row(rows: int) -> int:
+    """Returns where this rank's rows begin among those that `gather` returns, of as many from each rank."""
+    return dist.get_rank() * rows if dist.is_initialized() else 0
+
+
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:

@@ -5,6 +5,10 @@ Source: the dense models (``S/16``, ..) are those of Soft MoE (section 3.3) and 
 ``vmoe-`` models are V-MoE's (sections 3.1 and 3.6, table 2), with the class token, the tanh layer and the 8
 blocks of S of the released configs. The paper does not print the sizes of ``vmoe-15B``; ours have the printed
 14.7B parameters. ``vit_small_patch16_224`` and its like are timm's plain ViTs.
+
+Two towers: ``lit-`` are those of LiT (Zhai et al. 2022), with a text tower of the image tower's size;
+``-lit-g`` those of Soft MoE's table 3, with the text tower of ViT-g; ``-laion`` those of its appendix F.1, as
+in the released `pretrain_laion.py`, without the sizes whose patches of 14 pixels do not divide 256.
 """
 
 from dataclasses import asdict, replace
@@ -13,8 +17,9 @@ from pathlib import Path
 from moe.config import did_you_mean
 from moe.layer import MoEConfig
 from moe.load import load
-from moe.model import Model
-from moe.models import ViTConfig
+from moe.model import Model, ModelConfig
+from moe.models import TwoTowersConfig, ViTConfig
+from moe.models.text import TextConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
 _DEBUG = ViTConfig(image_size=8, patch_size=2, width=32, depth=2, heads=2, mlp_dim=128, num_classes=10)
@@ -45,7 +50,7 @@ def _vmoe(size: ViTConfig, patch_size: int, layers: str = "every_2") -> ViTConfi
     )
 
 
-PRESETS = (
+VITS = (
     {"debug": _DEBUG}
     | {
         f"{name}/{patch}": replace(size, patch_size=patch)
@@ -90,7 +95,38 @@ PRESETS = (
 )
 
 
-def preset(name: str) -> ViTConfig:
+def _text(size: ViTConfig, *, qk_norm: bool = False) -> TextConfig:
+    sizes = {name: getattr(size, name) for name in ("width", "depth", "heads", "mlp_dim")}
+    return TextConfig(**sizes, qk_norm=qk_norm)
+
+
+TEXT_G = TextConfig(width=1408, depth=40, heads=16, mlp_dim=6144, qk_norm=True)
+_TABLE_3 = ("S/16", "S/14", "B/16", "L/16", "H/14")
+TWO_TOWERS = (
+    {
+        f"lit-{name}/16": TwoTowersConfig(
+            image=replace(size, patch_size=16, pooling="token", qk_norm=False), text=_text(size)
+        )
+        for name, size in (("S", _S), ("B", _B), ("L", _L))
+    }
+    | {
+        f"{name}-lit-g": TwoTowersConfig(image=vit, text=TEXT_G)
+        for name, vit in VITS.items()
+        if name in _TABLE_3 or name.startswith("soft-")
+    }
+    | {
+        f"{name}-laion": TwoTowersConfig(image=replace(vit, image_size=256), text=_text(_B, qk_norm=True))
+        for name, vit in (
+            (name.removesuffix("-128e"), vit)
+            for name, vit in VITS.items()
+            if name.removeprefix("soft-").removesuffix("-128e") in ("S/16", "B/16", "L/16")
+        )
+    }
+)
+PRESETS: dict[str, ModelConfig] = {**VITS, **TWO_TOWERS}
+
+
+def preset(name: str) -> ModelConfig:
     """Returns the config of a model by name. Raises ValueError, naming those that exist, if there is none."""
     if name not in PRESETS:
         near = did_you_mean(name, PRESETS)

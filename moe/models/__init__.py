@@ -1,5 +1,6 @@
 """The models: one file each, with its config and its module. Another one joins here."""
 
+from moe.models.two_towers import TwoTowers, TwoTowersConfig
 from moe.models.vit import ViT, ViTConfig
 
-__all__ = ["ViT", "ViTConfig"]
+__all__ = ["TwoTowers", "TwoTowersConfig", "ViT", "ViTConfig"]

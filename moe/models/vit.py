@@ -134,13 +134,14 @@ class Block(nn.Module):
         index: int,
         norm_eps: float = 1e-6,
         activation: Activation = "gelu",
+        causal: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = dropout
         # A tensor, as in `MoELayer`, whose salts are smaller.
         self.salt = torch.tensor(DROPOUT_SALT + index, device="cpu")
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.attention = Attention(width, heads, qk_norm=qk_norm)
+        self.attention = Attention(width, heads, qk_norm=qk_norm, causal=causal)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
         self.residual = not moe or moe.residual
         self.mlp = (

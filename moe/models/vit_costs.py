@@ -1,4 +1,4 @@
-"""The cost of a ViT by formulas: multiply-adds, and activations that training keeps.
+"""The cost of a ViT, and of a text tower, by formulas: multiply-adds, and activations that training keeps.
 
 Multiply-adds count every matmul, as in the papers, and leave out softmax, LayerNorm, GELU and sorting
 (0.3-1 % of the published figures). Empty slots are computed, so they are counted.
@@ -13,6 +13,7 @@ from moe.routing import LayerShape
 from moe.trace import Activations
 
 if TYPE_CHECKING:
+    from moe.models.text import TextConfig
     from moe.models.vit import ViTConfig
 
 FP32 = 4  # bytes
@@ -24,17 +25,25 @@ def macs(config: "ViTConfig", overrides: RoutingOverrides) -> dict[str, float]:
     With a subset of experts only their slots are mixed, computed and combined, as `experts.run_chosen` does,
     while the router weighs all experts. A random router counts as a learned router.
     """
+    D, features = config.width, config.representation_size or 0
+    head = D * features + (features or D) * config.num_classes
+    return encoder_macs(config, overrides, embed=_stem_macs(config), head=head)
+
+
+def encoder_macs(
+    config: "ViTConfig | TextConfig", overrides: RoutingOverrides, *, embed: float, head: float
+) -> dict[str, float]:
+    """Returns the multiply-adds of blocks and pooling, by part, beside those of `embed` and `head`."""
     D, F, S = config.width, config.mlp_dim, config.tokens()
     num_moe = len(config.moe_blocks())
-    features = config.representation_size or 0
     parts: dict[str, float] = {
-        "embed": _stem_macs(config),
+        "embed": embed,
         "attention_projections": config.depth * S * 4 * D * D,
         "attention_scores": config.depth * 2 * S * S * D,
         "mlp": (config.depth - num_moe) * S * 2 * D * F,
         # The probe's query and output, the tokens' keys and values, scores, MLP.
         "pooling": 2 * D * D + 2 * S * D * D + 2 * S * D + 2 * D * F if config.pooling == "map" else 0,
-        "head": D * features + (features or D) * config.num_classes,
+        "head": head,
     }
     if config.moe:
         router, layer = config.moe.router, _layer_shape(config)
@@ -51,10 +60,16 @@ def activations(config: "ViTConfig", number: int) -> Activations:
     attention, which keeps no S x S scores, and no activation checkpointing. Not counted: router internals of
     the size of its logits beyond gates, indices and mixing weights; the loss.
     """
-    D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
+    D, S = config.width, config.tokens()
     channels = stem_channels(D, config.patch_size) if config.stem else ()
     outside = 3 * config.image_size**2 + S * (D + 2) + D + 2 * (config.representation_size or 0)
     outside += sum(3 * n * (config.image_size >> i) ** 2 for i, n in enumerate(channels, start=1))
+    return encoder_activations(config, number, outside=outside)
+
+
+def encoder_activations(config: "ViTConfig | TextConfig", number: int, *, outside: float) -> Activations:
+    """Returns the bytes of the activations of blocks and pooling, and of `outside` numbers beside them."""
+    D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
     if config.pooling == "map":
         outside += S * D * (3 + config.qk_norm) + 2 * F + 6 * D
     qk_norm = 2 * S * D + 4 * S * H if config.qk_norm else 0  # normalised queries, keys; means, deviations
@@ -71,14 +86,14 @@ def activations(config: "ViTConfig", number: int) -> Activations:
     return Activations(saved=found, stream=number * S * D, widest=number * max(hidden))
 
 
-def _hidden(config: "ViTConfig", block: int) -> float:
+def _hidden(config: "ViTConfig | TextConfig", block: int) -> float:
     """Returns the numbers in the hidden layer of a block's MLP or experts, per image."""
     if block in config.moe_blocks():
         return config.expert_dim() * config.expert_rows()
     return config.mlp_dim * config.tokens()
 
 
-def _layer_shape(config: "ViTConfig") -> LayerShape:
+def _layer_shape(config: "ViTConfig | TextConfig") -> LayerShape:
     assert config.moe
     moe = config.moe
     return LayerShape(config.tokens(), moe.images_per_group, moe.num_experts, config.slots(), config.width)

@@ -13,8 +13,9 @@ from statistics import fmean
 
 import torch
 
-from moe import PRESETS, MoEConfig, RoutingOverrides, SoftConfig, ViT
+from moe import MoEConfig, RoutingOverrides, SoftConfig, ViT
 from moe.cost import forward_gflops_2mac, num_expert_params, num_params
+from moe.presets import VITS
 from orchestrator.evaluation.evaluate import Latency, device_name, latencies
 from papers.digits import TESTED, digits, vit_config
 from papers.results import ProgressFn, StudyResult, draw_curve, draw_reference, finish, panels
@@ -50,7 +51,7 @@ def published_model() -> ViT:
     last 6 blocks. Its text has lost the hidden units; 30,720 give the printed parameters.
     """
     moe = MoEConfig(layers="last_6", num_experts=8, expert_dim=30_720, router=SoftConfig())
-    model = ViT(replace(PRESETS["B/16"], moe=moe), seed=None).eval()
+    model = ViT(replace(VITS["B/16"], moe=moe), seed=None).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from moe.codec import from_dict, to_dict
 from moe.layer import MoEConfig
 from moe.load import load
+from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
-from moe.presets import PRESETS, create_model
+from moe.presets import PRESETS, VITS, create_model
 from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from tests.moe.parts import KINDS, build_vit, images
@@ -123,8 +124,8 @@ def test_a_single_file_whose_header_has_the_config(tmp_path):
 def test_configs_of_presets_and_of_an_older_export():
     """What a field's default was when the export was written is what it still means."""
     for preset in PRESETS.values():
-        assert from_dict(ViTConfig, json.loads(json.dumps(to_dict(preset)))) == preset
-    config = replace(PRESETS["debug"], moe=MoEConfig(layers=(0, 1), router=SoftConfig()))
+        assert from_dict(ModelConfig, json.loads(json.dumps(to_dict(preset)))) == preset
+    config = replace(VITS["debug"], moe=MoEConfig(layers=(0, 1), router=SoftConfig()))
     written = json.loads(json.dumps(asdict(config)))
     del written["head_bias"], written["moe"]["residual"]
     assert from_dict(ViTConfig, written) == config

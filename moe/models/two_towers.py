@@ -1,0 +1,218 @@
+"""Two towers, one for images and one for texts, whose outputs are compared by their angle.
+
+Source: the models of LiT (Zhai et al. 2022, https://arxiv.org/abs/2111.07991) and SigLIP (Zhai et al. 2023,
+https://arxiv.org/abs/2303.15343) in big_vision, and those of Soft MoE's section 4 and appendix F.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe.config import PositiveFloat, PositiveInt
+from moe.init import Draw, constant, mix
+from moe.layer import MoEConfig
+from moe.model import Model, ModelConfig, Output, unit_shapes
+from moe.models.text import TextConfig
+from moe.models.vit import ViTConfig
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.routing import RouterConfig
+from moe.trace import Activations
+
+TEXT_SALT = 1 << 20  # of keys for the noise of the text tower; smaller salts are blocks'
+
+
+class ImageText(NamedTuple):
+    """The input of two towers: either may be None.
+
+    images: (B, 3, H, W) in -1..1, or (B, D), what the image tower made of them before.
+    tokens: (B, length) int, as the text tower's tokenizer returns them.
+    """
+
+    images: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> "ImageText":
+        """Returns the same with images in another data type."""
+        return self._replace(images=None if self.images is None else self.images.to(dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoTowersConfig(ModelConfig):
+    """An image tower and a text tower.
+
+    Attributes:
+        image: any model with a head; the head is left out, and its input represents the image.
+        text: the text tower; a linear layer projects its output to the size of the image's.
+        embed_dim: size of what is compared, to which another linear layer then projects the image tower's
+            output; None: that output itself, as in LiT.
+        scale, bias: initial values of the factor of cosines and of what is added to their product. The factor
+            is learnt as its logarithm; a softmax loss does not use the bias.
+        num_classes: classes of the data. No weight depends on them: texts name them.
+    """
+
+    kind: Literal["two_towers"] = "two_towers"
+    image: ModelConfig = ViTConfig()
+    text: TextConfig = TextConfig()
+    embed_dim: PositiveInt | None = None
+    scale: PositiveFloat = 10.0
+    bias: float = -10.0
+    num_classes: PositiveInt = 1000
+
+    gives: ClassVar = ("image", "text", "scale")
+    starts_from: ClassVar = "image."
+
+    @property
+    def head(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return f"image.{self.image.head}"
+
+    @property
+    def image_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.image.image_size
+
+    @property
+    def moe(self) -> MoEConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.routed().moe
+
+    def routed(self) -> ModelConfig:
+        """Returns the tower whose routers others mean: that of images, unless only texts have experts."""
+        return self.image if self.image.moe or not self.text.moe else self.text
+
+    def check(self) -> None:
+        image_features(self.image)
+        experts = [tower.moe.num_experts for tower in (self.image, self.text) if tower.moe]
+        if len({*experts}) > 1:
+            raise ValueError(f"both towers must have as many experts, got {experts[0]} and {experts[1]}")
+
+    def build(self, *, seed: int | None = 0) -> "TwoTowers":
+        return TwoTowers(self, seed=seed)
+
+    def tokens(self) -> int:
+        return self.routed().tokens()
+
+    def size(self) -> str:
+        return f"{self.image.size()}-text-{self.text.size()}"
+
+    def with_router(self, router: RouterConfig) -> "TwoTowersConfig":
+        if self.routed() is self.image:
+            return replace(self, image=self.image.with_router(router))
+        return replace(self, text=self.text.with_router(router))
+
+    def macs(self, overrides: RoutingOverrides = AS_TRAINED) -> dict[str, float]:
+        image, text = self._overrides(overrides)
+        towers = {"image": self.image.macs(image), "text": self.text.macs(text)}
+        parts = {f"{tower}_{part}": n for tower, macs in towers.items() for part, n in macs.items()}
+        features = image_features(self.image)
+        parts["image_head"] = features * (self.embed_dim or 0)
+        parts["text_head"] = self.text.width * (self.embed_dim or features)
+        return parts
+
+    def largest_matmul(self) -> float:
+        return max(self.image.largest_matmul(), self.text.largest_matmul())
+
+    def activations(self, number: int = 4) -> Activations:
+        image, text = self.image.activations(number), self.text.activations(number)
+        saved = [image.saved[0] + text.saved[0], *image.saved[1:], *text.saved[1:]]
+        return Activations(saved, max(image.stream, text.stream), max(image.widest, text.widest))
+
+    def _overrides(self, overrides: RoutingOverrides) -> tuple[RoutingOverrides, RoutingOverrides]:
+        return (overrides, AS_TRAINED) if self.routed() is self.image else (AS_TRAINED, overrides)
+
+
+class TwoTowers(Model[TwoTowersConfig]):
+    """The module of a `TwoTowersConfig`.
+
+    A tower without trainable weights is frozen: it is evaluated, without noise and auxiliary loss.
+    """
+
+    def add_layers(self) -> None:
+        config = self.config
+        self.image, self.text = config.image.build(seed=None), config.text.build(seed=None)
+        self.image.set_submodule(config.image.head, nn.Identity())
+        features = image_features(config.image)
+        if config.embed_dim:
+            self.project_image = nn.Linear(features, config.embed_dim)
+        self.project_text = nn.Linear(config.text.width, config.embed_dim or features)
+        self.log_scale_1 = nn.Parameter(torch.empty(1))
+        self.bias_1 = nn.Parameter(torch.empty(1))
+
+    def units(self) -> Sequence[nn.Module]:
+        return [*self.image.units(), *self.text.units()]
+
+    def draws(self) -> dict[str, Draw]:
+        return {"log_scale_1": constant(math.log(self.config.scale)), "bias_1": constant(self.config.bias)}
+
+    def forward(
+        self,
+        images: Tensor | ImageText,
+        valid_B: Tensor | None = None,
+        keys_B: Tensor | None = None,
+        routing_overrides: RoutingOverrides = AS_TRAINED,
+        return_stats: bool = False,
+        return_routings: bool = False,
+    ) -> Output:
+        """Embeds images, texts, or both. The heads ``image`` and ``text`` are (B, D), of any length; those of
+        an input that is None are left out. ``scale`` (B, 2) has the logarithm of the factor, and the bias.
+
+        Raises ValueError as other models do.
+        """
+        inputs = images if isinstance(images, ImageText) else ImageText(images)
+        overrides = self.config._overrides(routing_overrides)
+        heads, outputs = dict[str, Tensor](), list[Output]()
+        if inputs.images is not None:
+            z_BD = inputs.images
+            if z_BD.ndim > 2:
+                outputs.append(
+                    _run(self.image, z_BD, valid_B, keys_B, overrides[0], return_stats, return_routings)
+                )
+                (z_BD,) = outputs[-1].heads.values()
+            heads["image"] = self.project_image(z_BD) if self.config.embed_dim else z_BD
+        if inputs.tokens is not None:
+            keys = None if keys_B is None else mix(keys_B, TEXT_SALT)
+            found = _run(self.text, inputs.tokens, valid_B, keys, overrides[1], return_stats, return_routings)
+            outputs.append(found)
+            heads["text"] = self.project_text(found.heads["pooled"])
+        rows = len(next(iter(heads.values())))
+        heads["scale"] = torch.cat([self.log_scale_1, self.bias_1]).expand(rows, 2)
+        return Output(
+            {name: head.float() if head.dtype == torch.bfloat16 else head for name, head in heads.items()},
+            torch.stack([output.aux for output in outputs]).sum()
+            if outputs
+            else self.log_scale_1.new_zeros(()),
+            _together([output.stats for output in outputs if output.stats]),
+            tuple(routing for output in outputs for routing in output.routings),
+        )
+
+
+def image_features(config: ModelConfig) -> int:
+    """Returns the size of the head's input. Raises ValueError if the model has no linear head."""
+    shape = unit_shapes(config)[0].get(f"{config.head}.weight", ())
+    if config.gives != ("logits",) or len(shape) != 2:
+        raise ValueError(f"an image tower has a linear head; a model of kind {config.kind!r} has none")
+    return shape[1]
+
+
+def _run(
+    tower: Model,
+    inputs: Tensor,
+    valid_B: Tensor | None,
+    keys_B: Tensor | None,
+    overrides: RoutingOverrides,
+    return_stats: bool,
+    return_routings: bool,
+) -> Output:
+    if any(param.requires_grad for param in tower.parameters()):
+        return tower(inputs, valid_B, keys_B, overrides, return_stats, return_routings)
+    tower.eval()
+    with torch.no_grad():
+        output = tower(inputs, valid_B, None, overrides, return_stats, return_routings)
+    return output._replace(aux=torch.zeros_like(output.aux))
+
+
+def _together(stats: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the statistics of all layers that every tower with experts has."""
+    names = [name for name in stats[0] if all(name in each for each in stats)] if stats else []
+    return {name: torch.cat([each[name] for each in stats]) for name in names}
