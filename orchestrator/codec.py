@@ -106,13 +106,17 @@ def differences(old: Any, new: Any) -> dict[str, Any]:
     return found
 
 
-def places_of(cls: Any, path: str = "") -> dict[type, set[str]]:
-    """Returns the fields of a config and of those in it that hold configs: class -> dotted names."""
+def places_of(cls: Any, path: str = "", within: tuple[Any, ...] = ()) -> dict[type, set[str]]:
+    """Returns the fields of a config and of those in it that hold configs: class -> dotted names. What holds
+    a config of its own class is not entered again.
+    """
     found: dict[type, set[str]] = {}
     for name, hint in hints_of(cls).items():
         for member in dataclasses_of(hint):
             found.setdefault(member, set()).add(f"{path}{name}")
-            for inner, names in places_of(member, f"{path}{name}.").items():
+            if member in within:
+                continue
+            for inner, names in places_of(member, f"{path}{name}.", (*within, cls)).items():
                 found.setdefault(inner, set()).update(names)
     return found
 
@@ -143,21 +147,22 @@ def flat(config: Any) -> dict[str, Any]:
     return walk(to_dict(config), "")
 
 
-def describe(config: Any, prefix: str = "") -> list[str]:
+def describe(config: Any, prefix: str = "", within: tuple[Any, ...] = ()) -> list[str]:
     """Returns a line for every field with its value; for a union, lines for every member, with the defaults
-    of those that are not chosen.
+    of those that are not chosen. A config within one of its own class has no lines.
     """
     lines = []
     for name, hint in hints_of(type(config)).items():
         value, path = getattr(config, name), f"{prefix}{name}"
-        members = dataclasses_of(hint)
-        if not members:
+        members = [member for member in dataclasses_of(hint) if member not in (*within, type(config))]
+        if not dataclasses_of(hint):
             lines.append(f"{path} = {json.dumps(to_dict(value))}")
             continue
         if value is None:
             lines.append(f"{path} = null, or with:")
         for member in members:
-            lines += describe(value if isinstance(value, member) else member(), f"{path}.")
+            chosen = value if isinstance(value, member) else member()
+            lines += describe(chosen, f"{path}.", (*within, type(config)))
     return lines
 
 

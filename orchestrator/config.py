@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, SupportsIndex
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from moe.cost import param_shapes
 from moe.model import ModelConfig
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
@@ -115,6 +116,8 @@ class TrainConfig(Config):
         init_from: weights to start from, as far as they fit: a directory of checkpoints, one checkpoint's
             folder or an exported file. None: all weights are drawn from `seed`.
         init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
+        freeze: prefixes of the names of tensors that are not trained, as ``image.`` for the image tower of
+            two towers: they are neither decayed nor counted in the gradient's norm.
         trunk: checkpoint folder of another run that this run continues with its optimiser and its place in
             the data, as a cooldown does. None: the run starts at step 0.
         report_every: steps between reports.
@@ -135,6 +138,7 @@ class TrainConfig(Config):
     seed: NonNegativeInt = 0
     init_from: str | None = None
     init_without: str | None = None
+    freeze: tuple[str, ...] = ()
     trunk: str | None = None
     report_every: PositiveInt = 10
     eval_every: PositiveInt | None = None
@@ -250,6 +254,11 @@ class RunConfig(Config):
                 f" with data.lanes a multiple of the workers and a divisor of data.batch_size={batch}"
             )
         self.task.check(self.model)
+        for prefix in self.train.freeze:
+            if not any(name.startswith(prefix) for name in param_shapes(self.model)):
+                raise ValueError(
+                    f"train.freeze: no tensor of the model has a name that begins with {prefix!r}"
+                )
         mixing = self.data.mixup or self.data.cutmix
         if mixing and not self.task.classifies:
             raise ValueError(

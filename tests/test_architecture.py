@@ -37,7 +37,8 @@ moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.r
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
 moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
 moe.trace: moe.layer moe.model
-moe.models: moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides moe.routing moe.trace
+moe.models: moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides moe.routing
+    moe.tokenizers moe.trace
 moe.cost: moe.experts moe.model moe.overrides
 orchestrator: orchestrator
 orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
@@ -46,8 +47,8 @@ orchestrator.names:
 orchestrator.optimizers: moe.config moe.experts moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
-orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.text
-    orchestrator.tasks
+orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
+    orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.storage:
 orchestrator.threads: moe.model

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
-from moe.model import ModelConfig
+from moe.model import Model, ModelConfig
 from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
@@ -261,7 +261,7 @@ class StartReport:
 
 
 def start_from(
-    model: nn.Module,
+    model: Model,
     location: str,
     *,
     without: str | None = None,
@@ -283,7 +283,7 @@ def start_from(
     """
     with open_weights(location, group) as source:
         here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
-        report = _compare(source, here, without)
+        report = _compare(source, here, without, model.config.starts_from)
         transfer, there = report.transfer, source.reader.tensors()
         whole = {
             conversion.source: torch.empty_like(there[conversion.source], device="cpu")
@@ -300,16 +300,19 @@ def start_report(config: ModelConfig, location: str, *, without: str | None = No
     with torch.device("meta"):
         model = config.build(seed=None)
     with open_weights(location) as source:
-        return _compare(source, model.state_dict(), without)
+        return _compare(source, model.state_dict(), without, config.starts_from)
 
 
-def _compare(source: WeightsSource, model: Mapping[str, Tensor], without: str | None) -> StartReport:
+def _compare(
+    source: WeightsSource, model: Mapping[str, Tensor], without: str | None, below: str
+) -> StartReport:
     """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
     saved = source.reader.tensors()
     excluded = [name for name in model if without is not None and name.startswith(without)]
     transfer = plan_transfer(
         shapes_of({name: tensor for name, tensor in saved.items() if name not in excluded}),
         shapes_of({name: tensor for name, tensor in model.items() if name not in excluded}),
+        below,
     )
     initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
     transfer = replace(transfer, initial=initial)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ class Stream:
     With a plan, for training, a slot whose image cannot be decoded takes the next sample of its lane that can
     be; that sample then comes twice, and no later slot moves. Without a plan, the split is read once in the
     order of its shards, and such a slot stays empty.
+
+    features: what a frozen tower made of every image of the split, (images, D), in the order of its shards:
+        then batches have these rows in the place of images, and no image is read.
     """
 
     run: RunConfig
@@ -57,6 +60,7 @@ class Stream:
     plan: Plan | None
     transform: Transform
     fields: Mapping[str, Field]
+    features: NDArray[np.float32] | None = None
 
     def share(self) -> int:
         """Returns this worker's number of images per batch."""
@@ -94,7 +98,7 @@ class Stream:
         records = self.data.records(self.split, places.shard, places.row)
         kept = decoded_split(self.data, self.split, self.transform)
         known = kept.of(self.data.starts(self.split)[places.shard] + places.row) if kept else None
-        if known is not None and not self.fields:
+        if known is not None and not self.fields and self.features is None:
             return Fetch(key, lane, within, places, records, [], Traffic(), known)
         reads, traffic = self._read(places, records)
         return Fetch(key, lane, within, places, records, reads, traffic, None)
@@ -103,7 +107,8 @@ class Stream:
         """Begins to read the fields of bytes of some samples."""
         reads: list[Reads] = [{} for _ in records]
         traffic = Traffic()
-        for name in ("image", *(name for name, field in self.fields.items() if field.stored == "bytes")):
+        images = ["image"] if self.features is None else []
+        for name in (*images, *(name for name, field in self.fields.items() if field.stored == "bytes")):
             found, more = self.data.images(self.split, places.shard, records, name)
             traffic = Traffic(*map(sum, zip(traffic, more, strict=True)))
             for values, read in zip(reads, found, strict=True):
@@ -118,11 +123,12 @@ class Stream:
         """
         n, size, config = len(fetch.key), self.transform.size, self.run.data
         image, label = np.zeros((n, size, size, 3), np.uint8), self._no_labels(n)
+        if self.features is not None:
+            image = np.zeros((n, self.features.shape[1]), np.float32)
         further = {name: field.empty(n) for name, field in self.fields.items()}
         valid, sample = np.zeros(n, np.float32), np.zeros(n, np.int64)
         bad: list[DecodeError] = []
         names = [""] * n
-        kept, starts = decoded_split(self.data, self.split, self.transform), self.data.starts(self.split)
         if (known := fetch.known) is not None:
             image[: len(known)], valid[: len(known)] = known, 1
             label[: len(known)], sample[: len(known)] = labels_of(fetch.records), fetch.records["sample"]
@@ -135,12 +141,7 @@ class Stream:
             for attempt, (place, record, reads) in enumerate(self._candidates(fetch, i), start=1):
                 names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample'].item()}"
                 try:
-                    if kept:
-                        pixels = self.transform.central(reads["image"]())
-                        kept.keep(starts[place.shard] + place.row, _by_place(pixels))
-                        pixels = self.transform.vary(pixels, names[i])
-                    else:
-                        pixels = self.transform(reads["image"](), names[i])
+                    found = self._image(place, reads, names[i])
                     for name, field in self.fields.items():
                         value = reads[name]() if name in reads else record[name].item()
                         further[name][i] = field.decode(value)
@@ -151,13 +152,26 @@ class Stream:
                     if attempt > MAX_CONSECUTIVE_BAD:
                         raise UsageError(f"{attempt} images in a row cannot be decoded: {bad[-1]}") from None
                     continue
-                image[i] = _by_place(pixels)
+                image[i] = found
                 label[i], valid[i], sample[i] = labels_of(record)[0], 1, record["sample"].item()
                 break
         fields = {"image": image, "label": label, **further}
         if self.plan and (config.mixup or config.cutmix):
             fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
         return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
+
+    def _image(self, place: SampleLocation, reads: Reads, name: str) -> NDArray[Any]:
+        """Returns a sample's image, (H, W, 3) uint8, or its features, (D,). Raises `BadImage`."""
+        in_split = self.data.starts(self.split)[place.shard] + place.row
+        if self.features is not None:
+            if not np.isfinite(row := self.features[in_split]).all():
+                raise BadImage("it could not be decoded when its features were computed")
+            return row
+        if kept := decoded_split(self.data, self.split, self.transform):
+            pixels = self.transform.central(reads["image"]())
+            kept.keep(in_split, _by_place(pixels))
+            return _by_place(self.transform.vary(pixels, name))
+        return _by_place(self.transform(reads["image"](), name))
 
     def _no_labels(self, n: int) -> Ints:
         """Returns the labels of `n` empty slots: class 0, which no score counts."""
@@ -222,11 +236,19 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
     return replace(stream, plan=_plan(config, run.lane_count(), run.train.seed), transform=transform)
 
 
-def in_order(run: RunConfig, split: Split, rank: int = 0, workers: int = 1, *, whole: bool = False) -> Stream:
-    """Opens every image of a split once, without augmentation. Raises UsageError if there is no data set, or
-    it has no field that the task reads.
+def in_order(
+    run: RunConfig,
+    split: Split,
+    rank: int = 0,
+    workers: int = 1,
+    *,
+    fields: Mapping[str, Field] | None = None,
+    whole: bool = False,
+) -> Stream:
+    """Opens every image of a split once, without augmentation, with `fields`, by default those of the task.
+    Raises UsageError if there is no data set, or it lacks one of them.
     """
-    data, fields = _data_set(run.data, whole), run.task.fields(run.model)
+    data, fields = _data_set(run.data, whole), run.task.fields(run.model) if fields is None else fields
     check_fields(fields, data.manifest.fields, run.data.path)
     return Stream(
         run=run,

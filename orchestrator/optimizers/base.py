@@ -49,7 +49,7 @@ def expert_stacks(model: nn.Module) -> list[nn.Parameter]:
 
 
 def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the model's parameters in torch's groups, one for each weight decay.
+    """Returns the model's parameters that are trained in torch's groups, one for each weight decay.
 
     Kernels are parameters of two and more dimensions but those that a module lists as `undecayed`: stacked
     biases, position embeddings, soft routing.
@@ -59,6 +59,8 @@ def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, An
     }
     groups: dict[float, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         is_kernel = param.ndim > 1 and param not in exempt
         groups.setdefault(_weight_decay(config, name, is_kernel=is_kernel), []).append(param)
     return [{"params": members, "weight_decay": decay} for decay, members in groups.items()]

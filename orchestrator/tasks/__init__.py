@@ -1,6 +1,7 @@
-"""Tasks: the contract, and classification."""
+"""Tasks: the contract, classification, and contrastive learning."""
 
 from orchestrator.tasks.base import TaskConfig
 from orchestrator.tasks.classification import ClassificationConfig
+from orchestrator.tasks.contrastive import ContrastiveConfig
 
-__all__ = ["ClassificationConfig", "TaskConfig"]
+__all__ = ["ClassificationConfig", "ContrastiveConfig", "TaskConfig"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from moe.config import Family
-from moe.model import ModelConfig
+from moe.model import Model, ModelConfig
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 
@@ -59,9 +59,21 @@ class TaskConfig(Family, ABC, default="classification"):
     def chance(self, model: ModelConfig) -> float:
         """Returns the quality of guessing."""
 
-    def images(self, batch: Batch) -> Tensor:
-        """Returns the model's input in training: (B, 3, H, W) float32 in -1..1."""
+    def inputs(self, batch: Batch) -> Any:
+        """Returns the model's input: by default images, (B, 3, H, W) float32 in -1..1."""
         return normalize(batch["image"])
+
+    def for_data(self, model: ModelConfig, path: str) -> Mapping[str, Any]:
+        """Returns the fields of a run that its data set decides, in dotted form. Raises UsageError if it
+        cannot.
+        """
+        return {}
+
+    def before_scores(self, model: Model) -> Heads:
+        """Returns tensors that `scores` and `details` find among the heads, computed once before an
+        evaluation. All workers call it together.
+        """
+        return {}
 
     @abstractmethod
     def loss_share(self, heads: Heads, batch: Batch, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:

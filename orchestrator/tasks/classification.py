@@ -45,7 +45,7 @@ class ClassificationConfig(TaskConfig):
     def chance(self, model: ModelConfig) -> float:
         return 1 / model.num_classes
 
-    def images(self, batch: Batch) -> Tensor:
+    def inputs(self, batch: Batch) -> Tensor:
         images = normalize(batch["image"])
         return mix_images(images, batch["mix"]) if "mix" in batch.fields else images
 

@@ -150,7 +150,7 @@ class _Shots:
     """The drawn training images and the test images of one data set."""
 
     def __init__(self, run: RunConfig, config: FewShotConfig, rank: int, workers: int) -> None:
-        all_images = in_order(run, "train", rank, workers)
+        all_images = in_order(run, "train", rank, workers, fields={})
         labels = all_labels(all_images)
         draws = {
             shots: [choose_shots(labels, shots=shots, seed=seed) for seed in range(config.seeds)]
@@ -159,7 +159,7 @@ class _Shots:
         # `train` has the images of all draws, which become indices into it.
         chosen = np.unique(np.concatenate([draw for drawn in draws.values() for draw in drawn]))
         self.train = Selection(**vars(all_images), indices=chosen)
-        self.test = in_order(run, "val", rank, workers)
+        self.test = in_order(run, "val", rank, workers, fields={})
         self.draws = {n: [np.searchsorted(chosen, draw) for draw in drawn] for n, drawn in draws.items()}
 
     def accuracies(self, model: nn.Module, device: torch.device) -> dict[int, Floats]:

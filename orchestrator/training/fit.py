@@ -91,10 +91,24 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
     check_shards(run.data.path, manifest, verify=verify)
 
 
+def decided_by_data(run: RunConfig) -> RunConfig:
+    """Returns the run with the fields that its data set decides. Raises UsageError if it cannot."""
+    return override(run, run.task.for_data(run.model, run.data.path))
+
+
 def check_start(run: RunConfig) -> None:
-    """Raises UsageError if a run that has not begun would start from weights that do not fit its model."""
-    if run.train.init_from and not manifests.steps(checkpoint_directory(run)):
+    """Raises UsageError if a run that has not begun would start from weights that do not fit its model, or
+    would freeze random ones.
+    """
+    if manifests.steps(checkpoint_directory(run)):
+        return
+    if run.train.init_from:
         start_report(run.model, run.train.init_from, without=run.train.init_without)
+    elif run.train.freeze and not run.train.trunk:
+        raise UsageError(
+            f"{run.name}: train.freeze={list(run.train.freeze)} would keep random weights: begin from trained"
+            " ones (train.init_from)"
+        )
 
 
 def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: int | None = None) -> Result:
@@ -122,9 +136,10 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
 
 
 def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | None = None) -> RunConfig:
-    """Acquires the run's directory and checks its data. Returns the run with the lanes that it began with, so
-    that another number of workers reads the same batches.
+    """Acquires the run's directory and checks its data. Returns the run with what its data decide, and with
+    the lanes that it began with, so that another number of workers reads the same batches.
     """
+    run = decided_by_data(run)
     check_data(run)
     record = acquire_run_dir(run, open_manifest(run.data.path).digest(), mode, labels)
     return override(run, {"data.lanes": read_config(RunConfig, record.config).lane_count()})

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from moe.init import mix
-from moe.model import Output
+from moe.model import Model, Output
 from moe.parallel import accumulate, sum_over_ranks, update
 from moe.routing import Router
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig
-from orchestrator.data.batch import Batch, concatenated, normalize
+from orchestrator.data.batch import Batch, concatenated
 from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
@@ -131,7 +131,7 @@ def train_step(
 
 
 def _forward(model: nn.Module, batch: Batch, run: RunConfig, stats: bool) -> Output:
-    return model(run.task.images(batch), keys_B=mix(batch.key, run.train.seed), return_stats=stats)
+    return model(run.task.inputs(batch), keys_B=mix(batch.key, run.train.seed), return_stats=stats)
 
 
 def _backward_of_samples(
@@ -184,12 +184,13 @@ def _metrics(loss: Tensor, loss_router: Tensor, output: Output, share: float) ->
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metrics:
+def evaluate(model: Model, batches: Iterable[Batch], run: RunConfig) -> Metrics:
     """Returns the task's metrics over the valid images of all workers, and this worker's forward time per
     image: the median over `TIMED` passes on one thread, after `WARM_UP` others. An evaluation of few passes
     repeats its last one until a pass is timed. Without any valid image, the task's metrics are NaN.
     """
     model.eval()
+    beside = run.task.before_scores(model)
     sums: list[dict[str, Tensor]] = []
     seconds: list[float] = []
     passes, part = 0, None
@@ -197,19 +198,19 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metr
         found: list[tuple[Batch, Heads]] = []
         for part in batch.split(run.images_per_pass()):
             if WARM_UP <= passes < WARM_UP + TIMED:
-                heads, time_per_image = _timed_pass(model, part)
+                heads, time_per_image = _timed_pass(model, part, run)
                 seconds.append(time_per_image)
             else:
-                heads = _heads(model, part)
+                heads = _heads(model, part, run)
             passes += 1
             found.append((part, heads))
         if run.task.scope == "batch":
             joined = {name: torch.cat([heads[name] for _, heads in found]) for name in run.task.needs}
             found = [(batch, joined)]
-        sums += [run.task.scores(heads, part) for part, heads in found]
+        sums += [run.task.scores({**heads, **beside}, part) for part, heads in found]
     assert part is not None
     for _ in range(passes, WARM_UP + 1):
-        seconds = [_timed_pass(model, part)[1]]
+        seconds = [_timed_pass(model, part, run)[1]]
     model.train()
     # One tensor, so that workers exchange one.
     total = torch.stack([torch.cat([value.flatten() for value in each.values()]) for each in sums]).sum(0)
@@ -220,16 +221,16 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], run: RunConfig) -> Metr
     }
 
 
-def _heads(model: nn.Module, batch: Batch) -> Heads:
-    return model(normalize(batch["image"]), batch.valid).heads
+def _heads(model: nn.Module, batch: Batch, run: RunConfig) -> Heads:
+    return model(run.task.inputs(batch), batch.valid).heads
 
 
-def _timed_pass(model: nn.Module, batch: Batch) -> tuple[Heads, float]:
+def _timed_pass(model: nn.Module, batch: Batch, run: RunConfig) -> tuple[Heads, float]:
     """Returns the heads and the seconds per image on one thread."""
     with one_thread():
         device_sync()
         began = time.perf_counter()
-        heads = _heads(model, batch)
+        heads = _heads(model, batch, run)
         device_sync()
         return heads, (time.perf_counter() - began) / len(batch)
 

@@ -26,6 +26,7 @@ from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
+from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
@@ -127,6 +128,11 @@ class Worker:
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
         self.checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
         self.done, self.progress, self._resumed = self._begin()
+        if can_be_stored(run):
+            streams = (
+                with_features(each, self.model, self.device) for each in (self.training, self.validation)
+            )
+            (self.training, self.validation), self._read = streams, in_process
         self.metrics_file = MetricsWriter(run) if self.first else None
         if self.metrics_file and self.done:
             self.metrics_file.resumed(self.done)
@@ -289,9 +295,13 @@ def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> Mo
     """
     scale, compute_dtype = run.scale, torch.bfloat16 if run.compute_dtype() == "bfloat16" else None
     if scale.workers == 1:
-        return build_whole(run.model, device, seed=seed, options=scale, compute_dtype=compute_dtype)
-    mesh = make_mesh(device.type, ep=run.ep(), dp_replicate=scale.dp_replicate)
-    return build_sharded(run.model, mesh, seed=seed, options=scale, compute_dtype=compute_dtype)
+        model = build_whole(run.model, device, seed=seed, options=scale, compute_dtype=compute_dtype)
+    else:
+        mesh = make_mesh(device.type, ep=run.ep(), dp_replicate=scale.dp_replicate)
+        model = build_sharded(run.model, mesh, seed=seed, options=scale, compute_dtype=compute_dtype)
+    if run.train.freeze:
+        model.freeze(*run.train.freeze)
+    return model
 
 
 def costs(run: RunConfig, step: int) -> Metrics:

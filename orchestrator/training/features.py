@@ -1,0 +1,82 @@
+"""What a frozen image tower makes of the images of a data set, computed once for all steps and runs.
+
+Source: LiT (Zhai et al. 2022, https://arxiv.org/abs/2111.07991), whose image tower does not change: without
+augmentation, its output for an image is always the same.
+
+The features lie in ``<storage>/features/<key>/<split>/``, a file for `ROWS` images. The key depends on all
+that they depend on. A computation that breaks off goes on after the files that there are.
+"""
+
+import hashlib
+import io
+import json
+import logging
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from moe.codec import to_dict
+from moe.model import Model
+from orchestrator import storage
+from orchestrator.config import RunConfig
+from orchestrator.data.stream import Stream
+from orchestrator.training.fewshot import Selection, frozen_features
+
+log = logging.getLogger(__name__)
+ROWS = 4096  # images of a file
+
+
+def can_be_stored(run: RunConfig) -> bool:
+    """Returns whether the image tower is frozen, and its images are the same in every epoch."""
+    tower, data = run.model.starts_from, run.data
+    varied = data.augment != "none" or data.randaugment or data.mixup or data.cutmix
+    return bool(tower) and not varied and any(tower.startswith(prefix) for prefix in run.train.freeze)
+
+
+def with_features(stream: Stream, model: Model, device: torch.device) -> Stream:
+    """Returns the stream with the features of its images, which are computed where they are not stored. All
+    workers call it together.
+    """
+    run, everything = stream.run, replace(stream, plan=None, fields={})
+    folder = storage.join(run.storage, "features", _key(model, everything), stream.split)
+    found = []
+    for first in range(0, stream.epoch(), ROWS):
+        file = storage.join(folder, f"{first:010d}.npy")
+        if (stored := _read(file)) is None:
+            rows = np.arange(first, min(first + ROWS, stream.epoch()))
+            frozen = frozen_features(model, Selection(**vars(everything), indices=rows), device)
+            stored = np.where(frozen.valid[:, None], frozen.x, np.nan).astype(np.float32)
+            if stream.rank == 0:
+                buffer = io.BytesIO()
+                np.save(buffer, stored, allow_pickle=False)
+                storage.write_bytes(file, buffer.getvalue())
+                log.info("%s: features of %d of %d images", run.name, rows[-1] + 1, stream.epoch())
+        found.append(stored)
+    return replace(stream, features=np.concatenate(found))
+
+
+def _key(model: Model, stream: Stream) -> str:
+    """Returns a digest of the tower's weights, of its config, and of how images come to it."""
+    run, tower = stream.run, model.config.starts_from
+    digest = hashlib.sha256()
+    for name, param in sorted(model.named_parameters()):
+        if name.startswith(tower):
+            whole = param.full_tensor() if isinstance(param, DTensor) else param
+            digest.update(name.encode())
+            digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    image = to_dict(model.config)[tower.rstrip(".")]
+    about = [image, asdict(stream.transform), run.compute_dtype(), stream.data.manifest.digest()]
+    digest.update(json.dumps(about).encode())
+    return digest.hexdigest()[:32]
+
+
+def _read(file: str) -> NDArray[np.float32] | None:
+    """Returns stored features; None if the first worker has none, which then stands for all."""
+    there = [storage.size(file) is not None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(there, 0)
+    return np.load(io.BytesIO(storage.read_bytes(file)), allow_pickle=False) if there[0] else None
