@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from orchestrator.errors import UsageError
 if TYPE_CHECKING:
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.data.batch import Batch
+    from orchestrator.data.fields import Field
     from orchestrator.tracking.find import RunWriter
     from orchestrator.tracking.store import Tracking
 
@@ -259,11 +260,18 @@ class Evaluation:
             raise UsageError(f"{len(self.data)} times --data: several data sets are for evaluate --shots")
         return self.paths(model)[0]
 
-    def images(self, model: ModelRef, path: str) -> Iterator[Batch]:
+    def images(
+        self,
+        model: ModelRef,
+        path: str,
+        fields: Mapping[str, Field] | None = None,
+        split: Literal["train", "val"] | None = None,
+    ) -> Iterator[Batch]:
+        """The images of `split`, by default that of the flags, with `fields`, by default the task's."""
         from orchestrator.evaluation.evaluate import default_device, images_of
 
-        size, device = self.batch_size, default_device()
-        return images_of(model, path=path, split=self.split, batch_size=size, device=device)
+        split, size, device = split or self.split, self.batch_size, default_device()
+        return images_of(model, path=path, split=split, batch_size=size, device=device, fields=fields)
 
 
 def models_of(references: Iterable[str], places: Places, store: Tracking) -> list[ModelRef]:

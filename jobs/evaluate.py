@@ -7,6 +7,8 @@
   python jobs/evaluate.py sweep:quickstart --grid
   python jobs/evaluate.py vmoe soft --grid routing.capacity=0.3,0.5,1 routing.priority=none,max --out DIR
   python jobs/evaluate.py soft --shots 1,5 --data /data/flowers --data /data/pets --seeds 5
+  python jobs/evaluate.py lit --zero-shot flowers.toml --data /data/flowers
+  python jobs/evaluate.py lit --retrieval --data /data/captioned --page found.html
 
 Weights stay as they are. Figures go to the run that trained the model, as eval/DATA/SPLIT/step-N/POINT/acc1
 and so on, with the table by class as an artifact.
@@ -18,6 +20,8 @@ out. Run the same command again to continue after an interruption.
 
 --shots fits a linear classifier to the frozen features: the train split of each data set gives the shots, and
 its val split is tested. To measure it during training, use `--set train.fewshot={}` there.
+
+--zero-shot and --retrieval are for models of images and texts: see docs/image_text.md.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from jobs._cli import (
 )
 from jobs._flags import MODELS, POINT, flag, numbers, parse
 from jobs._grid import evaluate_grid
+from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,6 +75,11 @@ class EvaluateFlags:
         read=numbers(int, "1,5,10,25"),
         metavar="N,N",
     )
+    zero_shot: str | None = flag(
+        None, "classify by names: a TOML file with classes, by label, and templates", metavar="FILE"
+    )
+    retrieval: bool = flag(False, "find captions by images, and images by captions")
+    page: str | None = flag(None, "file or URI for a page of what --retrieval finds", metavar="FILE")
     seeds: int | None = flag(None, "draws of the shots; default: 3", least=1)
     repeats: int | None = flag(
         None,
@@ -86,15 +96,27 @@ class EvaluateFlags:
     def __post_init__(self) -> None:
         if self.random_subsets == 1 or self.random_subsets < 0:
             raise UsageError(f"--random-subsets {self.random_subsets}: a deviation needs at least 2 subsets")
-        mode = "--grid" if self.grid is not None else "--shots" if self.shots else ""
+        modes = {
+            "--grid": self.grid is not None,
+            "--shots": bool(self.shots),
+            "--zero-shot": self.zero_shot is not None,
+            "--retrieval": self.retrieval,
+        }
+        chosen = [mode for mode, wanted in modes.items() if wanted]
+        if len(chosen) > 1:
+            raise UsageError(f"{' and '.join(chosen)} exclude each other")
+        (mode,) = chosen or ("",)
         idle = {
-            "": ("seeds",),
-            "--grid": ("set", "random_subsets", "per_class", "shots", "seeds"),
-            "--shots": ("set", "random_subsets", "per_class", "repeats", "out"),
+            "": ("seeds", "page"),
+            "--grid": ("set", "random_subsets", "per_class", "seeds", "page"),
+            "--shots": ("set", "random_subsets", "per_class", "repeats", "out", "page"),
+            "--zero-shot": ("random_subsets", "repeats", "seeds", "page"),
+            "--retrieval": ("set", "random_subsets", "per_class", "repeats", "seeds"),
         }
         for name in idle[mode]:
             if getattr(self, name):
-                where = f"with {mode}" if mode else "without --shots"
+                needed = "--retrieval" if name == "page" else "--shots"
+                where = f"with {mode}" if mode else f"without {needed}"
                 raise UsageError(f"--{name.replace('_', '-')} does nothing {where}")
         if self.shots and self.on.split != "val":
             raise UsageError("--split does nothing with --shots: train gives the shots, val is tested")
@@ -107,6 +129,8 @@ def main() -> None:
             evaluate_grid(flags.model, flags.grid, flags.on, repeats=flags.repeats or 5, out=flags.out)
         elif flags.shots:
             evaluate_shots(flags)
+        elif flags.zero_shot is not None or flags.retrieval:
+            evaluate_texts(flags)
         else:
             evaluate(flags)
 
@@ -125,6 +149,24 @@ def evaluate(flags: EvaluateFlags) -> None:
     models = possible_at(point, models_of(flags.model, flags.on.places, store))
     reports = [evaluate_model(flags, model, point, store) for model in models]
     print_reports(reports, per_class=flags.per_class)
+    if out:
+        storage.write_bytes(out, json.dumps(reports, indent=1).encode())
+        print(f"figures  {flags.out}")
+
+
+def evaluate_texts(flags: EvaluateFlags) -> None:
+    """Evaluates models of images and texts."""
+    from orchestrator import storage
+    from orchestrator.evaluation.points import parse_point
+
+    out = storage.absolute(flags.out) if flags.out else None
+    if out:
+        check_file("--out", out)
+    if flags.zero_shot is not None:
+        point = parse_point(flags.set)
+        reports = evaluate_zero_shot(flags.model, flags.zero_shot, flags.on, point, per_class=flags.per_class)
+    else:
+        reports = evaluate_retrieval(flags.model, flags.on, flags.page)
     if out:
         storage.write_bytes(out, json.dumps(reports, indent=1).encode())
         print(f"figures  {flags.out}")

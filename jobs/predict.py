@@ -3,6 +3,7 @@
 python jobs/predict.py soft --images /data/photos --out /data/photos-soft
 python jobs/predict.py models:/quickstart@pareto-knee --images s3://bucket/shards --split val --out s3://bucket/said
 python jobs/predict.py vmoe --images /data/photos --out /data/photos-k1 --set routing.k=1 routing.capacity=0.3
+python jobs/predict.py lit --images /data/photos --out /data/photos-named --classes cat dog "fire engine"
 
 Images are files at any depth below --images, or the rows of shards (a directory with manifest.json). An image
 that cannot be decoded is a row with the reason in the column error. --out must be a folder of its own, apart
@@ -22,6 +23,8 @@ from jobs._flags import MODEL, POINT, flag, parse
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from orchestrator.checkpoint.models import ModelRef
+    from orchestrator.evaluation.image_text import ClassNames
     from orchestrator.evaluation.predict import ImagePart
 
 log = logging.getLogger("orchestrator.predict")
@@ -43,6 +46,12 @@ class PredictFlags:
     set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
     background: str | None = flag(
         None, "colour under transparent pixels, as in packing; default: alpha is dropped"
+    )
+    classes: tuple[str, ...] = flag(
+        (), "names of classes, for a model of images and texts", metavar="NAME", nargs="+"
+    )
+    template: tuple[str, ...] = flag(
+        (), "text with {} in the place of a name; default: those of the model's task", metavar="TEXT"
     )
     features: bool = flag(False, "write the input of the model's head in place of predictions")
     fresh: bool = flag(False, "delete the predictions in --out and start over")
@@ -68,7 +77,8 @@ def predict(flags: PredictFlags) -> None:
 
     point, background = parse_point(flags.set), colour(flags.background) if flags.background else None
     model = model_of(flags.model, flags.places, flags.places.open_store())
-    if not (model.run.task.classifies or flags.features):
+    names = class_names(flags, model)
+    if not (model.run.task.classifies or names or flags.features):
         raise UsageError(
             f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
             " --features writes what its head sees"
@@ -90,7 +100,8 @@ def predict(flags: PredictFlags) -> None:
         "group": group,
         "background": list(background) if background else None,
         "features": flags.features or None,  # as plans of earlier versions have it
-        "classes": model.classes,
+        "templates": list(names.templates) if names else None,
+        "classes": names.classes if names else model.classes,
     }
     plan, done = begin(out, plan, fresh=flags.fresh)
     missing = [part for part in parts if part["number"] not in done]
@@ -98,10 +109,31 @@ def predict(flags: PredictFlags) -> None:
     if missing:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
-        settings |= {"background": background, "features": flags.features}
+        settings |= {"background": background, "features": flags.features, "names": names}
         predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
     print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
+
+
+def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:
+    """The classes that --classes names, or else those of the model's task; None for a classifier. Raises
+    UsageError for names that cannot tell classes apart, and for a classifier that is given some.
+    """
+    from moe.models.zero_shot import check_names
+    from orchestrator.evaluation.image_text import ClassNames
+    from orchestrator.tasks.contrastive import text_of
+
+    task, given = model.run.task, bool(flags.classes or flags.template)
+    classes = flags.classes or getattr(task, "classes", ())
+    if flags.features or not (classes or given):
+        return None
+    try:
+        text_of(model.run.model)
+        names = ClassNames(classes=classes, templates=flags.template or getattr(task, "templates", ()))
+        check_names(names.classes, names.templates)
+    except ValueError as error:
+        raise UsageError(f"{model.name}: {error}") from None
+    return names
 
 
 def predict_parts(

@@ -9,7 +9,7 @@ node's speed affects all of them alike.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import to_dict
 from orchestrator.data.batch import Batch, normalize
+from orchestrator.data.fields import Field
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
@@ -46,10 +47,18 @@ def default_device() -> torch.device:
 
 
 def images_of(
-    model: ModelRef, *, path: str, split: Split, batch_size: int, device: torch.device
+    model: ModelRef,
+    *,
+    path: str,
+    split: Split,
+    batch_size: int,
+    device: torch.device,
+    fields: Mapping[str, Field] | None = None,
 ) -> Iterator[Batch]:
-    """Yields every image of a split once, as the model sees it in evaluation; the last batch is padded."""
-    stream = in_order(model.run_on(path, batch_size=batch_size), split)
+    """Yields every image of a split once, as the model sees it in evaluation, with `fields`, by default those
+    of its task; the last batch is padded.
+    """
+    stream = in_order(model.run_on(path, batch_size=batch_size), split, fields=fields)
     return prefetched(in_process(stream, stream.steps()), device)
 
 
@@ -93,14 +102,14 @@ def evaluate_at(
         UsageError: if the task refuses the images, the model has no such routing, or none of the images can
             be decoded.
     """
-    scores = [Scores(task) for _ in points]
+    scores, beside = [Scores(task) for _ in points], task.before_scores(model)
     for batch in batches:
         try:
-            at_points = model.at_points(normalize(batch["image"]), batch.valid, points)
+            at_points = model.at_points(task.inputs(batch), batch.valid, points)
         except ValueError as error:
             raise UsageError(str(error)) from None
         for point_scores, heads in zip(scores, at_points, strict=True):
-            point_scores.add(heads, batch)
+            point_scores.add({**heads, **beside}, batch)
     if not all(point_scores.images() for point_scores in scores):
         raise UsageError("none of the images of the split can be decoded")
     return scores

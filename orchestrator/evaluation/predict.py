@@ -31,6 +31,7 @@ import torch
 from ray.exceptions import RayTaskError
 from torch import Tensor
 
+from moe.models.zero_shot import ZeroShot
 from moe.overrides import RoutingOverrides
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
@@ -44,6 +45,7 @@ from orchestrator.data.shards import DataSet
 from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
+from orchestrator.evaluation.image_text import ClassNames
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
@@ -51,7 +53,9 @@ from orchestrator.training.resources import most_resources
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
 # Of a plan: may not change.
-IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background", "features")
+IDENTITY = (
+    "model_sha256", "images_sha256", "split", "routing", "group", "background", "features", "templates"
+)  # fmt: skip
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
@@ -170,13 +174,15 @@ class Predictor:
         classes: Sequence[str] | None,
         background: Colour | None,
         features: bool = False,
+        names: ClassNames | None = None,
     ) -> None:
         """Loads the model. Raises UsageError if it is damaged."""
         self.schema = FEATURES if features else SCHEMA
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
         self.background = background
         self.device = default_device()
-        self.model = model.load(self.device)
+        loaded = model.load(self.device)
+        self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
         was = model.run.data
         self.transform = Transform(size=model.run.model.image_size, **was.eval_settings())
         self.cache_bytes = int(was.cache_gb * 1e9)
@@ -249,7 +255,7 @@ class Predictor:
             if isinstance(image, Tensor):
                 pixels[i], valid[i] = image, 1
         inputs = normalize(pixels.to(self.device)), valid.to(self.device)
-        run = self.model.features if self.schema is FEATURES else self.model
+        run: Any = self.model.features if self.schema is FEATURES else self.model
         try:
             found = run(*inputs, routing_overrides=self.point)
         except ValueError as error:

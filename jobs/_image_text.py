@@ -1,0 +1,146 @@
+"""Evaluates models of images and texts: classes by their names, and captions and images by each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jobs._cli import Evaluation, check_file, models_of, print_table, print_unrecorded, results_of
+from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from moe.overrides import RoutingOverrides
+    from orchestrator.checkpoint.models import ModelRef
+    from orchestrator.tracking.store import Tracking
+
+KS = (1, 5, 10)
+WORST = 5  # templates that are shown, from either end
+
+
+def evaluate_zero_shot(
+    references: Sequence[str], file: str, on: Evaluation, point: RoutingOverrides, *, per_class: bool
+) -> list[dict[str, Any]]:
+    """Classifies by the names and templates of a file, records and prints. Returns the figures for JSON."""
+    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.evaluation.image_text import nearest_pixels, read_class_names, zero_shot_scores
+
+    names, store, reports = read_class_names(file), on.places.open_store(), []
+    for model in with_text(references, on, store):
+        path = on.path(model)
+        here = names.for_data(path)
+        scores = zero_shot_scores(model.load(default_device()), on.images(model, path, {}), here, point)
+        found = {name: each.metrics() for name, each in scores.items()}
+        pixels = nearest_pixels(on.images(model, path, {}, split="train"), on.images(model, path, {}))
+        table = scores["all"].table(here.classes)
+        report = {
+            "model": model.name,
+            "run_id": model.run_id,
+            "data": path,
+            "split": on.split,
+            "images": scores["all"].images(),
+            "unread": scores["all"].unread,
+            "metrics": {name: found["all"][name] for name in ("acc1", "acc5")},
+            "baselines": {"chance": 1 / len(here.classes), "nearest_pixels": pixels},
+            "templates": {name: each["acc1"] for name, each in found.items() if name != "all"},
+            "classes": table,
+        }
+        reports.append(report)
+        record(store, model, path, f"zero_shot/{on.split}", report["metrics"])
+    first = reports[0]
+    rows = [(r["model"], r["images"], r["metrics"]["acc1"], r["metrics"]["acc5"]) for r in reports]
+    rows += [(), ("nearest image of train by pixels", "", first["baselines"]["nearest_pixels"], "")]
+    rows += [("chance", "", first["baselines"]["chance"], "")]
+    count = f"{len(names.classes)} classes x {len(names.templates)} templates of {file}"
+    print_table(("model", "images", "acc@1", "acc@5"), rows, title=f"{count}, on {first['data']}, {on.split}")
+    for report in reports:
+        by_template = sorted(report["templates"].items(), key=lambda entry: -entry[1])
+        print_table(("template", "acc@1"), by_template, title=f"{report['model']} by template")
+        if per_class:
+            cells = zip(*report["classes"].values(), strict=True)
+            rows = [["-" if cell is None else cell for cell in row] for row in cells]
+            print_table(report["classes"], rows, title=f"{report['model']} by class")
+    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
+    return reports
+
+
+def evaluate_retrieval(references: Sequence[str], on: Evaluation, page: str | None) -> list[dict[str, Any]]:
+    """Finds captions by images and images by captions, records and prints. Returns the figures for JSON.
+
+    page: where to write the page of examples, of the first model.
+    """
+    from orchestrator import storage
+    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.evaluation.image_text import CAPTIONS, embed_pairs
+    from orchestrator.evaluation.retrieval import chance_recall, image_ranks, recalls, text_ranks
+    from orchestrator.evaluation.retrieval_page import retrieval_page
+
+    if page:
+        check_file("--page", page := storage.absolute(page))
+    store, reports = on.places.open_store(), []
+    for model in with_text(references, on, store):
+        path = on.path(model)
+        pairs = embed_pairs(model.load(default_device()), on.images(model, path, CAPTIONS))
+        images, texts = len(pairs.image_ID), len(pairs.captions)
+        metrics, chance = dict[str, float](), dict[str, float]()
+        for name, ranks, candidates in (("i2t", image_ranks, texts), ("t2i", text_ranks, images)):
+            found = ranks(pairs.image_ID, pairs.text_TD, pairs.image_T, pairs.words_T)
+            metrics |= {f"{name}_{measure}": value for measure, value in recalls(found.ranks_Q, KS).items()}
+            chance |= {f"{name}_r{k}": chance_recall(found.right_Q, candidates, k) for k in KS}
+        report = {
+            "model": model.name,
+            "run_id": model.run_id,
+            "data": path,
+            "split": on.split,
+            "images": images,
+            "captions": texts,
+            "distinct_captions": int(pairs.words_T.max()) + 1,
+            "metrics": metrics,
+            "baselines": {"chance": chance},
+        }
+        if page and not reports:
+            summary = (
+                f"{model.name} on {path}, {on.split}: {images:,} images, {texts:,} captions; recall at 1"
+                f" {metrics['i2t_r1']:.3f} from image to captions, {metrics['t2i_r1']:.3f} from caption to"
+                " images"
+            )
+            html = retrieval_page("Retrieval", summary, pairs, on.images(model, path, {}))
+            storage.write_bytes(page, html.encode())
+        reports.append(report)
+        record(store, model, path, f"retrieval/{on.split}", metrics)
+    first = reports[0]
+    columns = [
+        f"{name}_{measure}" for name in ("i2t", "t2i") for measure in (*(f"r{k}" for k in KS), "median_rank")
+    ]
+    rows: list[Sequence[Any]] = [(r["model"], *(r["metrics"][name] for name in columns)) for r in reports]
+    rows += [(), ("chance", *(first["baselines"]["chance"].get(name, "") for name in columns))]
+    counts = (
+        f"{first['images']:,} images, {first['captions']:,} captions, {first['distinct_captions']:,} distinct"
+    )
+    print_table(("model", *columns), rows, title=f"{counts}, of {first['data']}, {on.split}")
+    print("i2t: images with one of their captions among the first k; equal scores of wrong answers are ahead")
+    print_unrecorded([report["model"] for report in reports if not report["run_id"]])
+    if page:
+        print(f"page     {page}")
+    return reports
+
+
+def with_text(references: Sequence[str], on: Evaluation, store: Tracking) -> list[ModelRef]:
+    """The models, all of which read text. Raises UsageError if one does not."""
+    from orchestrator.tasks.contrastive import text_of
+
+    models = models_of(references, on.places, store)
+    for model in models:
+        try:
+            text_of(model.run.model)
+        except ValueError as error:
+            raise UsageError(f"{model.name}: {error}") from None
+    return models
+
+
+def record(store: Tracking, model: ModelRef, path: str, name: str, metrics: dict[str, float]) -> None:
+    """Writes figures to the run that trained the model, if MLflow knows it."""
+    if model.run_id:
+        run, (data,) = results_of(store, model.run_id, path)
+        run.log(
+            {f"eval/{data}/{name}/step-{model.step}/{metric}": value for metric, value in metrics.items()}
+        )

@@ -1,0 +1,158 @@
+"""What a model of images and texts can do: classify by names, and find images and captions by each other.
+
+Source: the evaluations of CLIP (Radford et al. 2021) and LiT (Zhai et al. 2022), which table 3 of Soft MoE
+reports.
+"""
+
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe.model import Model
+from moe.models.two_towers import ImageText
+from moe.models.zero_shot import check_names, embed_classes, unit
+from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.tokenizers import canonical
+from orchestrator import storage
+from orchestrator.data.batch import Batch, normalize
+from orchestrator.data.fields import BytesField
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.text import captions_of
+from orchestrator.errors import UsageError
+from orchestrator.evaluation.evaluate import Scores
+from orchestrator.tasks import ClassificationConfig
+from orchestrator.tasks.contrastive import text_of
+
+CAPTIONS = {"text": BytesField(length=4096)}  # what `embed_pairs` reads of an image's captions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassNames:
+    """Names of classes, by label, and the templates that make texts of them."""
+
+    classes: tuple[str, ...]
+    templates: tuple[str, ...]
+
+    def for_data(self, path: str) -> "ClassNames":
+        """Returns the names in the order of the labels of a data set: as they are, unless they are its own
+        names in another order. Raises UsageError if the data set has more or fewer classes.
+        """
+        known = open_manifest(path).classes
+        if len(known) != len(self.classes):
+            raise UsageError(f"{len(self.classes)} classes are named, and {path} has {len(known)}")
+        return replace(self, classes=known) if {*known} == {*self.classes} else self
+
+
+def read_class_names(path: str) -> ClassNames:
+    """Reads a TOML file with ``classes``, a list of names by label, and ``templates``, texts with ``{}``.
+
+    Raises UsageError if it cannot be read, or names or templates cannot tell classes apart.
+    """
+    try:
+        tree = tomllib.loads(storage.read_bytes(storage.absolute(path)).decode())
+        known = {"classes", "templates"}
+        if unknown := sorted(tree.keys() - known):
+            raise ValueError(f"it has {unknown[0]!r}, and takes classes and templates")
+        if missing := sorted(known - tree.keys()):
+            raise ValueError(f"it has no list of {missing[0]}")
+        for name, values in tree.items():
+            if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+                raise ValueError(f"{name} must be a list of texts")
+        names = ClassNames(classes=tuple(tree["classes"]), templates=tuple(tree["templates"]))
+        check_names(names.classes, names.templates)
+    except OSError as error:
+        raise UsageError(f"no file of class names at {path}: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"class names of {path}: {error}") from None
+    return names
+
+
+@torch.no_grad()
+def zero_shot_scores(
+    model: Model, batches: Iterable[Batch], names: ClassNames, point: RoutingOverrides = AS_TRAINED
+) -> dict[str, Scores]:
+    """Returns the scores of a classifier of all templates, under ``all``, and of each template alone."""
+    sets = {"all": names.templates} | {template: (template,) for template in names.templates}
+    weights = {name: embed_classes(model, names.classes, templates) for name, templates in sets.items()}
+    found = {name: Scores(ClassificationConfig()) for name in sets}
+    for batch in batches:
+        image = unit(model(normalize(batch["image"]), batch.valid, routing_overrides=point).heads["image"])
+        for name, scores in found.items():
+            scores.add({"logits": image @ weights[name].T}, batch)
+    if not found["all"].images():
+        raise UsageError("none of the images of the split can be decoded")
+    return found
+
+
+class EmbeddedPairs(NamedTuple):
+    """Images (I, D) and captions (T, D) of a split, of length 1, and of each caption the numbers of its image
+    and of its words, (T,).
+
+    captions: their texts. keys: the place of each image in the split.
+    """
+
+    image_ID: Tensor
+    text_TD: Tensor
+    image_T: Tensor
+    words_T: Tensor
+    captions: list[str]
+    keys: list[int]
+
+
+@torch.no_grad()
+def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
+    """Embeds every image that can be decoded, and all its captions, which batches have as `CAPTIONS`. Raises
+    UsageError if there is none.
+    """
+    text = text_of(model.config)
+    images, texts, owners, keys, captions = [], [], [], [], []
+    for batch in batches:
+        rows = (batch.valid > 0).nonzero()[:, 0]
+        stored = batch["text"][rows].cpu().numpy()
+        own = [captions_of(row.tobytes().rstrip(b"\0")) for row in stored]
+        owners += [len(keys) + i for i, some in enumerate(own) for _ in some]
+        found = [caption for some in own for caption in some]
+        tokens = torch.from_numpy(text.tokenizer.encode(found, text.length)).to(rows.device)
+        images.append(unit(model(normalize(batch["image"]), batch.valid).heads["image"][rows]))
+        texts += [unit(model(ImageText(None, part)).heads["text"]) for part in tokens.split(len(batch))]
+        captions += found
+        keys += batch.key[rows].tolist()
+    if not keys:
+        raise UsageError("none of the images of the split can be decoded")
+    numbers = {words: number for number, words in enumerate(dict.fromkeys(map(canonical, captions)))}
+    words = [numbers[canonical(caption)] for caption in captions]
+    return EmbeddedPairs(
+        torch.cat(images), torch.cat(texts), torch.tensor(owners), torch.tensor(words), captions, keys
+    )
+
+
+def nearest_pixels(train: Iterable[Batch], test: Iterable[Batch]) -> float:
+    """Returns the accuracy of the label of the nearest training image by its pixels: what it takes to
+    recognise pictures that look like those of training, without learning anything.
+    """
+    known, labels = _pixels(train)
+    right = total = 0
+    for rows, truth in _each(test):
+        # The distance without the part that is the same for all training images.
+        distance = (known**2).sum(1) - 2 * rows @ known.T
+        right += int((labels[distance.argmin(1)] == truth).sum())
+        total += len(rows)
+    return right / total
+
+
+def _each(batches: Iterable[Batch]) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
+    for batch in batches:
+        valid = batch.valid > 0
+        image = normalize(batch["image"][valid]).flatten(1)
+        yield image.cpu().numpy(), batch["label"][valid][:, 0].cpu().numpy()
+
+
+def _pixels(batches: Iterable[Batch]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    images, labels = zip(*_each(batches), strict=True)
+    return np.concatenate(images), np.concatenate(labels)
