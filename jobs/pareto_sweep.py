@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jobs._cli import command, connect, failed, print_table, source_labels
+from jobs._cli import command, connect, failed, models_of, print_table, source_labels
 from jobs._flags import flag, near, numbers, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
@@ -70,8 +70,13 @@ class SweepFlags:
     sweep: str = flag(
         "quickstart", f"{', '.join(SWEEPS)}, or a function in a file: my_sweep.py:make", read=sweep_name
     )
-    scale: Literal["tiny", "cifar", "in1k", "in21k", "jft"] = flag(
+    scale: Literal["tiny", "cifar", "in1k", "in21k", "jft", "laion"] = flag(
         "tiny", "sizes and recipe of the sweep; all but tiny need --data"
+    )
+    towers: tuple[str, ...] | None = flag(
+        None,
+        "trained models whose towers the arms of --sweep lit are: MODEL,MODEL,..",
+        read=numbers(str, "MODEL,MODEL"),
     )
     quality: str | None = flag(
         None, "metric to maximise, e.g. fewshot/acc_10shot; default: the sweep's own, else the task's"
@@ -161,6 +166,8 @@ class SweepFlags:
         """Raises UsageError for flags that the sweep cannot follow."""
         from orchestrator.codec import override
         from orchestrator.sweeps.sweep import Trunk
+        from orchestrator.sweeps.towers import beside_towers
+        from orchestrator.training.fit import decided_by_data
 
         if not self.has_data() and not self.plan:
             raise UsageError(f"--sweep {self.sweep} --scale {self.scale} has no data of its own: give --data")
@@ -168,8 +175,16 @@ class SweepFlags:
         upcycle = self.sweep == "upcycle"
         if upcycle and not (self.run.init_from or self.plan):
             raise UsageError("--sweep upcycle starts from trained weights: give --init-from MODEL")
+        if bool(self.towers) != (self.sweep == "lit") and not self.plan:
+            raise UsageError("--sweep lit trains texts beside trained towers: give --towers MODEL,MODEL")
         changes = self.run.changes(sweep.base.name, source=self.source(), model_of_weights=upcycle)
         sweep = self.named_sweep(changes)
+        if self.towers:
+            sweep = beside_towers(
+                sweep, models_of(self.towers, self.run.places, self.run.places.open_store())
+            )
+        if self.has_data():
+            sweep = sweep.based_on(decided_by_data(sweep.base))
         if self.quality:
             sweep = replace(sweep, quality=self.quality)
             if self.quality.startswith("fewshot/") and sweep.base.train.fewshot is None:

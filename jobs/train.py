@@ -212,7 +212,7 @@ def train(flags: RunFlags) -> None:
     from jobs._list import print_models
     from orchestrator.config import RunConfig
     from orchestrator.sweeps import driver
-    from orchestrator.training.fit import check_data
+    from orchestrator.training.fit import check_data, decided_by_data
     from orchestrator.training.resources import is_inline
     from orchestrator.training.run_directory import run_directory
 
@@ -220,7 +220,7 @@ def train(flags: RunFlags) -> None:
         return print_models()
     if flags.asks_for_fields():
         return print_fields(RunConfig())
-    run = flags.config(RunConfig())
+    run = decided_by_data(flags.config(RunConfig()))
     check_data(run, verify=flags.verify)
     print(f"{run.name}: {describe_model(run.model)}, {describe_data(run)}", flush=True)
     if not is_inline(run):

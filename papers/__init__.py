@@ -27,6 +27,9 @@ SWEEPS = {  # name -> folder, in the order of `--list`
     "token_choices": "soft_moe",
     "topk": "vmoe",
     "normalization": "soft_moe",
+    "lit": "soft_moe",
+    "laion": "soft_moe",
+    "augmentation_contrastive": "soft_moe",
     "mixtures": "calmops",
 }
 STUDIES = {  # name -> what it shows, and its function of a number of seeds and a `ProgressFn`

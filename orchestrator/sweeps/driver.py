@@ -40,7 +40,7 @@ from orchestrator.tracking.store import Tracking, open_tracking, store_uri
 from orchestrator.tracking.sync import BackgroundSync, Sync
 from orchestrator.tracking.system import SystemMetrics
 from orchestrator.training.cluster import connect
-from orchestrator.training.fit import check_data, check_start, fit, start
+from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.resources import check_resources, check_shared, is_inline
@@ -92,10 +92,9 @@ class SweepOptions(Config):
 
 
 def with_data(run: RunConfig) -> RunConfig:
-    """Returns the run; without a data set, on the digits."""
-    if run.data.path:
-        return run
-    return replace(run, data=replace(run.data, path=digits(run.storage)))
+    """Returns the run, without a data set on the digits, with what its data decide."""
+    path = run.data.path or digits(run.storage)
+    return decided_by_data(replace(run, data=replace(run.data, path=path)))
 
 
 def open_store(root: str, uri: str | None = None) -> Tracking:
@@ -207,7 +206,7 @@ def trained_trials(
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
     if options.search and sweep.space is None:
         raise UsageError(f"the sweep {sweep.base.name} has no space to search: give it one, or name arms")
-    sweep = replace(sweep, base=with_data(sweep.base))
+    sweep = sweep.based_on(with_data(sweep.base))
 
     def open_mine() -> Tracking:
         return store or open_store(sweep.base.storage)

@@ -78,6 +78,27 @@ _STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 ima
     "train.eval_every": 150,  # the rung of early stopping, 1/8, is among them
 }
 
+
+def in_image_tower(changes: Changes) -> dict[str, Any]:
+    """Returns changes of a model as those of the image tower of two."""
+    return {name.replace("model.", "model.image.", 1): value for name, value in changes.items()}
+
+
+_TINY_TEXT = {  # 18 epochs of the digits with captions
+    "model.kind": "two_towers",
+    **in_image_tower({"model.image_size": 8, "model.patch_size": 2, **vit_size(32, 2, 2)}),
+    "model.text.width": 32,
+    "model.text.depth": 1,
+    "model.text.heads": 2,
+    "model.text.mlp_dim": 64,
+    "model.text.vocabulary": 64,  # about that of the captions
+    "task.kind": "contrastive",
+    "train.steps": 400,
+    "train.report_every": 50,
+}
+_TEXT_SWEEPS = ("lit", "laion", "augmentation_contrastive")
+_SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
+
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
     data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
@@ -94,13 +115,14 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
         "w96d6": vit_size(96, 6, 6),
     },
     experts=8,
-    bases={"quickstart": _QUICKSTART, "study": _STUDY},
+    bases={"quickstart": _QUICKSTART, "study": _STUDY} | dict.fromkeys(_TEXT_SWEEPS, _TINY_TEXT),
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
         "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
-    },
+    }
+    | dict.fromkeys(_TEXT_SWEEPS, _SMALL_TOWERS),
     data="digits",
-    data_of={"quickstart": "cluttered-digits", "study": ""},
+    data_of={"quickstart": "cluttered-digits", "study": ""} | dict.fromkeys(_TEXT_SWEEPS, "digits-captions"),
 )
 CIFAR = Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
     base=_CIFAR,

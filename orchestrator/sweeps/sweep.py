@@ -145,6 +145,11 @@ class Sweep(Config):
         if not self.quality:
             object.__setattr__(self, "quality", self.base.task.quality)
 
+    def based_on(self, base: RunConfig) -> "Sweep":
+        """Returns the sweep with another base, whose task decides the quality unless the sweep does."""
+        own = "" if self.quality == self.base.task.quality else self.quality
+        return replace(self, base=base, quality=own)
+
     @property
     def changes(self) -> Mapping[str, Mapping[str, Any]]:
         """Arm -> dotted changes of the base."""

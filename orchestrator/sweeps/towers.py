@@ -1,0 +1,28 @@
+"""A sweep over towers that are trained already: each arm has the weights of another one, frozen."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moe.codec import to_dict
+from orchestrator.checkpoint.models import ModelRef
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.sweep import Sweep
+
+
+def beside_towers(sweep: Sweep, towers: Sequence[ModelRef]) -> Sweep:
+    """Returns the sweep with an arm for each tower, called after its run, in place of its own arms.
+
+    Images come to a tower as in its own training's evaluation.
+
+    Raises:
+        UsageError: for towers of the same name.
+    """
+    names = [tower.name.replace("/trials/", "-").replace("/", "-") for tower in towers]
+    if equal := [name for name, count in Counter(names).items() if count > 1]:
+        raise UsageError(f"two towers are called {equal[0]}")
+    arms = {}
+    for name, tower in zip(names, towers, strict=True):
+        arms[name] = {"model.image": to_dict(tower.run.model), "train.init_from": tower.location}
+        arms[name] |= {f"data.{field}": value for field, value in tower.run.data.eval_settings().items()}
+    return replace(sweep, arms=arms, published={})
