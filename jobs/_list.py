@@ -39,7 +39,10 @@ def models() -> Listed:
 
 
 def sweeps(scale: str) -> Listed:
-    rows = [(name, what(name), source(name), len(make_sweep(name, scale).arms) or "drawn") for name in SWEEPS]
+    rows = []
+    for name in SWEEPS:
+        arms = len(make_sweep(name, scale).arms) or "drawn" if SCALES[scale].has(name) else "-"
+        rows.append((name, what(name), source(name), arms))
     return ("--sweep", "question", "source", f"arms at {scale}"), rows
 
 

@@ -131,6 +131,9 @@ def make_sweep(name: str, scale: str, changes: Changes = UNCHANGED) -> Sweep:
         raise UsageError(
             f"unknown sweep {name!r}; known: {', '.join(SWEEPS)}, or your own as path/to/file.py:function"
         )
+    if ":" not in name and not SCALES[scale].has(name):
+        known = ", ".join(other for other, each in SCALES.items() if each.has(name))
+        raise UsageError(f"the sweep {name} has no recipe at the scale {scale!r}; it has one at {known}")
     if isinstance(model := changes.get("model"), dict):
         # A model by its name has the classes of the scale, whose loss starts from their number.
         own = SCALES[scale].of(name, UNCHANGED).base.model

@@ -11,6 +11,7 @@ from orchestrator.config import DataConfig, RunConfig, TrainConfig
 
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
+IMAGE_TEXT = ("lit", "laion", "augmentation_contrastive")  # sweeps of images and texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,13 @@ class Scale:
     released: Mapping[str, Mapping[str, Changes]] = field(default_factory=dict)
     data: str = ""
     data_of: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, sweep: str) -> bool:
+        """Returns whether the sweep has a recipe here: those of images and texts have others than those of
+        classes.
+        """
+        task = override(self.base, self.bases.get(sweep, {})).task
+        return (task.kind == "contrastive") == (sweep in IMAGE_TEXT)
 
     def of(self, sweep: str, changes: Changes) -> "Scale":
         """Returns the scale as the function of a sweep gets it: its base has the changes of the sweep, and
@@ -96,7 +104,6 @@ _TINY_TEXT = {  # 18 epochs of the digits with captions
     "train.steps": 400,
     "train.report_every": 50,
 }
-_TEXT_SWEEPS = ("lit", "laion", "augmentation_contrastive")
 _SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
 
 _CIFAR = RunConfig(
@@ -115,14 +122,14 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
         "w96d6": vit_size(96, 6, 6),
     },
     experts=8,
-    bases={"quickstart": _QUICKSTART, "study": _STUDY} | dict.fromkeys(_TEXT_SWEEPS, _TINY_TEXT),
+    bases={"quickstart": _QUICKSTART, "study": _STUDY} | dict.fromkeys(IMAGE_TEXT, _TINY_TEXT),
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
         "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
     }
-    | dict.fromkeys(_TEXT_SWEEPS, _SMALL_TOWERS),
+    | dict.fromkeys(IMAGE_TEXT, _SMALL_TOWERS),
     data="digits",
-    data_of={"quickstart": "cluttered-digits", "study": ""} | dict.fromkeys(_TEXT_SWEEPS, "digits-captions"),
+    data_of={"quickstart": "cluttered-digits", "study": ""} | dict.fromkeys(IMAGE_TEXT, "digits-captions"),
 )
 CIFAR = Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
     base=_CIFAR,

@@ -117,15 +117,17 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (
             pack_shards.PackFlags,
             "--source fodler:/x --out y",
-            "unknown kind 'fodler' of sources; known: digits, cluttered-digits, folder, webdataset, parquet,"
-            " torchvision",
+            "unknown kind 'fodler' of sources; known: digits, digits-captions, cluttered-digits, folder,"
+            " webdataset, parquet, csv, torchvision",
         ),
         (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
         (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),
         (evaluate.EvaluateFlags, "soft --shots 1,x", "'1,x': write numbers, e.g. 1,5,10,25"),
         (evaluate.EvaluateFlags, "soft --seeds 5", "--seeds does nothing without --shots"),
         (evaluate.EvaluateFlags, "soft --grid --per-class", "--per-class does nothing with --grid"),
-        (evaluate.EvaluateFlags, "soft --grid --shots 1", "--shots does nothing with --grid"),
+        (evaluate.EvaluateFlags, "soft --grid --shots 1", "--grid and --shots exclude each other"),
+        (evaluate.EvaluateFlags, "soft --page x", "--page does nothing without --retrieval"),
+        (evaluate.EvaluateFlags, "soft --zero-shot x --page y", "--page does nothing with --zero-shot"),
         (evaluate.EvaluateFlags, "soft --shots 1 --out x", "--out does nothing with --shots"),
         (evaluate.EvaluateFlags, "soft --shots 1 --split train", "--split does nothing with --shots"),
         (inspect_routing.InspectFlags, "soft --layers last", "--layers: 'last': write numbers"),

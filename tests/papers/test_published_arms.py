@@ -285,8 +285,9 @@ def test_the_sweep_has_no_other_arms(name: str) -> None:
     assert ours == set(_runs(name, "jft"))
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize(
+    ("name", "scale"), [(name, scale) for scale in SCALES for name in SWEEPS if SCALES[scale].has(name)]
+)
 def test_every_arm_splits_over_its_experts(name: str, scale: str) -> None:
     """Every run is valid, and two workers can share its experts."""
     for run in _runs(name, scale).values():
