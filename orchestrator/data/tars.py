@@ -20,7 +20,7 @@ from orchestrator.errors import UsageError
 # Members of tars, by extension, and fields of .json members.
 TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 TAR_LABELS = ("cls", "cls.txt", "json")
-TAR_CAPTIONS = ("txt",)
+TAR_CAPTION = "txt"
 JSON_CAPTIONS = ("captions", "caption", "text")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target", "labels")
 CLASS_NUMBERS = re.compile(r"[+-]?\d+(?:[\s,]+[+-]?\d+)*")  # in .cls members
@@ -173,7 +173,7 @@ def _tar_samples(tar: tarfile.TarFile, problems: list[str], captions: bool) -> d
     """Reads a tar up to its end mark. Returns for each key its members by extension: the place of an image,
     the content of a label or caption, or a ValueError that says why it cannot be read.
     """
-    texts = (*TAR_LABELS, *TAR_CAPTIONS) if captions else TAR_LABELS
+    texts = (*TAR_LABELS, TAR_CAPTION) if captions else TAR_LABELS
     file: Any = tar.fileobj
     samples: dict[str, dict[str, Any]] = {}
     read: dict[tuple[str, bool], Any] = {}  # what hard links may name
@@ -253,12 +253,11 @@ def _tar_labels(parts: Mapping[str, Any], *, optional: bool) -> Sequence[int | s
 
 def _tar_captions(parts: Mapping[str, Any]) -> bytes:
     """Returns the sample's captions as a field. Raises ValueError if it has none."""
-    found = next((parts[extension] for extension in (*TAR_CAPTIONS, "json") if extension in parts), None)
+    found = parts.get(TAR_CAPTION, parts.get("json"))
     if isinstance(found, ValueError):
         raise found
-    text = next((parts[extension] for extension in TAR_CAPTIONS if extension in parts), None)
-    if text is not None:
-        return captions_in_file(text)
+    if TAR_CAPTION in parts:
+        return captions_in_file(parts[TAR_CAPTION])
     if not (captions := _in_json(parts, JSON_CAPTIONS)):
         raise ValueError(f"no caption (.txt, or one of {', '.join(JSON_CAPTIONS)} in .json)")
     return captions_as_field(captions)

@@ -1,7 +1,9 @@
 """Captions of every source, images without labels, and captions that cannot be read."""
 
+import io
 import json
 import logging
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -85,6 +87,21 @@ def test_tar_with_txt(tmp_path: Path, broken: bytes | None, reason: str) -> None
     assert reason in source.skipped[0]
     with pytest.raises(UsageError, match="no label"):
         open_source(f"webdataset:{tmp_path / 'a.tar'}")
+
+
+def test_tar_with_links(tmp_path: Path) -> None:
+    """A symbolic link is not followed, as one to an image is not."""
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for name, content in (images() | texts(None)).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+        link = tarfile.TarInfo("0000.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "0001.txt"
+        file.addfile(link)
+    source = open_source(f"webdataset:{tmp_path}", captions=True)
+    check(source)
+    assert ".txt is a symbolic link to 0001.txt" in source.skipped[0]
 
 
 @pytest.mark.parametrize("name", ["captions", "caption", "text"])
