@@ -100,7 +100,7 @@ def predict(flags: PredictFlags) -> None:
         "group": group,
         "background": list(background) if background else None,
         "features": flags.features or None,  # as plans of earlier versions have it
-        "templates": list(names.templates) if names else None,
+        "names": [list(names.classes), list(names.templates)] if names else None,
         "classes": names.classes if names else model.classes,
     }
     plan, done = begin(out, plan, fresh=flags.fresh)

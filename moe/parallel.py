@@ -242,6 +242,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Returns a tensor of which ranks have parts as a whole; all ranks call it together."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sums `values` over all ranks, in place; a single process keeps its own."""
     if dist.is_initialized():

@@ -7,6 +7,7 @@ from orchestrator.errors import UsageError
 RESERVED = (  # names below the storage that no run may have
     "data",
     "evaluation",
+    "features",
     "mlartifacts",
     "mlflow.db",
     "operating-points",

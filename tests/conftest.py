@@ -100,6 +100,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def captioned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled digits with captions, as shards; not to be written to."""
+    from orchestrator.data import packing
+
+    return packing.digits(str(tmp_path_factory.mktemp("captioned")), "digits-captions")
+
+
+@pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], str]:
     """``empty_store(folder)``: puts an MLflow database without runs there, and returns its URI.
 

@@ -53,9 +53,7 @@ from orchestrator.training.resources import most_resources
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
 # Of a plan: may not change.
-IDENTITY = (
-    "model_sha256", "images_sha256", "split", "routing", "group", "background", "features", "templates"
-)  # fmt: skip
+IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background", "features", "names")
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once

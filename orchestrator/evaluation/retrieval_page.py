@@ -28,25 +28,28 @@ def retrieval_page(title: str, summary: str, pairs: EmbeddedPairs, batches: Iter
 
     Queries are spread evenly over the split. Right answers are marked.
     """
-    images, texts = len(pairs.image_ID), len(pairs.captions)
+    words, owner = pairs.words_T.tolist(), pairs.image_T.tolist()
+    # A caption that several images have is shown once.
+    distinct = [words.index(number) for number in range(max(words) + 1)]
+    own: dict[int, set[int]] = {}
+    for number, image in zip(words, owner, strict=True):
+        own.setdefault(image, set()).add(number)
+    images, texts = len(pairs.image_ID), len(distinct)
     asked_images = torch.linspace(0, images - 1, min(QUERIES, images)).long()
     asked_texts = torch.linspace(0, texts - 1, min(QUERIES, texts)).long()
-    captions = (pairs.image_ID[asked_images] @ pairs.text_TD.T).topk(min(SHOWN, texts)).indices
-    found = (pairs.text_TD[asked_texts] @ pairs.image_ID.T).topk(min(SHOWN, images)).indices
+    text_WD = pairs.text_TD[distinct]
+    captions = (pairs.image_ID[asked_images] @ text_WD.T).topk(min(SHOWN, texts)).indices
+    found = (text_WD[asked_texts] @ pairs.image_ID.T).topk(min(SHOWN, images)).indices
     shown = _pictures({*asked_images.tolist(), *found.flatten().tolist()}, pairs, batches)
-    owner = pairs.image_T.tolist()
-    rows = []
+    rows, to_images = [], []
     for image, best in zip(asked_images.tolist(), captions.tolist(), strict=True):
-        items = "".join(
-            f"<li>{_marked(escape(pairs.captions[text]), owner[text] == image)}</li>" for text in best
-        )
-        rows.append(f"<tr><td>{_picture(shown[image], False)}</td><td><ol>{items}</ol></td></tr>")
-    to_images = [
-        f"<tr><td>{escape(pairs.captions[text])}</td><td>"
-        + " ".join(_picture(shown[image], owner[text] == image) for image in best)
-        + "</td></tr>"
-        for text, best in zip(asked_texts.tolist(), found.tolist(), strict=True)
-    ]
+        items = [_marked(escape(pairs.captions[distinct[w]]), w in own.get(image, ())) for w in best]
+        listed = "".join(f"<li>{item}</li>" for item in items)
+        rows.append(f"<tr><td>{_picture(shown[image], False)}</td><td><ol>{listed}</ol></td></tr>")
+    for number, best in zip(asked_texts.tolist(), found.tolist(), strict=True):
+        pictures = " ".join(_picture(shown[image], number in own.get(image, ())) for image in best)
+        caption = escape(pairs.captions[distinct[number]])
+        to_images.append(f"<tr><td>{caption}</td><td>{pictures}</td></tr>")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style><h1>{escape(title)}</h1><p>{escape(summary)}</p>"

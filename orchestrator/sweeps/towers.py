@@ -7,11 +7,13 @@ from dataclasses import replace
 from moe.codec import to_dict
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.errors import UsageError
+from orchestrator.sweeps.preflight import check_claims
 from orchestrator.sweeps.sweep import Sweep
 
 
 def beside_towers(sweep: Sweep, towers: Sequence[ModelRef]) -> Sweep:
-    """Returns the sweep with an arm for each tower, called after its run, in place of its own arms.
+    """Returns the sweep with an arm for each tower, called after its run, in place of its own arms, and with
+    those of its claims that are about such arms.
 
     Images come to a tower as in its own training's evaluation.
 
@@ -25,4 +27,13 @@ def beside_towers(sweep: Sweep, towers: Sequence[ModelRef]) -> Sweep:
     for name, tower in zip(names, towers, strict=True):
         arms[name] = {"model.image": to_dict(tower.run.model), "train.init_from": tower.location}
         arms[name] |= {f"data.{field}": value for field, value in tower.run.data.eval_settings().items()}
-    return replace(sweep, arms=arms, published={})
+    found = replace(sweep, arms=arms, published={}, claims=())
+    return replace(found, claims=tuple(claim for claim in sweep.claims if _compares(claim, found)))
+
+
+def _compares(claim: str, sweep: Sweep) -> bool:
+    """Returns whether a claim is about some of the towers."""
+    try:
+        return bool(check_claims(replace(sweep, claims=(claim,))))
+    except UsageError:
+        return False

@@ -15,12 +15,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
 from moe.codec import to_dict
 from moe.model import Model
+from moe.parallel import sum_over_ranks, whole
 from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import Stream
@@ -46,7 +44,11 @@ def with_features(stream: Stream, model: Model, device: torch.device) -> Stream:
     found = []
     for first in range(0, stream.epoch(), ROWS):
         file = storage.join(folder, f"{first:010d}.npy")
-        if (stored := _read(file)) is None:
+        # What the first worker sees counts for all.
+        there = stream.rank == 0 and storage.size(file) is not None
+        if sum_over_ranks(torch.tensor(float(there))):
+            stored = np.load(io.BytesIO(storage.read_bytes(file)), allow_pickle=False)
+        else:
             rows = np.arange(first, min(first + ROWS, stream.epoch()))
             frozen = frozen_features(model, Selection(**vars(everything), indices=rows), device)
             stored = np.where(frozen.valid[:, None], frozen.x, np.nan).astype(np.float32)
@@ -65,18 +67,9 @@ def _key(model: Model, stream: Stream) -> str:
     digest = hashlib.sha256()
     for name, param in sorted(model.named_parameters()):
         if name.startswith(tower):
-            whole = param.full_tensor() if isinstance(param, DTensor) else param
             digest.update(name.encode())
-            digest.update(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(whole(param).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     image = to_dict(model.config)[tower.rstrip(".")]
     about = [image, asdict(stream.transform), run.compute_dtype(), stream.data.manifest.digest()]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()[:32]
-
-
-def _read(file: str) -> NDArray[np.float32] | None:
-    """Returns stored features; None if the first worker has none, which then stands for all."""
-    there = [storage.size(file) is not None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(there, 0)
-    return np.load(io.BytesIO(storage.read_bytes(file)), allow_pickle=False) if there[0] else None

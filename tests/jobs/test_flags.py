@@ -103,7 +103,7 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (
             train.RunFlags,
             "--name data",
-            "'data' is reserved, as are data, evaluation, mlartifacts, mlflow.db",
+            "'data' is reserved, as are data, evaluation, features, mlartifacts, mlflow.db",
         ),
         (train.RunFlags, "--name mlflow.db.lock", "'mlflow.db.lock' is reserved"),
         (SweepFlags, "--sweep nosuch", "unknown sweep 'nosuch'; known: quickstart"),
