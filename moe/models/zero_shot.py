@@ -6,6 +6,8 @@ length 1, are averaged, and the mean has length 1 again. Of a name, the part bef
 Dimensions: C classes, T texts, D the size of an embedding, B images.
 """
 
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -31,11 +33,24 @@ def class_weights(embedded_TD: Tensor, class_T: Tensor, num_classes: int) -> Ten
 
 @torch.no_grad()
 def embed_classes(model: Model, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """Returns `class_weights` of each class's name in each template, by the model's text tower."""
+    """Returns `class_weights` of each class's name in each template, by the model's text tower.
+
+    Warns of classes that it cannot tell apart, because their names are cut or of unknown words.
+    """
     text, device = model.config.text, next(model.parameters()).device  # pyright: ignore[reportAttributeAccessIssue]
     names = [name.partition(",")[0] for name in classes]
     texts = [template.replace("{}", name) for name in names for template in templates]
-    tokens = torch.from_numpy(text.tokenizer.encode(texts, text.length)).to(device)
+    encoded = text.tokenizer.encode(texts, text.length)
+    same = Counter(
+        encoded[start : start + len(templates)].tobytes() for start in range(0, len(texts), len(templates))
+    )
+    if count := sum(times for times in same.values() if times > 1):
+        warnings.warn(
+            f"{count} of {len(classes)} classes have the same tokens as another: their words are unknown, or"
+            f" lie beyond the {text.length} tokens of a text",
+            stacklevel=2,
+        )
+    tokens = torch.from_numpy(encoded).to(device)
     embedded = torch.cat([model(ImageText(None, part)).heads["text"] for part in tokens.split(TEXTS)])
     class_T = torch.arange(len(classes), device=device).repeat_interleave(len(templates))
     return class_weights(embedded, class_T, len(classes))

@@ -105,6 +105,8 @@ def test_the_classifier_of_names_is_that_of_the_scores() -> None:
     assert found["all"].metrics()["acc1"] == pytest.approx(float(right))
     comma = embed_classes(model, ("zero, nought", "one"), ("{}",))
     torch.testing.assert_close(comma, embed_classes(model, ("zero", "one"), ("{}",)))
+    with pytest.warns(UserWarning, match="2 of 3 classes have the same tokens as another"):
+        embed_classes(model, ("cat", "dog", "one"), ("{}",))
 
 
 def test_pixels_find_the_picture_that_is_the_same() -> None:
