@@ -106,18 +106,18 @@ def differences(old: Any, new: Any) -> dict[str, Any]:
     return found
 
 
-def places_of(cls: Any, path: str = "", within: tuple[Any, ...] = ()) -> dict[type, set[str]]:
-    """Returns the fields of a config and of those in it that hold configs: class -> dotted names. What holds
-    a config of its own class is not entered again.
+def places_of(config: Any, path: str = "") -> dict[type, set[str]]:
+    """Returns the fields of a config, and of the configs in it, that hold configs: class -> dotted names. In
+    a field that is None, those of its classes' defaults count.
     """
     found: dict[type, set[str]] = {}
-    for name, hint in hints_of(cls).items():
-        for member in dataclasses_of(hint):
+    for name, hint in hints_of(type(config)).items():
+        value, known = getattr(config, name), dataclasses_of(hint)
+        for member in known:
             found.setdefault(member, set()).add(f"{path}{name}")
-            if member in within:
-                continue
-            for inner, names in places_of(member, f"{path}{name}.", (*within, cls)).items():
-                found.setdefault(inner, set()).update(names)
+        for inner in [value] if is_dataclass(value) else [member() for member in known]:
+            for below, names in places_of(inner, f"{path}{name}.").items():
+                found.setdefault(below, set()).update(names)
     return found
 
 

@@ -210,7 +210,7 @@ def _arm_changes(base: RunConfig, arm: str, given: Mapping[str, Any] | Config) -
     """Returns the dotted changes from the base to an arm."""
     if isinstance(given, Mapping):
         return dict(given)
-    places = places_of(type(base))
+    places = places_of(base)
     names = sorted(places.get(type(given), ()))
     if type(given) is type(base):
         run = replace(given, name=base.name, storage=base.storage)

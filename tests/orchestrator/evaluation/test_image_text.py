@@ -24,7 +24,7 @@ from orchestrator.evaluation.retrieval import chance_recall, image_ranks, recall
 from orchestrator.evaluation.retrieval_page import retrieval_page
 from tests.orchestrator.tasks.test_contrastive import towers
 
-NAMES = ClassNames(classes=("zero", "one", "two"), templates=("a photo of the digit {}", "{}"))
+NAMES = ClassNames(classes=("zero", "one", "two"), templates=("a photo of {}", "{}"))
 
 
 def batch(captions: list[str], seed: int = 0, bad: int | None = None) -> Batch:

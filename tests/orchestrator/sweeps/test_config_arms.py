@@ -91,7 +91,7 @@ def test_other_arms_are_refused(arm: Any, message: str) -> None:
 
 def test_a_config_with_two_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     places = {SGDConfig: {"train.optimizer", "train.second"}}
-    monkeypatch.setattr("orchestrator.sweeps.sweep.places_of", lambda cls: places)
+    monkeypatch.setattr("orchestrator.sweeps.sweep.places_of", lambda config: places)
     with pytest.raises(
         UsageError, match=r"SGDConfig\(.*\) may be train\.optimizer or train\.second: say which by dotted"
     ):
@@ -99,4 +99,4 @@ def test_a_config_with_two_places_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_config_of_a_run_has_one_place() -> None:
-    assert all(len(names) == 1 for names in places_of(RunConfig).values())
+    assert all(len(names) == 1 for names in places_of(RunConfig()).values())
