@@ -89,8 +89,8 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.data orchestrator.evaluation orchestrator.storage orchestrator.tasks orchestrator.threads
     orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
-jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main jobs._sweep_plan jobs.evaluate
-    jobs.pareto_sweep jobs.train moe orchestrator
+jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
+    jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
 jobs._cli: jobs._flags orchestrator
 jobs._grid: jobs._cli orchestrator
