@@ -4,7 +4,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,11 +16,11 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from orchestrator import storage
 from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
-from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
-from orchestrator.sweeps.scheduler import QueueScheduler
+from orchestrator.sweeps.queue import Job, TrialQueue
+from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
 from orchestrator.training.fit import fit
 from orchestrator.training.resources import is_inline, run_resources
-from orchestrator.training.run_directory import pause_of, result_of, run_directory
+from orchestrator.training.run_directory import run_directory
 
 RESTARTS = 3  # of a trial's process that dies
 TUNE_ENV = {  # settings that have no argument in Tune
@@ -38,12 +38,10 @@ TUNE_ENV = {  # settings that have no argument in Tune
 
 
 class Hooks(Protocol):
-    """Callbacks of a sweep's driver for its jobs."""
+    """Callbacks of a sweep's driver for its jobs. The queue tells it which have ended."""
 
-    def began(self, job: Job) -> None: ...
-
-    def done(self, job: Job, outcome: Outcome) -> None:
-        """A job ended. The driver must tell the queue."""
+    def began(self, job: Job) -> None:
+        """A process of the job has started; another one, if the process before died."""
 
     def follow(self) -> None:
         """Called a few times a second: running trials may have reported something in their directories."""
@@ -53,9 +51,8 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
     """Runs the jobs of the queue until it is empty; a failing trial does not stop the others."""
     os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    scheduler = SweepScheduler(queue, hooks)
-    first = scheduler.new_job()
-    if first is None:
+    scheduler = FrontierScheduler.of_queue(queue)
+    if scheduler.fetch() is None:
         return  # Tune would wait for something to do
     try:
         ray.tune.run(
@@ -63,12 +60,12 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
             name="tune",
             storage_path=run_directory(base),
             scheduler=scheduler,
-            search_alg=NewTrials(scheduler, first),
+            search_alg=NewTrials(scheduler),
             num_samples=-1,
             reuse_actors=True,  # reused processes import torch once, not once per trial
             max_failures=RESTARTS,
             raise_on_failed_trial=False,
-            callbacks=[Follow(scheduler)],
+            callbacks=[Follow(scheduler, hooks)],
             trial_dirname_creator=_trial_id,
             trial_name_creator=_trial_id,
             verbose=0,
@@ -76,8 +73,10 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
             progress_reporter=ray.tune.CLIReporter(),
         )
     except BaseException:
-        # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives.
-        scheduler.end_processes()
+        # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives, and no
+        # public call ends them. The cluster may be gone.
+        with suppress(Exception):
+            scheduler.controller._actor_manager.cleanup()
         raise
 
 
@@ -102,10 +101,8 @@ def train_trial(config: Mapping[str, Any]) -> None:
     except Exception as error:
         trace = storage.join(run_directory(run), "error.txt")
         storage.write_bytes(trace, traceback.format_exc().encode())
-        ray.tune.report({"failed": reason_of(error)})
-    else:
-        # Tune prints a line about a trial that has never reported.
-        ray.tune.report({"paused_at" if result.status == "paused" else "ended_at": result.step})
+        result = reason_of(error)
+    ray.tune.report({OUTCOME: result})
 
 
 def _reserved(config: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
@@ -130,83 +127,18 @@ class _Reservation(ray.tune.PlacementGroupFactory):
         return group
 
 
-class SweepScheduler(QueueScheduler):
-    """The queue of a sweep in Tune. How a job ended is read from the storage of its run."""
-
-    def __init__(self, queue: TrialQueue, hooks: Hooks) -> None:
-        super().__init__(queue, time_attr="paused_at")
-        self.hooks = hooks
-        self._controller: Any = None
-        self._begun: dict[str, Job] = {}
-        self._failed: dict[str, str] = {}
-
-    def state_of(self, trial: TuneTrial) -> TrialState:
-        return self.queue.states[trial.config["name"]]
-
-    def began(self, trial: TuneTrial) -> Job:
-        """The job of the trial, from its first process on."""
-        state = self.state_of(trial)
-        if state.name not in self._begun:
-            self._begun[state.name] = Job(state=state, until=state.until)
-            self.hooks.began(self._begun[state.name])
-        return self._begun[state.name]
-
-    def on_trial_result(self, tune_controller: Any, trial: TuneTrial, result: dict[str, Any]) -> str:
-        if "failed" in result:
-            self._failed[self.state_of(trial).name] = result["failed"]
-        elif self.time_attr in result and not result.get("done"):
-            self._ended(trial)
-            return self.PAUSE  # its next process gets the next step to train to
-        return self.CONTINUE
-
-    def on_trial_complete(self, tune_controller: Any, trial: TuneTrial, result: dict[str, Any]) -> None:
-        self._ended(trial)
-
-    def on_trial_error(self, tune_controller: Any, trial: TuneTrial) -> None:
-        """Does nothing: Tune calls this before a restart too, and `Follow` only after the last failure."""
-
-    def died(self, trial: TuneTrial, how: str) -> None:
-        self._failed[self.state_of(trial).name] = f"{how}: {reason_of(trial.get_error())}"
-        self._ended(trial)
-
-    def end_processes(self) -> None:
-        """Kills the processes of all trials at once; no public call of Tune does."""
-        if self._controller is not None:
-            with suppress(Exception):  # the cluster may be gone
-                self._controller._actor_manager.cleanup()
-
-    def choose_trial_to_run(self, tune_controller: Any) -> TuneTrial | None:
-        self._controller = tune_controller
-        if (trial := super().choose_trial_to_run(tune_controller)) is not None:
-            trial.set_config(trial.config | {"until": self.state_of(trial).until})
-        return trial
-
-    def _ended(self, trial: TuneTrial) -> None:
-        # A job has not begun yet if Ray could not start any process for it.
-        job = self.began(trial)
-        del self._begun[job.state.name]
-        outcome = self._failed.pop(job.state.name, None)
-        if outcome is None:
-            outcome = result_of(job.trial.run) or pause_of(job.trial.run, job.until)
-        assert outcome is not None, f"{job.trial.name} ended without a result"
-        self.hooks.done(job, outcome)
-
-
 class NewTrials(Searcher):
     """Gives a trial to Tune when the queue starts it. The scheduler resumes paused trials."""
 
-    def __init__(self, scheduler: SweepScheduler, first: Job) -> None:
+    def __init__(self, scheduler: FrontierScheduler) -> None:
         super().__init__()
         self.scheduler = scheduler
-        self._first: Job | None = first
 
     def suggest(self, trial_id: str) -> Any:
-        job, self._first = self._first or self.scheduler.new_job(), None
-        if job is None:
-            return None if self.scheduler.active() else Searcher.FINISHED
+        if (job := self.scheduler.new_job(trial_id)) is None:
+            return None if self.scheduler.queue.num_running else Searcher.FINISHED
         run = job.trial.run
-        need = run_resources(run) if is_inline(run) else None
-        return {"name": job.trial.name, "run": run, "until": job.until, "need": need}
+        return {"run": run, "until": job.until, "need": run_resources(run) if is_inline(run) else None}
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         """Does nothing: the scheduler informs the queue."""
@@ -216,22 +148,13 @@ class NewTrials(Searcher):
 
 
 class Follow(ray.tune.Callback):
-    """Handles the events that Tune sends to callbacks but not to schedulers: a process began, its last
-    restart failed, time has passed.
-    """
+    """Tells the driver that a process began, and that time has passed: Tune tells its callbacks alone."""
 
-    def __init__(self, scheduler: SweepScheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, scheduler: FrontierScheduler, hooks: Hooks) -> None:
+        self.scheduler, self.hooks = scheduler, hooks
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        self.scheduler.began(trial)
+        self.hooks.began(self.scheduler.job_of(trial))
 
-    def on_trial_error(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
-        self.scheduler.died(trial, f"its process died {RESTARTS + 1} times")
-
-    def on_step_end(self, iteration: int, trials: Sequence[TuneTrial], **info: Any) -> None:
-        # Tune silently drops a trial whose process it cannot reuse; without this check the sweep would hang.
-        for trial in trials:
-            if trial.status == TuneTrial.ERROR and self.scheduler.state_of(trial).running:
-                self.scheduler.died(trial, "its process could not be reused")
-        self.scheduler.hooks.follow()
+    def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
+        self.hooks.follow()

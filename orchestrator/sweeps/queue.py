@@ -149,6 +149,7 @@ class TrialQueue:
         max_concurrent: highest number of jobs that run at the same time.
         admits: whether the budget holds a job beside those that run.
         more: draws the trials of another arm, or returns no trials at the end of a search.
+        ended: is called with every job that has ended or paused, and with how.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class TrialQueue:
         max_concurrent: int | None = None,
         admits: Callable[[Job, TrialState], bool] = lambda job, state: True,
         more: Callable[[], Sequence[TrialState]] = lambda: (),
+        ended: Callable[[Job, Outcome], None] = lambda job, outcome: None,
     ) -> None:
         self.states = {state.name: state for state in states}
         self.policy = policy
@@ -169,6 +171,7 @@ class TrialQueue:
         self.max_concurrent = max_concurrent or math.inf
         self.admits = admits
         self.more = more
+        self.ended = ended
         self.out_of_budget = False
         self.num_running = 0
         # The last answer was to wait, and nothing has happened since that could change it.
@@ -195,10 +198,6 @@ class TrialQueue:
         self._take(job.state.need, -1)
         return job
 
-    def judge(self, outcome: Outcome) -> Outcome:
-        """Returns the outcome, or why its quality makes it a failure."""
-        return (unknown_quality(outcome, self.quality) or outcome) if isinstance(outcome, Result) else outcome
-
     def done(self, name: str, outcome: Outcome) -> None:
         """Records that the running job of a trial ended, for good or with a pause."""
         state = self.states[name]
@@ -207,16 +206,19 @@ class TrialQueue:
             state.running = False
             self.num_running -= 1
             self._take(state.need, +1)
-        self.record(name, outcome)
+        self.ended(Job(state=state, until=state.until), self.record(name, outcome))
 
-    def record(self, name: str, outcome: Outcome) -> None:
-        """Records the outcome or a pause of a trial, also of an earlier process."""
+    def record(self, name: str, outcome: Outcome) -> Outcome:
+        """Records the outcome or a pause of a trial, also of an earlier process. Returns what it recorded: a
+        quality that is not finite is a failure.
+        """
         state = self.states[name]
         self._idle = False
-        outcome = self.judge(outcome)
+        if isinstance(outcome, Result):
+            outcome = unknown_quality(outcome, self.quality) or outcome
         if isinstance(outcome, Result) and outcome.status == "paused":
             state.reached[outcome.step] = outcome.metrics[self.quality]
-            return
+            return outcome
         state.outcome = outcome
         if isinstance(outcome, Result) and outcome.status == "finished":
             state.reached[state.steps] = outcome.metrics[self.quality]
@@ -224,6 +226,7 @@ class TrialQueue:
             for branch in self.states.values():
                 if branch.after == name and branch.waiting:
                     branch.outcome = f"its trunk {name} did not finish"
+        return outcome
 
     def _chosen(self) -> Job | None:
         drawn: Sequence[TrialState] = ()

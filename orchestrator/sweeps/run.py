@@ -154,6 +154,7 @@ class SweepRun:
             max_concurrent=max_concurrent,
             admits=budget.admits,
             more=self._draw,
+            ended=self._ended,
         )
 
     def work(self) -> None:
@@ -176,6 +177,8 @@ class SweepRun:
         self._tell_predictions()
 
     def began(self, job: Job) -> None:
+        if job.trial.name in self._reports:
+            return  # its process died, and this is another
         self.budget.begin(job)
         self.watch.began(job)
         reports = self._reports[job.trial.name] = LineReader(run_directory(job.trial.run), METRICS)
@@ -200,14 +203,13 @@ class SweepRun:
                     self.budget.report(name, row["step"], row["time_s"])
                     self.watch.report(name, row["step"], row["metrics"])
 
-    def done(self, job: Job, outcome: Outcome) -> None:
+    def _ended(self, job: Job, outcome: Outcome) -> None:
+        self.began(job)  # Ray may not have started any process for it
         self._pass_on([job.trial.name])
         del self._reports[job.trial.name]
         self.budget.record(job, outcome)
-        outcome = self.queue.judge(outcome)
         if isinstance(outcome, str):
             write_error(run_directory(job.trial.run), outcome)
-        self.queue.done(job.trial.name, outcome)
         quality, cost = self._values(job.trial.arm)
         if self.search and cost is not None:
             self.search.tell(job.trial.arm, quality, cost)

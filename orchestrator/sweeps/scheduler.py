@@ -1,10 +1,9 @@
-"""A queue of trials as a scheduler of Ray Tune, and early stopping for any `ray.tune.Tuner`.
+"""Early stopping, and a queue of trials, as a scheduler of Ray Tune: of a sweep, or of any `ray.tune.Tuner`.
 
 docs/early_stopping.md shows its use, and what Tune lacks for it.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,138 +12,30 @@ from ray.tune import PlacementGroupFactory
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import TrialScheduler
 
-from orchestrator.sweeps.queue import Job, Outcome, TrialQueue, TrialState
+from orchestrator.errors import reason_of
+from orchestrator.sweeps.queue import Job, TrialQueue, TrialState
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.training.run_directory import Result
 
 TrialConfig = Mapping[str, Any]
+OUTCOME = "outcome"  # key of a report with which a function says itself how its job ended: an `Outcome`
 
 
-class QueueScheduler(TrialScheduler, ABC):
-    """Lets Tune run the jobs of a `TrialQueue`: it starts, pauses and resumes trials, and ends the sweep.
-
-    Tune starts pending trials without asking its scheduler. A trial is therefore held as paused until the
-    queue returns its job. A trial of a searcher that called `new_job` starts at once.
-
-    Args:
-        time_attr: name of the reported step, which must count on after a pause. `training_iteration` begins
-            at 1 again if the trainable reports no checkpoints. A report without this name is never a rung.
-    """
-
-    def __init__(self, queue: TrialQueue, *, time_attr: str) -> None:
-        super().__init__()
-        self.queue = queue
-        self.time_attr = time_attr
-        self._trials: dict[str, Trial] = {}  # by the name of the state
-        self._states: dict[str, TrialState] = {}  # by Tune's trial id
-        self._due: list[Job] = []  # admitted but not started
-
-    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        return True  # there are two metrics
-
-    @abstractmethod
-    def state_of(self, trial: Trial) -> TrialState:
-        """Returns the state of a trial that Tune adds."""
-
-    def ended(self, state: TrialState, outcome: Outcome) -> None:
-        """Is called when the running job of `state` has ended, perhaps with a pause."""
-        self.queue.done(state.name, outcome)
-
-    def new_job(self) -> Job | None:
-        """Returns the job to start now, if it belongs to a trial that Tune does not know yet."""
-        return self._next_job(lambda job: job.state.name not in self._trials)
-
-    def active(self) -> bool:
-        """Whether a job runs or was admitted."""
-        return self.queue.num_running > 0
-
-    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
-        if (state := self._states.get(trial.trial_id)) is not None:
-            # The trial's process died. Tune starts another process by itself, unless the trial was pausing.
-            if not state.running or any(job.state is state for job in self._due):
-                tune_controller._set_trial_status(trial, Trial.PAUSED)
-            return
-        state = self._states[trial.trial_id] = self.state_of(trial)
-        self._trials[state.name] = trial
-        if not state.running:
-            self.queue.add(state)
-            # Without a local path Tune raises at the very end, if the trial never has a process.
-            trial.init_local_path()
-            trial.set_status(Trial.PAUSED if state.outcome is None else Trial.TERMINATED)
-
-    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        state, step = self._states[trial.trial_id], result.get(self.time_attr, 0)
-        goes_on = step < state.until and math.isfinite(result.get(self.queue.quality, 0.0))
-        if result.get("done") or goes_on or step >= state.steps:
-            # After the last step the function returns by itself.
-            return self.CONTINUE
-        self.ended(state, self._result("paused", min(step, state.until), result))
-        if (job := self._fetch()) is not None and job.state is state:
-            self._due.remove(job)
-            return self.CONTINUE
-        return self.STOP if state.failed else self.PAUSE
-
-    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
-        state = self._states[trial.trial_id]
-        if not state.failed:
-            self.ended(state, self._result("finished", state.steps, result))
-
-    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        # Before a restart Tune calls this too, and has set the status by then.
-        if trial.status != Trial.ERROR:
-            failures = trial.run_metadata.num_failures
-            self.ended(self._states[trial.trial_id], f"its process died {failures} times")
-
-    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
-        """Is called when a held trial is stopped."""
-
-    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
-        job = self._next_job(self._is_paused)
-        if job is not None:
-            return self._trials[job.state.name]
-        over = self.queue.out_of_budget or tune_controller.search_alg.is_finished()
-        if over and not self.active():
-            tune_controller.search_alg.set_finished()
-            # Tune would wait for ever for the paused trials.
-            for trial in self._trials.values():
-                tune_controller.stop_trial(trial)
-        return None
-
-    def debug_string(self) -> str:
-        return f"{type(self).__name__}: {self.queue.num_running} of {len(self.queue.states)} trials run"
-
-    def _is_paused(self, job: Job) -> bool:
-        # The process of a trial that was just paused may not have ended yet.
-        trial = self._trials.get(job.state.name)
-        return trial is not None and trial.status == Trial.PAUSED
-
-    def _next_job(self, startable: Callable[[Job], bool]) -> Job | None:
-        while (job := next(filter(startable, self._due), None)) is None:
-            if self._fetch() is None:
-                return None
-        self._due.remove(job)
-        return job
-
-    def _fetch(self) -> Job | None:
-        if (job := self.queue.next()) is not None:
-            self._due.append(job)
-        return job
-
-    def _result(self, status: Literal["finished", "paused"], step: int, result: dict[str, Any]) -> Result:
-        quality = self.queue.quality
-        return Result(status=status, step=step, metrics={quality: result.get(quality, math.nan)})
-
-
-class FrontierScheduler(QueueScheduler):
+class FrontierScheduler(TrialScheduler):
     """Early stopping for the frontier of quality against cost, in any `ray.tune.Tuner` with a function.
 
     The function reports `metric` and `time_attr` with a checkpoint at every rung. It goes on from
     `tune.get_checkpoint()`, since the process of a paused trial ends.
 
+    Tune starts pending trials without asking its scheduler. A trial is therefore held as paused until the
+    queue returns its job. A trial of a searcher that called `new_job` starts at once.
+
     Args:
         cost: returns the cost of a whole trial; smaller is better.
         steps: returns the last step of a trial.
         metric: name of the quality; larger is better.
+        time_attr: name of the reported step, which must count on after a pause. `training_iteration` begins
+            at 1 again if the trainable reports no checkpoints. A report without this name is never a rung.
         arm: trials with the same value are seeds of one arm; by default trials that differ in ``seed`` alone.
         need: returns resources that a trial takes beside those that Tune reserves for it.
         cluster_resources: by default those that are up when the first trial is added.
@@ -169,20 +60,120 @@ class FrontierScheduler(QueueScheduler):
         budget: float = math.inf,
         chance: float = 0.0,
     ) -> None:
+        super().__init__()
         self.policy = EarlyStopping(chance=chance)
         resources = cluster_resources or {}
-        queue = TrialQueue(
+        self.queue = TrialQueue(
             (), self.policy, cluster_resources=resources, quality=metric, admits=self._affords, more=self._ask
         )
-        super().__init__(queue, time_attr=time_attr)
-        self._metric = metric
+        self.time_attr = time_attr
         self.cost, self.steps, self.arm, self.need, self.known = cost, steps, arm, need, known
         self.budget = budget
         self.spent = 0.0  # cost of all jobs that were started
         # There is room, and no known trial is worth it: a searcher may draw another arm.
         self.wants_more = True
+        self.controller: Any = None  # Tune's, once it has asked for a trial
+        self._trials: dict[str, Trial] = {}  # by the name of the state
+        self._states: dict[str, TrialState] = {}  # by Tune's trial id
+        self._due: list[Job] = []  # admitted but not started
 
-    def state_of(self, trial: Trial) -> TrialState:
+    @classmethod
+    def of_queue(cls, queue: TrialQueue) -> "FrontierScheduler":
+        """Returns the scheduler of a sweep, whose queue has its trials before Tune: see `new_job`."""
+        scheduler = cls(cost=lambda config: math.nan, steps=lambda config: 0, metric=queue.quality)
+        scheduler.queue = queue
+        return scheduler
+
+    def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
+        return True  # there are two metrics
+
+    def fetch(self) -> Job | None:
+        """Admits the next job of the queue. It starts once Tune can start it."""
+        # Tune drops a trial whose process it cannot reuse, and calls nothing.
+        for trial in self._trials.values():
+            if trial.status == Trial.ERROR and self._states[trial.trial_id].running:
+                self._gave_up(trial, "its process could not be reused")
+        if (job := self.queue.next()) is not None:
+            self._due.append(job)
+            self.spent += job.state.cost * job.state.part(job.until)
+        return job
+
+    def new_job(self, trial_id: str) -> Job | None:
+        """Returns the job to start now as a trial that Tune does not know yet."""
+        if (job := self._next_job(lambda job: job.state.name not in self._trials)) is not None:
+            self._states[trial_id] = job.state
+        return job
+
+    def job_of(self, trial: Trial) -> Job:
+        """Returns the last job of a trial, which may still run."""
+        state = self._states[trial.trial_id]
+        return Job(state=state, until=state.until)
+
+    def predicted(self, trial_id: str) -> float | None:
+        """Returns the predicted final quality of a trial's arm, or None if it has failed."""
+        states = list(self.queue.states.values())
+        return self.policy.predictions(states).get(self._states[trial_id].arm)
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        state = self._states.get(trial.trial_id) or self._new_state(trial)
+        if state.name in self._trials:
+            # The trial's process died. Tune starts another process by itself, unless the trial was pausing.
+            if not state.running or any(job.state is state for job in self._due):
+                tune_controller._set_trial_status(trial, Trial.PAUSED)
+            return
+        self._states[trial.trial_id] = state
+        self._trials[state.name] = trial
+        if not state.running:
+            self.queue.add(state)
+            # Without a local path Tune raises at the very end, if the trial never has a process.
+            trial.init_local_path()
+            trial.set_status(Trial.PAUSED if state.outcome is None else Trial.TERMINATED)
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        state, told = self._states[trial.trial_id], result.get(OUTCOME)
+        outcome = told or self._at_rung(state, result)
+        if result.get("done") or not isinstance(outcome, Result) or outcome.status != "paused":
+            return self.CONTINUE  # at its end the function returns by itself
+        self.queue.done(state.name, outcome)
+        # A function that tells its outcome has stopped already.
+        if not told and (job := self.fetch()) is not None and job.state is state:
+            self._due.remove(job)
+            return self.CONTINUE
+        return self.STOP if state.failed else self.PAUSE
+
+    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
+        state = self._states[trial.trial_id]
+        if not state.failed:
+            outcome = result.get(OUTCOME) or self._result("finished", state.steps, result)
+            self.queue.done(state.name, outcome)
+
+    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+        # Before a restart Tune calls this too, and has set the status by then.
+        if trial.status != Trial.ERROR:
+            self._gave_up(trial, f"its process died {trial.run_metadata.num_failures} times")
+
+    def on_trial_remove(self, tune_controller: Any, trial: Trial) -> None:
+        """Is called when a held trial is stopped."""
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        self.controller = tune_controller
+        if (job := self._next_job(self._is_paused)) is not None:
+            trial = self._trials[job.state.name]
+            if "until" in trial.config:
+                trial.set_config(trial.config | {"until": job.until})
+            return trial
+        over = self.queue.out_of_budget or tune_controller.search_alg.is_finished()
+        if over and not self.queue.num_running:
+            tune_controller.search_alg.set_finished()
+            # Tune would wait for ever for the paused trials.
+            for trial in self._trials.values():
+                tune_controller.stop_trial(trial)
+        return None
+
+    def debug_string(self) -> str:
+        return f"{type(self).__name__}: {self.queue.num_running} of {len(self.queue.states)} trials run"
+
+    def _new_state(self, trial: Trial) -> TrialState:
         self.wants_more = False
         if not self.queue.free:
             free: Any = ray.cluster_resources()
@@ -202,10 +193,15 @@ class FrontierScheduler(QueueScheduler):
             )
         return state
 
-    def predicted(self, trial_id: str) -> float | None:
-        """Returns the predicted final quality of a trial's arm, or None if it has failed."""
-        states = list(self.queue.states.values())
-        return self.policy.predictions(states).get(self._states[trial_id].arm)
+    def _at_rung(self, state: TrialState, result: dict[str, Any]) -> Result | None:
+        step = result.get(self.time_attr, 0)
+        goes_on = step < state.until and math.isfinite(result.get(self.queue.quality, 0.0))
+        return (
+            None if goes_on or step >= state.steps else self._result("paused", min(step, state.until), result)
+        )
+
+    def _gave_up(self, trial: Trial, how: str) -> None:
+        self.queue.done(self._states[trial.trial_id].name, f"{how}: {reason_of(trial.get_error())}")
 
     def _affords(self, job: Job, state: TrialState) -> bool:
         return self.spent + state.cost * state.part(job.until) <= self.budget
@@ -214,7 +210,18 @@ class FrontierScheduler(QueueScheduler):
         self.wants_more = True
         return ()
 
-    def _fetch(self) -> Job | None:
-        if (job := super()._fetch()) is not None:
-            self.spent += job.state.cost * job.state.part(job.until)
+    def _is_paused(self, job: Job) -> bool:
+        # The process of a trial that was just paused may not have ended yet.
+        trial = self._trials.get(job.state.name)
+        return trial is not None and trial.status == Trial.PAUSED
+
+    def _next_job(self, startable: Callable[[Job], bool]) -> Job | None:
+        while (job := next(filter(startable, self._due), None)) is None:
+            if self.fetch() is None:
+                return None
+        self._due.remove(job)
         return job
+
+    def _result(self, status: Literal["finished", "paused"], step: int, result: dict[str, Any]) -> Result:
+        quality = self.queue.quality
+        return Result(status=status, step=step, metrics={quality: result.get(quality, math.nan)})

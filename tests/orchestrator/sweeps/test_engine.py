@@ -14,9 +14,10 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
-from orchestrator.sweeps.engine import Follow, NewTrials, SweepScheduler, _reserved
-from orchestrator.sweeps.queue import Job, Outcome, RunToCompletion, TrialQueue, new_trial_state
+from orchestrator.sweeps.engine import NewTrials, _reserved
+from orchestrator.sweeps.queue import Outcome, RunToCompletion, TrialQueue, new_trial_state
 from orchestrator.sweeps.run import SweepRun
+from orchestrator.sweeps.scheduler import FrontierScheduler
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
 from orchestrator.training.run_directory import Result
@@ -24,61 +25,53 @@ from tests.made_directories import begin_sweep
 from tests.parts import start_ray
 
 
-class Heard:
-    """Hooks that keep what they hear."""
-
-    def __init__(self, queue: TrialQueue) -> None:
-        self.queue = queue
-        self.events: list[tuple[str, ...]] = []
-
-    def began(self, job: Job) -> None:
-        self.events.append(("began", job.trial.name))
-
-    def done(self, job: Job, outcome: Outcome) -> None:
-        self.events.append(("done", job.trial.name, str(outcome)))
-        self.queue.done(job.trial.name, outcome)
-
-    def follow(self) -> None: ...
-
-
-def suggested(**changes: Any) -> tuple[Heard, SweepScheduler, dict[str, Any]]:
-    """The config of a trial that the queue hands to Tune."""
+def suggested(**changes: Any) -> tuple[FrontierScheduler, dict[str, Any], list[Outcome]]:
+    """The config of a trial that the queue hands to Tune, and how its jobs have ended."""
     run = override(RunConfig(), {"model.moe": None} | changes)
     need = run_resources(run)
     state = new_trial_state(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
-    queue = TrialQueue([state], RunToCompletion(), cluster_resources=need, quality="val/acc1")
-    heard = Heard(queue)
-    scheduler = SweepScheduler(queue, heard)
-    first = scheduler.new_job()
-    assert first
-    return heard, scheduler, NewTrials(scheduler, first).suggest("tune-1")
+    ends: list[Outcome] = []
+    fixed: dict[str, Any] = {"cluster_resources": need, "quality": "val/acc1"}
+    queue = TrialQueue([state], RunToCompletion(), ended=lambda job, outcome: ends.append(outcome), **fixed)
+    scheduler = FrontierScheduler.of_queue(queue)
+    return scheduler, NewTrials(scheduler).suggest("tune-1"), ends
 
 
 @pytest.fixture
-def tuned() -> tuple[Heard, Follow, Any]:
+def tuned() -> tuple[FrontierScheduler, Any, list[Outcome]]:
     """A trial that was handed to Tune, which will never start a process for it."""
-    heard, scheduler, config = suggested()
-    error = RuntimeError("no environment")
-    trial = SimpleNamespace(trial_id="tune-1", config=config, get_error=lambda: error, status="ERROR")
-    return heard, Follow(scheduler), trial
+    scheduler, config, ends = suggested()
+    died = {
+        "get_error": lambda: RuntimeError("no environment"),
+        "run_metadata": SimpleNamespace(num_failures=1),
+    }
+    trial = SimpleNamespace(trial_id="tune-1", config=config, status="PENDING", **died)
+    scheduler.on_trial_add(None, trial)  # pyright: ignore[reportArgumentType]
+    return scheduler, trial, ends
 
 
-def test_a_job_whose_process_never_ran_begins_before_it_ends(tuned):
-    """Tune reports an error without a start where Ray could make no process: what a job holds is counted from
-    its start.
-    """
-    heard, follow, trial = tuned
-    follow.on_trial_error(0, [], trial)
-    assert heard.events == [("began", "a"), ("done", "a", "its process died 4 times: no environment")]
-    follow.on_step_end(1, [trial])
-    assert len(heard.events) == 2, "it ended once"
+def choose(scheduler: FrontierScheduler) -> None:
+    searcher = SimpleNamespace(is_finished=lambda: False)
+    assert scheduler.choose_trial_to_run(SimpleNamespace(search_alg=searcher)) is None
+
+
+def test_a_job_whose_process_never_ran_ends_once(tuned):
+    """Tune reports an error without a start where Ray could make no process, and then sets the status."""
+    scheduler, trial, ends = tuned
+    scheduler.on_trial_error(None, trial)
+    trial.status = "ERROR"
+    choose(scheduler)
+    assert ends == ["its process died 1 times: no environment"]
 
 
 def test_a_trial_that_tune_gave_up_without_a_word_ends(tuned):
-    heard, follow, trial = tuned
-    follow.on_step_end(1, [trial])
-    assert heard.events[1] == ("done", "a", "its process could not be reused: no environment")
-    assert not follow.scheduler.active()
+    scheduler, trial, ends = tuned
+    choose(scheduler)
+    assert not ends
+    trial.status = "ERROR"
+    choose(scheduler)
+    assert ends == ["its process could not be reused: no environment"]
+    assert not scheduler.queue.num_running
 
 
 @pytest.mark.parametrize(
@@ -92,7 +85,7 @@ def test_a_trial_that_tune_gave_up_without_a_word_ends(tuned):
 )
 def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
     """Its workers would wait for ever for a GPU that the process which started them holds."""
-    _, _, config = suggested(**changes)
+    _, config, _ = suggested(**changes)
     assert _reserved(config).bundles == [reserved]
 
 
@@ -101,7 +94,7 @@ def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
 def test_resources_that_are_given_back_at_once_are_not_lost() -> None:
     """Ray would lose those of one group in a few hundred: the one it was placing when it was removed."""
     start_ray()
-    _, _, config = suggested()
+    _, config, _ = suggested()
     for _ in range(1000):
         remove_placement_group(_reserved(config).to_placement_group())
     for _ in range(100):
