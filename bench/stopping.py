@@ -41,7 +41,8 @@ from orchestrator.sweeps.build import read_trials
 from orchestrator.sweeps.queue import Policy, RunToCompletion, TrialQueue, TrialState
 from orchestrator.sweeps.stopping import RUNG, EarlyStopping
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import Result, read_sweep
+from orchestrator.training.run_directory import Result
+from orchestrator.training.sweep_directory import SweepDir
 
 RECORDED = {
     "routers": "curves-routers-tiny",
@@ -137,7 +138,7 @@ def sweep_curves(directory: str) -> Curves:
     """Returns the curves of the finished arms of a sweep. Its trials have the same steps, and were evaluated
     at an eighth of them (`train.eval_every`): a trial without that figure has the nearest one.
     """
-    record = read_sweep(directory)
+    record = SweepDir(directory).record()
     assert record, f"no sweep in {directory}"
     trials = [trial for trial in read_trials(directory, record) if trial.status == "finished"]
     quality, cost = dict[tuple[str, int], dict[int, float]](), dict[str, float]()

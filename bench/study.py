@@ -34,7 +34,7 @@ from orchestrator.sweeps.catalog import make_sweep, study
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import SweepRecord, read_json, read_sweep
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 TABLE, PAGE = RESULTS / "study.json", ROOT / "docs/study.md"
 COST, VAL, TEST = "cost/train_flops_6mac", "val/acc1", "test/acc1"
@@ -61,7 +61,7 @@ def narrow(scale: Scale) -> Sweep:
 
 def collect(directory: str) -> dict[str, Any]:
     """Returns the table of the arms whose seeds are all complete, from a sweep's directory."""
-    record = read_sweep(directory)
+    record = SweepDir(directory).record()
     assert record, f"no sweep in {directory}"
     train, arms = record.base["train"], Arms()
     for trial in read_trials(directory, record):
@@ -82,7 +82,7 @@ def collect(directory: str) -> dict[str, Any]:
 
 def operating_points(directory: str, record: SweepRecord) -> dict[str, dict[str, Any]]:
     """Returns arm -> operating point -> its cost and the quality of each seed, if they were measured."""
-    rows: list[dict[str, Any]] = read_json(f"{directory}/{operating.TABLE}") or []
+    rows: list[dict[str, Any]] = SweepDir(directory).operating()
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         points = found.setdefault(record.trials[row["run"]]["arm"], {})
@@ -115,7 +115,7 @@ def routing_figures(directory: Path, seeds: int) -> dict[str, dict[str, list[flo
 
 def stopped_runs(directory: str) -> dict[str, list[int]]:
     """Returns arm -> the steps that each seed was trained in a sweep with early stopping."""
-    record = read_sweep(directory)
+    record = SweepDir(directory).record()
     assert record, f"no sweep in {directory}"
     found: dict[str, list[int]] = {arm: [0] * len(record.seeds) for arm in record.arms}
     for trial in read_trials(directory, record):

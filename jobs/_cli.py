@@ -344,9 +344,9 @@ def _results_in(folder: str) -> str:
     """Names the kind of results in `folder`, e.g. "a run or a sweep"; empty for files of other programs."""
     from orchestrator import storage
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.training.run_directory import CONFIG, SWEEP
+    from orchestrator.training.run_directory import kind_of
 
-    if any(storage.size(storage.join(folder, name)) is not None for name in (CONFIG, SWEEP)):
+    if kind_of(folder):
         return "a run or a sweep"
     if storage.size(storage.join(folder, "_plan.json")) is not None:
         return "predictions"

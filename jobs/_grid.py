@@ -123,18 +123,18 @@ def draw_frontier(
     a page of their own.
     """
     from orchestrator import storage
-    from orchestrator.sweeps.operating import TABLE, frontier_of_models, with_operating
-    from orchestrator.sweeps.publish import publish_and_send, write_files
-    from orchestrator.training.run_directory import read_sweep, write_json
+    from orchestrator.sweeps.operating import frontier_of_models, with_operating
+    from orchestrator.sweeps.publish import PAGE, publish_and_send, write_files
+    from orchestrator.training.sweep_directory import SweepDir
 
     apart = out or storage.join(root, "operating-points")
     names = [name.removeprefix("sweep:") for name in references if name.startswith("sweep:")]
     sweep = names[0] if len(names) == len(references) == 1 else ""
     folder = storage.join(root, sweep) if sweep else apart
-    if sweep and read_sweep(folder) is not None and on_images_of_training(tasks):
+    if sweep and SweepDir(folder).record() is not None and on_images_of_training(tasks):
         found = [{"run": task.model.name, **row} for task in tasks for row in rows[task.model.location]]
         # Without the lock: a command that trains there reads the table when it draws the page at its end.
-        write_json(storage.join(folder, TABLE), found)
+        SweepDir(folder).write_operating(found)
         frontier, sent = publish_and_send(folder, lambda: store)
         if not sent:
             print(f"a command trains in {folder}: it draws these points at its end")
@@ -151,17 +151,17 @@ def draw_frontier(
         frontier, folder = frontier_of_models([task.model for task in tasks], rows), apart
         frontier = with_operating(frontier, found)
         write_files(frontier, folder)
-    print(f"page     {storage.join(folder, 'frontier.html')}")
+    print(f"page     {storage.join(folder, PAGE)}")
     return frontier
 
 
 def on_images_of_training(tasks: list[EvalTask]) -> bool:
     """Whether all models were evaluated on the validation split of the data that they were trained with."""
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.training.run_directory import read_run, run_directory
+    from orchestrator.training.run_directory import RunDir
 
     def digest(task: EvalTask) -> str:
-        record = read_run(run_directory(task.model.run))
+        record = RunDir.of(task.model.run).record()
         return record.data_digest if record else ""
 
     return all(task.split == "val" and open_manifest(task.path).digest() == digest(task) for task in tasks)

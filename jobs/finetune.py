@@ -72,7 +72,7 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     from orchestrator.tracking.find import RunWriter, newest_of
     from orchestrator.tracking.store import redact_uri
     from orchestrator.training.fit import check_data
-    from orchestrator.training.run_directory import run_directory
+    from orchestrator.training.run_directory import RunDir
 
     store = flags.places.open_store()
     model = model_of(flags.model, flags.places, store)
@@ -82,7 +82,7 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     start = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
     print(start, flush=True)
     connect()
-    folder, paths = run_directory(sweep.base), [str(arm["data.path"]) for arm in sweep.changes.values()]
+    folder, paths = RunDir.of(sweep.base).path, [str(arm["data.path"]) for arm in sweep.changes.values()]
     device = default_device()
     probed = probe(model.load(device), model, paths, batch_size=flags.batch_size, device=device)
     for name, accuracy in probed.accuracy.items():

@@ -294,12 +294,12 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     """Prints the frontier, and where its page, its pictures and its models are."""
     from jobs._describe import guessing
     from orchestrator import storage
-    from orchestrator.tracking.projection import SUMMARY
+    from orchestrator.sweeps.publish import PAGE, PNG
     from orchestrator.tracking.registry import registered_name
     from orchestrator.tracking.store import redact_uri
-    from orchestrator.training.run_directory import read_json, read_sweep, run_directory
+    from orchestrator.training.sweep_directory import SweepDir
 
-    folder, uri = run_directory(sweep.base), flags.run.places.uri()
+    own, uri = SweepDir.of(sweep.base), flags.run.places.uri()
     if left := run.trials_left():
         print(
             f"Budget exhausted: {left} trials not finished. Run again with a larger --budget-hours or"
@@ -311,9 +311,9 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
     floor = guessing(sweep.base) if sweep.quality == sweep.base.task.quality else 0.0
     if poor := [point.arm for point in frontier.points if point.quality <= floor]:
         print(f"no better than always guessing the largest class, {floor:.4f}: {', '.join(poor)}")
-    print(f"\npage     {folder}/frontier.html\npicture  {folder}/frontier.png\nMLflow   {redact_uri(uri)}")
-    aliases = (read_json(storage.join(folder, SUMMARY)) or {}).get("aliases", {})
-    record, model = read_sweep(folder), None
+    print(f"\npage     {own.file(PAGE)}\npicture  {own.file(PNG)}\nMLflow   {redact_uri(uri)}")
+    aliases = own.summary().get("aliases", {})
+    record, model = own.record(), None
     with suppress(UsageError):  # MLflow is away, which a line before this says
         model = registered_name(store, record.key) if record else None
     named = ", ".join(f"models:/{model}@{alias}" for alias in aliases if model)

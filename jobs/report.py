@@ -37,14 +37,14 @@ def report(flags: ReportFlags) -> None:
     from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
     from orchestrator.sweeps.publish import FILES, publish_and_send, trains, write_files
     from orchestrator.tracking.store import open_reader, redact_uri
-    from orchestrator.training.run_directory import read_sweep
+    from orchestrator.training.sweep_directory import SweepDir
 
     directory = flags.places.below(flags.name)
     out = storage.absolute(flags.out) if flags.out else directory
     if flags.out:
         check_out(out, own=FILES)
     sent = False
-    if read_sweep(directory) is None:
+    if SweepDir(directory).record() is None:
         frontier = mlflow_frontier(open_reader(flags.places.uri()), flags.name)
     elif flags.out:
         frontier, _, _ = sweep_frontier(directory, live=trains(directory))

@@ -148,17 +148,17 @@ class RunFlags:
         from orchestrator import storage
         from orchestrator.checkpoint import manifest
         from orchestrator.evaluation.models import model_location
-        from orchestrator.training.run_directory import read_run
+        from orchestrator.training.run_directory import RunDir
 
         directory = self.places.below(name)
         try:
             return model_location(model, root=self.places.root(), tracking_uri=self.places.uri())
         except UsageError as error:
-            if manifest.steps(f"{directory}/checkpoints"):
-                record = read_run(directory)
+            if manifest.steps(RunDir(directory).checkpoints):
+                record = RunDir(directory).record()
                 began = record.config["train"]["init_from"] if record else None
                 for place in (storage.absolute(model), self.places.below(model)):
-                    if began in (place, f"{place}/checkpoints"):
+                    if began in (place, RunDir(place).checkpoints):
                         return began
             raise UsageError(f"--init-from {model}: {error}") from None
 
@@ -167,9 +167,10 @@ def check_trained_on(default: str, directory: str) -> None:
     """Raises UsageError if the run or the sweep in the directory has other data than `default`, which a
     command without --data would take.
     """
-    from orchestrator.training.run_directory import read_run, read_sweep
+    from orchestrator.training.run_directory import RunDir
+    from orchestrator.training.sweep_directory import SweepDir
 
-    run, sweep = read_run(directory), read_sweep(directory)
+    run, sweep = RunDir(directory).record(), SweepDir(directory).record()
     config = run.config if run else sweep.base if sweep else None
     was = config["data"]["path"] if config else default
     # The storage may have been moved or copied.
@@ -214,7 +215,7 @@ def train(flags: RunFlags) -> None:
     from orchestrator.sweeps import driver
     from orchestrator.training.fit import check_data, decided_by_data
     from orchestrator.training.resources import is_inline
-    from orchestrator.training.run_directory import run_directory
+    from orchestrator.training.run_directory import RunDir
 
     if flags.list:
         return print_models()
@@ -233,7 +234,7 @@ def train(flags: RunFlags) -> None:
     except Exception as error:
         sys.exit(f"error: {run.name} failed: {reason_of(error)}")
     ended = "is complete: finished" if result.status == "finished" else result.status
-    print(f"{run.name} {ended} after {result.step} steps, files in {run_directory(run)}")
+    print(f"{run.name} {ended} after {result.step} steps, files in {RunDir.of(run).path}")
     for name, value in sorted(result.metrics.items()):
         print(f"  {name:28} {value:.6g}")
     if result.status == "diverged":

@@ -8,17 +8,8 @@ from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import MetricsWriter
-from orchestrator.training.run_directory import (
-    Result,
-    SweepRecord,
-    acquire_run_dir,
-    new_key,
-    read_sweep,
-    run_directory,
-    write_error,
-    write_result,
-    write_sweep,
-)
+from orchestrator.training.run_directory import Result, RunDir, acquire_run_dir, new_key
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 DIGEST = "d" * 64
 BATCH = 8
@@ -33,7 +24,7 @@ def run_at(folder: Path, name: str, **changes: object) -> RunConfig:
 def begin(run: RunConfig) -> str:
     """Returns its directory."""
     acquire_run_dir(run, DIGEST)
-    return run_directory(run)
+    return RunDir.of(run).path
 
 
 def report(run: RunConfig, reports: Mapping[int, Mapping[str, float]]) -> None:
@@ -59,12 +50,12 @@ def end(
         checkpoint=checkpoint,
         weights=weights,
     )
-    write_result(run_directory(run), result)
+    RunDir.of(run).write_result(result)
 
 
 def begin_sweep(sweep: Sweep, **fields: object) -> str:
     """Writes `sweep.json`; returns the directory."""
-    directory = run_directory(sweep.base)
+    directory = RunDir.of(sweep.base).path
     seeded = bool(sweep.seeds)
     record = SweepRecord(
         key=new_key(),
@@ -78,7 +69,7 @@ def begin_sweep(sweep: Sweep, **fields: object) -> str:
         claims=list(sweep.claims),
         trials={trial.name: trial.labels(seeded) for trial in sweep.trials().values()},
     )
-    write_sweep(directory, replace(record, **fields))
+    SweepDir(directory).write(replace(record, **fields))
     return directory
 
 
@@ -97,13 +88,13 @@ def end_sweep(sweep: Sweep, ends: Mapping[str, float | str], *, cost: float = 1e
         elif how == "diverged":
             end(trial.run, 1, status="diverged", train__loss=float("nan"), **costs)
         elif how == "stopped":
-            write_result(folder, Result(status="paused", step=1, metrics={"val/acc1": 0.5}))
+            RunDir(folder).write_result(Result(status="paused", step=1, metrics={"val/acc1": 0.5}))
         else:
-            write_error(folder, how)
+            RunDir(folder).write_error(how)
     return directory
 
 
 def sweep_record(directory: str) -> SweepRecord:
-    record = read_sweep(directory)
+    record = SweepDir(directory).record()
     assert record is not None
     return record

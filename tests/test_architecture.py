@@ -54,7 +54,7 @@ orchestrator.storage:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe.config orchestrator.codec orchestrator.config orchestrator.storage
     orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
-    orchestrator.training.run_directory orchestrator.training.run_state
+    orchestrator.training.run_directory orchestrator.training.sweep_directory
 orchestrator.data: moe.config moe.tokenizers orchestrator.config orchestrator.data orchestrator.plugins
     orchestrator.storage orchestrator.threads
 orchestrator.data.plan:

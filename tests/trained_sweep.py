@@ -12,7 +12,8 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.fit import fit
-from orchestrator.training.run_directory import checkpoint_directory, write_sweep
+from orchestrator.training.run_directory import RunDir
+from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import begin_sweep, sweep_record
 
 ARMS = {
@@ -30,8 +31,8 @@ def train_sweep(home: Path, data: str) -> None:
     directory = begin_sweep(sweep, data_digest=open_manifest(data).digest())
     for arm, run in sweep.runs().items():
         fit(run, lambda step, metrics: None)
-        export(checkpoint_directory(run), f"{home}/{arm}.safetensors")
-    write_sweep(directory, replace(sweep_record(directory), status="finished"))
+        export(RunDir.of(run).checkpoints, f"{home}/{arm}.safetensors")
+    SweepDir(directory).write(replace(sweep_record(directory), status="finished"))
     publish(directory)
     Sync(open_store(home), directory).update()
 

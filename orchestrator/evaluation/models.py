@@ -13,18 +13,10 @@ from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import read_metadata
 from orchestrator.errors import UsageError
 from orchestrator.tracking.find import RunInfo, children, find_run, find_sweep, newest_of
-from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.registry import checkpoint_of
 from orchestrator.tracking.store import Tracking, open_reader, store_uri
-from orchestrator.training.run_directory import (
-    CONFIG,
-    SWEEP,
-    SweepRecord,
-    read_json,
-    read_result,
-    read_sweep,
-    run_directory,
-)
+from orchestrator.training.run_directory import RunDir, kind_of
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 MODEL_REF_HELP = (
     "a run below the storage, SWEEP@knee (or @fast, @best), a folder of checkpoints, an exported file,"
@@ -75,7 +67,7 @@ def find_models(reference: str, *, root: str, tracking: Tracking) -> list[ModelR
     if reference.startswith("runs:/"):
         return [_model_of(find_run(tracking, reference.removeprefix("runs:/")))]
     model = read_model(model_location(reference, root=root, tracking_uri=tracking.uri))
-    run = newest_of(tracking, run_directory(model.run)) if _has_one_run(model.location) else None
+    run = newest_of(tracking, RunDir.of(model.run).path) if _has_one_run(model.location) else None
     return [replace(model, run_id=run.run_id if run else None)]
 
 
@@ -116,15 +108,15 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
         return exported
     if reference.endswith(SUFFIX) or storage.size(storage.join(path, MANIFEST)) is not None or steps(path):
         return path
-    for checkpoints in (storage.join(path, "checkpoints"), storage.join(root, reference, "checkpoints")):
-        if steps(checkpoints):
-            return checkpoints
+    for run in (RunDir(path), RunDir(storage.join(root, reference))):
+        if steps(run.checkpoints):
+            return run.checkpoints
     name, _, alias = reference.rpartition("@")
     for directory in (storage.absolute(name), storage.join(root, name)) if name else ():
-        if (sweep := read_sweep(directory)) is not None:
-            return _on_frontier(directory, sweep, alias)
+        if (sweep := SweepDir(directory).record()) is not None:
+            return _on_frontier(SweepDir(directory), sweep, alias)
     place = path if reference.startswith(("/", "~")) or "://" in reference else storage.join(root, reference)
-    if read_sweep(place) is not None:
+    if SweepDir(place).record() is not None:
         trials = ", ".join(f"{reference}/trials/{name}" for name in _runs_in(f"{place}/trials")[:2])
         raise UsageError(
             f"{reference} is a sweep, not one model: name its {reference}@knee, or a trial, such as {trials}"
@@ -142,16 +134,12 @@ def model_location(reference: str, *, root: str | None = None, tracking_uri: str
 
 def _runs_in(folder: str) -> list[str]:
     """The names of runs and sweeps in a folder."""
-    return [
-        name
-        for name in storage.names(folder)
-        if any(storage.size(storage.join(folder, name, file)) is not None for file in (CONFIG, SWEEP))
-    ]
+    return [name for name in storage.names(folder) if kind_of(storage.join(folder, name))]
 
 
-def _on_frontier(directory: str, sweep: SweepRecord, alias: str) -> str:
+def _on_frontier(directory: SweepDir, sweep: SweepRecord, alias: str) -> str:
     """The checkpoint that an alias names in the summary of a sweep: ``knee`` stands for ``pareto-knee``."""
-    aliases = (read_json(storage.join(directory, SUMMARY)) or {}).get("aliases", {})
+    aliases = directory.summary().get("aliases", {})
     model = aliases.get(alias) or aliases.get(f"pareto-{alias}")
     if model is None:
         known = ", ".join(f"{sweep.name}@{name.removeprefix('pareto-')}" for name in aliases)
@@ -159,7 +147,7 @@ def _on_frontier(directory: str, sweep: SweepRecord, alias: str) -> str:
             f"the sweep {sweep.name} has no model @{alias}: "
             + (f"there is {known}" if known else "none of its arms is finished")
         )
-    location = storage.join(directory, sweep.trials[model["run"]]["directory"], model["checkpoint"])
+    location = directory.trial(sweep.trials[model["run"]]).file(model["checkpoint"])
     if storage.size(storage.join(location, MANIFEST)) is None:
         raise UsageError(f"{sweep.name}@{alias} is {location}, and that is gone")
     return location
@@ -172,14 +160,13 @@ def _has_one_run(location: str) -> bool:
 
 def _models_below(directory: str, tracking: Tracking) -> list[ModelRef] | None:
     """The finished trials of the sweep in a directory; None if there is no sweep."""
-    if (sweep := read_sweep(directory)) is None:
+    if (sweep := SweepDir(directory).record()) is None:
         return None
     models = []
     for name, labels in sweep.trials.items():
-        folder = storage.join(directory, labels["directory"])
-        result = read_result(folder)
-        if labels["role"] == "trial" and result is not None and result.status == "finished":
-            run, model = newest_of(tracking, folder), read_model(storage.join(folder, "checkpoints"))
+        trial = SweepDir(directory).trial(labels)
+        if labels["role"] == "trial" and trial.state(live=False, quality=sweep.quality).status == "finished":
+            run, model = newest_of(tracking, trial.path), read_model(trial.checkpoints)
             models.append(replace(model, name=name, run_id=run.run_id if run else None))
     return models
 
@@ -191,4 +178,4 @@ def _model_of(run: RunInfo) -> ModelRef:
 
 def _checkpoints_of(run: RunInfo) -> str:
     """The run's checkpoints: `--fresh` moves them, and its tag follows."""
-    return storage.join(run.tags.get("directory", run_directory(run.config())), "checkpoints")
+    return RunDir(run.tags.get("directory", RunDir.of(run.config()).path)).checkpoints

@@ -14,7 +14,8 @@ from orchestrator.checkpoint import manifest as checkpoints
 from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.queue import Job, Outcome, TrialState
-from orchestrator.training.run_directory import Result, checkpoint_directory, read_json, write_json
+from orchestrator.training.run_directory import Result, RunDir, read_json, write_json
+from orchestrator.training.sweep_directory import SweepDir
 
 SAVE_EVERY_S = 30.0
 NEAREST = 8  # ended jobs of similar size that an estimate is fitted to
@@ -128,7 +129,7 @@ class BudgetTracker:
     def __init__(self, budget: Budget, directory: str, *, flops_per_s: float = math.inf) -> None:
         self.budget = budget
         self.flops_per_s = flops_per_s
-        self._file = storage.join(directory, "spent.json")
+        self._file = SweepDir(directory).spent
         kept = read_json(self._file) or {}
         self.spent_s: float = kept.get("device_s", 0.0)
         self._ended: list[tuple[float, float]] = kept.get("jobs", [])  # (FLOPs, device-seconds)
@@ -145,7 +146,7 @@ class BudgetTracker:
 
     def begin(self, job: Job) -> None:
         """Notes the start of a job. It continues from the newest checkpoint of its run."""
-        saved = checkpoints.steps(checkpoint_directory(job.trial.run))
+        saved = checkpoints.steps(RunDir.of(job.trial.run).checkpoints)
         first = max([job.state.begins_at, *saved])
         predicted = self.predict_s(_flops(job.state, first, job.until))
         self._running[job.trial.name] = RunningJob(

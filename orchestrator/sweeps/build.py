@@ -18,19 +18,13 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, Status
 from orchestrator.frontier.published import papers_metric, published
-from orchestrator.sweeps.operating import TABLE, read_operating, with_operating
+from orchestrator.sweeps.operating import read_operating, with_operating
 from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.projection import CONSTANT, status_of
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.run_directory import (
-    Result,
-    SweepRecord,
-    read_json,
-    read_run,
-    read_sweep,
-)
-from orchestrator.training.run_state import is_over, read_state
+from orchestrator.training.run_directory import Result
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 from orchestrator.training.worker import costs
 
 log = logging.getLogger(__name__)
@@ -81,10 +75,10 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
     """The trials of a sweep that have begun, from their directories. `live`: a command trains them."""
     found = []
     for name, labels in sweep.trials.items():
-        folder = storage.join(directory, labels["directory"])
-        if (record := read_run(folder)) is None:
+        run = SweepDir(directory).trial(labels)
+        if (record := run.record()) is None:
             continue
-        state = read_state(folder, live=live, over=is_over(sweep), quality=sweep.quality)
+        state = run.state(live=live, over=sweep.is_over, quality=sweep.quality)
         result, ends = state.result, [*state.pauses, *([state.result] if state.result else [])]
         found.append(
             TrialRecord(
@@ -94,7 +88,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
                 status=state.status,
                 metrics=ends[-1].metrics if ends else {},
                 spending=_spending(ends),
-                directory=folder,
+                directory=run.path,
                 checkpoint=result.checkpoint if result else "",
                 weights=result.weights if result else "",
             )
@@ -109,7 +103,7 @@ def judged_runs(directory: str, sweep: Sweep) -> list[tuple[RunConfig, float, fl
     Raises:
         UsageError: if there is no sweep, or it was trained on other data.
     """
-    if (record := read_sweep(directory)) is None:
+    if (record := SweepDir(directory).record()) is None:
         raise UsageError(f"no sweep in {directory}")
     if record.data_digest != open_manifest(sweep.base.data.path).digest():
         raise UsageError(f"{record.name} was trained on other data than {sweep.base.data.path}")
@@ -126,11 +120,11 @@ def sweep_frontier(directory: str, *, live: bool = False) -> tuple[Frontier, Swe
     Raises:
         UsageError: if there is no sweep, or none of its trials has begun.
     """
-    if (sweep := read_sweep(directory)) is None:
+    if (sweep := SweepDir(directory).record()) is None:
         raise UsageError(f"no sweep in {directory}")
     if not (trials := read_trials(directory, sweep, live=live)):
         raise UsageError(f"the sweep in {directory} has no trials yet")
-    rows = read_json(storage.join(directory, TABLE)) or []
+    rows = SweepDir(directory).operating()
     return with_operating(build_frontier(sweep, trials, live=live), rows), sweep, trials
 
 
@@ -180,7 +174,7 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
     `live`: a command trains it.
     """
     by_role = {r: [t for t in trials if t.labels["role"] == r] for r in ("trial", "confirm", "trunk")}
-    incomplete: Status = "running" if live else "stopped" if is_over(sweep) else "interrupted"
+    incomplete: Status = "running" if live else "stopped" if sweep.is_over else "interrupted"
     points = _points(by_role["trial"], sweep, max(1, len(sweep.seeds)), incomplete)
     retrained = _points(by_role["confirm"], sweep, 1, incomplete)
     note = ""

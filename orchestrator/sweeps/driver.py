@@ -47,18 +47,13 @@ from orchestrator.training.resources import check_resources, check_shared, is_in
 from orchestrator.training.run_directory import (
     DATA,
     Result,
-    SweepRecord,
+    RunDir,
     check_kind,
     check_resumable,
     new_key,
     raise_changed,
-    read_run,
-    read_sweep,
-    result_of,
-    run_directory,
-    write_error,
-    write_sweep,
 )
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 from orchestrator.training.worker import Report, costs
 
 log = logging.getLogger(__name__)
@@ -132,9 +127,9 @@ def train(
     """
     if mode not in get_args(Mode):
         raise UsageError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
-    directory = run_directory(run)
+    directory = RunDir.of(run).path
     check_kind(directory, "run")
-    if mode == "resume" and read_run(directory) is None:
+    if mode == "resume" and RunDir(directory).record() is None:
         check_resumable(directory, mode)
     run = resolve_auto(with_data(run))
     check_data(run)
@@ -178,7 +173,7 @@ def run_sweep(
     """
     if not isinstance(sweep, Sweep):
         raise TypeError(f"run_sweep takes a Sweep, got a {type(sweep).__name__}; train(run) trains one run")
-    directory = run_directory(sweep.base)
+    directory = RunDir.of(sweep.base).path
     with trained_trials(sweep, options, progress=progress, store=store) as run:
         if run.trials_left() and not any(s.reached or s.outcome for s in run.queue.states.values()):
             raise UsageError("the budget does not hold a single trial: give a larger one")
@@ -200,7 +195,7 @@ def trained_trials(
     Raises:
         UsageError: for a sweep that cannot be trained here, or another one in its directory.
     """
-    directory = run_directory(sweep.base)
+    directory = RunDir.of(sweep.base).path
     check_kind(directory, "sweep")
     if not (sweep.arms or options.search):
         raise UsageError("the sweep has no arms: name at least one in arms={..}, or give options.search")
@@ -225,7 +220,7 @@ def trained_trials(
                 run = SweepRun(sweep, budget, options.policy, options.max_concurrent, search, watch)
                 run.work()
                 status = run.end()
-                update_sweep(directory, lambda was: {"status": status, "passed": run.passed_by()})
+                SweepDir(directory).update(lambda was: {"status": status, "passed": run.passed_by()})
                 yield run
                 status = run.end()
             except Exception:
@@ -233,7 +228,7 @@ def trained_trials(
                 raise
             finally:
                 budget.leave()
-                update_sweep(directory, lambda was: {"status": status})
+                SweepDir(directory).update(lambda was: {"status": status})
 
 
 def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSearch:
@@ -277,7 +272,7 @@ def _recording_errors(directory: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        write_error(directory, reason_of(error))
+        RunDir(directory).write_error(reason_of(error))
         raise
 
 
@@ -287,8 +282,8 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
     Raises:
         UsageError: if another run or sweep is there, or arms that are there are missing or changed.
     """
-    directory, base = run_directory(sweep.base), sweep.base
-    was = read_sweep(directory)
+    own, base = SweepDir.of(sweep.base), sweep.base
+    directory, was = own.path, own.record()
     drawn = was.drawn_arms() if was else {}
     manifest, trials = open_manifest(base.data.path), sweep.trials(drawn).values()
     now = SweepRecord(
@@ -339,7 +334,7 @@ def acquire_sweep_dir(sweep: Sweep, *, resume: bool, labels: Mapping[str, str]) 
         )
         say_raised(was.reference, now.reference, now.cost)
     save_plugins(directory, now.plugins)
-    write_sweep(directory, now)
+    own.write(now)
     return now
 
 
@@ -362,12 +357,6 @@ def _highest_costs(runs: Iterable[RunConfig]) -> dict[str, float]:
     return found
 
 
-def update_sweep(directory: str, changes: Callable[[SweepRecord], dict[str, Any]]) -> None:
-    """Writes changed fields to `sweep.json`."""
-    if (record := read_sweep(directory)) is not None:
-        write_sweep(directory, replace(record, **changes(record)))
-
-
 def _retrain(run: SweepRun, arm: str) -> None:
     """Trains `Sweep.retrain_config` of an arm as a child outside the frontier, if the budget holds it."""
     sweep, watch, name = run.sweep, run.watch, f"confirm/{arm}"
@@ -377,10 +366,10 @@ def _retrain(run: SweepRun, arm: str) -> None:
     )
     state = run.state_of(Trial(name=name, arm=arm, changes={}, run=longer))
     job = Job(state=state, until=state.steps)
-    if result_of(longer) is None and not run.budget.admits(job, state):
+    if RunDir.of(longer).result() is None and not run.budget.admits(job, state):
         watch.say(f"{arm} is not trained again: the budget does not hold it")
         return
-    update_sweep(run_directory(sweep.base), lambda was: {"trials": {**was.trials, name: labels}})
+    SweepDir.of(sweep.base).update(lambda was: {"trials": {**was.trials, name: labels}})
 
     def report(step: int, metrics: Metrics) -> None:
         run.budget.report(name, step, time.time())
@@ -390,7 +379,7 @@ def _retrain(run: SweepRun, arm: str) -> None:
     run.budget.begin(job)
     try:
         check_resources(longer)
-        with _recording_errors(run_directory(longer)):
+        with _recording_errors(RunDir.of(longer).path):
             outcome = fit(longer, report)
     except (UsageError, TrainingFailedError, RayError) as error:
         outcome = reason_of(error)

@@ -20,7 +20,7 @@ from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
 from orchestrator.training.fit import fit
 from orchestrator.training.resources import is_inline, run_resources
-from orchestrator.training.run_directory import run_directory
+from orchestrator.training.run_directory import RunDir
 
 RESTARTS = 3  # of a trial's process that dies
 TUNE_ENV = {  # settings that have no argument in Tune
@@ -58,7 +58,7 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
         ray.tune.run(
             ray.tune.with_resources(train_trial, _reserved),
             name="tune",
-            storage_path=run_directory(base),
+            storage_path=RunDir.of(base).path,
             scheduler=scheduler,
             search_alg=NewTrials(scheduler),
             num_samples=-1,
@@ -99,8 +99,7 @@ def train_trial(config: Mapping[str, Any]) -> None:
     try:
         result = fit(run, until=config["until"])
     except Exception as error:
-        trace = storage.join(run_directory(run), "error.txt")
-        storage.write_bytes(trace, traceback.format_exc().encode())
+        storage.write_bytes(RunDir.of(run).error_file, traceback.format_exc().encode())
         result = reason_of(error)
     ray.tune.report({OUTCOME: result})
 

@@ -13,9 +13,9 @@ from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.sweep import settings
 from orchestrator.tracking.find import RunInfo
+from orchestrator.training.sweep_directory import OPERATING
 
-# An artifact of the sweep's MLflow run, whose tag TAG says how many rows it has.
-TABLE = "operating_points.json"
+# The sweep's MLflow run has `OPERATING` as an artifact, and this tag says how many rows it has.
 TAG = "operating_points"
 AS_TRAINED = "as trained"
 TIME = "perf/ms_per_image"
@@ -39,7 +39,7 @@ def read_operating(sweep: RunInfo) -> list[PointRow]:
     """The rows that `jobs/evaluate.py --grid` wrote for the sweep; empty if it never ran on it."""
     if TAG not in sweep.tags:
         return []
-    table = json.loads(sweep.read_text(TABLE))
+    table = json.loads(sweep.read_text(OPERATING))
     return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
 
 

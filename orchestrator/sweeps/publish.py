@@ -12,21 +12,14 @@ from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating
 from orchestrator.frontier.page import frontier_page
 from orchestrator.frontier.points import Point, is_complete
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
-from orchestrator.sweeps.operating import PICTURES, TABLE, TAG, table_of
+from orchestrator.sweeps.operating import PICTURES, TAG, table_of
 from orchestrator.tracking.find import table
-from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.registry import BEST, CONFIRMED, FAST, KNEE
 from orchestrator.tracking.store import Tracking
 from orchestrator.tracking.sync import Sync
 from orchestrator.training.lock import InUse, locked
-from orchestrator.training.run_directory import (
-    LOCK,
-    SweepRecord,
-    read_json,
-    read_sweep,
-    write_json,
-    write_sweep,
-)
+from orchestrator.training.run_directory import LOCK
+from orchestrator.training.sweep_directory import OPERATING, SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +51,11 @@ def write_files(frontier: Frontier, folder: str) -> list[str]:
 
 def publish(directory: str) -> Frontier:
     """Writes page, pictures, table and summary of a sweep to its directory, from where MLflow gets them."""
-    frontier, sweep, trials = sweep_frontier(directory)
+    own, (frontier, sweep, trials) = SweepDir(directory), sweep_frontier(directory)
     files = write_files(frontier, directory)
     if frontier.reference != sweep.reference:
         say_raised(sweep.reference, frontier.reference, frontier.cost_name)
-        write_sweep(directory, replace(sweep, reference=dict(frontier.reference)))
+        own.write(replace(sweep, reference=dict(frontier.reference)))
     members = [run for point in frontier.front for run in point.run_ids]
     metrics = {"hypervolume": frontier.hypervolume, "frontier/points": float(len(frontier.front))}
     if best := frontier.front:
@@ -75,10 +68,9 @@ def publish(directory: str) -> Frontier:
         "hypervolume.reference": f"{frontier.cost_name}={frontier.bound[0]:g}, "
         f"{frontier.quality_name}={frontier.bound[1]:g}"
     }
-    rows = read_json(storage.join(directory, TABLE))
-    if rows is not None:
+    if rows := own.operating():
         tags[TAG] = str(len(rows))
-        tables[TABLE] = table(table_of(rows))
+        tables[OPERATING] = table(table_of(rows))
     summary = {
         "time_s": time.time(),
         "note": _note(frontier, sweep),
@@ -89,7 +81,7 @@ def publish(directory: str) -> Frontier:
         "files": files,
         "tables": tables,
     }
-    write_json(storage.join(directory, SUMMARY), summary)
+    own.write_summary(summary)
     return frontier
 
 
@@ -123,7 +115,7 @@ def wait_for_report(directory: str) -> None:
 
 def trains(directory: str) -> bool:
     """Returns whether a command trains the sweep in a directory now."""
-    if (record := read_sweep(directory)) is None or record.status != "running":
+    if (record := SweepDir(directory).record()) is None or record.status != "running":
         return False
     try:
         with locked(directory):

@@ -13,7 +13,6 @@ from orchestrator.sweeps.estimate import branch_step
 from orchestrator.sweeps.sweep import Trial
 from orchestrator.training.resources import fits
 from orchestrator.training.run_directory import Result
-from orchestrator.training.run_state import unknown_quality
 
 # A trial whose devices are not free is passed by so many later ones. Then all wait for it.
 PATIENCE = 8
@@ -215,7 +214,7 @@ class TrialQueue:
         state = self.states[name]
         self._idle = False
         if isinstance(outcome, Result):
-            outcome = unknown_quality(outcome, self.quality) or outcome
+            outcome = outcome.unknown_quality(self.quality) or outcome
         if isinstance(outcome, Result) and outcome.status == "paused":
             state.reached[outcome.step] = outcome.metrics[self.quality]
             return outcome

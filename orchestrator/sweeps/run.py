@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
@@ -35,16 +35,8 @@ from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.fit import POLL_S, S3_POLL_S
 from orchestrator.training.metrics_file import METRICS, LineReader, Metrics
 from orchestrator.training.resources import most_resources, run_resources
-from orchestrator.training.run_directory import (
-    Result,
-    checkpoint_directory,
-    pauses_of,
-    read_sweep,
-    result_of,
-    run_directory,
-    write_error,
-    write_sweep,
-)
+from orchestrator.training.run_directory import Result, RunDir
+from orchestrator.training.sweep_directory import SweepDir
 from orchestrator.training.worker import costs
 
 STATUS_EVERY_S = 30
@@ -142,7 +134,7 @@ class SweepRun:
         self.watch = watch
         self.retrained: dict[str, Outcome] = {}
         self._predicted = set[Hashable]()
-        self._directory = run_directory(sweep.base)
+        self._directory = SweepDir.of(sweep.base)
         self._reports: dict[str, LineReader] = {}  # of running trials
         self._readers = ThreadPoolExecutor(16)
         self._followed_s = self._status_s = time.monotonic()
@@ -162,7 +154,7 @@ class SweepRun:
         processes have written to the directory.
         """
         trials = [state.trial for state in self.queue.states.values()]
-        record = read_sweep(self._directory)
+        record = self._directory.record()
         assert record is not None
         assert self.queue.states.keys() <= record.trials.keys(), "what is trained must be in sweep.json"
         for trial, ends in zip(trials, self._readers.map(_ends_of, trials), strict=True):
@@ -181,13 +173,13 @@ class SweepRun:
             return  # its process died, and this is another
         self.budget.begin(job)
         self.watch.began(job)
-        reports = self._reports[job.trial.name] = LineReader(run_directory(job.trial.run), METRICS)
+        reports = self._reports[job.trial.name] = LineReader(RunDir.of(job.trial.run).path, METRICS)
         reports.new()  # skips the lines of earlier attempts
 
     def follow(self) -> None:
         """Passes on what running trials have reported in their directories, and the status now and then."""
         now = time.monotonic()
-        if now - self._followed_s < (POLL_S if storage.is_local(self._directory) else S3_POLL_S):
+        if now - self._followed_s < (POLL_S if storage.is_local(self._directory.path) else S3_POLL_S):
             return
         self._pass_on([*self._reports])
         self._followed_s = time.monotonic()
@@ -209,7 +201,7 @@ class SweepRun:
         del self._reports[job.trial.name]
         self.budget.record(job, outcome)
         if isinstance(outcome, str):
-            write_error(run_directory(job.trial.run), outcome)
+            RunDir.of(job.trial.run).write_error(outcome)
         quality, cost = self._values(job.trial.arm)
         if self.search and cost is not None:
             self.search.tell(job.trial.arm, quality, cost)
@@ -304,22 +296,18 @@ class SweepRun:
         if arm is None:
             return []
         trials = self.sweep.of_arm(arm.name, arm.changes)
-        record = read_sweep(self._directory)
-        assert record is not None
-        write_sweep(
-            self._directory,
-            replace(
-                record,
-                arms={**record.arms, arm.name: dict(arm.changes)},
-                drawn=[*record.drawn, arm.name],
-                trials=record.trials | {t.name: t.labels(bool(self.sweep.seeds)) for t in trials},
-            ),
+        self._directory.update(
+            lambda was: {
+                "arms": {**was.arms, arm.name: dict(arm.changes)},
+                "drawn": [*was.drawn, arm.name],
+                "trials": was.trials | {t.name: t.labels(bool(self.sweep.seeds)) for t in trials},
+            }
         )
         return [self.state_of(trial) for trial in trials]
 
     def _drawn(self) -> dict[str, dict[str, Any]]:
         """Arms that a search has drawn, by name."""
-        record = read_sweep(self._directory)
+        record = self._directory.record()
         return record.drawn_arms() if record else {}
 
     def _values(self, arm: str) -> tuple[float | None, float | None]:
@@ -337,12 +325,12 @@ class SweepRun:
 
 def _ends_of(trial: Trial) -> list[Result]:
     """Pauses in their order, then the end."""
-    result = result_of(trial.run)
-    return [*pauses_of(trial.run), *([result] if result else [])]
+    run = RunDir.of(trial.run)
+    return [*run.pauses(), *filter(None, [run.result()])]
 
 
 def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
     """Drops the optimiser states of complete trials off the frontier; returns the bytes that it freed."""
     front = {point.arm for point in frontier.front}
-    off = [t.run for t in trials if t.role == "trial" and t.arm not in front and result_of(t.run)]
-    return sum(drop_optimizer(checkpoint_directory(run)) for run in off)
+    off = [RunDir.of(t.run) for t in trials if t.role == "trial" and t.arm not in front]
+    return sum(drop_optimizer(run.checkpoints) for run in off if run.result())

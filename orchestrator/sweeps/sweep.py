@@ -14,7 +14,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.estimate import resolve_auto
 from orchestrator.sweeps.search import Space
-from orchestrator.training.run_directory import checkpoint_directory
+from orchestrator.training.run_directory import RunDir
 
 Role = Literal["trial", "trunk"]
 
@@ -77,7 +77,7 @@ class Trunk(Config):
             "train.steps": step + self.cooldown,
             "train.schedule.warmup_steps": trunk.train.schedule.warmup_steps,
             "train.schedule.cooldown_steps": self.cooldown,
-            "train.trunk": folder_of(checkpoint_directory(trunk), step),
+            "train.trunk": folder_of(RunDir.of(trunk).checkpoints, step),
         }
 
 

@@ -21,7 +21,8 @@ from orchestrator.codec import read_config
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.store import Tracking, redact_uri
-from orchestrator.training.run_directory import RunRecord, SweepRecord, read_run, read_sweep
+from orchestrator.training.run_directory import RunDir, RunRecord
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 KEY = "moe_frontier.key"  # tag: the key of the run's directory
 SWEEP_KEY = "moe_frontier.sweep"  # tag of a trial and of a registered model: the key of its sweep
@@ -208,7 +209,7 @@ def refuse_copy(tracking: Tracking, run: Run, key: str, directory: str) -> None:
 
 
 def _record(directory: str) -> SweepRecord | RunRecord | None:
-    return read_sweep(directory) or read_run(directory)
+    return SweepDir(directory).record() or RunDir(directory).record()
 
 
 @contextmanager

@@ -9,19 +9,16 @@ from typing import Any, Literal
 
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
 
-from orchestrator import storage
 from orchestrator.codec import flat
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.tracking.find import CONFIG, RunInfo
-from orchestrator.training import run_directory as runs
-from orchestrator.training.run_directory import Result, RunRecord, SweepRecord
-from orchestrator.training.run_state import Status, read_state
+from orchestrator.training.run_directory import BAD_IMAGES, ERROR, PROFILE, Result, RunDir, RunRecord, Status
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 CONSTANT = ("cost/params", "cost/forward_gflops_2mac")  # constant metrics, which become params
 FINGERPRINT = "data/fingerprint"  # a metric that becomes a tag
 REMOVABLE = ("error", "diverged", "paused", "stopped", "pareto", "data_fingerprint")  # tags
-RUN_FILES = ("bad_images.csv", "profile.csv", "error.txt")
-SUMMARY = "summary.json"  # a sweep's frontier: note, metrics, tags, members, aliases, tables
+RUN_FILES = (BAD_IMAGES, PROFILE, ERROR)
 TAG_LENGTH = 5000  # that every MLflow store accepts
 
 MLflowStatus = Literal["RUNNING", "FINISHED", "FAILED", "KILLED"]
@@ -98,8 +95,8 @@ def project_run(
     over: bool = True,
     quality: str = "",
 ) -> Projection:
-    """`live`, `over`, `quality`: as of `run_state.read_state`."""
-    state = read_state(directory, live=live, over=over, quality=quality)
+    """`live`, `over`, `quality`: as of `RunDir.state`."""
+    state = RunDir(directory).state(live=live, over=over, quality=quality)
     result = state.result
     tags = {**labels, "directory": directory}
     params = {name: str(value) for name, value in flat(record.config).items()}
@@ -132,7 +129,7 @@ def project_run(
 
 
 def project_sweep(directory: str, record: SweepRecord, *, live: bool) -> Projection:
-    summary = runs.read_json(storage.join(directory, SUMMARY)) or {}
+    summary = SweepDir(directory).summary()
     ends: dict[str, MLflowStatus] = {"finished": "FINISHED", "failed": "FAILED"}
     tags = {
         **record.labels,

@@ -31,7 +31,6 @@ from orchestrator.tracking.projection import (
     CONSTANT,
     FINGERPRINT,
     REMOVABLE,
-    SUMMARY,
     TAG_LENGTH,
     Projection,
     Unreadable,
@@ -41,10 +40,9 @@ from orchestrator.tracking.projection import (
 )
 from orchestrator.tracking.registry import log_checkpoint, register
 from orchestrator.tracking.store import Tracking, open_tracking, redact_uri
-from orchestrator.training import run_directory as runs
 from orchestrator.training.metrics_file import METRICS, SYSTEM, LineReader
-from orchestrator.training.run_directory import Result, SweepRecord
-from orchestrator.training.run_state import is_over
+from orchestrator.training.run_directory import Result, RunDir
+from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +101,9 @@ class Sync:
             self._update(live)
 
     def _update(self, live: bool) -> None:
-        if (sweep := runs.read_sweep(self._directory)) is None:
+        if (sweep := SweepDir(self._directory).record()) is None:
             with reading(self._directory):
-                if (record := runs.read_run(self._directory)) is None:
+                if (record := RunDir(self._directory).record()) is None:
                     return
                 labels = {"role": "train", **record.labels}
                 wanted = project_run(self._directory, record, labels=labels, live=live)
@@ -118,7 +116,7 @@ class Sync:
         projection = project_sweep(self._directory, sweep, live=live)
         if (parent := self._send(projection)) is None:
             return
-        summary = runs.read_json(storage.join(self._directory, SUMMARY)) or {}
+        summary = SweepDir(self._directory).summary()
         members = set(summary.get("pareto", ()))
         folders = {labels["directory"].rpartition("/")[0] for labels in sweep.trials.values()}
         begun = {(f, name) for f in folders for name in storage.names(storage.join(self._directory, f))}
@@ -128,7 +126,7 @@ class Sync:
                 continue
             tags = {k: v for k, v in labels.items() if k != "directory"}
             tags |= {"trial": name, SWEEP_KEY: sweep.key, MLFLOW_PARENT_RUN_ID: parent.run_id}
-            directory = storage.join(self._directory, labels["directory"])
+            directory = SweepDir(self._directory).trial(labels).path
             try:
                 self._update_trial(sweep, directory, tags, member=name in members, live=live)
             except Unreadable as error:
@@ -145,14 +143,14 @@ class Sync:
         if known and known.complete == member:
             return
         with reading(directory):
-            if (record := runs.read_run(directory)) is None:
+            if (record := RunDir(directory).record()) is None:
                 return
             wanted = project_run(
                 directory,
                 record,
                 labels={**tags, "pareto": "true"} if member else tags,
                 live=live,
-                over=is_over(sweep),
+                over=sweep.is_over,
                 quality=sweep.quality,
             )
         mirror = self._send(wanted)
@@ -325,10 +323,9 @@ class Sync:
         aliases: Mapping[str, Mapping[str, str]] = summary.get("aliases", {})
         models = {}
         for alias, model in aliases.items():
-            directory = storage.join(self._directory, sweep.trials[model["run"]]["directory"])
-            if mirror := self._mirrors.get(directory):
-                uri = storage.join(directory, model["checkpoint"])
-                models[alias] = (mirror.run_id, {**model, "uri": uri})
+            trial = SweepDir(self._directory).trial(sweep.trials[model["run"]])
+            if mirror := self._mirrors.get(trial.path):
+                models[alias] = (mirror.run_id, {**model, "uri": trial.file(model["checkpoint"])})
         register(self._tracking, name, models, key=sweep.key, directory=self._directory)
 
 

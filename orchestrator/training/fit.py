@@ -38,18 +38,7 @@ from orchestrator.training.resources import (
     placement,
     worker_resources,
 )
-from orchestrator.training.run_directory import (
-    REFUSED,
-    STOP,
-    Result,
-    StartMode,
-    acquire_run_dir,
-    check_run_dir_visible,
-    checkpoint_directory,
-    pause_of,
-    result_of,
-    run_directory,
-)
+from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir
 from orchestrator.training.torch_trainer import ConnectConfig, Trainer
 from orchestrator.training.worker import Report, train_worker
 
@@ -100,7 +89,7 @@ def check_start(run: RunConfig) -> None:
     """Raises UsageError if a run that has not begun would start from weights that do not fit its model, or
     would freeze random ones.
     """
-    if manifests.steps(checkpoint_directory(run)):
+    if manifests.steps(RunDir.of(run).checkpoints):
         return
     if run.train.init_from:
         start_report(run.model, run.train.init_from, without=run.train.init_without)
@@ -122,7 +111,8 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
     """
     run = start(run)
-    if (result := result_of(run)) is not None:
+    own = RunDir.of(run)
+    if (result := own.result()) is not None:
         return result
     if is_inline(run):
         train_worker(run, report=report, read=in_process, until=until)
@@ -130,7 +120,7 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
         missing = MissingWorkers()
         with _following(run, report, missing) as failed:
             fit_on_workers(run, missing, until, failed)
-    result = result_of(run) or (pause_of(run, until) if until else None)
+    result = own.result() or (own.pause(until) if until else None)
     assert result is not None, "workers ended without a result"
     return result
 
@@ -155,11 +145,11 @@ def fit_on_workers(
         UsageError: for an error in a worker that another attempt would repeat.
         ray.train.TrainingFailedError: when workers died `ATTEMPTS` times without saving a checkpoint between.
     """
-    died, saved = 0, -1
+    own, died, saved = RunDir.of(run), 0, -1
     while True:
         # A report that fails sets `failed` and then makes this file, so none is missed in this order.
-        storage.delete(storage.join(run_directory(run), STOP))
-        if failed or result_of(run) or (until and pause_of(run, until)):
+        storage.delete(own.stop)
+        if failed or own.result() or (until and own.pause(until)):
             return
         now = run if can_schedule(run, within_s=run.scale.wait_s) else largest_schedulable(run)
         if now is None:
@@ -172,7 +162,7 @@ def fit_on_workers(
         try:
             _train_on(now, until)
         except (TrainingFailedError, RayError) as error:
-            newest = max(manifests.steps(checkpoint_directory(run)), default=0)
+            newest = max(manifests.steps(own.checkpoints), default=0)
             died, saved = (died + 1 if newest <= saved else 1), newest
             if died == ATTEMPTS or failed:
                 raise
@@ -265,8 +255,8 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
 
     Yields a list that receives what `report` raises; the error is raised again when the block ends.
     """
-    directory = run_directory(run)
-    reports, lines = LineReader(directory, METRICS), LineReader(directory, LOG)
+    own = RunDir.of(run)
+    reports, lines = LineReader(own.path, METRICS), LineReader(own.path, LOG)
     for reader in (reports, lines):
         reader.new()  # skips the lines of earlier attempts
     ended, failed = threading.Event(), list[BaseException]()
@@ -278,10 +268,10 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
             if "metrics" in row:
                 report(row["step"], row["metrics"])
                 if missing.available():
-                    _ask_to_stop(directory)
+                    storage.write_bytes(own.stop, b"")
 
     def follow() -> None:
-        poll_s = POLL_S if storage.is_local(directory) else S3_POLL_S
+        poll_s = POLL_S if storage.is_local(own.path) else S3_POLL_S
         last = False
         while not last:
             last = ended.wait(poll_s)
@@ -289,7 +279,7 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
                 read()
             except BaseException as error:
                 failed.append(error)
-                _ask_to_stop(directory)
+                storage.write_bytes(own.stop, b"")
                 return
 
     # A daemon: a process whose main thread has ended must not wait for a run in another thread.
@@ -304,15 +294,11 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
             raise failed[0]
 
 
-def _ask_to_stop(directory: str) -> None:
-    storage.write_bytes(storage.join(directory, STOP), b"")
-
-
 def _train_on(run: RunConfig, until: int | None) -> None:
     """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
     os.environ.update(RAY_TRAIN_ENV)
     gpu = run.scale.use_gpu
-    refused = storage.join(run_directory(run), REFUSED)
+    refused = RunDir.of(run).refused
     storage.delete(refused)
     feeds = start_feeds(run, pin_to_this_node())
     try:
@@ -346,20 +332,20 @@ def _train_on(run: RunConfig, until: int | None) -> None:
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
     run: RunConfig = config["run"]
-    directory = run_directory(run)
+    own = RunDir.of(run)
     first = ray.train.get_context().get_world_rank() == 0
     ours = logging.getLogger("orchestrator")  # without Ray's own lines
-    log_file = LogFile(directory) if first else logging.NullHandler()
+    log_file = LogFile(own.path) if first else logging.NullHandler()
     ours.setLevel(logging.INFO)
     ours.addHandler(log_file)
 
     def should_stop() -> bool:
         """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
-        asked = first and storage.size(storage.join(directory, STOP)) is not None
+        asked = first and storage.size(own.stop) is not None
         return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
 
     try:
-        check_run_dir_visible(directory)
+        own.check_visible()
         train_worker(
             run,
             report=lambda step, metrics: None,
@@ -368,7 +354,7 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
             should_stop=should_stop,
         )
     except UsageError as error:
-        storage.write_bytes(storage.join(directory, REFUSED), str(error).encode())
+        storage.write_bytes(own.refused, str(error).encode())
         raise
     finally:
         ours.removeHandler(log_file)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
-from orchestrator.training.run_directory import LOCK, move_aside
+from orchestrator.training.run_directory import LOCK
 
 IN_USE = "another process works in {}: wait for it, or end it"
 LEASE_S = 90.0  # a lease is renewed nine times in this time
@@ -53,6 +53,21 @@ def locked(directory: str, *, fresh: bool = False) -> Iterator[str | None]:
     lock = _file_lock if storage.is_local(directory) else _lease
     with lock(directory, storage.join(directory, LOCK)):
         yield aside
+
+
+def move_aside(directory: str) -> str | None:
+    """Renames the directory to a free name, and returns that name; None if it is empty.
+
+    Raises:
+        UsageError: on S3, which has no rename.
+    """
+    if set(storage.names(directory)) <= {LOCK}:
+        return None
+    if not storage.is_local(directory):
+        raise UsageError(f"`mode=fresh` cannot move {directory} aside: S3 has no rename; use another `name`")
+    aside = next(path for n in range(1, 1_000_000) if not os.path.exists(path := f"{directory}.old-{n}"))
+    os.rename(directory, aside)
+    return aside
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.training.run_directory import BAD_IMAGES
 
 log = logging.getLogger(__name__)
 
-BAD_IMAGES = "bad_images.csv"  # in the run's directory, and among its artifacts
 MIN_COUNTED = 1000  # images; of fewer images, a single bad one would be a large fraction
 LISTED = 20  # bad images in an error message
 GIB = 2**30

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator import storage
 from orchestrator.config import RunConfig
-from orchestrator.training.run_directory import run_directory
+from orchestrator.training.run_directory import RunDir
 
 Metrics = dict[str, float]
 
@@ -189,7 +189,7 @@ class LogFile(logging.Handler):
 
 class MetricsWriter(LineWriter):
     def __init__(self, run: RunConfig) -> None:
-        super().__init__(run_directory(run), METRICS)
+        super().__init__(RunDir.of(run).path, METRICS)
         self._batch_size = run.data.batch_size
 
     def resumed(self, step: int) -> None:

@@ -14,10 +14,10 @@ from torch.profiler import profile as torch_profile
 from orchestrator import storage
 from orchestrator.data.batch import Batch
 from orchestrator.training.metrics import device_sync, write_csv
+from orchestrator.training.run_directory import PROFILE
 
 log = logging.getLogger(__name__)
 
-TABLE = "profile.csv"  # in the run's directory, and among its artifacts
 TRACE = "profile-trace.json.gz"  # in the run's directory; chrome://tracing and Perfetto open it
 SKIPPED = 5  # first steps, slow because of caches, allocator and compilation
 PHASES = ("data", "forward", "backward", "optimizer", "report", "evaluate", "checkpoint")
@@ -45,7 +45,7 @@ def profiled(batches: Iterator[Batch], *, steps: int, directory: str) -> Iterato
     def write(profile: torch_profile) -> None:
         rows = profile_table(profile, steps)
         shown = [(name, f"{ms:.4g}", f"{share:.4f}") for name, ms, share in rows]
-        write_csv(storage.join(directory, TABLE), ("part", "ms_per_step", "share"), shown)
+        write_csv(storage.join(directory, PROFILE), ("part", "ms_per_step", "share"), shown)
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder, "trace.json")
             profile.export_chrome_trace(str(trace))

@@ -1,4 +1,4 @@
-"""The directory of a run or a sweep: the only record of what happened there.
+"""The directory of a run: the only record of what happened there, and of what became of it.
 
     RUN/config.json           its config, the digest of its data, and a key that names this start of the run
     RUN/metrics.jsonl         every report; on S3, which cannot append, metrics-000001.jsonl and so on
@@ -6,22 +6,21 @@
     RUN/paused-N.json         the state of the run when it paused at step N
     RUN/result.json           how it ended
     RUN/error.txt             why its last attempt failed
+    RUN/bad_images.csv, profile.csv    images that could not be read, and where the time of a step went
     RUN/plugins/              copies of the user's own files that its config needs
-    SWEEP/sweep.json          objectives, seeds, reference point, trials; its runs lie below it
 
 A report is written before the checkpoint that contains it, so a run that resumes leaves no gap. The last line
 of a step counts; a line ``{"resumed": n}`` takes back the lines before it of steps above n.
 """
 
 import json
-import logging
-import os
+import math
 import socket
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 from moe.model import Model
 from orchestrator import storage
@@ -34,14 +33,20 @@ from orchestrator.plugins import FOLDER, save_plugins
 
 StartMode = Literal["auto", "resume"]
 
-CONFIG, SWEEP, RESULT, ERROR = "config.json", "sweep.json", "result.json", "error.txt"
+# running      it has begun, and the command that trains it or its sweep runs
+# finished     it has reached its end, and its quality is known
+# diverged     its loss was not finite
+# failed       an exception, or a quality that is not finite
+# stopped      it paused, and early stopping did not go on with it by the end of the sweep
+# interrupted  it has begun, and none of the above: Ctrl-C, a kill, the end of the budget
+Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
+
+CONFIG, SWEEP, ERROR = "config.json", "sweep.json", "error.txt"
+BAD_IMAGES, PROFILE = "bad_images.csv", "profile.csv"
 LOCK = "lock"
-STOP = "stop"  # where this file appears, the workers of the run save and stop
-REFUSED = "refused.txt"  # the error of a worker that the user can correct
+STOP, REFUSED = "stop", "refused.txt"
 UNTRAINED = (CONFIG, ERROR, LOCK, STOP, REFUSED, "log.jsonl")  # files of attempts that trained nothing
 DATA = "data.digest"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,59 +81,11 @@ class Result:
             raise UsageError(f"the run in {self.directory} is {self.status} and has no checkpoint to load")
         return load_checkpoint(storage.join(self.directory, self.checkpoint))
 
-
-def run_directory(run: RunConfig) -> str:
-    return storage.join(run.storage, run.name)
-
-
-def checkpoint_directory(run: RunConfig) -> str:
-    return storage.join(run_directory(run), "checkpoints")
-
-
-def result_of(run: RunConfig) -> Result | None:
-    """Returns None while the run is not complete."""
-    return read_result(run_directory(run))
-
-
-def pause_of(run: RunConfig, step: int) -> Result | None:
-    """Returns the state of a run that paused at `step`; None if it did not."""
-    return read_result(run_directory(run), f"paused-{step}.json")
-
-
-def pauses_of(run: RunConfig) -> list[Result]:
-    return read_pauses(run_directory(run))
-
-
-def read_pauses(directory: str) -> list[Result]:
-    """Returns all pauses of a run, by step."""
-    names = [name for name in storage.names(directory) if name.startswith("paused-")]
-    pauses = [read_result(directory, name) for name in names]
-    return sorted((pause for pause in pauses if pause), key=lambda pause: pause.step)
-
-
-def read_result(directory: str, name: str = RESULT) -> Result | None:
-    content = read_json(storage.join(directory, name))
-    return Result(**content, directory=directory) if content is not None else None
-
-
-def write_result(directory: str, result: Result) -> None:
-    name = f"paused-{result.step}.json" if result.status == "paused" else RESULT
-    content = asdict(result)
-    del content["directory"]
-    write_json(storage.join(directory, name), content)
-
-
-def read_error(directory: str) -> str:
-    """Returns the reason of the last failure in one line; empty if there was none."""
-    path = storage.join(directory, ERROR)
-    return last_line(storage.read_bytes(path).decode()) if storage.size(path) else ""
-
-
-def write_error(directory: str, reason: str) -> None:
-    """Records why a run failed, unless its own process has written a traceback."""
-    path = storage.join(directory, ERROR)
-    if storage.size(path) is None:
-        storage.write_bytes(path, reason.encode())
+    def unknown_quality(self, quality: str) -> str:
+        """Says that the quality of a result or a pause is not finite; empty if it is, or the run diverged."""
+        value = self.metrics.get(quality, math.nan)
+        known = math.isfinite(value) or self.status == "diverged"
+        return "" if known else f"{quality} is {value} at step {self.step}"
 
 
 def read_json(location: str) -> Any:
@@ -163,66 +120,127 @@ class RunRecord:
     labels: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepRecord:
-    """The content of `sweep.json`.
+@dataclass(frozen=True)
+class RunState:
+    """How far the run in a directory has come.
 
     Attributes:
-        key: names this start of the sweep; a sweep that starts over gets another key.
-        base: the run that every arm changes, as `codec.to_dict` writes it.
-        val_images: images of the val split of the base's data; 0 in records that do not know it.
-        quality, cost: the metrics to maximise and to minimise, with their units in their names.
-        seeds: every arm is trained with each; if empty, once, with the base's seed.
-        arms: name -> dotted changes of the base.
-        drawn: names of the arms that a search has drawn.
-        reference: metric -> the worst value that hypervolumes count; measured costs are added once known.
-        baselines: what is no arm of the sweep -> its quality, such as a linear classifier on pixels.
-        passed: arms that early stopping passed by -> what each was expected to add, as a part of the
-            hypervolume, and the cost that it still needed, as a part of the cost of all arms.
-        trials: name -> ``directory``, relative to the sweep's, and labels: role, arm, seed and so on.
-        labels: further tags in MLflow.
-        plugins: those that its trials were made with.
-        status: ``running`` until its trials have ended, or its command. ``interrupted`` if trials are left.
+        reason: why it failed; else empty.
+        pauses: by step.
     """
 
-    key: str
-    name: str
-    began_s: float
-    base: dict[str, Any]
-    data_digest: str
-    quality: str
-    cost: str
-    val_images: int = 0
-    seeds: list[int] = field(default_factory=list)
-    trunk: dict[str, Any] | None = None
-    claims: list[str] = field(default_factory=list)
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    drawn: list[str] = field(default_factory=list)
-    reference: dict[str, float] = field(default_factory=dict)
-    baselines: dict[str, float] = field(default_factory=dict)
-    passed: dict[str, tuple[float, float]] = field(default_factory=dict)
-    trials: dict[str, dict[str, str]] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
-    plugins: list[str] = field(default_factory=list)
-    status: Literal["running", "finished", "failed", "interrupted"] = "running"
-
-    def drawn_arms(self) -> dict[str, dict[str, Any]]:
-        """Returns the arms that a search has drawn: name -> dotted changes of the base."""
-        return {name: self.arms[name] for name in self.drawn}
+    status: Status
+    reason: str
+    result: Result | None
+    pauses: list[Result]
 
 
-def read_run(directory: str) -> RunRecord | None:
-    content = read_json(storage.join(directory, CONFIG))
-    return RunRecord(**content) if content is not None else None
+@dataclass(frozen=True)
+class Directory:
+    """The directory of a run or a sweep."""
+
+    path: str
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Self:
+        """Returns the directory of a run, or of the sweep with that base."""
+        return cls(storage.join(run.storage, run.name))
+
+    def file(self, name: str) -> str:
+        return storage.join(self.path, name)
 
 
-def read_sweep(directory: str) -> SweepRecord | None:
-    content = read_json(storage.join(directory, SWEEP))
-    return SweepRecord(**content) if content is not None else None
+class RunDir(Directory):
+    """The directory of a run."""
 
+    @property
+    def checkpoints(self) -> str:
+        return self.file("checkpoints")
 
-def write_sweep(directory: str, record: SweepRecord) -> None:
-    write_json(storage.join(directory, SWEEP), asdict(record))
+    @property
+    def stop(self) -> str:
+        """Where this file appears, the workers of the run save and stop."""
+        return self.file(STOP)
+
+    @property
+    def refused(self) -> str:
+        """The error of a worker that the user can correct."""
+        return self.file(REFUSED)
+
+    @property
+    def error_file(self) -> str:
+        return self.file(ERROR)
+
+    @property
+    def bad_images(self) -> str:
+        return self.file(BAD_IMAGES)
+
+    def record(self) -> RunRecord | None:
+        content = read_json(self.file(CONFIG))
+        return RunRecord(**content) if content is not None else None
+
+    def result(self) -> Result | None:
+        """Returns None while the run is not complete."""
+        return self._result("result.json")
+
+    def pause(self, step: int) -> Result | None:
+        """Returns the state of a run that paused at `step`; None if it did not."""
+        return self._result(f"paused-{step}.json")
+
+    def pauses(self) -> list[Result]:
+        """Returns all pauses, by step."""
+        found = [self._result(name) for name in storage.names(self.path) if name.startswith("paused-")]
+        return sorted((pause for pause in found if pause), key=lambda pause: pause.step)
+
+    def _result(self, name: str) -> Result | None:
+        content = read_json(self.file(name))
+        return Result(**content, directory=self.path) if content is not None else None
+
+    def write_result(self, result: Result) -> None:
+        content = asdict(result)
+        del content["directory"]
+        name = f"paused-{result.step}.json" if result.status == "paused" else "result.json"
+        write_json(self.file(name), content)
+
+    def error(self) -> str:
+        """Returns the reason of the last failure in one line; empty if there was none."""
+        there = storage.size(self.error_file)
+        return last_line(storage.read_bytes(self.error_file).decode()) if there else ""
+
+    def write_error(self, reason: str) -> None:
+        """Records why a run failed, unless its own process has written a traceback."""
+        if storage.size(self.error_file) is None:
+            storage.write_bytes(self.error_file, reason.encode())
+
+    def state(self, *, live: bool, over: bool = True, quality: str = "") -> RunState:
+        """Reads how far the run has come: for MLflow, the frontier and tables alike.
+
+        Args:
+            live: the command that trains there is running.
+            over: the run's sweep has come to its end.
+            quality: a metric without which a result or a pause is a failure; empty: none.
+        """
+        result, pauses = self.result(), self.pauses()
+        last = result or (pauses[-1] if pauses else None)
+        reason = last.unknown_quality(quality) if last and quality else ""
+        status: Status
+        if result and not reason:
+            status = "finished" if result.status == "finished" else "diverged"
+        elif reason := reason or self.error():
+            status = "failed"
+        elif live:
+            status = "running"
+        else:
+            status = "stopped" if pauses and over else "interrupted"
+        return RunState(status, reason, result, pauses)
+
+    def check_visible(self) -> None:
+        """Raises UsageError on a worker's node that does not see what the driver wrote."""
+        if storage.size(self.file(CONFIG)) is None:
+            raise UsageError(
+                f"{socket.gethostname()} does not see {self.path}: with several nodes use `storage`"
+                " s3://bucket/prefix, or a directory that every node mounts"
+            )
 
 
 def acquire_run_dir(
@@ -237,9 +255,10 @@ def acquire_run_dir(
     Raises:
         UsageError: naming every field that changed; or that there is nothing to resume.
     """
-    directory = run_directory(run)
+    own = RunDir.of(run)
+    directory = own.path
     check_kind(directory, "run")
-    previous, saved = read_run(directory), manifests.newest_readable(checkpoint_directory(run))
+    previous, saved = own.record(), manifests.newest_readable(own.checkpoints)
     if not (previous or saved):
         check_resumable(directory, mode)
     changes: dict[str, tuple[Any, Any]] = {}
@@ -262,7 +281,7 @@ def acquire_run_dir(
             if name != LOCK:
                 storage.delete(storage.join(directory, name))
     elif previous:
-        storage.delete(storage.join(directory, ERROR))
+        storage.delete(own.error_file)
         return previous
     record = RunRecord(
         key=new_key(),
@@ -276,10 +295,16 @@ def acquire_run_dir(
     return record
 
 
+def kind_of(directory: str) -> Literal["run", "sweep", ""]:
+    """Returns what the directory is of; empty: neither."""
+    if storage.size(storage.join(directory, SWEEP)) is not None:
+        return "sweep"
+    return "run" if storage.size(storage.join(directory, CONFIG)) is not None else ""
+
+
 def check_kind(directory: str, kind: Literal["run", "sweep"]) -> None:
     """Raises UsageError if the directory belongs to the other kind."""
-    other, file = ("sweep", SWEEP) if kind == "run" else ("run", CONFIG)
-    if storage.size(storage.join(directory, file)) is not None:
+    if (other := kind_of(directory)) not in ("", kind):
         raise UsageError(f"{directory} belongs to a {other}, and this is a {kind}: use another `name`")
 
 
@@ -303,30 +328,6 @@ def raise_changed(directory: str, changes: Mapping[str, tuple[Any, Any]], data: 
         f"{directory} was started with another config ({listed}); give the old values, use another `name`, or"
         " `mode=fresh` to start over"
     )
-
-
-def move_aside(directory: str) -> str | None:
-    """Renames the directory to a free name, and returns that name; None if it is empty.
-
-    Raises:
-        UsageError: on S3, which has no rename.
-    """
-    if set(storage.names(directory)) <= {LOCK}:
-        return None
-    if not storage.is_local(directory):
-        raise UsageError(f"`mode=fresh` cannot move {directory} aside: S3 has no rename; use another `name`")
-    aside = next(path for n in range(1, 1_000_000) if not os.path.exists(path := f"{directory}.old-{n}"))
-    os.rename(directory, aside)
-    return aside
-
-
-def check_run_dir_visible(directory: str) -> None:
-    """Raises UsageError on a worker's node that does not see what the driver wrote."""
-    if storage.size(storage.join(directory, CONFIG)) is None:
-        raise UsageError(
-            f"{socket.gethostname()} does not see {directory}: with several nodes use `storage`"
-            " s3://bucket/prefix, or a directory that every node mounts"
-        )
 
 
 def new_key() -> str:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
-from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import read_model
@@ -30,7 +29,6 @@ from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
-    BAD_IMAGES,
     Meter,
     SampleTracker,
     UtilizationMonitor,
@@ -40,7 +38,7 @@ from orchestrator.training.metrics import (
 )
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.profile import profiled
-from orchestrator.training.run_directory import Result, checkpoint_directory, run_directory, write_result
+from orchestrator.training.run_directory import Result, RunDir
 
 log = logging.getLogger(__name__)
 Report = Callable[[int, Metrics], None]
@@ -126,7 +124,7 @@ class Worker:
         self.first = rank == 0
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
-        self.checkpoints = Checkpoints(checkpoint_directory(run), run.checkpoint)
+        self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
         self.done, self.progress, self._resumed = self._begin()
         if can_be_stored(run):
             streams = (
@@ -192,7 +190,7 @@ class Worker:
             until = self.done
         steps = self.samples.training(self._batches(self.training, range(self.done, until)))
         if run.scale.profile_steps and self.first:
-            steps = profiled(steps, steps=run.scale.profile_steps, directory=run_directory(run))
+            steps = profiled(steps, steps=run.scale.profile_steps, directory=RunDir.of(run).path)
         status: Ending = "finished" if until == run.train.steps else "paused"
         reason = ""
         try:
@@ -237,7 +235,7 @@ class Worker:
         self._resumed = {}
         if self.metrics_file:
             if bad:
-                write_csv(storage.join(run_directory(run), BAD_IMAGES), DecodeError._fields, bad)
+                write_csv(RunDir.of(run).bad_images, DecodeError._fields, bad)
             self.metrics_file.report(step, self.progress.metrics)
         self._report(step, self.progress.metrics)
         images = step * run.data.batch_size
@@ -264,7 +262,7 @@ class Worker:
         return prefetched(self._read(stream, steps), self.device)
 
     def _write_result(self, status: Ending, reason: str) -> None:
-        run, directory = self.run, run_directory(self.run)
+        run, own = self.run, RunDir.of(self.run)
         kept = manifests.steps(self.checkpoints.directory)
         folder = manifests.folder_of(self.checkpoints.directory, kept[-1]) if kept else ""
         if status == "diverged":
@@ -275,17 +273,17 @@ class Worker:
             metrics=self.progress.metrics,
             reason=reason,
             time_s=time.time(),
-            checkpoint=folder.removeprefix(f"{directory}/"),
+            checkpoint=folder.removeprefix(f"{own.path}/"),
             weights=manifests.read(folder).weights_digest() if kept else "",
         )
-        write_result(directory, result)
+        own.write_result(result)
 
 
 def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
     if not steps:
         return "no checkpoint was saved: start again with a smaller train.lr"
     saved = f"step {steps[0]} is" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} are"
-    location = checkpoint_directory(run)
+    location = RunDir.of(run).checkpoints
     return f"{saved} kept: continue in another run, with train.init_from={location} and a smaller train.lr"
 
 

@@ -13,7 +13,7 @@ from jobs import report
 from orchestrator.sweeps import driver
 from orchestrator.sweeps.publish import FILES, REPORT
 from orchestrator.training.lock import InUse, locked
-from orchestrator.training.run_directory import read_sweep, write_sweep
+from orchestrator.training.sweep_directory import SweepDir
 from tests.trained_sweep import open_store
 
 Call = Callable[..., tuple[str, str]]
@@ -37,9 +37,9 @@ def test_a_sweep_whose_driver_was_killed_is_sent_and_one_that_trains_is_not(
 ) -> None:
     """Both say that they run; the lock tells them apart."""
     directory = f"{home}/tiny"
-    record = read_sweep(directory)
+    record = SweepDir(directory).record()
     assert record
-    write_sweep(directory, replace(record, status="running"))
+    SweepDir(directory).write(replace(record, status="running"))
     store = f"sqlite:///{tmp_path}/other.db"
     with locked(directory):
         _, printed = call(report.main, "--name", "tiny", "--tracking-uri", store)

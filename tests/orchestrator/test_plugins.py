@@ -17,7 +17,7 @@ from orchestrator.codec import read_config
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.driver import acquire_sweep_dir
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import acquire_run_dir, run_directory
+from orchestrator.training.run_directory import RunDir, acquire_run_dir
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "tests" / "own"
@@ -99,7 +99,7 @@ def test_a_changed_plugin_is_another(peak, tmp_path, new_process):
     changes = {"train.schedule.kind": "peak", "storage": str(tmp_path), "data.path": "/shards"}
     run = override(RunConfig(), changes)
     acquire_run_dir(run, "digest")
-    assert Path(run_directory(run), "plugins", "peak.py").read_text() == PEAKED
+    assert Path(RunDir.of(run).path, "plugins", "peak.py").read_text() == PEAKED
     before = digest(peak)[:12]
     peak.write_text(PEAKED.replace("return peak", "return 2 * peak"))
     now = digest(peak)[:12]

@@ -18,7 +18,7 @@ from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.stream import in_process, open_stream
 from orchestrator.errors import UsageError
-from orchestrator.training.run_directory import read_result
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 
 ROWS = 40
@@ -77,7 +77,7 @@ def test_every_slot_has_the_fields_of_its_image(packed: str) -> None:
 def test_a_task_trains_on_a_number(packed: str, tmp_path: Path) -> None:
     run = run_of(packed, storage=str(tmp_path), name="greys")
     train_worker(run, report=lambda step, metrics: None, read=in_process)
-    result = read_result(str(tmp_path / "greys"))
+    result = RunDir(str(tmp_path / "greys")).result()
     assert result
     assert result.metrics["train/loss_brightness"] < 0.05
     assert 0 <= result.metrics["val/within"] <= 1

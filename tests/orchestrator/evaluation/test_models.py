@@ -23,7 +23,7 @@ from orchestrator.sweeps.build import sweep_frontier
 from orchestrator.tracking.find import find_sweep, newest_of
 from orchestrator.tracking.registry import register
 from orchestrator.tracking.store import Tracking
-from orchestrator.training.run_directory import read_result
+from orchestrator.training.run_directory import RunDir
 from tests.trained_sweep import open_store
 
 
@@ -110,7 +110,7 @@ def test_a_sweep_has_names_for_its_frontier(trained_home: Path, store: Tracking)
 
 
 def load_trial(home: Path, name: str) -> Any:
-    result = read_result(f"{home}/tiny/trials/{name}")
+    result = RunDir(f"{home}/tiny/trials/{name}").result()
     assert result is not None
     return result.load()
 

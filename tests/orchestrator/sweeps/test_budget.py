@@ -13,7 +13,7 @@ from orchestrator.errors import UsageError
 from orchestrator.sweeps.budget import Budget, BudgetTracker, load_prices
 from orchestrator.sweeps.queue import Job, RunToCompletion, TrialQueue, TrialState, new_trial_state
 from orchestrator.sweeps.sweep import Trial
-from orchestrator.training.run_directory import Result, checkpoint_directory
+from orchestrator.training.run_directory import Result, RunDir
 
 PRICES = str(Path(__file__).parents[3] / "jobs" / "prices.yaml")
 
@@ -167,7 +167,7 @@ def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
 def test_only_steps_that_a_job_trained_count(trials: Trials) -> None:
     """A job that continues at the checkpoint of step 80, and one that ends at step 20 of 100."""
     resumed, early = trials.make("resumed", 1e9), trials.make("early", 1e9)
-    saved = Path(folder_of(checkpoint_directory(resumed.trial.run), 80))
+    saved = Path(folder_of(RunDir.of(resumed.trial.run).checkpoints, 80))
     saved.mkdir(parents=True)
     (saved / MANIFEST).touch()
     for state, outcome in ((resumed, finished()), (early, finished(step=20))):

@@ -16,10 +16,10 @@ from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, find_sweep
-from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.store import open_reader, open_tracking
 from orchestrator.tracking.sync import Sync
-from orchestrator.training.run_directory import Result, run_directory, write_result, write_sweep
+from orchestrator.training.run_directory import Result, RunDir
+from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, end, end_sweep, run_at, sweep_record
 
 
@@ -73,9 +73,8 @@ def test_the_reference_stays_where_the_sweep_began(tmp_path: Path) -> None:
     """A dearer arm changes no hypervolume that was told before."""
     sweep = sweep_at(tmp_path)
     directory = end_sweep(sweep, {"a": 0.8})
-    write_sweep(
-        directory,
-        replace(sweep_record(directory), reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}),
+    SweepDir(directory).write(
+        replace(sweep_record(directory), reference={"cost/train_flops_6mac": 1e10, "val/acc1": 0.1})
     )
     before = sweep_frontier(directory)[0].hypervolume
     run = sweep.runs()["b"]
@@ -89,7 +88,7 @@ def test_the_reference_rises_when_an_arm_costs_more(tmp_path: Path, caplog: pyte
     sweep = sweep_at(tmp_path)
     directory = end_sweep(sweep, {"a": 0.8})
     reference = {"cost/train_flops_6mac": 1e10, "val/acc1": 0.1}
-    write_sweep(directory, replace(sweep_record(directory), reference=reference))
+    SweepDir(directory).write(replace(sweep_record(directory), reference=reference))
     before = publish(directory).hypervolume
     begin(sweep.runs()["b"])
     end(sweep.runs()["b"], 3, val__acc1=0.9, cost__train_flops_6mac=5e10)
@@ -117,7 +116,7 @@ def test_a_trial_has_one_state_everywhere(
     ends = {"good": 0.8, "paused": "stopped", "broken": "bad", "nan": math.nan, "hot": "diverged"}
     directory = end_sweep(sweep, ends)
     begin(sweep.runs()["begun"])
-    write_sweep(directory, replace(sweep_record(directory), status=status))  # pyright: ignore
+    SweepDir(directory).write(replace(sweep_record(directory), status=status))  # pyright: ignore
     states = {"good": "finished", "begun": "interrupted", "paused": paused}
     states |= {"broken": "failed", "nan": "failed", "hot": "diverged"}
     frontier = publish(directory)
@@ -143,11 +142,11 @@ def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
     sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abc"})
     directory = end_sweep(sweep, {"b": 0.8})
     for arm, time_s, step, seconds in (("a", 10.0, 1, 7.0), ("c", 30.0, 1, 5.0), ("c", 2e9, 2, 6.5)):
-        folder = run_directory(sweep.runs()[arm])
+        folder = RunDir.of(sweep.runs()[arm]).path
         if step == 1:
             begin(sweep.runs()[arm])
         metrics = {"val/acc1": 0.5, "cost/device_s": seconds}
-        write_result(folder, Result(status="paused", step=step, metrics=metrics, time_s=time_s))
+        RunDir(folder).write_result(Result(status="paused", step=step, metrics=metrics, time_s=time_s))
     assert sweep_frontier(directory)[0].spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
@@ -178,7 +177,7 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     end(retrained, 8, weights="longer", val__acc1=0.95, cost__train_flops_6mac=500.0)
     labels = {"directory": "confirm/b", "role": "confirm", "arm": "b"}
     record = sweep_record(directory)
-    write_sweep(directory, replace(record, trials={**record.trials, "confirm/b": labels}))
+    SweepDir(directory).write(replace(record, trials={**record.trials, "confirm/b": labels}))
     publish(directory)
     summary = json.loads(Path(directory, SUMMARY).read_text())
     arms = (
@@ -208,7 +207,7 @@ def test_aliases_name_members_of_the_frontier(tmp_path: Path) -> None:
     dearer = replace(
         record, trials={**record.trials, "confirm/a": {**labels, "directory": "confirm/b", "arm": "a"}}
     )
-    write_sweep(directory, dearer)  # an earlier call retrained another arm
+    SweepDir(directory).write(dearer)  # an earlier call retrained another arm
     publish(directory)
     assert "confirmed" not in json.loads(Path(directory, SUMMARY).read_text())["aliases"]
 
@@ -217,7 +216,7 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
     sweep = sweep_at(tmp_path, "one", seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
     directory = end_sweep(sweep, ends)
-    write_sweep(directory, replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367))
+    SweepDir(directory).write(replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367))
     first = publish(directory)
     tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
     Sync(tracking, directory).update()
@@ -269,7 +268,7 @@ def test_arms_that_were_passed_by_are_named(tmp_path: Path) -> None:
     """Those that might have added most come first, and the sum bounds what is lost."""
     directory = end_sweep(sweep_at(tmp_path), {"a": 0.8})
     passed = {f"arm{n:02}": (n / 1000, 0.1) for n in range(15)}
-    write_sweep(directory, replace(sweep_record(directory), passed=passed))
+    SweepDir(directory).write(replace(sweep_record(directory), passed=passed))
     note = publish(directory).note
     assert note.startswith("Early stopping passed by 15 arms that were not worth their cost.")
     assert "cost: arm14 (1.40% for 10.0%), arm13" in note

@@ -35,13 +35,8 @@ from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, newest_of
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.training.cluster import connect
-from orchestrator.training.run_directory import (
-    Result,
-    checkpoint_directory,
-    read_sweep,
-    result_of,
-    run_directory,
-)
+from orchestrator.training.run_directory import Result, RunDir
+from orchestrator.training.sweep_directory import SweepDir
 from tests.made_directories import end_sweep, run_at
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -93,14 +88,14 @@ def swept(
 
 def shown(tracking: Tracking, sweep: Sweep) -> dict[str, str]:
     """trial -> its status in MLflow."""
-    parent = newest_of(tracking, run_directory(sweep.base))
+    parent = newest_of(tracking, RunDir.of(sweep.base).path)
     assert parent is not None
     return {run.name: run.status for run in children(tracking, parent.run_id)}
 
 
 def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("soft", "broken")})
-    client, folder = MlflowClient(tracking.uri), Path(run_directory(sweep.base))
+    client, folder = MlflowClient(tracking.uri), Path(RunDir.of(sweep.base).path)
     in_the_way = folder / "trials/broken/checkpoints"  # a file where a folder must be
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
@@ -140,7 +135,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     aliases = dict(client.get_registered_model("tiny").aliases)
     assert set(aliases) == {"pareto-fast", "pareto-knee", "pareto-best"}
     assert not load_model("models:/tiny@pareto-best", tracking_uri=tracking.uri).training
-    manifests = {arm: newest(checkpoint_directory(run))[1] for arm, run in sweep.runs().items()}
+    manifests = {arm: newest(RunDir.of(run).checkpoints)[1] for arm, run in sweep.runs().items()}
     assert {arm for arm, manifest in manifests.items() if manifest.has_optimizer()} == on
 
     for run in again.values():
@@ -166,9 +161,9 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
     assert all(first[name].equal(again[name]) for name in first)
     newer = load_model("models:/tiny@pareto-best", tracking_uri=tracking.uri).state_dict()
     assert any(not first[name].equal(newer[name]) for name in first)
-    weights = Path(f"{run_directory(sweep.base)}.old-1/trials/dense/checkpoints")
+    weights = Path(f"{RunDir.of(sweep.base).path}.old-1/trials/dense/checkpoints")
     weights.rename(weights.with_name("gone"))
-    Path(run_directory(sweep.base), "trials/dense/checkpoints").rename(weights)
+    Path(RunDir.of(sweep.base).path, "trials/dense/checkpoints").rename(weights)
     with pytest.raises(UsageError, match="holds other weights than were registered"):
         load_model("models:/tiny/1", tracking_uri=tracking.uri)
 
@@ -196,7 +191,7 @@ def test_more_arms_and_seeds_may_come_but_none_may_change(sweep):
     acquire_sweep_dir(sweep, resume=False, labels={})
     more = replace(sweep, arms={**ARMS, "plain": {}, "wide": {"model.width": 32}}, seeds=(0, 1))
     acquire_sweep_dir(more, resume=True, labels={})
-    record = read_sweep(run_directory(sweep.base))
+    record = SweepDir.of(sweep.base).record()
     assert record is not None
     assert (list(record.arms), record.seeds, len(record.trials)) == ([*ARMS, "plain", "wide"], [0, 1], 10)
     assert record.val_images == open_manifest(sweep.base.data.path).rows("val")
@@ -227,10 +222,10 @@ def test_one_run_by_itself(sweep, tracking, capsys):
     reported = []
     result = train(run, progress=lambda step, metrics: reported.append(step), store=tracking)
     assert (result.status, reported) == ("finished", [10])
-    info = newest_of(tracking, run_directory(run))
+    info = newest_of(tracking, RunDir.of(run).path)
     assert info is not None
     assert (info.status, info.metrics["val/acc1"]) == ("FINISHED", result.metrics["val/acc1"])
-    assert train(run, store=tracking) == result == result_of(run)
+    assert train(run, store=tracking) == result == RunDir.of(run).result()
     assert capsys.readouterr().out == ""
     train(override(run, {"name": "silent"}), progress=False, store=tracking)
     assert capsys.readouterr().out == ""
@@ -246,7 +241,7 @@ def test_a_notebook_needs_no_data_and_no_mlflow(tracking, tmp_path):
     sweep = Sweep(base=base, arms={"dense": {}, "soft": MoEConfig(num_experts=2, router=SoftConfig())})
     frontier, outcomes = swept(sweep, tracking)
     assert [*outcomes] == ["dense", "soft"]
-    record = read_sweep(run_directory(base))
+    record = SweepDir.of(base).record()
     assert record is not None
     assert record.base["data"]["path"] == f"{tmp_path}/home/data/digits"
     assert record.arms == {"dense": {}, "soft": {"model.moe.num_experts": 2, "model.moe.router.kind": "soft"}}
@@ -283,7 +278,7 @@ class Said(Watch):
 
 
 def test_the_knee_is_trained_again_only_within_the_budget(sweep):
-    said, spent = Said(), BudgetTracker(Budget(hours=1), run_directory(sweep.base))
+    said, spent = Said(), BudgetTracker(Budget(hours=1), RunDir.of(sweep.base).path)
     spent.spent_s = 3601
     driver._retrain(SweepRun(sweep, spent, RunToCompletion(), watch=said), "dense")
     assert said.lines == ["dense is not trained again: the budget does not hold it"]
@@ -342,7 +337,7 @@ def test_interrupted_it_leaves_nothing_running_and_the_same_call_goes_on(sweep, 
     with pytest.raises(KeyboardInterrupt):
         swept(sweep, tracking, watch=Outcomes(interrupt))
     assert "RUNNING" not in shown(tracking, sweep).values()
-    record = read_sweep(run_directory(sweep.base))
+    record = SweepDir.of(sweep.base).record()
     assert record is not None
     assert record.status == "interrupted"
     while ray.available_resources()["CPU"] < 2:

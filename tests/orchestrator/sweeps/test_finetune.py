@@ -26,7 +26,7 @@ from orchestrator.sweeps.finetune import (
     probe,
 )
 from orchestrator.training.fewshot import augmented
-from orchestrator.training.run_directory import Result, checkpoint_directory
+from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.worker import train_worker
 
 SMALL = {"model.width": 16, "model.mlp_dim": 32, "model.moe.num_experts": 4, "train.steps": 2}
@@ -37,7 +37,7 @@ def trained(digits: str, tmp_path_factory: pytest.TempPathFactory) -> ModelRef:
     home = str(tmp_path_factory.mktemp("home"))
     run = override(RunConfig(), {**SMALL, "data.path": digits, "storage": home})
     train_worker(run, report=lambda step, metrics: None, read=in_process)
-    return read_model(checkpoint_directory(run))
+    return read_model(RunDir.of(run).checkpoints)
 
 
 def test_the_recipe(trained: ModelRef) -> None:

@@ -17,7 +17,7 @@ from orchestrator.sweeps.queue import RunToCompletion, TrialQueue
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.run_directory import result_of, run_directory
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import costs
 from tests.made_directories import begin, end, sweep_record
 
@@ -42,7 +42,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             begin(run)
             cost = costs(run, run.train.steps)[FLOPS]
             end(run, 3, val__acc1=0.5 + run.model.width / 1000, cost__train_flops_6mac=cost)
-            result = result_of(run)
+            result = RunDir.of(run).result()
             assert result
             queue.done(job.trial.name, result)
             names.append(job.trial.name)
@@ -53,7 +53,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def search(sweep: Sweep, count: int) -> None:
     acquire_sweep_dir(sweep, resume=False, labels={})
-    budget = BudgetTracker(Budget(), run_directory(sweep.base))
+    budget = BudgetTracker(Budget(), RunDir.of(sweep.base).path)
     drawing = OptunaSearch(space, base=sweep.base, count=count, sampler="random", seed=0)
     SweepRun(sweep, budget, RunToCompletion(), search=drawing).work()
 
@@ -63,7 +63,7 @@ def test_seeds_and_arms_that_are_added_to_a_search_are_on_its_frontier(
 ) -> None:
     fields = {"name": "s", "data.path": digits, "storage": str(tmp_path)}
     sweep = Sweep(base=override(RunConfig(), fields), arms={}, space=space, seeds=(0,))
-    directory = run_directory(sweep.base)
+    directory = RunDir.of(sweep.base).path
     search(sweep, 2)
     assert trained == ["random-0001-seed0", "random-0002-seed0"]
     reference = sweep_record(directory).reference[FLOPS]

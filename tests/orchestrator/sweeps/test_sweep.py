@@ -19,7 +19,7 @@ from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.run import keep_weights_only
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import checkpoint_directory, result_of
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.frontier.samples import point
@@ -64,12 +64,12 @@ def test_a_branch_equals_a_run_of_its_own_and_costs_its_own_steps(sweep, kind):
         weights = []
         for run in (branch, alone):
             model = ViT(run.model)
-            load_state(*find_checkpoint(checkpoint_directory(run)), model)
+            load_state(*find_checkpoint(RunDir.of(run).checkpoints), model)
             weights.append(model.state_dict())
         for key, value in weights[0].items():
             torch.testing.assert_close(value, weights[1][key], rtol=0, atol=1e-6)
 
-        ended = result_of(branch)
+        ended = RunDir.of(branch).result()
         assert ended is not None
         batch = branch.data.batch_size
         assert ended.metrics["cost/train_flops_6mac"] == train_flops_6mac(branch.model, (at + 3) * batch)
@@ -80,7 +80,7 @@ def test_a_branch_equals_a_run_of_its_own_and_costs_its_own_steps(sweep, kind):
 def test_trunks_keep_their_optimizer(sweep, monkeypatch):
     """More branches may start from a trunk, although it is not a point of the frontier."""
     dropped: list[str] = []
-    monkeypatch.setattr(sweep_run, "result_of", bool)
+    monkeypatch.setattr(sweep_run.RunDir, "result", lambda run: True)
     monkeypatch.setattr(sweep_run, "drop_optimizer", lambda directory: dropped.append(directory) or 1)
     points = (point("soft-at6", "soft", 1.0, 0.9), point("soft-at9", "soft", 2.0, 0.8))
     frontier = Frontier(
@@ -88,7 +88,7 @@ def test_trunks_keep_their_optimizer(sweep, monkeypatch):
     )
     trials = sweep.trials()
     assert keep_weights_only(trials.values(), frontier) == 1
-    assert dropped == [checkpoint_directory(trials["soft-at9"].run)]
+    assert dropped == [RunDir.of(trials["soft-at9"].run).checkpoints]
 
 
 def test_a_branch_of_another_run_is_refused(sweep):

@@ -15,19 +15,12 @@ from orchestrator.errors import UsageError
 from orchestrator.sweeps.sweep import Sweep
 from orchestrator.tracking import sync
 from orchestrator.tracking.find import RunInfo, check_original, children, find_sweep, newest_of
-from orchestrator.tracking.projection import SUMMARY
 from orchestrator.tracking.registry import checkpoint_of, registered_name
 from orchestrator.tracking.store import Tracking, open_tracking
 from orchestrator.tracking.sync import BackgroundSync, Sync
-from orchestrator.training.run_directory import (
-    Result,
-    move_aside,
-    run_directory,
-    write_error,
-    write_json,
-    write_result,
-    write_sweep,
-)
+from orchestrator.training.lock import move_aside
+from orchestrator.training.run_directory import Result, RunDir, write_json
+from orchestrator.training.sweep_directory import SUMMARY, SweepDir
 from tests.made_directories import begin, begin_sweep, end, report, run_at, sweep_record
 from tests.orchestrator.tracking.conftest import open_store
 from tests.orchestrator.tracking.stores import Sqlite, Store
@@ -141,12 +134,12 @@ def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
     run = run_at(tmp_path, "ends")
     directory = begin(run)
     assert shown(tracking, run, directory).status == "KILLED"  # no process is running
-    write_error(directory, "Traceback\nOSError: disk full\n")
+    RunDir(directory).write_error("Traceback\nOSError: disk full\n")
     info = shown(tracking, run, directory)
     assert (info.status, info.tags["error"]) == ("FAILED", "OSError: disk full")
     assert "OSError: disk full" in info.read_text("error.txt")
     storage.delete(f"{directory}/error.txt")
-    write_result(directory, Result(status="paused", step=10, metrics={"val/acc1": 0.5}))
+    RunDir(directory).write_result(Result(status="paused", step=10, metrics={"val/acc1": 0.5}))
     Sync(tracking, directory).update(live=True)
     info = found(tracking, directory)
     assert (info.status, info.tags["paused"], "error" in info.tags) == ("RUNNING", "10", False)
@@ -200,7 +193,7 @@ def test_a_sweep_and_its_trials(tracking: Tracking, tmp_path: Path) -> None:
 
     Path(directory, "frontier.html").write_text("<p>")
     write_json(f"{directory}/{SUMMARY}", summary())
-    write_sweep(directory, replace(sweep_record(directory), status="finished"))
+    SweepDir(directory).write(replace(sweep_record(directory), status="finished"))
     mirror.update()
     parent = found(tracking, directory)
     assert (parent.status, parent.metrics) == ("FINISHED", {"hypervolume": 0.5})
@@ -431,7 +424,7 @@ def test_what_a_lost_request_held_is_sent_by_the_next(
         raise ConnectionError("away")
 
     tracking, run = open_store(sqlite), run_at(tmp_path, "lost")
-    directory, mirror = begin(run), Sync(tracking, run_directory(run))
+    directory, mirror = begin(run), Sync(tracking, RunDir.of(run).path)
     mirror.update(live=True)
     report(run, {1: {"train/loss": 3.0}})
     with monkeypatch.context() as patch:

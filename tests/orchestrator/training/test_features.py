@@ -21,7 +21,7 @@ from orchestrator.training import features, worker
 from orchestrator.training.features import can_be_stored
 from orchestrator.training.fit import check_start, decided_by_data
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import checkpoint_directory
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 
 ROWS = 256  # of a file, so that there are several
@@ -48,7 +48,7 @@ def lit(classifier: RunConfig, tmp_path: Path) -> RunConfig:
     changes = {
         "storage": str(tmp_path),
         "data.path": classifier.data.path,
-        "train.init_from": checkpoint_directory(classifier),
+        "train.init_from": RunDir.of(classifier).checkpoints,
         "train.steps": 6,
         "train.report_every": 1,
         "train.eval_every": 3,

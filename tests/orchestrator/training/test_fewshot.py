@@ -31,7 +31,7 @@ from orchestrator.training.fewshot import (
     rare_classes,
     short_names,
 )
-from orchestrator.training.run_directory import result_of
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.moe.parity import spawn
 from tests.parts import png
@@ -111,7 +111,7 @@ def test_two_workers_report_what_one_does(run: RunConfig, tmp_path: Path) -> Non
     two = override(run, {"name": "two", "scale.workers": 2, "scale.ep": 2})
     Path(tmp_path, "run.json").write_text(json.dumps(to_dict(two)))
     spawn(2, as_worker, str(tmp_path))
-    alone, together = result_of(as_worker_of_one), result_of(two)
+    alone, together = RunDir.of(as_worker_of_one).result(), RunDir.of(two).result()
     assert alone is not None
     assert together is not None
     figures = {name for name in alone.metrics if name.startswith("fewshot/")}

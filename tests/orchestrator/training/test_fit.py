@@ -33,7 +33,7 @@ from orchestrator.training.fit import (
     start,
 )
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import run_directory
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
 from tests.parts import png
 
@@ -64,7 +64,7 @@ def trained(run: RunConfig, path: Path, **changes: object) -> dict[int, tuple[fl
     run = override(run, changes)
     fit(run, to_file(path))
     reported = dict(map(json.loads, path.read_text().splitlines()))
-    written = {row.step: row.metrics for row in read_metrics(run_directory(run))}
+    written = {row.step: row.metrics for row in read_metrics(RunDir.of(run).path)}
     assert reported == written
     return {step: tuple(metrics[name] for name in NAMES) for step, metrics in written.items()}
 
@@ -224,7 +224,7 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
 
     monkeypatch.setattr(fit_file, "can_schedule", lambda *_, **__: True)
     monkeypatch.setattr(fit_file, "_train_on", die)
-    monkeypatch.setattr(fit_file, "result_of", lambda _: len(tried) == 2 * ATTEMPTS)
+    monkeypatch.setattr(fit_file.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
     monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
         fit_on_workers(run, MissingWorkers(), None, [])

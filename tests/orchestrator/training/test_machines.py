@@ -12,7 +12,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
 from orchestrator.training.metrics_file import read_metrics
-from orchestrator.training.run_directory import run_directory
+from orchestrator.training.run_directory import RunDir
 from tests.machines import DISK, ROOT, Machine, machines
 
 STEPS = 20
@@ -69,4 +69,4 @@ def test_an_expert_parallel_group_across_machines_loses_its_network(digits, empt
 
 
 def losses(run: RunConfig) -> dict[int, float]:
-    return {row.step: row.metrics["train/loss"] for row in read_metrics(run_directory(run))}
+    return {row.step: row.metrics["train/loss"] for row in read_metrics(RunDir.of(run).path)}

@@ -9,7 +9,8 @@ import pytest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
-from orchestrator.training.profile import PHASES, SKIPPED, TABLE, TRACE
+from orchestrator.training.profile import PHASES, SKIPPED, TRACE
+from orchestrator.training.run_directory import PROFILE
 
 STEPS = 4
 
@@ -21,7 +22,7 @@ def profile(digits, tmp_path_factory):
     changes = {"name": "run", "storage": str(home), "data.path": digits, "scale.profile_steps": STEPS}
     changes |= {"train.steps": SKIPPED + STEPS + 4, "train.report_every": 4, "checkpoint.every": 4}
     fit(override(RunConfig(), changes), lambda step, metrics: None)
-    rows = csv.DictReader((home / "run" / TABLE).read_text().splitlines())
+    rows = csv.DictReader((home / "run" / PROFILE).read_text().splitlines())
     return home / "run", {row["part"]: float(row["ms_per_step"]) for row in rows}
 
 

@@ -12,9 +12,8 @@ from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.codec import override, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.training import run_directory as runs
-from orchestrator.training.lock import locked
-from orchestrator.training.run_directory import Result, StartMode, acquire_run_dir, move_aside
+from orchestrator.training.lock import locked, move_aside
+from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir, write_json
 
 DIGEST = "71cb"
 
@@ -31,7 +30,7 @@ def content(directory: Path) -> dict[str, bytes]:
 def test_start(tmp_path: Path) -> None:
     run = run_at(tmp_path, name="sweeps/run")
     record = acquire_run_dir(run, DIGEST, labels={"role": "train"})
-    assert runs.read_run(f"{tmp_path}/sweeps/run") == record
+    assert RunDir(f"{tmp_path}/sweeps/run").record() == record
     assert (record.config["name"], record.data_digest) == ("sweeps/run", DIGEST)
     assert record.labels == {"role": "train"}
     assert os.listdir(tmp_path / "sweeps" / "run") == ["config.json"]
@@ -106,7 +105,7 @@ def saved_by(run: RunConfig, step: int, forget: str = "") -> Path:
         del config["train"][forget]
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    directory = runs.checkpoint_directory(run)
+    directory = RunDir.of(run).checkpoints
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
     checkpoints.save(step, model, optimizer, images=8, progress={}, config=config)
     return Path(manifests.folder_of(directory, step))
@@ -148,10 +147,10 @@ def test_checkpoints_of_another_config_beside_the_record(tmp_path: Path) -> None
 def test_a_record_that_is_older_than_a_field(tmp_path: Path) -> None:
     record = acquire_run_dir(run_at(tmp_path), DIGEST)
     del record.config["train"]["seed"]
-    runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
+    write_json(str(tmp_path / "run" / "config.json"), asdict(record))
     assert acquire_run_dir(run_at(tmp_path), DIGEST).key == record.key
     record.config["train"]["magic"] = 1
-    runs.write_json(str(tmp_path / "run" / "config.json"), asdict(record))
+    write_json(str(tmp_path / "run" / "config.json"), asdict(record))
     with pytest.raises(
         UsageError, match=r"run was started with a config .* \(unknown field train.magic; .*`mode=fresh`"
     ):
@@ -176,20 +175,20 @@ def test_results_and_pauses(tmp_path: Path) -> None:
         Result(status="paused", step=20, metrics={"val/acc1": 0.25}),
         Result(status="diverged", step=120, metrics={"train/loss": float("inf")}, checkpoint="checkpoints/x"),
     ]
-    assert runs.result_of(run) is None
+    assert RunDir.of(run).result() is None
     for end in ends:
-        runs.write_result(runs.run_directory(run), end)
-    assert runs.pauses_of(run) == [ends[1], ends[0]]
-    assert (runs.pause_of(run, 20), runs.pause_of(run, 21)) == (ends[1], None)
-    assert runs.result_of(run) == ends[2]
+        RunDir.of(run).write_result(end)
+    assert RunDir.of(run).pauses() == [ends[1], ends[0]]
+    assert (RunDir.of(run).pause(20), RunDir.of(run).pause(21)) == (ends[1], None)
+    assert RunDir.of(run).result() == ends[2]
     with pytest.raises(UsageError, match=f"{tmp_path}/.*/checkpoints/x holds no whole checkpoint"):
-        runs.result_of(run).load()
+        RunDir.of(run).result().load()
     with pytest.raises(UsageError, match="is paused and has no checkpoint to load"):
-        runs.pause_of(run, 20).load()
+        RunDir.of(run).pause(20).load()
 
 
 def test_the_reason_of_a_failure_is_its_last_line(tmp_path: Path) -> None:
-    assert runs.read_error(str(tmp_path)) == ""
-    runs.write_error(str(tmp_path), "Traceback ..\n  File ..\nValueError: too large\n")
-    runs.write_error(str(tmp_path), "its process died")  # the first error says more
-    assert runs.read_error(str(tmp_path)) == "ValueError: too large"
+    assert RunDir(str(tmp_path)).error() == ""
+    RunDir(str(tmp_path)).write_error("Traceback ..\n  File ..\nValueError: too large\n")
+    RunDir(str(tmp_path)).write_error("its process died")  # the first error says more
+    assert RunDir(str(tmp_path)).error() == "ValueError: too large"

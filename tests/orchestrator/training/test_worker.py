@@ -34,7 +34,7 @@ from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.schedules import ScheduleConfig
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.run_directory import checkpoint_directory, result_of, run_directory
+from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.checkpoint.counted import flip
@@ -98,7 +98,7 @@ def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunCon
     run = override(run, {"model.moe.router.kind": router, "checkpoint.asynchronous": True})
     undisturbed = override(run, {"name": "whole"})
     reports = trained(undisturbed)
-    whole, (folder, manifest) = numbers(reports), newest(checkpoint_directory(undisturbed))
+    whole, (folder, manifest) = numbers(reports), newest(RunDir.of(undisturbed).checkpoints)
     assert folder.endswith("step-00000024")
     assert (manifest.step, manifest.images, manifest.progress["reported"]) == (24, 24 * 16, 24)
     assert manifest.progress["device_s"] == reports[-1][1]["cost/device_s"] > 0
@@ -125,7 +125,7 @@ def test_a_first_moment_in_bfloat16(run: RunConfig, optimizer: dict[str, Any], t
     assert whole[-1][1]["val/loss"] == pytest.approx(exact[-1][1]["val/loss"], rel=tolerance)
     assert whole[-1][1]["val/loss"] < 0.97 * math.log(10)
     assert numbers(whole) != numbers(exact)
-    files = Path(newest(checkpoint_directory(undisturbed))[0]).glob("optimizer-*")
+    files = Path(newest(RunDir.of(undisturbed).checkpoints)[0]).glob("optimizer-*")
     state = {name: tensor.dtype for file in files for name, tensor in load_file(file).items()}
     assert {dtype for name, dtype in state.items() if name.endswith(".exp_avg")} == {torch.bfloat16}
     assert {dtype for name, dtype in state.items() if not name.endswith(".exp_avg")} == {torch.float32}
@@ -163,7 +163,7 @@ def test_weights_that_a_checkpoint_overwrites_are_not_drawn(changes: dict[str, A
         assert len(drawn) == 2 * first
         seen |= numbers(trained(run))
         assert len(drawn) == 2 * first
-        trunk = manifests.folder_of(checkpoint_directory(run), 2)
+        trunk = manifests.folder_of(RunDir.of(run).checkpoints, 2)
         branch = override(run, {"name": "branch", "train.trunk": trunk})
         assert numbers(trained(branch)) == {step: whole[step] for step in (3, 4)}
         assert len(drawn) == 2 * first
@@ -175,7 +175,7 @@ def test_a_run_without_a_whole_checkpoint_starts_anew(run: RunConfig) -> None:
     whole = numbers(trained(override(run, {"name": "whole", "train.steps": 8})))
     run = override(run, {"train.steps": 8})
     trained(run, stop_at=6)
-    (file,) = Path(checkpoint_directory(run)).glob("step-00000005/optimizer-*")
+    (file,) = Path(RunDir.of(run).checkpoints).glob("step-00000005/optimizer-*")
     flip(file, -1)
     assert numbers(trained(run)) == whole
 
@@ -194,7 +194,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoints(
     monkeypatch.setattr(ScheduleConfig, "rate", too_hot)
     ((step, metrics),) = trained(run)
     assert (step, math.isfinite(metrics["train/loss"])) == (30, hot == 29)
-    directory, result = checkpoint_directory(run), result_of(run)
+    directory, result = RunDir.of(run).checkpoints, RunDir.of(run).result()
     assert manifests.steps(directory) == [10, 20]
     for path in Path(directory).rglob("*.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
@@ -213,15 +213,15 @@ def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
     run = override(run, {"train.stop_at": 0.0})
     reports = trained(run)
     assert [step for step, _ in reports] == [1, 2, 3, 4, 5, 6]
-    result, (_, kept) = result_of(run), newest(checkpoint_directory(run))
+    result, (_, kept) = RunDir.of(run).result(), newest(RunDir.of(run).checkpoints)
     assert result
     assert (result.status, result.step, kept.step) == ("finished", 6, 6)
     assert result.metrics == reports[-1][1]
     assert result.metrics["cost/train_flops_6mac"] == train_flops_6mac(run.model, images=6 * 16)
 
-    storage.delete(storage.join(run_directory(run), "result.json"))
+    storage.delete(storage.join(RunDir.of(run).path, "result.json"))
     assert trained(run) == [], "only its result was missing"
-    again = result_of(run)
+    again = RunDir.of(run).result()
     assert again
     assert replace(again, time_s=result.time_s) == result
 
@@ -229,7 +229,7 @@ def test_it_ends_once_it_is_good_enough(run: RunConfig) -> None:
 def test_what_is_not_good_enough_goes_on(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     trained(override(run, {"train.stop_at": 1.0}))
     assert f"{run.name} never reached stop_at=1: best val/acc1 0." in caplog.text
-    result = result_of(run)
+    result = RunDir.of(run).result()
     assert result
     assert (result.status, result.step) == ("finished", 24)
 
@@ -248,7 +248,7 @@ def test_it_starts_from_other_weights_once(run: RunConfig, caplog: pytest.LogCap
     dense = override(run, {"name": "dense", "model.moe": None, "train.lr": 0.02})
     trained(dense)
     changes = {
-        "train.init_from": checkpoint_directory(dense),
+        "train.init_from": RunDir.of(dense).checkpoints,
         "train.lr": 0.0,
         "model.moe.router.kind": "soft",
     }
@@ -292,7 +292,7 @@ def test_a_save_that_fails_does_not_stop_training(
     errors = [r.getMessage() for r in ours if r.levelno == logging.ERROR]
     assert [next(s for s in (10, 15) if f"step {s} " in line) for line in errors] == [10, 15]
     assert all("No space left on device" in line for line in errors)
-    result = result_of(run)
+    result = RunDir.of(run).result()
     assert result is not None
     assert result.step == 24
 
@@ -302,10 +302,10 @@ def test_a_run_is_not_complete_without_its_weights(run: RunConfig, monkeypatch: 
         fails_at(full, 24)
         with pytest.raises(OSError, match=r"saving step 24 .*No space left"):
             trained(run)
-    assert result_of(run) is None
-    assert newest(checkpoint_directory(run))[1].step == 20
+    assert RunDir.of(run).result() is None
+    assert newest(RunDir.of(run).checkpoints)[1].step == 20
     assert [step for step, _ in trained(run)] == [21, 22, 23, 24]
-    assert result_of(run) is not None
+    assert RunDir.of(run).result() is not None
 
 
 @pytest.mark.parametrize(
@@ -327,8 +327,8 @@ def test_options_of_one_worker_change_no_more_than_rounding(
     errors = [abs(b["train/loss"] / a["train/loss"] - 1) for (_, a), (_, b) in pairs]
     assert least <= max(errors)
     assert all(error <= most for error in errors)
-    _, manifest = newest(checkpoint_directory(override(run, {"name": "spread"})))
-    folder = manifests.folder_of(checkpoint_directory(override(run, {"name": "spread"})), 6)
+    _, manifest = newest(RunDir.of(override(run, {"name": "spread"})).checkpoints)
+    folder = manifests.folder_of(RunDir.of(override(run, {"name": "spread"})).checkpoints, 6)
     tensors = [t for name in manifest.weights() for t in load_file(f"{folder}/{name}").values()]
     assert {tensor.dtype for tensor in tensors} == {torch.float32}  # the masters
     assert torch.isfinite(torch.tensor(spread[-1][1]["val/loss"]))
@@ -360,7 +360,7 @@ def test_too_many_bad_images_end_the_run_which_continues_with_a_higher_limit(bro
     ]
     assert counts[-1] == 4
     assert counts == sorted(counts)
-    with Path(run_directory(broken), "bad_images.csv").open() as file:
+    with Path(RunDir.of(broken).path, "bad_images.csv").open() as file:
         assert {row["key"] for row in csv.DictReader(file)} == {f"grey-{n}" for n in (*BAD, 45)}
 
 
