@@ -10,6 +10,7 @@ python jobs/export.py quickstart/trials/w16-soft-seed0 --step 120 --out arm.safe
 python jobs/export.py s3://bucket/runs/soft/checkpoints --out soft.safetensors
 python jobs/export.py dense --out dense-timm --format timm             dense models: timm opens the folder
 python jobs/export.py dense --out dense-hf --format huggingface        dense models: transformers opens it
+python jobs/export.py soft --out soft-mlflow --format mlflow           mlflow models serve -m soft-mlflow
 python jobs/export.py soft --out soft.onnx --format onnx               onnxruntime runs it
 python jobs/export.py soft --out soft.pt2 --format torch               torch.export.load opens it
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
@@ -20,6 +21,7 @@ python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,10 +38,10 @@ class ExportFlags:
     )
     step: int | None = flag(None, "export this checkpoint and no other; default: the newest whole checkpoint")
     out: str | None = flag(None, "local file, ending in .safetensors; any other name is a local folder")
-    format: Literal["moe", "timm", "huggingface", "torch", "onnx"] = flag(
+    format: Literal["moe", "timm", "huggingface", "mlflow", "torch", "onnx"] = flag(
         "moe",
-        "who reads it: a folder for timm or transformers, if the model is dense; a file of torch.export"
-        " (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
+        "who reads it: a folder for timm or transformers, if the model is dense; a folder that MLflow serves;"
+        " a file of torch.export (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
     )
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
@@ -58,7 +60,11 @@ class ExportFlags:
         ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
         if self.out and ending and not self.out.endswith(ending):
             raise UsageError(f"--format {self.format} writes a file: end --out in {ending}")
-        if self.out and self.format in ("timm", "huggingface") and self.out.endswith(".safetensors"):
+        if (
+            self.out
+            and self.format in ("timm", "huggingface", "mlflow")
+            and self.out.endswith(".safetensors")
+        ):
             raise UsageError(f"--format {self.format} writes a folder: give --out without .safetensors")
         if self.evaluate and not self.averages():
             raise UsageError("--evaluate compares several models with their average; give several")
@@ -140,6 +146,7 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     from orchestrator.checkpoint.foreign.outward import write_foreign
     from orchestrator.checkpoint.models import read_model
     from orchestrator.checkpoint.weights import check_export
+    from orchestrator.tracking.pyfunc import write_pyfunc
 
     assert flags.out
     out = storage.absolute(flags.out)
@@ -150,6 +157,15 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
         check_out(out, own=(WEIGHTS,), apart=(apart,))
         write_foreign(out, folder, source, fresh=flags.fresh)
         print(f"{out}: {folder.opens.format(out=out)}")
+        return
+    if flags.format == "mlflow":
+        check_out(out, own=("MLmodel",), apart=(apart,))
+        if storage.names(out):
+            if not flags.fresh:
+                raise UsageError(f"{out} holds an export already; `fresh` replaces it")
+            shutil.rmtree(out)
+        write_pyfunc(source, out)
+        print(f"{out}: mlflow.pyfunc.load_model({out!r})")
         return
     check_file("--out", out)
     if storage.size(out) is not None and not flags.fresh:

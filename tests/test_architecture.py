@@ -52,9 +52,11 @@ orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchest
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.storage:
 orchestrator.threads: moe.model
-orchestrator.tracking: moe.config orchestrator.codec orchestrator.config orchestrator.storage
+orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
+    orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
     orchestrator.tasks orchestrator.tracking orchestrator.training.metrics_file
     orchestrator.training.run_directory orchestrator.training.sweep_directory
+orchestrator.tracking.served: moe.load orchestrator.data.batch orchestrator.data.images
 orchestrator.data: moe.config moe.tokenizers orchestrator.config orchestrator.data orchestrator.plugins
     orchestrator.storage orchestrator.threads
 orchestrator.data.plan:

@@ -72,6 +72,7 @@ NEEDS = {  # programs on the other pages -> what they need
     "gcloud": "an account of Google Cloud",
     "helm": "Kubernetes",
     "kubectl": "Kubernetes",
+    "mlflow": "a registered model",
     "pg_dump": "a database",
     "pip": "the network",
     "prometheus": "a cluster",

@@ -1,6 +1,7 @@
 """Checkpoints as models in MLflow: a LoggedModel per trained run, and registered versions of a sweep's best.
 
 The weights stay where training wrote them; a version has their digest, so that it never loads other weights.
+Small models that are registered are copied too, so that MLflow itself loads and serves them.
 """
 
 import logging
@@ -11,13 +12,16 @@ from collections.abc import Mapping
 from mlflow.entities import LoggedModel, LoggedModelStatus, Metric
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
+from mlflow.models import Model as MLmodel
 from mlflow.models.utils import get_external_mlflow_model_spec
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from moe.config import did_you_mean
+from orchestrator.checkpoint.models import read_model
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.tracking.find import KEY, SWEEP_KEY, find_by_tag, find_run, mlflow_errors
+from orchestrator.tracking.pyfunc import is_servable, is_small, write_pyfunc
 from orchestrator.tracking.store import Tracking, open_reader, redact_uri
 
 CHECKPOINT = "checkpoint"  # tag of a LoggedModel and of a version: the folder of the checkpoint
@@ -137,8 +141,10 @@ def register(
     for alias, (run_id, model) in models.items():
         same = (v for v in versions if v.run_id == run_id and v.tags.get(WEIGHTS) == model["weights"])
         version = next(same, None)
+        logged = _find_checkpoint(tracking, run_id, model["weights"])
+        if logged is not None and logged.tags.get(MLFLOW_MODEL_IS_EXTERNAL) == "true":
+            _pack_small(tracking, logged, model["uri"])
         if version is None:
-            logged = _find_checkpoint(tracking, run_id, model["weights"])
             if logged is None:
                 continue
             # not models:/<id>, which MLflow would look up in its default store
@@ -165,6 +171,24 @@ def register(
         if str(known[alias]) in ours:
             client.delete_registered_model_alias(name, alias)
     return found
+
+
+def _pack_small(tracking: Tracking, logged: LoggedModel, uri: str) -> None:
+    """Copies a small classifier to MLflow, which then loads and serves it; others stay where they are."""
+    client = tracking.client
+    # As its `artifact_path` MLflow itself writes the place, which is one of this machine.
+    known = MLmodel(artifact_path=logged.name, run_id=logged.source_run_id, model_id=logged.model_id)
+    try:
+        source = read_model(uri, whole=False)
+        if not is_small(source) or not is_servable(source):
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            write_pyfunc(source, f"{folder}/model", known)
+            client.log_model_artifacts(logged.model_id, f"{folder}/model")
+    except (UsageError, OSError) as error:
+        log.warning("%s is not copied to MLflow, which cannot serve it: %s", uri, error)
+        return
+    client.delete_logged_model_tag(logged.model_id, MLFLOW_MODEL_IS_EXTERNAL)
 
 
 def _acquire_model(tracking: Tracking, sweep: str, key: str, directory: str, run_ids: set[str]) -> str:

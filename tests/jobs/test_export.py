@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import mlflow.pyfunc
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -24,6 +27,7 @@ from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import load_model
 from orchestrator.training.fit import fit
 from tests.orchestrator.evaluation.exported import SOFT, exported
+from tests.parts import png
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {
@@ -33,6 +37,7 @@ CHANGES = {
     "train.eval_every": 2,
     "checkpoint.every": 2,
 }
+MLFLOW = ("--format", "mlflow")
 Call = Callable[..., tuple[str, str]]
 
 
@@ -156,6 +161,25 @@ def test_a_mixture_is_refused_by_other_libraries(home, call, tmp_path):
     code, _ = call("soft", "--out", f"{tmp_path}/soft", "--format", "timm")
     assert code == "error: timm cannot express experts: --format moe, torch or onnx can"
     assert not (tmp_path / "soft").exists()
+
+
+def test_for_mlflow(
+    home: Path, call: Call, digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint, and the file that is exported from it, which MLflow opens as the same model."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # MLflow puts the packed code there
+    outs = [f"{tmp_path}/{name}" for name in ("soft", "soft.safetensors", "again")]
+    for source, out, flags in (("soft", outs[0], MLFLOW), ("soft", outs[1], ()), (outs[1], outs[2], MLFLOW)):
+        code, said = call(source, "--out", out, *flags)
+        assert code == "", said
+    assert said == f"{outs[2]}: mlflow.pyfunc.load_model({outs[2]!r})\n"
+    image = pd.DataFrame({"image": [png(np.full((9, 8, 3), 200))]})
+    found, again = (mlflow.pyfunc.load_model(out).predict(image) for out in (outs[0], outs[2]))
+    assert 0.1 < found["probability"][0] < 1
+    assert again.equals(found)
+    code, _ = call("soft", "--out", outs[0], *MLFLOW)
+    assert code == f"error: {outs[0]} holds an export already; --fresh replaces it"
+    assert call("soft", "--out", outs[0], *MLFLOW, "--fresh")[0] == ""
 
 
 def test_an_exported_file_goes_out(empty_home, call, tmp_path):
@@ -304,6 +328,7 @@ def test_what_is_not_there(task, home, call):
         ["soft", "--out", "x", "--format", "onnx"],
         ["soft", "--out", "x.onnx", "--format", "torch"],
         ["soft", "--out", "x.safetensors", "--format", "timm"],
+        ["soft", "--out", "x.safetensors", "--format", "mlflow"],
         ["soft", "--out", "x", "--format", "tensorflow"],
     ],
 )

@@ -1,0 +1,72 @@
+"""A model that MLflow serves: encoded images in, the likeliest class of each and its probability out.
+
+A copy lies beside the weights, with `moe` and the transform of images: this module needs no more of ours.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from mlflow.exceptions import MlflowException
+
+from moe.load import CONFIG, load
+from orchestrator.data.batch import normalize
+from orchestrator.data.images import BadImage, Transform
+
+IMAGES_PER_PASS = 64
+TRANSFORM = ("eval_resize", "eval_crop", "eval_interpolation")
+
+
+class ImageClassifier:
+    """A model in evaluation. `predict` takes images as bytes of a JPEG, PNG or other format, or as their
+    base64, in a column `image` or as the only column.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = load(folder, self.device)
+        self.classes: list[str] | None = config["classes"]
+        settings = {name: config[name] for name in TRANSFORM}
+        self.transform = Transform(size=self.model.config.image_size, **settings)
+
+    @torch.inference_mode()
+    def predict(self, images: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
+        """Returns the columns `label`, a number if the names of the classes are unknown, and `probability`.
+
+        Raises:
+            MlflowException: for a bad image, with the code that the server answers as 400.
+        """
+        pixels = torch.stack([self._decoded(row, image) for row, image in enumerate(images.iloc[:, 0])])
+        moe = self.model.config.moe
+        group = moe.images_per_group if moe else 1
+        passes = pixels.split(max(1, IMAGES_PER_PASS // group) * group)
+        logits = torch.cat([self.model(normalize(each.to(self.device))).logits for each in passes])
+        probability, index = logits.float().softmax(-1).max(-1)
+        labels = [self.classes[i] if self.classes else str(i) for i in index.tolist()]
+        return pd.DataFrame({"label": labels, "probability": probability.double().cpu()})
+
+    def _decoded(self, row: int, image: bytes | str) -> torch.Tensor:
+        try:
+            return self.transform(_encoded(image))
+        except (BadImage, ValueError, TypeError) as error:
+            raise MlflowException.invalid_parameter_value(f"image {row}: {error}") from None
+
+
+def _encoded(image: bytes | str) -> bytes:
+    """The image itself. MLflow decodes base64 in some of its formats of JSON, and leaves it in others."""
+    try:
+        return base64.b64decode(image, validate=True)
+    except ValueError:
+        if isinstance(image, str):
+            raise
+        return image
+
+
+def _load_pyfunc(path: str) -> ImageClassifier:
+    """The name and the argument are MLflow's."""
+    return ImageClassifier(Path(path))

@@ -1,0 +1,166 @@
+"""Registered models that MLflow opens by itself: in this process, and in one where the project is missing."""
+
+import base64
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import mlflow.pyfunc
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from mlflow.exceptions import MlflowException
+
+from orchestrator.data.batch import normalize
+from orchestrator.data.images import Transform
+from orchestrator.evaluation.models import load_model
+from orchestrator.tracking import pyfunc
+from orchestrator.tracking.store import open_reader, open_tracking
+from orchestrator.tracking.sync import Sync
+from tests.orchestrator.tracking.stores import wait_until
+from tests.parts import free_port, png
+
+ROOT = Path(__file__).parents[3]
+NAME = "models:/tiny@pareto-knee"
+# Takes out of a Python's path what an editable install of this project puts there.
+WITHOUT_US = """
+import pathlib, sys
+sys.path[:] = [place for place in sys.path if not pathlib.Path(place, "moe").is_dir()]
+"""
+
+
+def images(count: int) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    return [png(rng.integers(0, 255, (20 + 3 * i, 31 + i, 3))) for i in range(count)]
+
+
+@pytest.fixture
+def store(trained_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    uri = f"sqlite:///{trained_home}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # MLflow puts the packed code there
+    return uri
+
+
+def test_it_is_the_model_that_was_trained(trained_home: Path, store: str) -> None:
+    packed = mlflow.pyfunc.load_model(NAME)
+    ours = load_model(NAME, root=str(trained_home), tracking_uri=store)
+    transform = Transform(size=ours.config.image_size)
+    found = packed.predict(pd.DataFrame({"image": images(9)}))
+    pixels = torch.stack([transform(image) for image in images(9)])
+    with torch.inference_mode():
+        probability, label = ours(normalize(pixels)).logits.softmax(-1).max(-1)
+    assert list(found["label"]) == [str(i) for i in label.tolist()]  # the digits are called so
+    assert list(found["probability"]) == probability.double().tolist()
+    with pytest.raises(MlflowException, match="image 1: not an image of a known format") as error:
+        packed.predict(pd.DataFrame({"image": [images(1)[0], b"no image"]}))
+    assert error.value.get_http_status_code() == 400
+
+
+def test_nothing_of_the_machine_goes_along(trained_home: Path, store: str, tmp_path: Path) -> None:
+    client = open_reader(store).client
+    source = client.get_model_version_by_alias("tiny", "pareto-knee").source
+    files = [file for file in Path(source).rglob("*") if file.is_file()]
+    assert {"moe/load.py", "orchestrator/tracking/served.py"} <= {
+        str(file.relative_to(f"{source}/code")) for file in files if "code" in file.parts
+    }
+    for file in files:
+        assert file.suffix in (".py", ".json", ".yaml", ".txt", ".safetensors", ""), file
+        for path in (str(trained_home), str(ROOT), str(Path.home())):
+            assert path.encode() not in file.read_bytes(), file
+
+
+def test_a_large_model_stays_where_it_is(
+    trained_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow says that it is elsewhere. The same version has it once it counts as small."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tracking = open_tracking(f"sqlite:///{tmp_path}/other.db", artifacts=f"{tmp_path}/artifacts")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking.uri)
+    with monkeypatch.context() as patch:
+        patch.setattr(pyfunc, "SMALL", 1)
+        Sync(tracking, f"{trained_home}/tiny").update()
+        with pytest.raises(MlflowException, match="artifacts are external"):
+            mlflow.pyfunc.load_model(NAME)
+    Sync(tracking, f"{trained_home}/tiny").update()
+    assert len(mlflow.pyfunc.load_model(NAME).predict(pd.DataFrame({"image": images(1)}))) == 1
+
+
+@pytest.fixture
+def server(trained_home: Path, store: str, tmp_path: Path) -> Iterator[str]:
+    """The command of docs/weights.md, in a Python that cannot import the project."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_US)
+    env = {name: value for name, value in os.environ.items() if name != "MLFLOW_RUN_ID"}
+    env |= {"PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    missing = [
+        sys.executable,
+        "-c",
+        "import importlib.util as u; print(u.find_spec('moe'), u.find_spec('jobs'))",
+    ]
+    assert subprocess.check_output(missing, cwd=tmp_path, env=env, text=True) == "None None\n"
+    port, log = free_port(), tmp_path / "log"
+    (command,) = re.findall("^mlflow models serve .*", (ROOT / "docs/weights.md").read_text(), re.MULTILINE)
+    process = subprocess.Popen(
+        shlex.split(command.replace("quickstart", "tiny").replace("5001", str(port))),
+        cwd=tmp_path,
+        env=env,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+    def answers() -> bool:
+        assert process.poll() is None, log.read_text()
+        with suppress(OSError):
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).status == 200
+        return False
+
+    try:
+        wait_until(answers, 120)
+        yield f"http://127.0.0.1:{port}/invocations"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def post(url: str, content: object) -> tuple[int, dict]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.smoke
+def test_it_answers_over_http(trained_home: Path, store: str, server: str) -> None:
+    good = base64.b64encode(images(1)[0]).decode()
+    expected = mlflow.pyfunc.load_model(NAME).predict(pd.DataFrame({"image": images(1)}))
+    for content in (
+        {"dataframe_split": {"columns": ["image"], "data": [[good]]}},
+        {"dataframe_records": [{"image": good}]},
+        {"inputs": {"image": [good]}},
+    ):
+        status, answer = post(server, content)
+        assert (status, len(answer.get("predictions", ""))) == (200, 1), answer
+        (found,) = answer["predictions"]
+        assert found["label"] == expected["label"][0]
+        assert found["probability"] == pytest.approx(expected["probability"][0], rel=1e-6)
+    for bad, reason in (
+        (base64.b64encode(b"no image").decode(), "image 0: not an image of a known format ("),
+        (good[: len(good) // 8 * 4], "image 0: OSError"),
+    ):
+        status, answer = post(server, {"dataframe_records": [{"image": bad}]})
+        assert status == 400
+        assert answer["message"].splitlines()[-1].startswith(f"Error: {reason}")  # MLflow's own stand before
