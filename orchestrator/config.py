@@ -115,6 +115,8 @@ class TrainConfig(Config):
         seed: the number from which initial weights, router noise and the order of the images are drawn.
         init_from: weights to start from, as far as they fit: a directory of checkpoints, one checkpoint's
             folder or an exported file. None: all weights are drawn from `seed`.
+        init_noise: what is added to each expert that is a copy of an MLP: this times the expert's own initial
+            draw. With 0 all experts of a block start equal.
         init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
         freeze: prefixes of the names of tensors that are not trained, as ``image.`` for the image tower of
             two towers: they are neither decayed nor counted in the gradient's norm.
@@ -137,6 +139,7 @@ class TrainConfig(Config):
     lr: NonNegativeFloat = 1e-3
     seed: NonNegativeInt = 0
     init_from: str | None = None
+    init_noise: NonNegativeFloat = 0.0
     init_without: str | None = None
     freeze: tuple[str, ...] = ()
     trunk: str | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe.config import NonNegativeFloat
 from moe.overrides import RoutingOverrides
-from moe.routers.affinity import AffinityConfig, SoftmaxConfig
+from moe.routers.affinity import AffinityConfig, Gating, SoftmaxConfig
 from moe.routers.choice import CapacityConfig, ChoiceRouter
 from moe.routing import at_least_fp32
 
@@ -24,12 +24,14 @@ class ExpertChoiceConfig(CapacityConfig):
     Attributes:
         affinity: the score by which experts pick.
         combine: weigh outputs by the softmax (Routers, section 2.2) or by the affinity itself.
+        normalize: divide a token's weights by their sum over the experts that picked it.
         noise_std: standard deviation of the training noise on the logits, times E.
     """
 
     kind: Literal["expert_choice"] = "expert_choice"
     affinity: AffinityConfig = SoftmaxConfig()
     combine: Literal["softmax", "affinity"] = "softmax"
+    normalize: bool = False
     noise_std: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
@@ -77,6 +79,13 @@ class ExpertChoiceRouter(ChoiceRouter):
         G, S = valid_GS.shape
         picked_GES = at_least_fp32(valid_GS).new_zeros(G, self.num_experts, S + 1).scatter(2, choice, 1.0)
         return picked_GES[..., :S].transpose(1, 2)
+
+    def weights(self, config: ExpertChoiceConfig, choice: Tensor, gated: Gating) -> Tensor:
+        weights_GSE = super().weights(config, choice, gated)
+        if not config.normalize:
+            return weights_GSE
+        picked_GSE = weights_GSE * self.chosen(choice, weights_GSE[..., 0])
+        return picked_GSE / picked_GSE.sum(-1, keepdim=True).clamp(min=torch.finfo(picked_GSE.dtype).tiny)
 
 
 def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:

@@ -265,6 +265,7 @@ def start_from(
     location: str,
     *,
     without: str | None = None,
+    noise: float = 0.0,
     group: dist.ProcessGroup | None = None,
 ) -> StartReport:
     """Fills a model in place with the weights at `location` that fit, as `moe.adapt.plan_transfer` decides;
@@ -276,6 +277,7 @@ def start_from(
     location: a directory of checkpoints, of which the newest whole one is taken, the folder of a checkpoint,
         or a `SUFFIX` file.
     without: tensors whose names begin with this stay as initialised though they fit.
+    noise: a copy of an MLP is added to this times what the expert was initialised with.
 
     Raises:
         UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
@@ -291,7 +293,8 @@ def start_from(
         }
         fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
     for name, conversion in transfer.converted.items():
-        _fill_part(here[name], conversion.of(whole[conversion.source]))
+        kept = noise if conversion.source != name else 0.0
+        _fill_part(here[name], conversion.of(whole[conversion.source]), kept)
     return report
 
 
@@ -335,14 +338,15 @@ def _compare(
     return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
 
 
-def _fill_part(target: Tensor, whole: Tensor) -> None:
-    """Fills this rank's part of `target` from `whole`."""
+def _fill_part(target: Tensor, whole: Tensor, kept: float) -> None:
+    """Fills this rank's part of `target` from `whole`, to which `kept` times what it holds is added."""
     if isinstance(target, DTensor):
         (part,) = target.__create_chunk_list__()
         for dim, (offset, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
             whole = whole.narrow(dim, offset, length)
     with torch.no_grad():
-        local_part(target).copy_(whole)
+        part = local_part(target)
+        part.copy_(whole + kept * part if kept else whole)
 
 
 def _abridged(names: Iterable[str]) -> str:

@@ -158,8 +158,13 @@ class Worker:
             return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
         set_weights(self.model, run.train.seed)
         if run.train.init_from:
-            without, group = run.train.init_without, self.checkpoints.group
-            started = start_from(self.model, run.train.init_from, without=without, group=group)
+            started = start_from(
+                self.model,
+                run.train.init_from,
+                without=run.train.init_without,
+                noise=run.train.init_noise,
+                group=self.checkpoints.group,
+            )
             log.info("%s %s", run.name, started)
             return 0, Progress(), self._first_losses(started)
         return 0, Progress(), {}

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -93,6 +94,30 @@ def test_exact_arms_keep_the_function_of_the_dense_model(tmp_path: Path) -> None
             off[name] = float((model.eval()(images).logits - wanted).abs().max() / wanted.abs().max())
     exact = {name.removesuffix("-seed0") for name, value in off.items() if value < 1e-5}
     assert exact == {"dense", "exact", "mixture"}, off
+
+
+def test_copies_with_noise_are_not_equal(tmp_path: Path) -> None:
+    """By a share of their own draws: a thousandth moves the outputs by less than a hundredth. The same seed
+    draws the same noise.
+    """
+    run = make_sweep("upcycle", "tiny").runs()["exact-seed0"]
+    dense = replace(run.model, moe=None).build(seed=3)
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    images, found = torch.randn(4, 3, *2 * (dense.config.image_size,)), {}
+    for noise in (0.0, 1e-3, 1e-3):
+        model = run.model.build(seed=0).eval()
+        fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        start_from(model, str(tmp_path / "dense.safetensors"), noise=noise)
+        state = model.state_dict()
+        for name, tensor in state.items():
+            if ".experts.w_in" in name:
+                mlp = dense.state_dict()[name.replace("experts.w_in_EDF", "up.weight")].t()
+                torch.testing.assert_close(tensor, mlp + noise * fresh[name], rtol=0, atol=1e-7)
+                assert torch.equal(tensor[0], tensor[1]) == (noise == 0)
+        assert not noise or noise not in found or torch.equal(found[noise], model.features(images))
+        found[noise] = model.features(images).detach()
+    off = float((found[1e-3] - found[0.0]).abs().max() / found[0.0].abs().max())
+    assert 1e-6 < off < 1e-2
 
 
 def test_the_loss_before_training_is_measured_beside_that_of_the_weights(

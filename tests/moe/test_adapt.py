@@ -59,6 +59,8 @@ SUM_TO_ONE = {
     # a softmax over all experts, each of which has room for every token
     "every expert": TokenChoiceConfig(k=4, capacity_factor=1.0),
     "mixture": MixtureConfig(),
+    # each expert takes every token
+    "expert choice": ExpertChoiceConfig(capacity_factor=4),
 }
 
 

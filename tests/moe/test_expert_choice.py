@@ -34,6 +34,23 @@ def test_a_token_may_be_picked_by_several_experts_or_none():
     assert routing.stats["load_cv"].item() == 0.0
 
 
+@pytest.mark.parametrize("c", [0.5, 1.0, 2.0])
+def test_normalised_weights_keep_what_equal_experts_compute(c):
+    """Each token that some expert picked gets the whole output of one; otherwise only a share of it."""
+    x_GSD, whole = randn(2, 16, 8), {}
+    for normalize in (True, False):
+        layer = build_layer(ExpertChoiceConfig(capacity_factor=c, normalize=normalize))
+        for parameter in layer.experts.parameters():
+            parameter.data[:] = parameter.data[0].clone()
+        routing = layer.router(x_GSD, torch.ones(2, 16))
+        picked_GS = torch.zeros(2, 16).scatter(1, routing.token_GEC.flatten(1), 1.0)
+        expected = every_expert(layer, x_GSD)[0] * picked_GS[..., None]
+        got = routing.combine(layer.experts(routing.dispatch(x_GSD)))
+        whole[normalize] = torch.allclose(got, expected, atol=1e-6)
+    assert picked_GS.any()
+    assert whole == {True: True, False: False}
+
+
 def test_padding_leaves_slots_empty():
     """Three slots, two valid tokens: the third slot stays empty, and weighs nothing."""
     router = gate_router(ExpertChoiceConfig(capacity_factor=1.5), [[1.0, -1.0]])
