@@ -117,6 +117,8 @@ class TrainConfig(Config):
             folder or an exported file. None: all weights are drawn from `seed`.
         init_noise: what is added to each expert that is a copy of an MLP: this times the expert's own initial
             draw. With 0 all experts of a block start equal.
+        init_optimizer: also take over the optimiser's state of these weights, where the checkpoint has it. A
+            new router starts with none.
         init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
         freeze: prefixes of the names of tensors that are not trained, as ``image.`` for the image tower of
             two towers: they are neither decayed nor counted in the gradient's norm.
@@ -140,6 +142,7 @@ class TrainConfig(Config):
     seed: NonNegativeInt = 0
     init_from: str | None = None
     init_noise: NonNegativeFloat = 0.0
+    init_optimizer: bool = False
     init_without: str | None = None
     freeze: tuple[str, ...] = ()
     trunk: str | None = None
@@ -157,6 +160,8 @@ class TrainConfig(Config):
         super().__post_init__()
         if self.stop_at is not None and self.eval_every is None:
             raise ValueError(f"stop_at={self.stop_at} is checked every eval_every steps: set that too")
+        if self.init_from is None and (self.init_noise or self.init_optimizer):
+            raise ValueError("init_noise and init_optimizer need weights to start from: set init_from too")
         warmup, cooldown = self.schedule.phases(self.steps)
         if warmup + cooldown > self.steps:
             raise ValueError(

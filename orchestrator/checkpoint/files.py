@@ -35,8 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
@@ -169,9 +171,25 @@ def load_state(
         raise
     set_model_state_dict(model, {name: wanted[name] for name in weights})
     if optimizer is not None:
-        moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
-        moments |= {n.removeprefix(OPTIMIZER): t for n, t in wanted.items() if n not in weights}
-        set_optimizer_state_dict(model, optimizer, moments, options=FLAT)
+        set_moments(model, optimizer, wanted)
+
+
+def set_moments(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Sets the optimiser's state to what `state_of` returned, filled since."""
+    moments: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    moments |= {n.removeprefix(OPTIMIZER): t for n, t in state.items() if n.startswith(OPTIMIZER)}
+    set_optimizer_state_dict(model, optimizer, moments, options=FLAT)
+
+
+def fill_part(target: Tensor, whole: Tensor, kept: float = 0.0) -> None:
+    """Fills this rank's part of `target` from `whole`, to which `kept` times what it holds is added."""
+    if isinstance(target, DTensor):
+        (part,) = target.__create_chunk_list__()
+        for dim, (offset, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+            whole = whole.narrow(dim, offset, length)
+    with torch.no_grad():
+        mine = local_part(target)
+        mine.copy_(whole + kept * mine if kept else whole)
 
 
 def fill(

@@ -17,16 +17,23 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
 from moe.model import Model, ModelConfig
-from moe.parallel import local_part
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
-from orchestrator.checkpoint.files import SUFFIX, WeightsReader, fill, open_tensors
+from orchestrator.checkpoint.files import (
+    OPTIMIZER,
+    SUFFIX,
+    WeightsReader,
+    fill,
+    fill_part,
+    open_tensors,
+    set_moments,
+    state_of,
+)
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
     DamagedError,
@@ -294,8 +301,44 @@ def start_from(
         fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
     for name, conversion in transfer.converted.items():
         kept = noise if conversion.source != name else 0.0
-        _fill_part(here[name], conversion.of(whole[conversion.source]), kept)
+        fill_part(here[name], conversion.of(whole[conversion.source]), kept)
     return report
+
+
+def load_moments(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    started: StartReport,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fills the optimiser's state of the tensors that `start_from` took over; each copy of an MLP gets a copy
+    of its state. The state of other tensors is that before the first update.
+
+    Raises:
+        UsageError: if there is no state of such an optimiser beside the weights, or it is damaged.
+    """
+    prefix, wanted, transfer = f"{OPTIMIZER}state.", state_of(model, optimizer), started.transfer
+    location, same, whole, made = started.source, dict[str, Tensor](), dict[str, Tensor](), []
+    manifest = None if location.endswith(SUFFIX) else find_checkpoint(location, group, whole=False)[1]
+    if manifest is not None and manifest.has_optimizer():
+        with open_tensors(location, list(manifest.files), group, manifest) as reader:
+            there = reader.tensors()
+            for name, tensor in wanted.items():
+                param, _, kind = name.removeprefix(prefix).rpartition(".")
+                source = conversion.source if (conversion := transfer.converted.get(param)) else param
+                key = f"{prefix}{source}.{kind}"
+                shape = there[key].shape if name.startswith(prefix) and key in there else None
+                if conversion and shape in ((), there[source].shape):  # a factored state has another
+                    whole[key] = torch.empty_like(there[key], device="cpu")
+                    made.append((tensor, key, conversion.of if shape else torch.clone))
+                elif param in transfer.copied and shape == tensor.shape:
+                    same[key] = tensor
+            fill(same | whole, reader, group)
+    if not same:
+        raise UsageError(f"{location} holds no state of the optimiser that this run has")
+    for tensor, key, of in made:
+        fill_part(tensor, of(whole[key]))
+    set_moments(model, optimizer, wanted)
 
 
 def start_report(config: ModelConfig, location: str, *, without: str | None = None) -> StartReport:
@@ -336,17 +379,6 @@ def _compare(
         )
     numbers = sum(model[name].numel() for name in origins)
     return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
-
-
-def _fill_part(target: Tensor, whole: Tensor, kept: float) -> None:
-    """Fills this rank's part of `target` from `whole`, to which `kept` times what it holds is added."""
-    if isinstance(target, DTensor):
-        (part,) = target.__create_chunk_list__()
-        for dim, (offset, length) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-            whole = whole.narrow(dim, offset, length)
-    with torch.no_grad():
-        part = local_part(target)
-        part.copy_(whole + kept * part if kept else whole)
 
 
 def _abridged(names: Iterable[str]) -> str:

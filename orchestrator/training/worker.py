@@ -18,7 +18,7 @@ from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import StartReport, start_from
+from orchestrator.checkpoint.weights import StartReport, load_moments, start_from
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
@@ -158,13 +158,16 @@ class Worker:
             return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
         set_weights(self.model, run.train.seed)
         if run.train.init_from:
+            group = self.checkpoints.group
             started = start_from(
                 self.model,
                 run.train.init_from,
                 without=run.train.init_without,
                 noise=run.train.init_noise,
-                group=self.checkpoints.group,
+                group=group,
             )
+            if run.train.init_optimizer:
+                load_moments(*state, started, group)
             log.info("%s %s", run.name, started)
             return 0, Progress(), self._first_losses(started)
         return 0, Progress(), {}
