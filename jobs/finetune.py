@@ -65,7 +65,7 @@ def main() -> None:
 
 def finetune(flags: FineTuneFlags) -> dict[str, str]:
     """Trains and records the runs of the flags; returns why runs failed, by their names."""
-    from orchestrator.checkpoint.weights import start_report
+    from orchestrator.checkpoint.start import start_report
     from orchestrator.evaluation.evaluate import default_device
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
     from orchestrator.sweeps.finetune import fine_tuned, probe

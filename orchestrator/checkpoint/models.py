@@ -11,7 +11,8 @@ from moe.model import Model
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
-from orchestrator.checkpoint.weights import classes_of_run, read_metadata, start_from
+from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.weights import classes_of_run, read_metadata
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest

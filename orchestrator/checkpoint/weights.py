@@ -1,38 +1,28 @@
-"""Weights apart from their run: models that start from them, exports to a file or folder, and readers."""
+"""Weights apart from their run: readers, and exports to a file or folder."""
 
 import hashlib
 import json
 import os
-import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from moe.adapt import Transfer, plan_transfer, shapes_of
 from moe.load import CONFIG, WEIGHTS
-from moe.model import Model, ModelConfig
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
 from orchestrator.checkpoint.files import (
-    OPTIMIZER,
     SUFFIX,
     WeightsReader,
     fill,
-    fill_part,
     open_tensors,
-    set_moments,
-    state_of,
 )
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
@@ -48,7 +38,6 @@ from orchestrator.errors import UsageError
 from orchestrator.plugins import save_plugins
 
 VERSION = "1"  # version of the metadata in an exported file
-SHOWN = 5  # names that a message lists; the others are counted
 
 
 class WeightsSource(NamedTuple):
@@ -239,165 +228,3 @@ def classes_of_run(run: RunConfig) -> tuple[str, ...] | None:
     except (UsageError, OSError):
         return None
     return names if len(names) == run.model.num_classes else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartReport:
-    """The tensors that a model took over from another model's weights.
-
-    source: the checkpoint's folder, or the file.
-    step: step of the source's run; None if the file does not say.
-    numbers: how many numbers were copied or converted.
-    """
-
-    source: str
-    step: int | None
-    transfer: Transfer
-    numbers: int
-
-    def __str__(self) -> str:
-        taken = self.transfer
-        converted = {name: conversion.how for name, conversion in taken.converted.items()}
-        tensors = f"{len(taken.copied)} tensors as they are, {len(converted)} converted"
-        step = "" if self.step is None else f", step {self.step}"
-        lines = [f"started from {self.source}{step}: {tensors}, {self.numbers:,} numbers"]
-        lines += [f"  converted {line}" for line in _by_reason(converted)]
-        lines += [f"  as initialised {line}" for line in _by_reason(taken.initial)]
-        lines += [f"  not used {_abridged(taken.unused)}"] if taken.unused else []
-        return "\n".join(lines)
-
-
-def start_from(
-    model: Model,
-    location: str,
-    *,
-    without: str | None = None,
-    noise: float = 0.0,
-    group: dist.ProcessGroup | None = None,
-) -> StartReport:
-    """Fills a model in place with the weights at `location` that fit, as `moe.adapt.plan_transfer` decides;
-    the other tensors stay as initialised.
-
-    All workers of `group` call it together, each with its share of one model; without a group the caller
-    is alone. Each worker reads its share; tensors that are converted are read whole.
-
-    location: a directory of checkpoints, of which the newest whole one is taken, the folder of a checkpoint,
-        or a `SUFFIX` file.
-    without: tensors whose names begin with this stay as initialised though they fit.
-    noise: a copy of an MLP is added to this times what the expert was initialised with.
-
-    Raises:
-        UsageError: if nothing fits, tensors that fit have another dtype, or the folder or file is damaged.
-        FileNotFoundError: if there is nothing at `location`.
-    """
-    with open_weights(location, group) as source:
-        here: dict[str, Tensor] = get_model_state_dict(model)  # pyright: ignore[reportAssignmentType]
-        report = _compare(source, here, without, model.config.starts_from)
-        transfer, there = report.transfer, source.reader.tensors()
-        whole = {
-            conversion.source: torch.empty_like(there[conversion.source], device="cpu")
-            for conversion in transfer.converted.values()
-        }
-        fill({name: here[name] for name in transfer.copied} | whole, source.reader, group)
-    for name, conversion in transfer.converted.items():
-        kept = noise if conversion.source != name else 0.0
-        fill_part(here[name], conversion.of(whole[conversion.source]), kept)
-    return report
-
-
-def load_moments(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    started: StartReport,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Fills the optimiser's state of the tensors that `start_from` took over; each copy of an MLP gets a copy
-    of its state. The state of other tensors is that before the first update.
-
-    Raises:
-        UsageError: if there is no state of such an optimiser beside the weights, or it is damaged.
-    """
-    prefix, wanted, transfer = f"{OPTIMIZER}state.", state_of(model, optimizer), started.transfer
-    location, same, whole, made = started.source, dict[str, Tensor](), dict[str, Tensor](), []
-    manifest = None if location.endswith(SUFFIX) else find_checkpoint(location, group, whole=False)[1]
-    if manifest is not None and manifest.has_optimizer():
-        with open_tensors(location, list(manifest.files), group, manifest) as reader:
-            there = reader.tensors()
-            for name, tensor in wanted.items():
-                param, _, kind = name.removeprefix(prefix).rpartition(".")
-                source = conversion.source if (conversion := transfer.converted.get(param)) else param
-                key = f"{prefix}{source}.{kind}"
-                shape = there[key].shape if name.startswith(prefix) and key in there else None
-                if conversion and shape in ((), there[source].shape):  # a factored state has another
-                    whole[key] = torch.empty_like(there[key], device="cpu")
-                    made.append((tensor, key, conversion.of if shape else torch.clone))
-                elif param in transfer.copied and shape == tensor.shape:
-                    same[key] = tensor
-            fill(same | whole, reader, group)
-    if not same:
-        raise UsageError(f"{location} holds no state of the optimiser that this run has")
-    for tensor, key, of in made:
-        fill_part(tensor, of(whole[key]))
-    set_moments(model, optimizer, wanted)
-
-
-def start_report(config: ModelConfig, location: str, *, without: str | None = None) -> StartReport:
-    """Returns the report of `start_from` for such a model, without reading tensors. Raises as it does."""
-    with torch.device("meta"):
-        model = config.build(seed=None)
-    with open_weights(location) as source:
-        return _compare(source, model.state_dict(), without, config.starts_from)
-
-
-def _compare(
-    source: WeightsSource, model: Mapping[str, Tensor], without: str | None, below: str
-) -> StartReport:
-    """Raises UsageError if nothing fits, or tensors that fit have another dtype."""
-    saved = source.reader.tensors()
-    excluded = [name for name in model if without is not None and name.startswith(without)]
-    transfer = plan_transfer(
-        shapes_of({name: tensor for name, tensor in saved.items() if name not in excluded}),
-        shapes_of({name: tensor for name, tensor in model.items() if name not in excluded}),
-        below,
-    )
-    initial = {**transfer.initial, **dict.fromkeys(excluded, "new, as asked")}
-    transfer = replace(transfer, initial=initial)
-    origins = {name: name for name in transfer.copied}
-    origins |= {name: conversion.source for name, conversion in transfer.converted.items()}
-    if not any(model[name].ndim > 1 for name in origins):  # vectors fit many models
-        raise UsageError(
-            f"nothing in {source.location} fits the model: {'; '.join(_by_reason(transfer.initial))};"
-            " it must be of the same width"
-        )
-    dtypes = {name: (saved[origin].dtype, model[name].dtype) for name, origin in origins.items()}
-    if wrong := {
-        name: f"{old} in the file, {new} in the model" for name, (old, new) in dtypes.items() if old != new
-    }:
-        raise UsageError(
-            f"{source.location} holds other dtypes: {'; '.join(_by_reason(wrong))}; cast them first, into a"
-            f" file *{SUFFIX}"
-        )
-    numbers = sum(model[name].numel() for name in origins)
-    return StartReport(source=source.location, step=source.step, transfer=transfer, numbers=numbers)
-
-
-def _abridged(names: Iterable[str]) -> str:
-    """Returns names as one short text: ``blocks.1,3.mlp.experts.w_in_EDF, head.weight``."""
-    blocks_of: dict[str, list[str]] = {}
-    for name in names:
-        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        blocks_of.setdefault(match[2] if match else name, []).append(match[1] if match else "")
-    words = [f"blocks.{','.join(found)}.{name}" if found[0] else name for name, found in blocks_of.items()]
-    return ", ".join(_shortened(words))
-
-
-def _by_reason(reasons: Mapping[str, str]) -> list[str]:
-    """Returns a line for each reason: the names that it applies to, and the reason."""
-    names: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        names.setdefault(reason, []).append(name)
-    return _shortened([f"{_abridged(alike)}: {reason}" for reason, alike in names.items()])
-
-
-def _shortened(words: list[str]) -> list[str]:
-    return words if len(words) <= SHOWN else [*words[:SHOWN], f"and {len(words) - SHOWN} more"]

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from moe.parallel import sum_over_ranks
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.weights import start_report
+from orchestrator.checkpoint.start import start_report
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.fields import check_fields

@@ -18,7 +18,7 @@ from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import StartReport, load_moments, start_from
+from orchestrator.checkpoint.start import StartReport, load_moments, start_from
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError

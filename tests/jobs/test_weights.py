@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from jobs import evaluate, export, import_weights, train
 from moe.load import load
-from orchestrator.checkpoint.weights import start_from
+from orchestrator.checkpoint.start import start_from
 from orchestrator.sweeps.catalog import make_sweep
 
 WEIGHTS = Path(__file__).parents[1] / "goldens" / "weights"

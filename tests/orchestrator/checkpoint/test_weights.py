@@ -25,7 +25,8 @@ from orchestrator.checkpoint.card import CARD, PREPROCESSOR
 from orchestrator.checkpoint.files import load_state
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.manifest import find_checkpoint
-from orchestrator.checkpoint.weights import export, start_from
+from orchestrator.checkpoint.start import start_from
+from orchestrator.checkpoint.weights import export
 from orchestrator.codec import override, read_config, to_dict
 from orchestrator.config import CheckpointConfig, RunConfig
 from orchestrator.errors import UsageError

@@ -11,7 +11,7 @@ from sklearn.linear_model import Ridge
 
 from moe.models.vit import ViT
 from orchestrator.checkpoint.models import ModelRef, read_model
-from orchestrator.checkpoint.weights import start_from, start_report
+from orchestrator.checkpoint.start import start_from, start_report
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_order, in_process
