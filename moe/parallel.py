@@ -167,6 +167,9 @@ def parallelize(
         _compile(block, options)
         _checkpoint(block, options)
         shard(block, mesh=dense_mesh)
+    for module in model.modules() if compute_dtype else ():
+        if getattr(module, "in_float32", False):
+            fully_shard(module, mesh=dense_mesh)
     fully_shard(model, mesh=dense_mesh, mp_policy=outermost)
     for module in model.modules():
         if isinstance(module, FSDPModule):

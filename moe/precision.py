@@ -3,8 +3,8 @@
 Optimisers change the float32 weights, and checkpoints hold them. A copy takes its weight's place while its
 block computes, in the recomputation of activation checkpointing too, and its gradient is added to the
 float32 gradient as soon as it is known. A mesh of one rank computes the same by FSDP's mixed precision, whose
-hooks take longer than the kernels of a small model. Routers keep their float32 weights, and buffers are not
-rounded.
+hooks take longer than the kernels of a small model. Routers, and modules that say `in_float32`, keep their
+float32 weights, and buffers are not rounded.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,8 +26,8 @@ def compute_in(model: Model, dtype: torch.dtype) -> None:
     `refresh` must follow each change of the weights but those before the first forward pass. The model can be
     neither copied nor converted: build another, and load its state.
     """
-    routers = {m for layer in find_moe_layers(model) for m in layer.router.modules()}
-    left = [module for module in model.modules() if module not in routers]
+    exact = {m for layer in find_moe_layers(model) for m in layer.router.modules()}
+    left = [m for m in model.modules() if m not in exact and not getattr(m, "in_float32", False)]
     vars(model)[COPIES] = []
     for block in model.units():
         inside = set(block.modules())

@@ -136,14 +136,10 @@ class TwoTowers(Model[TwoTowersConfig]):
         if config.embed_dim:
             self.project_image = nn.Linear(features, config.embed_dim)
         self.project_text = nn.Linear(config.text.width, config.embed_dim or features)
-        self.log_scale_1 = nn.Parameter(torch.empty(1))
-        self.bias_1 = nn.Parameter(torch.empty(1))
+        self.temperature = Temperature(config.scale, config.bias)
 
     def units(self) -> Sequence[nn.Module]:
         return [*self.image.units(), *self.text.units()]
-
-    def draws(self) -> dict[str, Draw]:
-        return {"log_scale_1": constant(math.log(self.config.scale)), "bias_1": constant(self.config.bias)}
 
     def forward(
         self,
@@ -176,15 +172,34 @@ class TwoTowers(Model[TwoTowersConfig]):
             outputs.append(found)
             heads["text"] = self.project_text(found.heads["pooled"])
         rows = len(next(iter(heads.values())))
-        heads["scale"] = torch.cat([self.log_scale_1, self.bias_1]).expand(rows, 2)
+        heads["scale"] = self.temperature(rows)
+        aux = [output.aux for output in outputs]
         return Output(
-            {name: head.float() if head.dtype == torch.bfloat16 else head for name, head in heads.items()},
-            torch.stack([output.aux for output in outputs]).sum()
-            if outputs
-            else self.log_scale_1.new_zeros(()),
+            heads,
+            torch.stack(aux).sum() if aux else heads["scale"].new_zeros(()),
             _together([output.stats for output in outputs if output.stats]),
             tuple(routing for output in outputs for routing in output.routings),
         )
+
+
+class Temperature(nn.Module):
+    """The factor of cosines, as its logarithm, and what is added to their product. Both stay float32."""
+
+    in_float32: ClassVar = True
+
+    def __init__(self, scale: float, bias: float) -> None:
+        super().__init__()
+        self.initial = scale, bias
+        self.log_scale_1 = nn.Parameter(torch.empty(1))
+        self.bias_1 = nn.Parameter(torch.empty(1))
+
+    def draws(self) -> dict[str, Draw]:
+        scale, bias = self.initial
+        return {"log_scale_1": constant(math.log(scale)), "bias_1": constant(bias)}
+
+    def forward(self, rows: int) -> Tensor:
+        """Returns both for each of some rows, (rows, 2)."""
+        return torch.cat([self.log_scale_1, self.bias_1]).expand(rows, 2)
 
 
 def image_features(config: ModelConfig) -> int:

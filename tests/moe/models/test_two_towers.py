@@ -1,5 +1,6 @@
 """Two towers and the text tower: shapes, costs, what depends on what, and weights from a classifier."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,13 @@ from moe.model import ModelConfig
 from moe.models.text import TextConfig, TextTower
 from moe.models.two_towers import ImageText, TwoTowers, TwoTowersConfig
 from moe.models.vit import ViTConfig
+from moe.parallel import build_sharded
+from moe.precision import compute_in
 from moe.presets import PRESETS
 from moe.routers import SoftConfig, TokenChoiceConfig
 from moe.tokenizers import END
 from moe.trace import _Operations
+from tests.moe.parity import one_rank
 from tests.moe.parts import randn
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_dim": 32}
@@ -82,6 +86,19 @@ def test_the_cost_is_that_of_the_operations(config: TwoTowersConfig) -> None:
     assert num_params(config) == sum(param.numel() for param in config.build().parameters())
     saved = config.activations().saved
     assert len(saved) == 1 + len(model.units())
+
+
+def test_the_factor_is_not_rounded() -> None:
+    model = TOWERS["both"].build()
+    compute_in(model, torch.bfloat16)
+    heads = model(inputs()).heads
+    assert all(head.dtype == torch.float32 for head in heads.values())
+    assert torch.equal(heads["scale"][0], torch.tensor([math.log(10.0), -10.0]))
+    with one_rank("cpu") as mesh:
+        sharded = build_sharded(TOWERS["both"], mesh, seed=0, compute_dtype=torch.bfloat16)
+        found = sharded(inputs()).heads
+    for name, head in heads.items():
+        assert torch.equal(found[name], head), name
 
 
 def test_a_config_reads_on() -> None:

@@ -196,7 +196,7 @@ def test_a_frozen_tower_stays_as_it_is() -> None:
     assert float(metrics["train/loss_router"]) == 0
     changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
     assert not any(name.startswith("image.") for name in changed)
-    assert {"log_scale_1", "project_text.weight", "text.embed_VD"} <= changed
+    assert {"temperature.log_scale_1", "project_text.weight", "text.embed_VD"} <= changed
     assert len(optimizer.state) == sum(not name.startswith("image.") for name in before)
 
 
