@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tests.golden_image_text import contrastive, lit, retrieval, zero_shot
-from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule
+from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule, targets
 from tests.golden_report import Arrays, Meta, Report
 from tests.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
 from tests.golden_text import canonicalize, padding
@@ -54,6 +54,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "lamb": lamb,
     "posemb": posemb,
     "fewshot": few_shot,
+    "targets": targets,
     "softmax": contrastive,
     "sigmoid": contrastive,
     "lit": lit,

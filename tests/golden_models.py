@@ -14,6 +14,7 @@ from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoic
 from orchestrator.optimizers import AdamWConfig, LambConfig, SGDConfig
 from orchestrator.optimizers.lamb import Lamb
 from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
+from orchestrator.tasks.classification import binarised, soft_targets, target_losses
 from orchestrator.training.fewshot import (
     STRENGTHS,
     Frozen,
@@ -300,3 +301,19 @@ def few_shot(z: Arrays, meta: Meta, report: Report) -> None:
         best = STRENGTHS.index(meta["best_l2"][str(shots)])
         report.exact(f"best_l2 {shots} shot", best_strength(ours[None]) == best)
     report.bound("accuracies that differ", different, 7)
+
+
+def targets(z: Arrays, meta: Meta, report: Report) -> None:
+    """Targets of labels, smoothed, mixed and binarised; losses and their gradients."""
+    found = soft_targets(z["labels"].long(), meta["num_classes"], meta["smoothing"]).double()
+    if "partner" in z:
+        found = torch.lerp(found[z["partner"].long()], found, z["weight"][:, None])
+    if meta["threshold"] is not None:
+        found = binarised(found, meta["threshold"])
+    report.close("targets", found, z["targets"])
+    for kind in meta["kinds"]:
+        logits = z["logits"].clone().requires_grad_()
+        loss = target_losses("sigmoid" if kind == "sigmoid_sum" else kind, logits, z["targets"])
+        loss.sum().backward()
+        report.close(f"loss/{kind}", loss, z[f"loss/{kind}"])
+        report.gradient(f"grad/{kind}", logits.grad, z[f"grad/{kind}"])

@@ -6,18 +6,19 @@ Source: the released code of V-MoE and Soft MoE, whose pre-training sums a sigmo
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.config import Bound
 from moe.model import ModelConfig
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.errors import UsageError
 from orchestrator.tasks.base import Heads, TaskConfig
 
-Loss = Literal["softmax", "sigmoid"]
+Loss = Literal["softmax", "sigmoid", "sigmoid_mean"]
 TOP = 5
 
 
@@ -27,11 +28,16 @@ class ClassificationConfig(TaskConfig):
 
     Attributes:
         loss: cross-entropy over the softmax of the classes, or the sum of a binary one for each class
-            (``sigmoid``), as the papers pre-train; then let model.head_bias start at -ln(classes) or so.
+            (``sigmoid``), as the papers pre-train; then let model.head_bias start at -ln(classes) or so. The
+            mean over classes (``sigmoid_mean``) is that of DeiT III.
+        smoothing: part of a target that all classes share (Szegedy et al. 2016); in training alone.
+        binarised: targets of mixed images are 1 for all labels of both, as in DeiT III (Touvron et al. 2022).
     """
 
     kind: Literal["classification"] = "classification"
     loss: Loss = "softmax"
+    smoothing: Annotated[float, Bound(">=", 0), Bound("<", 1)] = 0.0
+    binarised: bool = False
 
     qualities: ClassVar = ("val/acc1", "train/acc1")
     classifies: ClassVar = True
@@ -42,6 +48,12 @@ class ClassificationConfig(TaskConfig):
         "val/loss": ("nats", "mean loss over the validation images, without auxiliary losses"),
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.binarised and (self.smoothing or self.loss == "softmax"):
+            wrong = f"smoothing={self.smoothing}" if self.smoothing else "loss='softmax'"
+            raise ValueError(f"binarised targets are 0 or 1 for a sigmoid loss, got {wrong}")
+
     def chance(self, model: ModelConfig) -> float:
         return 1 / model.num_classes
 
@@ -51,7 +63,13 @@ class ClassificationConfig(TaskConfig):
 
     def loss_share(self, heads: Heads, batch: Batch, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = heads["logits"], batch["label"]
-        if "mix" in batch.fields:
+        if self.smoothing or self.binarised:
+            targets = soft_targets(labels, logits.shape[-1], self.smoothing).to(logits.dtype)
+            if "mix" in batch.fields:
+                targets = torch.lerp(partners(targets), targets, batch["mix"][:, :1].to(logits.dtype))
+                labels = dominant_labels(labels, batch["mix"])
+            loss_B = target_losses(self.loss, logits, binarised(targets) if self.binarised else targets)
+        elif "mix" in batch.fields:
             loss_B = mixed_losses(self.loss, logits, labels, batch["mix"])
             labels = dominant_labels(labels, batch["mix"])
         else:
@@ -125,17 +143,32 @@ def image_losses(kind: Loss, logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the loss of each image, (B,), for (B, M) labels, of which -1 stands for none.
 
     ``softmax`` is the cross-entropy, summed over the labels of an image; ``sigmoid`` is the binary
-    cross-entropy, summed over all classes.
+    cross-entropy, summed over all classes, and ``sigmoid_mean`` its mean.
     """
     if kind == "softmax" and labels.shape[1] == 1:
         return F.cross_entropy(logits, labels[:, 0], reduction="none")
-    num_classes = logits.shape[-1]
+    return target_losses(kind, logits, soft_targets(labels, logits.shape[-1]).to(logits.dtype))
+
+
+def soft_targets(labels: Tensor, num_classes: int, smoothing: float = 0.0) -> Tensor:
+    """Returns the targets of (B, M) labels, (B, C): y (1 - s) + s / C, where y is 1 at the labels."""
     # One more class collects the places without a label and is then cut off.
     places = torch.where(labels < 0, num_classes, labels)
-    targets = logits.new_zeros(len(logits), num_classes + 1).scatter(1, places, 1.0)[:, :-1]
+    zeros = torch.zeros(len(labels), num_classes + 1, device=labels.device)
+    return zeros.scatter(1, places, 1.0)[:, :-1] * (1 - smoothing) + smoothing / num_classes
+
+
+def binarised(targets: Tensor, threshold: float = 0.0) -> Tensor:
+    """Returns 1 where a target is greater than the threshold, else 0."""
+    return (targets > threshold).to(targets.dtype)
+
+
+def target_losses(kind: Loss, logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns the loss of each image, (B,), for (B, C) targets."""
     if kind == "softmax":
         return -(targets * logits.log_softmax(-1)).sum(-1)
-    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(-1)
+    each = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return each.sum(-1) if kind == "sigmoid" else each.mean(-1)
 
 
 def mixed_losses(kind: Loss, logits: Tensor, labels: Tensor, draws: Tensor) -> Tensor:

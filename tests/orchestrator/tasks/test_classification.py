@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from orchestrator.tasks.classification import dominant_labels, hits, image_losses, mixed_losses
+from orchestrator.data.batch import Batch
+from orchestrator.tasks.classification import (
+    ClassificationConfig,
+    dominant_labels,
+    hits,
+    image_losses,
+    mixed_losses,
+)
 
 LABELS = torch.tensor([[0, 3, -1], [4, -1, -1], [2, 1, 0], [-1, -1, -1]])
 DRAWS = torch.tensor([[0.75, 0, 0, 0, 0]] * 2 + [[0.25, 0, 0, 0, 0]] * 2)
@@ -47,6 +54,31 @@ def test_mixed_losses_are_those_of_soft_targets(kind):
     torch.testing.assert_close(
         mixed_losses(kind, logits, LABELS, DRAWS.double()), defined(kind, logits, soft)
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "binary"), [("softmax", 0.1, False), ("sigmoid_mean", 0.0, True)]
+)
+def test_a_step_has_the_losses_of_its_targets(loss, smoothing, binary):
+    """By a loop over images and classes, of images that are mixed in pairs."""
+    task = ClassificationConfig(loss=loss, smoothing=smoothing, binarised=binary)
+    logits, hot = logits_of(), multi_hot(LABELS) * (1 - smoothing) + smoothing / 5
+    mixed = [
+        [0.75, 0.75, 0.25, 0.25][i] * hot[i] + [0.25, 0.25, 0.75, 0.75][i] * hot[i ^ 1] for i in range(4)
+    ]
+    targets = torch.stack([(row > 0).double() if binary else row for row in mixed])
+    expected = defined(loss, logits, targets).mean() / (5 if loss == "sigmoid_mean" else 1)
+    fields = {"label": LABELS, "mix": DRAWS}
+    key = torch.arange(4)
+    batch = Batch(fields=fields, valid=torch.ones(4), key=key, sample=key)
+    found, _ = task.loss_share({"logits": logits}, batch, 4)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("changes", [{"smoothing": 0.1, "loss": "sigmoid"}, {"loss": "softmax"}])
+def test_binarised_targets_are_not_smoothed_and_need_a_sigmoid(changes):
+    with pytest.raises(ValueError, match="binarised targets are 0 or 1 for a sigmoid loss"):
+        ClassificationConfig(binarised=True, **changes)
 
 
 def test_one_label_has_torchs_cross_entropy():
