@@ -12,20 +12,20 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process
 
 NAME = "linear classifier on pixels"
-MOST_VALUES = 2e7  # of training pixels: some seconds
+MOST_PRODUCTS = 2e8  # of training values and classes: some seconds
 ITERATIONS = 100
 
 
 def linear_baseline(run: RunConfig) -> dict[str, float]:
     """Returns `NAME` -> accuracy of logistic regression on the pixels that the run's model sees, without
-    augmentation; nothing for data sets of more than `MOST_VALUES` values, or with several labels per image,
-    and for other tasks than classification.
+    augmentation; nothing for data sets of more than `MOST_PRODUCTS` training values times classes, or with
+    several labels per image, and for other tasks than classification.
     """
     if not run.task.classifies:
         return {}
     manifest = open_manifest(run.data.path)
     values = manifest.rows("train") * 3 * run.model.image_size**2
-    if values > MOST_VALUES or manifest.labels > 1:
+    if values * len(manifest.classes) > MOST_PRODUCTS or manifest.labels > 1:
         return {}
     (pixels, labels), (val_pixels, val_labels) = (_images(run, split) for split in ("train", "val"))
     model = LogisticRegression(max_iter=ITERATIONS)

@@ -32,5 +32,5 @@ def test_it_is_logistic_regression_on_the_digits(digits: str, monkeypatch: pytes
     right = np.sum(model.predict(pixels[val]) == bundled.target[val])
     assert found[NAME] == pytest.approx(right / len(val), abs=2.1 / len(val))
     assert found[NAME] > 0.9
-    monkeypatch.setattr(baseline, "MOST_VALUES", 1000)
+    monkeypatch.setattr(baseline, "MOST_PRODUCTS", 1000)
     assert linear_baseline(run) == {}
