@@ -47,14 +47,16 @@ def config_page() -> str:
     return "\n\n".join(lines)
 
 
-def config_lines(config: Any, path: str) -> Iterator[str]:
-    """The fields of a config, and below them its groups."""
+def config_lines(config: Any, path: str, within: tuple[type, ...] = ()) -> Iterator[str]:
+    """The fields of a config, and below them its groups, except those of a class that it is or lies within."""
+    within = (*within, type(config))
     hints, meaning, groups, rows = hints_of(type(config)), meanings(type(config)), [], []
     for name, hint in hints.items():
         if name == "kind":
             continue
         value, members = getattr(config, name), dataclasses_of(hint)
-        groups += [(value if isinstance(value, member) else member(), f"{path}{name}.") for member in members]
+        others = [member for member in members if member not in within]
+        groups += [(value if isinstance(value, member) else member(), f"{path}{name}.") for member in others]
         if path + name == "storage":  # its default depends on the machine
             shown = f"`{type_name(hint)}`"
         elif not members:
@@ -68,7 +70,7 @@ def config_lines(config: Any, path: str) -> Iterator[str]:
     yield summary(type(config))
     yield "\n".join(rows)
     for group, inner in groups:
-        yield from config_lines(group, inner)
+        yield from config_lines(group, inner, within)
 
 
 def type_name(hint: Any) -> str:

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from orchestrator.tracking.store import Tracking
 
 KS = (1, 5, 10)
-WORST = 5  # templates that are shown, from either end
+MOST_PIXELS = 2e8  # values of the images that others are compared with by their pixels: 0.8 GB
 
 
 def evaluate_zero_shot(
     references: Sequence[str], file: str, on: Evaluation, point: RoutingOverrides, *, per_class: bool
 ) -> list[dict[str, Any]]:
     """Classifies by the names and templates of a file, records and prints. Returns the figures for JSON."""
+    from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import default_device
     from orchestrator.evaluation.image_text import nearest_pixels, read_class_names, zero_shot_scores
 
@@ -30,7 +31,9 @@ def evaluate_zero_shot(
         here = names.for_data(path)
         scores = zero_shot_scores(model.load(default_device()), on.images(model, path, {}), here, point)
         found = {name: each.metrics() for name, each in scores.items()}
-        pixels = nearest_pixels(on.images(model, path, {}, split="train"), on.images(model, path, {}))
+        pixels, other = None, "train" if on.split == "val" else "val"
+        if open_manifest(path).rows(other) * 3 * model.run.model.image_size**2 <= MOST_PIXELS:
+            pixels = nearest_pixels(on.images(model, path, {}, split=other), on.images(model, path, {}))
         table = scores["all"].table(here.classes)
         report = {
             "model": model.name,
@@ -48,13 +51,15 @@ def evaluate_zero_shot(
         record(store, model, path, f"zero_shot/{on.split}", report["metrics"])
     first = reports[0]
     rows = [(r["model"], r["images"], r["metrics"]["acc1"], r["metrics"]["acc5"]) for r in reports]
-    rows += [(), ("nearest image of train by pixels", "", first["baselines"]["nearest_pixels"], "")]
-    rows += [("chance", "", first["baselines"]["chance"], "")]
+    rows += [(), ("chance", "", first["baselines"]["chance"], "")]
+    if (pixels := first["baselines"]["nearest_pixels"]) is not None:
+        rows.append((f"nearest image of {'train' if on.split == 'val' else 'val'} by pixels", "", pixels, ""))
     count = f"{len(names.classes)} classes x {len(names.templates)} templates of {file}"
     print_table(("model", "images", "acc@1", "acc@5"), rows, title=f"{count}, on {first['data']}, {on.split}")
     for report in reports:
         by_template = sorted(report["templates"].items(), key=lambda entry: -entry[1])
-        print_table(("template", "acc@1"), by_template, title=f"{report['model']} by template")
+        if len(by_template) > 1:
+            print_table(("template", "acc@1"), by_template, title=f"{report['model']} by template")
         if per_class:
             cells = zip(*report["classes"].values(), strict=True)
             rows = [["-" if cell is None else cell for cell in row] for row in cells]

@@ -50,7 +50,8 @@ def padded(pieces: Sequence[int], length: int, *, end: int = END, fill: int = EN
 class TokenizerConfig(Family, ABC, default="words"):
     """The base of tokenizers.
 
-    vocabulary: what it knows, a line each, the most frequent first.
+    Attributes:
+        vocabulary: what it knows, a line each, the most frequent first.
     """
 
     vocabulary: str

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any
@@ -29,6 +29,7 @@ from jobs.pareto_sweep import SweepFlags
 from jobs.plan import PlanFlags
 from jobs.predict import PredictFlags
 from jobs.train import RunFlags, preset
+from moe.codec import to_dict
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.points import parse_point
@@ -154,8 +155,9 @@ def check_settings(flags: Any) -> None:
         if isinstance(flags, SweepFlags):
             flags.named_sweep(changes)
         else:
-            model = preset(flags.model) if isinstance(flags, RunFlags) and flags.model else RunConfig().model
-            override(replace(RunConfig(), model=model), changes)
+            if isinstance(flags, RunFlags) and flags.model:
+                changes["model"] = to_dict(preset(flags.model))
+            override(RunConfig(), changes)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

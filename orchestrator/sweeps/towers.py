@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe.codec import to_dict
 from orchestrator.checkpoint.models import ModelRef
+from orchestrator.codec import override
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.preflight import check_claims
 from orchestrator.sweeps.sweep import Sweep
@@ -27,7 +28,8 @@ def beside_towers(sweep: Sweep, towers: Sequence[ModelRef]) -> Sweep:
     for name, tower in zip(names, towers, strict=True):
         arms[name] = {"model.image": to_dict(tower.run.model), "train.init_from": tower.location}
         arms[name] |= {f"data.{field}": value for field, value in tower.run.data.eval_settings().items()}
-    found = replace(sweep, arms=arms, published={}, claims=())
+    base = override(sweep.base, {"model.image": to_dict(towers[0].run.model)})  # what is printed of all
+    found = replace(sweep, base=base, arms=arms, published={}, claims=())
     return replace(found, claims=tuple(claim for claim in sweep.claims if _compares(claim, found)))
 
 

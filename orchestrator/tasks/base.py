@@ -50,9 +50,11 @@ class TaskConfig(Family, ABC, default="classification"):
     def check(self, model: ModelConfig) -> None:
         """Raises ValueError if the model does not give what the task needs."""
         if missing := [head for head in self.needs if head not in model.gives]:
+            fit = [kind for kind, task in TaskConfig.kinds.items() if {*task.needs} <= {*model.gives}]
+            hint = f": set task.kind={' or '.join(fit)}" if fit else ""
             raise ValueError(
                 f"a task of kind {self.kind!r} reads {', '.join(missing)}, and a model of kind {model.kind!r}"
-                f" gives {', '.join(model.gives)}"
+                f" gives {', '.join(model.gives)}{hint}"
             )
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 import pandas
 import pytest
 
-from jobs import evaluate, pareto_sweep, predict
+from jobs import _image_text, evaluate, pareto_sweep, predict
 from jobs import train as train_job
 from orchestrator.codec import flat, override
 from orchestrator.config import RunConfig
@@ -68,7 +68,9 @@ def names(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_classes_by_their_names(home: Path, names: str, call: Call, tmp_path: Path) -> None:
+def test_classes_by_their_names(
+    home: Path, names: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "figures.json"
     stopped, printed = call(
         evaluate.main, "scratch", "beside", "--zero-shot", names, "--per-class", "--out", str(out)
@@ -84,6 +86,11 @@ def test_classes_by_their_names(home: Path, names: str, call: Call, tmp_path: Pa
         assert report["baselines"]["nearest_pixels"] > 0.9
         assert len(report["templates"]) == 2
         assert report["classes"]["class"] == WORDS
+    _, printed = call(evaluate.main, "scratch", "--zero-shot", names, "--split", "train")
+    assert "nearest image of val by pixels" in printed  # not itself
+    monkeypatch.setattr(_image_text, "MOST_PIXELS", 1000)
+    _, printed = call(evaluate.main, "scratch", "--zero-shot", names)
+    assert "nearest image" not in printed
     stopped, _ = call(evaluate.main, "beside", "--repeats", "1", "--out", str(out))
     assert stopped == ""
     (report,) = json.loads(out.read_text())
