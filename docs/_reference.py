@@ -48,7 +48,7 @@ def config_page() -> str:
 
 
 def config_lines(config: Any, path: str, within: tuple[type, ...] = ()) -> Iterator[str]:
-    """The fields of a config, and below them its groups, except those of a class that it is or lies within."""
+    """The fields of a config, and below them its groups, except those of a class that it lies within."""
     within = (*within, type(config))
     hints, meaning, groups, rows = hints_of(type(config)), meanings(type(config)), [], []
     for name, hint in hints.items():

@@ -239,7 +239,7 @@ def test_learns_one_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model.kind": "vit"}, r"reads image, text, scale, and a model of kind 'vit' gives logits: set task"),
+        ({"model.kind": "vit"}, r"reads image, text, scale, and a model of kind 'vit' gives logits: set "),
         ({"task.kind": "classification"}, r"gives image, text, scale: set task.kind=contrastive"),
         ({"task.templates": ("a photo",)}, r"in the place of a class's name, got 'a photo'"),
         ({"task.templates": ()}, "there must be a template"),
