@@ -68,7 +68,7 @@ def main() -> None:
     packages = fetch(out / "npm")
     emoji = common_emoji(packages)
     with ProcessPoolExecutor() as pool:
-        [*pool.map(partial(draw_style, packages, out, emoji), STYLES)]
+        list(pool.map(partial(draw_style, packages, out, emoji), STYLES))  # raises what a process raised
     unseen, seen = split(emoji)
     write(out / "drawings", train=rows(seen, TRAIN_STYLES), val=rows(seen, [NEW_STYLE]))
     held_out = list(rows(unseen, TRAIN_STYLES))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from moe.config import Family
+from moe.config import Family, members
 from moe.model import Model, ModelConfig
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
@@ -50,7 +50,7 @@ class TaskConfig(Family, ABC, default="classification"):
     def check(self, model: ModelConfig) -> None:
         """Raises ValueError if the model does not give what the task needs."""
         if missing := [head for head in self.needs if head not in model.gives]:
-            fit = [kind for kind, task in TaskConfig.kinds.items() if {*task.needs} <= {*model.gives}]
+            fit = [task.kind for task in members(TaskConfig) if {*task.needs} <= {*model.gives}]
             hint = f": set task.kind={' or '.join(fit)}" if fit else ""
             raise ValueError(
                 f"a task of kind {self.kind!r} reads {', '.join(missing)}, and a model of kind {model.kind!r}"
