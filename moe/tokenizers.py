@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Self
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from moe.config import Family
 
@@ -69,10 +69,10 @@ class TokenizerConfig(Family, ABC, default="words"):
     def pieces(self, text: str) -> list[int]:
         """Returns the ids of a text, whole and without `END`."""
 
-    def encode(self, texts: Sequence[str], length: int) -> NDArray[np.int32]:
+    def encode(self, texts: Sequence[str], length: int) -> Tensor:
         """Cleans texts, and returns their ids, (texts, length)."""
         rows = [padded(self.pieces(text), length) for text in texts]
-        return np.array(rows, np.int32).reshape(len(rows), length)
+        return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), length)
 
     def _lines(self) -> list[str]:
         return self.vocabulary.split("\n") if self.vocabulary else []

@@ -41,16 +41,14 @@ def embed_classes(model: Model, classes: Sequence[str], templates: Sequence[str]
     names = [name.partition(",")[0] for name in classes]
     texts = [template.replace("{}", name) for name in names for template in templates]
     encoded = text.tokenizer.encode(texts, text.length)
-    same = Counter(
-        encoded[start : start + len(templates)].tobytes() for start in range(0, len(texts), len(templates))
-    )
+    same = Counter(tuple(ids) for ids in encoded.view(len(names), -1).tolist())
     if count := sum(times for times in same.values() if times > 1):
         warnings.warn(
             f"{count} of {len(classes)} classes have the same tokens as another: their words are unknown, or"
             f" lie beyond the {text.length} tokens of a text",
             stacklevel=2,
         )
-    tokens = torch.from_numpy(encoded).to(device)
+    tokens = encoded.to(device)
     embedded = torch.cat([model(ImageText(None, part)).heads["text"] for part in tokens.split(TEXTS)])
     class_T = torch.arange(len(classes), device=device).repeat_interleave(len(templates))
     return class_weights(embedded, class_T, len(classes))

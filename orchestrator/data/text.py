@@ -52,7 +52,7 @@ class TextField:
             kept = captions_of(value)[: self.captions]
         except ValueError as error:
             raise BadImage(str(error)) from None
-        row[: len(kept)] = self.tokenizer.encode(kept, self.length)
+        row[: len(kept)] = self.tokenizer.encode(kept, self.length).numpy()
         return row
 
 

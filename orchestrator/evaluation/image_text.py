@@ -118,7 +118,7 @@ def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
         own = [captions_of(row.tobytes().rstrip(b"\0")) for row in stored]
         owners += [len(keys) + i for i, some in enumerate(own) for _ in some]
         found = [caption for some in own for caption in some]
-        tokens = torch.from_numpy(text.tokenizer.encode(found, text.length)).to(rows.device)
+        tokens = text.tokenizer.encode(found, text.length).to(rows.device)
         images.append(unit(model(normalize(batch["image"]), batch.valid).heads["image"][rows]))
         texts += [unit(model(ImageText(None, part)).heads["text"]) for part in tokens.split(len(batch))]
         captions += found

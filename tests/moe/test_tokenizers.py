@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe.codec import from_dict, to_dict
 from moe.tokenizers import END, FIRST, UNKNOWN, BPEConfig, TokenizerConfig, WordsConfig, canonical
@@ -25,7 +26,7 @@ def test_words_by_hand():
     assert tokenizer.vocabulary.split("\n") == ["the", "7", "digit", "a", "number", "of", "photo", "seven"]
     ids = tokenizer.encode(["The digit nine", "", "the the the the the"], 4)
     assert ids.tolist() == [[2, 4, UNKNOWN, END], [END] * 4, [2, 2, 2, END]]
-    assert ids.dtype == "int32"
+    assert ids.dtype == torch.int32
     assert WordsConfig.learn(TEXTS, 5).vocabulary == "the\n7\ndigit"
     assert tokenizer.encode([], 4).shape == (0, 4)
 

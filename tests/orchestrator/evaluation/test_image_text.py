@@ -85,7 +85,7 @@ def test_every_caption_of_every_readable_image_is_embedded() -> None:
     assert pairs.words_T.tolist() == [0, 1, 0, 2]  # cleaned words count
     assert pairs.keys == [0, 1, 10]
     with torch.no_grad():
-        tokens = torch.from_numpy(model.config.text.tokenizer.encode(["three"], 6))
+        tokens = model.config.text.tokenizer.encode(["three"], 6)
         expected = unit(model(ImageText(None, tokens)).heads["text"])
     torch.testing.assert_close(pairs.text_TD[3:], expected)
     with pytest.raises(UsageError, match="none of the images"):
