@@ -18,7 +18,7 @@ from moe.dense import AttentionPooling
 from moe.init import Draw, normal
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig, Output
-from moe.models.vit import Block
+from moe.models.vit import blocks_of
 from moe.models.vit_costs import encoder_activations, encoder_macs
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.tokenizers import END, TokenizerConfig, WordsConfig
@@ -99,22 +99,10 @@ class TextTower(Model[TextConfig]):
     undecayed: ClassVar = ("embed_VD", "position_LD")
 
     def add_layers(self) -> None:
-        config, moe_blocks = self.config, self.config.moe_blocks()
+        config = self.config
         self.embed_VD = nn.Parameter(torch.empty(config.vocabulary, config.width))
         self.position_LD = nn.Parameter(torch.empty(config.length, config.width))
-        self.blocks = nn.ModuleList(
-            Block(
-                config.width,
-                config.mlp_dim if i not in moe_blocks else config.expert_dim(),
-                heads=config.heads,
-                qk_norm=config.qk_norm,
-                dropout=0.0,
-                moe=config.moe if i in moe_blocks else None,
-                index=i,
-                causal=config.causal,
-            )
-            for i in range(config.depth)
-        )
+        self.blocks = blocks_of(config, dropout=0.0, causal=config.causal)
         self.norm = nn.LayerNorm(config.width, eps=1e-6)
         if config.pooling == "map":
             self.pool = AttentionPooling(config.width, config.heads, config.mlp_dim, qk_norm=config.qk_norm)

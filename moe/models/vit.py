@@ -6,7 +6,7 @@ in their released code: LayerNorm with epsilon 1e-6, tanh GELU, a head that star
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from moe.models.vit_costs import activations, macs
 from moe.models.vit_points import at_points
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.trace import Activations
+
+if TYPE_CHECKING:
+    from moe.models.text import TextConfig
 
 # Salts of keys for dropout begin here; smaller salts are MoE layers'.
 DROPOUT_SALT = 1 << 16
@@ -173,13 +176,30 @@ class Block(nn.Module):
         return with_experts(x_BSD, routing, return_routing=return_routing)
 
 
+def blocks_of(config: "ViTConfig | TextConfig", **options: Any) -> nn.ModuleList:
+    """Makes the blocks of a config, with experts where it has them; `options` are those of all blocks."""
+    moe_blocks = config.moe_blocks()
+    return nn.ModuleList(
+        Block(
+            config.width,
+            config.expert_dim() if i in moe_blocks else config.mlp_dim,
+            heads=config.heads,
+            qk_norm=config.qk_norm,
+            moe=config.moe if i in moe_blocks else None,
+            index=i,
+            **options,
+        )
+        for i in range(config.depth)
+    )
+
+
 class ViT(Model[ViTConfig]):
     """The module of a `ViTConfig`."""
 
     undecayed: ClassVar = ("position_SD",)
 
     def add_layers(self) -> None:
-        config, moe_blocks, activation = self.config, self.config.moe_blocks(), self.config.activation()
+        config, activation = self.config, self.config.activation()
         if config.stem:
             self.embed = ConvStem(config.width, config.patch_size, activation=activation)
         else:
@@ -188,19 +208,8 @@ class ViT(Model[ViTConfig]):
             self.class_token_D = nn.Parameter(torch.empty(config.width))
         if config.position == "learned":
             self.position_SD = nn.Parameter(torch.empty(config.tokens(), config.width))
-        self.blocks = nn.ModuleList(
-            Block(
-                config.width,
-                config.mlp_dim if i not in moe_blocks else config.expert_dim(),
-                heads=config.heads,
-                qk_norm=config.qk_norm,
-                dropout=config.dropout,
-                moe=config.moe if i in moe_blocks else None,
-                index=i,
-                norm_eps=config.norm_eps,
-                activation=activation,
-            )
-            for i in range(config.depth)
+        self.blocks = blocks_of(
+            config, dropout=config.dropout, norm_eps=config.norm_eps, activation=activation
         )
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         if config.pooling == "map":

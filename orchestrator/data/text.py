@@ -155,7 +155,7 @@ def read_tokenizer(data_set: str) -> TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionReport:
-    """What training on captions has to know of them before it begins.
+    """Numbers, lengths and unknown words of captions, to be read before training.
 
     images, captions, distinct: numbers of training images, of their captions, and of captions that differ
         after cleaning.

@@ -1,4 +1,4 @@
-"""What a model of images and texts can do: classify by names, and find images and captions by each other.
+"""Zero-shot classification, embeddings for retrieval, and the pixel baseline, of models of images and texts.
 
 Source: the evaluations of CLIP (Radford et al. 2021) and LiT (Zhai et al. 2022), which table 3 of Soft MoE
 reports.

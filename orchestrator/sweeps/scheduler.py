@@ -130,13 +130,13 @@ class FrontierScheduler(TrialScheduler):
             trial.set_status(Trial.PAUSED if state.outcome is None else Trial.TERMINATED)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        state, told = self._states[trial.trial_id], result.get(OUTCOME)
-        outcome = told or self._at_rung(state, result)
+        state, reported = self._states[trial.trial_id], result.get(OUTCOME)
+        outcome = reported or self._at_rung(state, result)
         if result.get("done") or not isinstance(outcome, Result) or outcome.status != "paused":
             return self.CONTINUE  # at its end the function returns by itself
         self.queue.done(state.name, outcome)
-        # A function that tells its outcome has stopped already.
-        if not told and (job := self.fetch()) is not None and job.state is state:
+        # A function that reports its outcome has stopped already.
+        if not reported and (job := self.fetch()) is not None and job.state is state:
             self._due.remove(job)
             return self.CONTINUE
         return self.STOP if state.failed else self.PAUSE

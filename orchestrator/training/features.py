@@ -29,10 +29,14 @@ ROWS = 4096  # images of a file
 
 
 def can_be_stored(run: RunConfig) -> bool:
-    """Returns whether the image tower is frozen, and its images are the same in every epoch."""
-    tower, data = run.model.starts_from, run.data
+    """Returns whether the image tower is frozen, and its output for an image is the same in every step, as
+    where images do not vary and are routed one by one.
+    """
+    tower, data, moe = run.model.starts_from, run.data, run.model.moe
     varied = data.augment != "none" or data.randaugment or data.mixup or data.cutmix
-    return bool(tower) and not varied and any(tower.startswith(prefix) for prefix in run.train.freeze)
+    alone = moe is None or moe.images_per_group == 1
+    frozen = any(tower.startswith(prefix) for prefix in run.train.freeze)
+    return bool(tower) and frozen and alone and not varied
 
 
 def with_features(stream: Stream, model: Model, device: torch.device) -> Stream:

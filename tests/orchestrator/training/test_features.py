@@ -132,6 +132,7 @@ def test_an_interruption_computes_nothing_twice(lit: RunConfig, monkeypatch: pyt
         ({"train.freeze": ()}, False),
         ({"data.augment": "flip"}, False),
         ({"data.randaugment": 2}, False),
+        ({"model.image.moe.images_per_group": 2}, False),
     ],
 )
 def test_when_they_can_be_stored(lit: RunConfig, changes: dict[str, Any], says: bool) -> None:
