@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 TUNING = range(100)
-TEST = range(1000, 1320)
+TEST = range(2000, 2320)
 STEPS = 320
 AT = np.array([10, 20, 40, 80, 160, 320])  # 1/32 .. 1 of the steps
 

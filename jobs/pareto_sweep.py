@@ -43,10 +43,6 @@ SWEEPS = (
 )  # of a catalog that takes long to load
 PLAN_MFU = 0.3
 TRIALS = 20
-STOPS_EARLY = (
-    "with --stop-early: 25 to 42 % of this with several seeds, 37 to 68 % with one, in replays of recorded"
-    " sweeps (docs/early_stopping.md)"
-)
 PRICES = Path(__file__).with_name("prices.yaml")
 
 
@@ -236,7 +232,7 @@ def main() -> None:
 def sweep(flags: SweepFlags) -> None:
     from jobs._describe import describe_data
     from jobs._list import description, print_sweeps
-    from jobs._sweep_plan import plan
+    from jobs._sweep_plan import plan, print_spending
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.preflight import check_sweep
@@ -268,7 +264,7 @@ def sweep(flags: SweepFlags) -> None:
     if flags.plan or flags.mfu is not None:
         plan(sweep, kind, device, flags.mfu or PLAN_MFU)
         if flags.stop_early:
-            print(STOPS_EARLY)
+            print_spending(sweep)
     if flags.plan:
         return
     store = flags.run.places.open_store()

@@ -266,12 +266,7 @@ class SweepRun:
         return {name: state.outcome for name, state in states if state.outcome is not None}
 
     def state_of(self, trial: Trial) -> TrialState:
-        """The state of a trial that has not begun."""
-        own = trial.run.train.steps - branch_step(trial.run)
-        flops = costs(trial.run, own)["cost/train_flops_6mac"]
-        known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
-        cost = known.get(self.sweep.cost, known["cost/train_flops_6mac"])
-        return new_trial_state(trial, cost=cost, need=run_resources(trial.run), flops=flops)
+        return unbegun(trial, self.sweep.cost)
 
     def _tell_predictions(self) -> None:
         """Tells the search what is predicted of paused arms. None is currently worth resuming."""
@@ -334,3 +329,12 @@ def keep_weights_only(trials: Iterable[Trial], frontier: Frontier) -> int:
     front = {point.arm for point in frontier.front}
     off = [RunDir.of(t.run) for t in trials if t.role == "trial" and t.arm not in front]
     return sum(drop_optimizer(run.checkpoints) for run in off if run.result())
+
+
+def unbegun(trial: Trial, cost_name: str) -> TrialState:
+    """Returns the state of a trial that has not begun."""
+    own = trial.run.train.steps - branch_step(trial.run)
+    flops = costs(trial.run, own)["cost/train_flops_6mac"]
+    known = costs(trial.run, trial.run.train.steps) | {"cost/marginal_train_flops_6mac": flops}
+    cost = known.get(cost_name, known["cost/train_flops_6mac"])
+    return new_trial_state(trial, cost=cost, need=run_resources(trial.run), flops=flops)

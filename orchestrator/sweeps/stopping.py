@@ -22,7 +22,9 @@ Floats = NDArray[np.float64]
 
 RUNG = 1 / 8  # part of the steps at which a first seed pauses
 BAND = 0.15  # decades of cost within which the order is free
-FIRST_ARMS = 4  # cheap arms that train without pauses, so that there are points early
+# The cheapest arms train without pauses, so that there are points early: so many, and all that together have
+# at most that part of the cost.
+FIRST_ARMS, FIRST_COST = 4, 0.05
 # Assumptions before there are data. Qualities are above chance, as parts of the highest quality so far.
 LEVEL, LEVEL_SD = 0.7, 0.5  # of the cheapest arms
 DECADE_SD = 0.3  # of the difference between arms that are a decade of cost apart
@@ -112,7 +114,9 @@ class _Table:
         self.is_open = ~complete & ~self.failed
         taken = complete | (running > 0) & ~self.failed
         cheap = flops <= 0.5 * flops.max(initial=0.0)
+        total = fsum(s.flops for s in states)
         self.early = taken.sum() - taken < np.where(cheap, FIRST_ARMS, 1)
+        self.early |= np.cumsum(flops) <= FIRST_COST * total
         self.paused = (tried > 0) & (num == 0) & ~self.early
 
         unit = self.scale = max((q for q in (*end, *rung) if 0 < q < math.inf), default=1.0)
@@ -121,7 +125,6 @@ class _Table:
         counted = np.where(taken, self.mean + sd * ~complete, 0.0)
         top = np.maximum.accumulate(np.where(taken, self.mean, 0.0))
         volume = float(top @ np.diff(x, append=x[-1:] + END)) or 1e-12
-        total = fsum(s.flops for s in states)
         self.gain, self.left = expected_gains(x, self.mean, sd, counted) / volume, np.array(left) / total
         self.worth = self.gain / np.maximum(self.left, 1e-12)
 

@@ -11,8 +11,8 @@ import pytest
 from bench.families import AT, TEST, TUNING, family
 from bench.harness import RESULTS
 from bench.rivals import Promotion, non_dominated
-from bench.stopping import RECORDED, Curves, figures, load_curves, num_outcomes, replay, sweep_curves
-from jobs.pareto_sweep import STOPS_EARLY
+from bench.stopping import RECORDED, Curves, figures, load_curves, num_outcomes, replayed, sweep_curves
+from jobs import _sweep_plan
 from orchestrator.sweeps.queue import RunToCompletion, TrialState
 
 
@@ -23,9 +23,17 @@ def curves(costs: dict[str, float], **quality: float) -> Curves:
 
 def test_what_running_trials_have_cost_is_counted() -> None:
     """Two trials side by side: when the first is complete, at 2, the second has cost 2 as well."""
-    run = replay(RunToCompletion(), curves({"a": 2.0, "b": 6.0}, a=0.5, b=0.6), ["b", "a"])
+    run = replayed(RunToCompletion(), curves({"a": 2.0, "b": 6.0}, a=0.5, b=0.6), ["b", "a"])
     assert run.complete == [(4.0, "a"), (8.0, "b")]
     assert run.spent == 8.0
+
+
+def test_a_budget_admits_what_it_holds_beside_what_runs() -> None:
+    """Of 4, 2 are promised to the first trial. The second needs 6, and the third fits to the cent."""
+    costs = {"a": 2.0, "b": 6.0, "c": 2.0}
+    run = replayed(RunToCompletion(), curves(costs, a=0.5, b=0.6, c=0.7), ["a", "b", "c"], budget=4.0)
+    assert [arm for _, arm in run.complete] == ["a", "c"]
+    assert run.spent == 4.0
 
 
 def test_regrets_by_hand() -> None:
@@ -64,7 +72,7 @@ def test_a_trained_sweep_is_replayed(trained_home: Path) -> None:
     found = sweep_curves(f"{trained_home}/tiny")
     assert set(found.cost) == {"dense", "token", "soft"}
     assert all(set(curve) >= {found.steps} for curve in found.quality.values())
-    assert replay(RunToCompletion(), found, [*found.cost]).spent == pytest.approx(found.total)
+    assert replayed(RunToCompletion(), found, [*found.cost]).spent == pytest.approx(found.total)
 
 
 def test_the_order_of_writing_is_nothing() -> None:
@@ -88,7 +96,7 @@ def test_there_are_300_families_apart_from_those_for_tuning() -> None:
 def test_a_plan_prints_the_measured_range() -> None:
     """The cost at which early stopping ended on the recorded sets, with several seeds and with one."""
     tables = json.loads((RESULTS / "stopping.json").read_text())["tables"]
-    printed = [int(number) for number in re.findall(r"\d+", STOPS_EARLY)]
+    printed = [int(number) for number in re.findall(r"\d+", _sweep_plan.RECORDED)]
     for seeds, (low, high) in {"all seeds": printed[:2], "one seed": printed[2:]}.items():
         ends = [rows[0]["cost"][0] for name, rows in tables.items() if name.endswith(f", {seeds}")]
         assert len(ends) == 5
