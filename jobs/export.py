@@ -13,6 +13,7 @@ python jobs/export.py dense --out dense-hf --format huggingface        dense mod
 python jobs/export.py soft --out soft-mlflow --format mlflow           mlflow models serve -m soft-mlflow
 python jobs/export.py soft --out soft.onnx --format onnx               onnxruntime runs it
 python jobs/export.py soft --out soft.pt2 --format torch               torch.export.load opens it
+python jobs/export.py soft --ema --out averaged.safetensors        of a run with train.ema
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
 python jobs/export.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --evaluate
 python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
@@ -43,6 +44,7 @@ class ExportFlags:
         "who reads it: a folder for timm or transformers, if the model is dense; a folder that MLflow serves;"
         " a file of torch.export (.pt2); a file of ONNX (.onnx), which needs moe-frontier[export]",
     )
+    ema: bool = flag(False, "write the average over the run's updates (train.ema) as the weights")
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
     evaluate: bool = flag(False, "also evaluate each model and their average, as evaluate.py does")
@@ -55,6 +57,8 @@ class ExportFlags:
             raise UsageError("--data does nothing without --evaluate")
         if self.averages() and (self.list or self.step is not None):
             raise UsageError("--list and --step take one model; name the folders of checkpoints instead")
+        if self.ema and (self.averages() or self.list or self.format != "moe"):
+            raise UsageError("--ema takes one run, and --format moe: write its average first, then others")
         if self.averages() and self.format != "moe":
             raise UsageError(f"--format {self.format} takes one model: write the average first, then that")
         ending = {"torch": ".pt2", "onnx": ".onnx"}.get(self.format)
@@ -102,8 +106,8 @@ def export(flags: ExportFlags) -> None:
     if location.endswith(SUFFIX):
         if flags.format == "moe":
             raise UsageError(f"{location} is a file of weights already, and checkpoints are exported")
-        if flags.step is not None:
-            raise UsageError(f"--step {flags.step}: {model} is a file of weights")
+        if flags.step is not None or flags.ema:
+            raise UsageError(f"--step and --ema are of a run: {model} is a file of weights")
         folder, _, name = location.rpartition("/")
         return convert(flags, location, apart=folder if name == WEIGHTS else location)
     is_single = is_there(location)
@@ -126,7 +130,7 @@ def export(flags: ExportFlags) -> None:
         check_file("--out", out)
     elif storage.is_local(out):
         check_out(out, own=(WEIGHTS,), apart=(directory.removesuffix("/checkpoints"),))
-    weights.export(location, out, fresh=flags.fresh)
+    weights.export(location, out, ema=flags.ema, fresh=flags.fresh)
     print_exported(out, out if is_file else storage.join(out, WEIGHTS))
 
 
@@ -232,6 +236,7 @@ def print_exported(out: str, weights: str) -> None:
         metadata, tensors = file.metadata(), len(file.keys())
     soup = json.loads(metadata.get("soup", "[]"))
     what = f"average of {len(soup)} models" if soup else f"step {metadata['step']}"
+    what = f"average of the weights to {what}" if "ema" in metadata else what
     params = num_params(read_config(ModelConfig, json.loads(metadata["config"])["model"]))
     size = (storage.size(weights) or 0) / 1e6
     print(f"{weights}: {what}, {tensors} tensors, {params:,} parameters, {size:.1f} MB")

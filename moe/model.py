@@ -225,6 +225,18 @@ class Model(nn.Module, ABC, Generic[C]):
         A unit has ``forward(x, valid_B, keys_B, overrides, return_stats, return_routing) -> UnitOutput``.
         """
 
+    def layers_above(self) -> dict[str, int]:
+        """Returns for each parameter how many layers follow it, for rates by layer: none the head, one the
+        last unit and the norm behind it, and all units and the head what comes before them. By default, that
+        is what is made before the first unit.
+        """
+        units, found, before = self.units(), dict[str, int](), True
+        of_unit = {param: len(units) - i for i, unit in enumerate(units) for param in unit.parameters()}
+        for name, param in self.named_parameters():
+            before = before and param not in of_unit
+            found[name] = of_unit.get(param, len(units) + 1 if before else int(name.startswith("norm.")))
+        return found
+
     def freeze(self, *prefixes: str) -> None:
         """Keeps the parameters whose names begin so as they are: they have no gradient and no optimiser."""
         for name, param in self.named_parameters():

@@ -240,6 +240,16 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float |
     return total
 
 
+def weights_changed(model: nn.Module) -> None:
+    """Makes a model compute with weights that were set since its last pass: what it has gathered or rounded
+    of them is old.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    refresh(model)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.config import (
         CheckpointConfig,
         DataConfig,
+        EMAConfig,
         FewShotConfig,
         RunConfig,
         ScaleConfig,
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
     from orchestrator.optimizers import AdafactorConfig, AdamWConfig, LambConfig, OptimizerConfig, SGDConfig
     from orchestrator.optimizers.base import decay_groups
     from orchestrator.plugins import load_plugins
-    from orchestrator.schedules import ConstantConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
+    from orchestrator.schedules import (
+        ConstantConfig,
+        CosineConfig,
+        DeitConfig,
+        LinearConfig,
+        RsqrtConfig,
+        ScheduleConfig,
+    )
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep, train
     from orchestrator.sweeps.run import Watch
@@ -58,6 +66,8 @@ __all__ = [
     "ConstantConfig",
     "CosineConfig",
     "DataConfig",
+    "DeitConfig",
+    "EMAConfig",
     "EarlyStopping",
     "FewShotConfig",
     "Frontier",
@@ -99,7 +109,15 @@ __all__ = [
 
 _NAMES = {  # module -> what it defines
     "codec": ("override",),
-    "config": ("CheckpointConfig", "DataConfig", "FewShotConfig", "RunConfig", "ScaleConfig", "TrainConfig"),
+    "config": (
+        "CheckpointConfig",
+        "DataConfig",
+        "EMAConfig",
+        "FewShotConfig",
+        "RunConfig",
+        "ScaleConfig",
+        "TrainConfig",
+    ),
     "data.batch": ("Batch", "normalize"),
     "data.images": ("Transform", "encode_png"),
     "data.packing": ("digits",),
@@ -111,7 +129,14 @@ _NAMES = {  # module -> what it defines
     "optimizers": ("AdafactorConfig", "AdamWConfig", "LambConfig", "OptimizerConfig", "SGDConfig"),
     "optimizers.base": ("decay_groups",),
     "plugins": ("load_plugins",),
-    "schedules": ("ConstantConfig", "CosineConfig", "LinearConfig", "RsqrtConfig", "ScheduleConfig"),
+    "schedules": (
+        "ConstantConfig",
+        "CosineConfig",
+        "DeitConfig",
+        "LinearConfig",
+        "RsqrtConfig",
+        "ScheduleConfig",
+    ),
     "sweeps.budget": ("Budget",),
     "sweeps.driver": ("SweepOptions", "run_sweep", "train"),
     "sweeps.run": ("Watch",),

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moe.config import Family, Fraction, NonNegativeInt, PositiveInt
+from moe.config import Family, Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,28 @@ class RsqrtConfig(CooldownConfig):
 
     Attributes:
         timescale: steps t after which the rate has fallen to 1 / sqrt(2) of its peak.
+        begin: the first t. A run that starts from another run's weights goes on at its rate with the steps
+            that the other took after its warm-up, and without one of its own.
     """
 
     kind: Literal["rsqrt"] = "rsqrt"
     timescale: PositiveInt = 10_000
+    begin: NonNegativeInt = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.begin and self.warmup_steps:
+            raise ValueError(
+                f"begin={self.begin} goes on at a rate that was reached before, which"
+                f" warmup_steps={self.warmup_steps} would reach again: leave out one of them"
+            )
+
+    def phases(self, steps: int) -> tuple[int, int]:
+        warmup, cooldown = super().phases(steps)
+        return 0 if self.begin else warmup, cooldown
 
     def level(self, peak: float, steps: int) -> float:
-        return peak / math.sqrt(1 + steps / self.timescale)
+        return peak / math.sqrt(1 + (self.begin + steps) / self.timescale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,3 +143,34 @@ class LinearConfig(DecayConfig):
 
     def left(self, done: float) -> float:
         return 1 - done
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeitConfig(ScheduleConfig):
+    """The schedule of DeiT III: a rate for each epoch, by a linear warm-up and then by half a cosine that
+    begins with the run.
+
+    Source: timm's scheduler as DeiT's code calls it, with the number of an epoch after that epoch. So the
+    rate is one epoch late, and the first is taken twice.
+
+    Attributes:
+        epoch_steps: steps of an epoch; warm-up and run are counted in whole epochs.
+        start, end: rates before the warm-up and where the cosine ends, whatever the peak is.
+    """
+
+    kind: Literal["deit"] = "deit"
+    knows_end: ClassVar[bool] = True
+
+    epoch_steps: PositiveInt = 625
+    start: NonNegativeFloat = 1e-6
+    end: NonNegativeFloat = 1e-5
+
+    def rate(self, step: int, *, peak: float, total: int) -> float:
+        warmup, epoch = self.phases(total)[0] // self.epoch_steps, min(step, total) // self.epoch_steps
+        late = max(0, epoch - 1)
+        if late < warmup:
+            return self.start + (peak - self.start) * late / warmup
+        return self.after_warmup(late, peak=peak, total=max(1, total // self.epoch_steps))
+
+    def after_warmup(self, step: int, *, peak: float, total: int) -> float:
+        return self.end + (peak - self.end) * (1 + math.cos(math.pi * step / total)) / 2

@@ -44,7 +44,7 @@ orchestrator: orchestrator
 orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
     orchestrator.schedules orchestrator.storage orchestrator.tasks
 orchestrator.names:
-orchestrator.optimizers: moe.config moe.experts moe.parallel orchestrator.optimizers
+orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestrator.optimizers
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest

@@ -141,6 +141,11 @@ class TwoTowers(Model[TwoTowersConfig]):
     def units(self) -> Sequence[nn.Module]:
         return [*self.image.units(), *self.text.units()]
 
+    def layers_above(self) -> dict[str, int]:
+        towers = {"image.": self.image, "text.": self.text}
+        inside = {tower + name: n for tower, m in towers.items() for name, n in m.layers_above().items()}
+        return dict.fromkeys(dict(self.named_parameters()), 0) | inside
+
     def forward(
         self,
         images: Tensor | ImageText,

@@ -56,6 +56,7 @@ from orchestrator.errors import UsageError
 
 SUFFIX = ".safetensors"
 OPTIMIZER = "optimizer."  # begins the names of the optimiser's tensors; weights are named as in the model
+EMA = "ema"  # the average of a parameter, in the state of its optimiser
 # A file is built in memory, so a worker's share is spread over about MOST_FILES files of FILE_BYTES or more.
 FILE_BYTES = 16 << 20
 MOST_FILES = 16

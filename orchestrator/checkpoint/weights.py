@@ -19,6 +19,8 @@ from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.card import CARD, PREPROCESSOR, model_card, preprocessor
 from orchestrator.checkpoint.files import (
+    EMA,
+    OPTIMIZER,
     SUFFIX,
     WeightsReader,
     fill,
@@ -123,11 +125,14 @@ def write_file(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
         temporary.unlink(missing_ok=True)
 
 
-def export(location: str, out: str, *, fresh: bool = False) -> None:
+def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -> None:
     """Writes the weights of a checkpoint, as `find_checkpoint` finds it, bit for bit: see `write_export`.
 
+    ema: writes the average of the weights in their place; weights that were not trained are its own.
+
     Raises:
-        UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
+        UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`); if there is no
+            average.
         OSError: if reading or writing fails.
     """
     check_export(out, fresh=fresh)
@@ -138,12 +143,32 @@ def export(location: str, out: str, *, fresh: bool = False) -> None:
     run = read_config(RunConfig, source.manifest.config)
     digest = hashlib.sha256(manifests.encode(source.manifest)).hexdigest()
     more = {"step": str(source.step), "manifest_sha256": digest}
+    if ema:
+        _fill_average(tensors, source)
+        more["ema"] = json.dumps(to_dict(run.train.ema))
     if origin := _origin(run.train.init_from):
         more["initial_source"] = origin
     progress = source.manifest.progress
     metrics = progress.get("metrics", {}) if progress.get("reported") == source.step else {}
-    metrics = {name: value for name, value in metrics.items() if name.startswith("val/")}
+    measured = "val_ema/" if ema else "val/"
+    metrics = {n.replace(measured, "val/"): value for n, value in metrics.items() if n.startswith(measured)}
     write_export(out, tensors, run, classes=classes_of_run(run), more=more, metrics=metrics, fresh=fresh)
+
+
+def _fill_average(tensors: Mapping[str, Tensor], source: WeightsSource) -> None:
+    """Fills the tensors that were trained with their averages. Raises UsageError if there are none."""
+    assert source.manifest
+    names = list(source.manifest.files)
+    with open_tensors(source.location, names, manifest=source.manifest) as reader:
+        there = reader.tensors()
+        key_of = {name: f"{OPTIMIZER}state.{name}.{EMA}" for name in tensors}
+        found = {key: tensors[name] for name, key in key_of.items() if key in there}
+        if not found:
+            raise UsageError(
+                f"{source.location} holds no average of the weights: train with train.ema, and keep the"
+                " optimiser's state"
+            )
+        fill(found, reader)
 
 
 def _origin(location: str | None) -> str:
@@ -178,8 +203,9 @@ def write_export(
     `PREPROCESSOR` and a model card that states the `metrics` beside it.
 
     The file's metadata holds `config` (of the run, JSON), `classes` (JSON, null if they are unknown),
-    `version` and what is in `more`: the run's `step`, `manifest_sha256` of its checkpoint and the
-    `initial_source` of the weights that it started from, or the `source` of an import.
+    `version` and what is in `more`: the run's `step`, `manifest_sha256` of its checkpoint, `ema` if the
+    average was written, and the `initial_source` of the weights that the run started from, or the
+    `source` of an import.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).

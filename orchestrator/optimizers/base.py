@@ -3,34 +3,40 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moe.config import Family, NonNegativeFloat
+from moe.config import Bound, Family, NonNegativeFloat
 from moe.experts import is_expert
+from moe.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Family, ABC, default="adamw"):
     """The settings of an optimiser, and weight decay by groups of parameters, times the learning rate.
 
-    Source: the released configs of Soft MoE (kernels .03, head 3, scale .03) and V-MoE (all parameters .1).
+    Sources: the released configs of Soft MoE (kernels .03, head 3, scale .03) and V-MoE (all parameters .1);
+    for rates by layer BEiT (Bao et al. 2022, https://arxiv.org/abs/2106.08254) and timm.
 
     Attributes:
         weight_decay: of kernels, the weights of matmuls and convolutions.
         weight_decay_head: of the head's kernel; None: that of the other kernels.
         weight_decay_scale: of the scales of Soft MoE's routers.
         decays: whether ``kernels`` decay, or ``all`` parameters as kernels do.
+        layer_decay: factor of the learning rate from one layer to the layer before it. The head has the whole
+            rate, the last block, its experts and the norm behind it this part of it, as in timm, and the
+            embeddings the smallest. None: all have the whole rate.
     """
 
     weight_decay: NonNegativeFloat = 0.0
     weight_decay_head: NonNegativeFloat | None = None
     weight_decay_scale: NonNegativeFloat = 0.0
     decays: Literal["kernels", "all"] = "kernels"
+    layer_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] | None = None
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -49,7 +55,8 @@ def expert_stacks(model: nn.Module) -> list[nn.Parameter]:
 
 
 def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the model's parameters that are trained in torch's groups, one for each weight decay.
+    """Returns the model's parameters that are trained in torch's groups, one for each weight decay, and with
+    `layer_decay` for each layer, whose rates are then to be multiplied by the group's ``lr_scale``.
 
     Kernels are parameters of two and more dimensions but those that a module lists as `undecayed`: stacked
     biases, position embeddings, soft routing.
@@ -57,13 +64,19 @@ def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, An
     exempt = {
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "undecayed", ())
     }
-    groups: dict[float, list[nn.Parameter]] = {}
+    above = {} if config.layer_decay is None else cast(Model, model).layers_above()
+    groups: dict[tuple[float, int | None], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        is_kernel = param.ndim > 1 and param not in exempt
-        groups.setdefault(_weight_decay(config, name, is_kernel=is_kernel), []).append(param)
-    return [{"params": members, "weight_decay": decay} for decay, members in groups.items()]
+        decay = _weight_decay(config, name, is_kernel=param.ndim > 1 and param not in exempt)
+        groups.setdefault((decay, above.get(name)), []).append(param)
+    found: list[dict[str, Any]] = []
+    for (decay, layers), members in groups.items():
+        found.append({"params": members, "weight_decay": decay})
+        if config.layer_decay is not None and layers is not None:
+            found[-1]["lr_scale"] = config.layer_decay**layers
+    return found
 
 
 def _weight_decay(config: OptimizerConfig, name: str, *, is_kernel: bool) -> float:

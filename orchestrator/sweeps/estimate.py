@@ -239,9 +239,12 @@ def _compute_bytes(run: RunConfig) -> int:
 
 
 def _moment_bytes(run: RunConfig, dp: int, ep: int) -> int:
-    """Returns the bytes that the optimiser keeps on the first rank."""
+    """Returns the bytes that the optimiser keeps on the first rank, with the average of the weights."""
+    average = FP32 if run.train.ema else 0
+    held = {name: _shard(name, shape, dp, ep) for name, shape in param_shapes(run.model).items()}
     return sum(
-        run.train.optimizer.state_bytes(shape, _shard(name, shape, dp, ep), expert=is_expert(name))
+        run.train.optimizer.state_bytes(shape, held[name], expert=is_expert(name))
+        + average * prod(held[name])
         for name, shape in param_shapes(run.model).items()
     )
 

@@ -114,7 +114,7 @@ def train_step(
     """
     rate = run.train.schedule.rate(step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)
     for module in model.modules():
         if isinstance(module, Router):
             module.anneal(step)

@@ -25,6 +25,7 @@ from orchestrator.data.batch import Batch, DecodeError
 from orchestrator.data.stream import Reader, Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
+from orchestrator.training.average import Average
 from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
 from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps
@@ -120,12 +121,15 @@ class Worker:
         self.device = torch.device("cuda" if run.scale.use_gpu else "cpu")
         self.model = build_model(run, self.device, seed=None)
         self.optimizer = run.train.optimizer.build(self.model)
+        self.average = Average(run.train.ema, self.optimizer) if run.train.ema else None
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.first = rank == 0
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
         self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
         self.done, self.progress, self._resumed = self._begin()
+        if self.average:
+            self.average.updates = self.done
         if can_be_stored(run):
             streams = (
                 with_features(each, self.model, self.device) for each in (self.training, self.validation)
@@ -261,10 +265,17 @@ class Worker:
         self.checkpoints.save(step, *state, images=images, progress=recorded, config=config)
 
     def validate(self) -> Metrics:
+        values = self._evaluated()
+        values |= self.fewshot.measure(self.model, self.device).metrics() if self.fewshot else {}
+        if self.average:
+            with self.average.in_place_of_weights(self.model):
+                found = self._evaluated()
+            values |= {n.replace("val/", "val_ema/"): v for n, v in found.items() if n.startswith("val/")}
+        return values
+
+    def _evaluated(self) -> Metrics:
         batches = self._batches(self.validation, self.validation.steps())
-        values = evaluate(self.model, self.samples.validation(batches), self.run)
-        few = self.fewshot.measure(self.model, self.device).metrics() if self.fewshot else {}
-        return values | few
+        return evaluate(self.model, self.samples.validation(batches), self.run)
 
     def _batches(self, stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(self._read(stream, steps), self.device)
