@@ -15,7 +15,8 @@ python jobs/export.py soft --out soft.onnx --format onnx               onnxrunti
 python jobs/export.py soft --out soft.pt2 --format torch               torch.export.load opens it
 python jobs/export.py soft --ema --out averaged.safetensors        of a run with train.ema
 python jobs/export.py soft --list                        exit code 1 if a checkpoint is damaged
-python jobs/export.py soft-seed0 soft-seed1 soft-seed2 --out soup.safetensors --evaluate
+python jobs/export.py tuned0 tuned1 tuned2 --out soup.safetensors --evaluate
+python jobs/export.py tuned0 tuned1 tuned2 --out soup.safetensors --greedy --data held-out     those that help
 python jobs/export.py runs/tuned/checkpoints/step-000008* --out soup.safetensors        steps of one run
 """
 
@@ -23,13 +24,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jobs._cli import Evaluation, check_file, check_out, command, models_of, named
 from jobs._flags import MODELS, flag, parse
 from jobs.evaluate import EvaluateFlags, evaluate
 from orchestrator.errors import UsageError
+
+if TYPE_CHECKING:
+    from orchestrator.checkpoint.models import ModelRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +52,28 @@ class ExportFlags:
     ema: bool = flag(False, "write the average over the run's updates (train.ema) as the weights")
     list: bool = flag(False, "print step, quality, size and state of each checkpoint")
     fresh: bool = flag(False, "replace an earlier export at --out")
+    greedy: bool = flag(
+        False, "average only the models that make the soup better on --data: images that no figure is from"
+    )
     evaluate: bool = flag(False, "also evaluate each model and their average, as evaluate.py does")
     on: Evaluation
 
     def __post_init__(self) -> None:
         if (self.out is None) == (not self.list):
             raise UsageError("give either --out or --list")
-        if self.on.data and not self.evaluate:
-            raise UsageError("--data does nothing without --evaluate")
+        if self.on.data and not (self.evaluate or self.greedy):
+            raise UsageError("--data does nothing without --evaluate or --greedy")
+        if self.greedy and not (self.averages() and self.on.data):
+            raise UsageError("--greedy chooses among several models by held-out images: give --data")
+        if self.greedy and self.on.split == "train":
+            raise UsageError(
+                "--greedy chooses by images that no model was trained on, and not by a train split"
+            )
+        if self.greedy and self.evaluate:
+            raise UsageError(
+                "--evaluate would measure the soup on the images that chose it: evaluate it on others, by"
+                " evaluate.py"
+            )
         if self.averages() and (self.list or self.step is not None):
             raise UsageError("--list and --step take one model; name the folders of checkpoints instead")
         if self.ema and (self.averages() or self.list or self.format != "moe"):
@@ -182,18 +201,30 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
 
 
 def average(flags: ExportFlags) -> None:
-    """Writes the average; with --evaluate evaluates each model and the average."""
+    """Writes the average; with --evaluate evaluates each model and the average, with --greedy chooses the
+    models first.
+    """
     from orchestrator import storage
-    from orchestrator.evaluation.soup import check_alike, write_soup
+    from orchestrator.evaluation.soup import check_alike, greedy, quality_of_average, write_soup
 
     assert flags.out
     on, out = flags.on, storage.absolute(flags.out)
     check_file("--out", out)
     models = models_of(flags.model, on.places, on.places.open_store())
     check_alike(models)
-    if flags.evaluate:
-        models[0].check_classes(on.path(models[0]))
-    write_soup(models, out, fresh=flags.fresh)
+    path, chosen_on = on.path(models[0]), None
+    if flags.evaluate or flags.greedy:
+        models[0].check_classes(path)
+    if flags.greedy:
+        chosen_on = f"{path}, {on.split}"
+
+        def quality_of(members: Sequence[ModelRef]) -> float:
+            quality = quality_of_average(members, on.images(models[0], path))
+            print(f"{' + '.join(member.name for member in members)}: {quality:.4f}", flush=True)
+            return quality
+
+        models = greedy(models, quality_of)
+    write_soup(models, out, fresh=flags.fresh, chosen_on=chosen_on)
     print_exported(out, out)
     if flags.evaluate:
         evaluate(EvaluateFlags(model=(*flags.model, out), on=on))

@@ -24,6 +24,7 @@ from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedu
 from tests.golden_report import Arrays, Meta, Report
 from tests.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
 from tests.golden_text import canonicalize, padding
+from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle
 from tests.moe.parts import read_golden
 
 
@@ -62,6 +63,11 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "retrieval": retrieval,
     "canonicalize": canonicalize,
     "padding": padding,
+    "ema": ema,
+    "layer_rates": layer_rates,
+    "deit3_schedule": deit3_schedule,
+    "soup": soup,
+    "upcycle": upcycle,
 }
 
 

@@ -1,14 +1,16 @@
-"""A soup: the uniform average of models that were trained alike, one model at the cost of one.
+"""A soup: the average of models that were trained alike, one model at the cost of one.
 
-Source: Wortsman et al. 2022, "Model soups", section 2 (uniform soup), as in Soft MoE, section 4, table 3.
+Source: Wortsman et al. 2022, "Model soups", https://arxiv.org/abs/2203.05482, section 2: the uniform soup, as
+in Soft MoE, section 4, table 3, and the greedy soup, to which the released code adds a model only if it gets
+better.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +20,20 @@ from orchestrator.checkpoint.files import SUFFIX, fill
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
+from orchestrator.data.batch import Batch
 from orchestrator.errors import UsageError
+from orchestrator.evaluation.evaluate import default_device, evaluate_at
+
+T = TypeVar("T")
 
 
-def write_soup(models: Sequence[ModelRef], out: str, *, fresh: bool = False) -> None:
+def write_soup(
+    models: Sequence[ModelRef], out: str, *, fresh: bool = False, chosen_on: str | None = None
+) -> None:
     """Writes the average as an exported model into the local file `out`, whose name becomes the model's.
 
-    Memory holds the average, and one tensor of one model at a time.
+    Memory holds the average, and one tensor of one model at a time. `chosen_on`: the images that chose the
+    models, for the file's metadata.
 
     Raises:
         UsageError: if models are damaged or differ in config, classes or tensors, or if `out` is not such a
@@ -43,7 +52,33 @@ def write_soup(models: Sequence[ModelRef], out: str, *, fresh: bool = False) -> 
         "classes": json.dumps(next((m.classes for m in models if m.classes), None)),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
+    if chosen_on:
+        metadata["chosen_on"] = chosen_on
     write_file(out, average([model.location for model in models]), metadata)
+
+
+def greedy(models: Sequence[T], quality_of: Callable[[Sequence[T]], float], *, ties: bool = False) -> list[T]:
+    """Returns the models of the greedy soup, in the order in which they joined: from the best to the worst,
+    each joins if the average of all members is better with it; with `ties`, if it is not worse.
+
+    quality_of: the quality of the average of some models, on images that nothing else is measured on.
+    """
+    alone = [quality_of([model]) for model in models]
+    best, *others = sorted(range(len(models)), key=lambda i: -alone[i])
+    members, reached = [models[best]], alone[best]
+    for i in others:
+        found = quality_of([*members, models[i]])
+        if found > reached or (ties and found == reached):
+            members, reached = [*members, models[i]], found
+    return members
+
+
+def quality_of_average(models: Sequence[ModelRef], images: Iterable[Batch]) -> float:
+    """Returns the task's quality of the average of models that are alike."""
+    model, task = models[0].load(default_device()), models[0].run.task
+    model.load_state_dict(average([each.location for each in models]))
+    (scores,) = evaluate_at(model, task, images)
+    return scores.metrics()[task.quality.removeprefix("val/")]
 
 
 def average(locations: Sequence[str]) -> dict[str, Tensor]:
@@ -79,11 +114,12 @@ def average(locations: Sequence[str]) -> dict[str, Tensor]:
 
 
 def check_alike(models: Sequence[ModelRef]) -> None:
-    """Raises UsageError, naming the first field, if their architectures, their classes or what they see of an
-    image differ. Unknown classes are taken for the same.
+    """Raises UsageError, naming the first field, if their architectures, their classes, what they see of an
+    image or the weights that they began with differ: the experts and channels of other initial weights are in
+    another order. Unknown classes are taken for the same.
     """
     known = [model for model in models if model.classes]
-    for alike, described in ((models, _described), (known, _classes)):
+    for alike, described in ((models, _described), (known, _classes), (models, _began)):
         for model in alike[1:]:
             if different := _difference(described(alike[0]), described(model)):
                 field, was, now = different
@@ -102,6 +138,11 @@ def _described(model: ModelRef) -> dict[str, Any]:
 
 def _classes(model: ModelRef) -> dict[str, str]:
     return {f"class {label}": name for label, name in enumerate(model.classes or ())}
+
+
+def _began(model: ModelRef) -> dict[str, Any]:
+    train = model.run.train
+    return {"the start": train.init_from or f"the weights of seed {train.seed}"}
 
 
 def _difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

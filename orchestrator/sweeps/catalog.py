@@ -84,12 +84,16 @@ def upcycle(scale: Scale) -> Sweep:
 
     Its base starts from weights, whose model it is. Experts are in the last half of the blocks.
 
-    Source: Sparse Upcycling (Komatsuzaki and others, 2022), from a ViT to a V-MoE.
+    Source: Sparse Upcycling (Komatsuzaki and others, 2022), from a ViT to a V-MoE: its abstract for the
+    claims, appendix B for copies without noise, in the last blocks, for C of 2 and weights that sum to 1.
 
     Design: every expert starts as a copy, and the router is new. `exact` keeps the function of the dense
     model: a softmax over the chosen experts alone sums to 1, and no token is dropped; its router learns from
     the auxiliary losses until the experts differ. So does `mixture`. `token` is weighted as V-MoE is, by its
-    share of the softmax over all experts, which is below 1 at first.
+    share of the softmax over all experts, which is below 1 at first. `token-k2` and `expert` are as
+    published: they keep the function for the tokens that an expert takes. To go on as published, the base
+    takes over the optimiser's state (`train.init_optimizer`) and the dense run's rate
+    (`train.schedule.begin`).
     """
     model, experts = scale.base.model, scale.experts
     last = f"last_{max(1, len(unit_shapes(model)) // 2)}"
@@ -99,11 +103,12 @@ def upcycle(scale: Scale) -> Sweep:
         "exact": token_choice(experts, 1, float(experts), layers=last, topk="before"),
         "token": token_choice(experts, 1, 1.05, layers=last),
         "token-k2": token_choice(experts, 2, 1.05, layers=last, topk="before"),
-        "expert": expert_choice(experts, 2.0, layers=last),
+        "expert": expert_choice(experts, 2.0, layers=last, normalize=True),
         "soft": soft(experts, 1, tokens, layers=last, scale_init=SHARP),
         "mixture": moe("mixture", experts, layers=last),
     }
-    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3))
+    claims = ("arm=token-k2 beats arm=dense", "arm=expert beats arm=dense")
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
 
 
 SWEEPS: dict[str, NamedSweep] = {sweep.__name__: sweep for sweep in (quickstart, study, upcycle)}

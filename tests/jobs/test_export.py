@@ -21,7 +21,7 @@ from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import classes_of_run
+from orchestrator.checkpoint.weights import classes_of_run, read_metadata, write_file
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import load_model
@@ -363,6 +363,41 @@ def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
     assert code == ""
     first, second = table(said)
     assert first[1:-1] == second[1:-1]
+
+
+def test_a_greedy_soup_leaves_out_what_makes_it_worse(digits, home, call, tmp_path):
+    """Noise on the trained model: the original alone is the soup. The file says on which images."""
+    assert call("soft", "--out", f"{tmp_path}/one.safetensors")[0] == ""
+    one = read_model(f"{tmp_path}/one.safetensors")
+    tensors = {name: 3 * torch.randn_like(tensor) for name, tensor in one.load().state_dict().items()}
+    write_file(f"{tmp_path}/noise.safetensors", tensors, read_metadata(one.location))
+    models, out = (f"{tmp_path}/noise.safetensors", one.location), f"{tmp_path}/soup.safetensors"
+    assert call(*models, "--out", out, "--greedy")[0] == "2"
+    assert call(*models, "--out", out, "--greedy", "--data", digits, "--evaluate")[0] == "2"
+    assert call(*models, "--out", out, "--greedy", "--data", digits, "--split", "train")[0] == "2"
+    code, said = call(*models, "--out", out, "--greedy", "--data", digits)
+    assert code == ""
+    assert [line.partition(":")[0].count(" + ") for line in said.splitlines()[:3]] == [0, 0, 1]
+    metadata = read_metadata(out)
+    assert [part["location"] for part in json.loads(metadata["soup"])] == [one.location]
+    assert metadata["chosen_on"] == f"{digits}, val"
+
+
+def test_the_average_of_the_weights(digits, empty_home, call, tmp_path):
+    """As a file and as a folder, whose card has its figures; a run without an average has none."""
+    changes = {**CHANGES, "data.path": digits, "storage": str(empty_home), "train.ema.decay": 0.9}
+    fit(override(RunConfig(), {**changes, "name": "averaged"}), lambda step, metrics: None)
+    for name in ("file.safetensors", "folder"):
+        code, said = call("averaged", "--ema", "--out", f"{tmp_path}/{name}")
+        assert code == "", said
+        assert "average of the weights to step 4" in said
+    result = json.loads((empty_home / "averaged/result.json").read_text())["metrics"]
+    assert f"{result['val_ema/acc1']:.4f}" in (tmp_path / "folder/README.md").read_text()
+    assert call("averaged", "--ema", "--list")[0] == "2"
+    assert call("averaged", "--ema", "--format", "timm", "--out", f"{tmp_path}/timm")[0] == "2"
+    assert call(f"{tmp_path}/file.safetensors", "--ema", "--out", f"{tmp_path}/again")[0].startswith(
+        "error: "
+    )
 
 
 def test_all_trials_of_a_sweep_are_several_models(trained_home, call, tmp_path, monkeypatch):

@@ -91,6 +91,18 @@ def test_different_models_are_refused(changes, message, trained, tmp_path):
     assert not (tmp_path / "soup.safetensors").exists()
 
 
+def test_models_that_began_with_other_weights_are_refused(trained, tmp_path):
+    """Of another seed, or of another model; fine-tuned with several seeds they have begun alike."""
+    with pytest.raises(
+        UsageError, match=r"the start is the weights of seed 0 in .*, the weights of seed 1 in"
+    ):
+        soup(tmp_path, trained(0), trained(1, **{"train.seed": 1}))
+    one = trained(0, **{"train.init_from": "/a"})
+    with pytest.raises(UsageError, match=r"the start is /a in .*seed0\.safetensors, /b in .*seed1"):
+        soup(tmp_path, one, trained(1, **{"train.init_from": "/b"}))
+    soup(tmp_path, one, trained(1, **{"train.init_from": "/a", "train.seed": 1}))
+
+
 def test_models_of_other_classes_are_refused(trained, tmp_path):
     """Known in another order; where only one model's classes are known, they are the soup's."""
     names = tuple("0123456789")

@@ -12,13 +12,19 @@ from torch import nn
 from moe.config import members
 from moe.experts import is_expert
 from moe.layer import MoEConfig
+from moe.models.text import TextConfig
+from moe.models.two_towers import TwoTowersConfig
 from moe.models.vit import ViT
 from moe.presets import PRESETS
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
 from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from orchestrator.optimizers.adafactor import Adafactor
 from orchestrator.optimizers.adamw import AdamW
-from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
+from orchestrator.schedules import CosineConfig, DeitConfig, LinearConfig, RsqrtConfig, ScheduleConfig
+from orchestrator.training.loop import train_step
+from tests.orchestrator.training.test_loop import random_batch
 
 
 def rates(schedule: ScheduleConfig, *, total: int, peak: float = 1.0) -> list[float]:
@@ -57,6 +63,26 @@ def test_no_jumps_but_the_start(schedule: ScheduleConfig) -> None:
     assert values[0] == (0.0 if warmup else 1.0)
     assert max(values) <= 1
     assert min(values) >= 0
+
+
+def test_a_run_goes_on_at_the_rate_of_another() -> None:
+    """At its steps after the warm-up, without a jump, to its own cooldown."""
+    fields = {"cooldown_steps": 30, "timescale": 50}
+    whole = rates(RsqrtConfig(warmup_steps=20, **fields), total=300)
+    after = rates(RsqrtConfig(begin=80, **fields), total=200)
+    assert after == pytest.approx(whole[100:])
+    with pytest.raises(ValueError, match=r"begin=80 goes on .* which warmup_steps=5 would reach again"):
+        RsqrtConfig(begin=80, warmup_steps=5)
+
+
+def test_the_schedule_of_deit() -> None:
+    """An epoch has one rate. Whole runs of less than an epoch, or without warm-up, have rates too."""
+    found = rates(DeitConfig(epoch_steps=10, warmup_steps=20, start=0.1, end=0.01), total=105)
+    assert [len({*found[epoch : epoch + 10]}) for epoch in range(0, 100, 10)] == [1] * 10
+    assert found[:30:10] == pytest.approx([0.1, 0.1, 0.55])
+    assert found[30] == pytest.approx(0.01 + 0.99 * (1 + math.cos(0.2 * math.pi)) / 2)
+    assert rates(DeitConfig(epoch_steps=10), total=5) == [1.0] * 5
+    assert rates(DeitConfig(epoch_steps=10, warmup_steps=0), total=100)[:20] == [1.0] * 20
 
 
 def test_no_phases_given() -> None:
@@ -121,6 +147,55 @@ def test_an_update_at_rate_zero_makes_the_state_and_moves_nothing(optimizer: typ
     assert sum(value.nbytes for value in held if value is not None) == sum(
         config.state_bytes(param.shape, param.shape, expert=is_expert(name))
         for name, param in model.named_parameters()
+    )
+
+
+@each_optimizer
+def test_a_layer_below_has_a_smaller_rate(optimizer: type[OptimizerConfig]) -> None:
+    """A step with rates by layer moves each parameter as a step with its layer's rate; what decays is the
+    same. The golden cases have the layers of all parameters.
+    """
+    run = override(RunConfig(), {"model.moe.router.kind": "soft", "train.schedule.warmup_steps": 0})
+    config, decays = optimizer(layer_decay=0.5), {}
+
+    def moved(config: OptimizerConfig, rate: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = ViT(run.model)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        built = config.build(model)
+        train = replace(run.train, lr=rate, optimizer=config, clip_norm=None)
+        train_step(model, built, random_batch(8), replace(run, train=train), step=0)
+        decays[rate, config.layer_decay] = {
+            name: next(g["weight_decay"] for g in built.param_groups if any(p is param for p in g["params"]))
+            for name, param in model.named_parameters()
+        }
+        return {name: param.detach() - before[name] for name, param in model.named_parameters()}
+
+    found = moved(config, 0.1)
+    layers = ViT(run.model).layers_above()
+    assert {*layers.values()} == {0, 1, 2, 3}
+    assert (layers["norm.weight"], layers["head.weight"], layers["position_SD"]) == (1, 0, 3)
+    assert layers["blocks.1.mlp.router.phi_DEC"] == layers["blocks.1.mlp.experts.w_in_EDF"] == 1
+    for n in range(4):
+        plain = moved(replace(config, layer_decay=None), 0.1 * 0.5**n)
+        for name in layers:
+            if layers[name] == n:
+                torch.testing.assert_close(found[name], plain[name], rtol=1e-4, atol=1e-7)
+    assert all(each == decays[0.1, 0.5] for each in decays.values())
+
+
+def test_each_of_two_towers_has_layers_of_its_own() -> None:
+    model = TwoTowersConfig(image=PRESETS["debug"], text=TextConfig(width=16, depth=3, heads=2)).build(
+        seed=None
+    )
+    layers = model.layers_above()
+    assert layers.keys() == dict(model.named_parameters()).keys()
+    depth = len(model.image.units())
+    assert (layers["image.embed.weight"], layers["text.embed_VD"]) == (depth + 1, 4)
+    assert (layers["image.norm.weight"], layers["text.norm.weight"], layers["project_text.weight"]) == (
+        1,
+        1,
+        0,
     )
 
 
