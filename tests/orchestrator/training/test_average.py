@@ -26,6 +26,7 @@ from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.moe.parity import spawn
+from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SGD
 
 CHANGES = {
     "model.width": 16,
@@ -76,8 +77,6 @@ def test_what_is_evaluated_is_what_is_exported(run: RunConfig, dtype: str) -> No
     assert {s: m["train/loss"] for s, m in reports.items()} == {s: m["train/loss"] for s, m in plain.items()}
     assert measured(plain[8], "val/") == measured(reports[8], "val/")
     assert not measured(plain[8], "val_ema/")
-    average = weights(run, "with", ema=True)
-    assert any(not torch.equal(average[name], tensor) for name, tensor in weights(run, "plain").items())
     weights(run, "with", ema=True)
     model = read_model(f"{run.storage}/with.safetensors")
     where = {"path": run.data.path, "split": "val", "batch_size": 16, "device": torch.device("cpu")}
@@ -87,13 +86,25 @@ def test_what_is_evaluated_is_what_is_exported(run: RunConfig, dtype: str) -> No
     assert abs(reports[8]["val_ema/loss"] / reports[8]["val/loss"] - 1) > 2 * off
 
 
-def test_it_goes_on_to_the_bit_and_counts_updates(run: RunConfig) -> None:
-    """Not microbatches, of which an update has four."""
+@pytest.mark.parametrize(
+    "optimizer",
+    [{}, ADAFACTOR, {"train.optimizer.state_dtype": "bfloat16"}, SGD | {"train.optimizer.momentum": 0}],
+    ids=["AdamW", "Adafactor", "AdamW in bfloat16", "SGD without momentum"],
+)
+def test_it_goes_on_to_the_bit(run: RunConfig, optimizer: dict[str, Any]) -> None:
+    """Whatever else the optimiser has in its state."""
+    run = override(run, optimizer)
     whole, parts = trained(run, name="whole"), trained(run, 4) | trained(run)
     assert measured(parts[8], "val_ema/") == measured(whole[8], "val_ema/")
     one, other = weights(run, "whole", ema=True), weights(run, "train", ema=True)
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not all(map(torch.equal, one.values(), weights(run, "whole").values()))
+
+
+def test_updates_count_and_not_microbatches(run: RunConfig) -> None:
+    trained(run, name="whole")
     trained(run, name="micro", train__microbatch=4)
+    one = weights(run, "whole", ema=True)
     for name, tensor in weights(run, "micro", ema=True).items():
         torch.testing.assert_close(tensor, one[name], rtol=1e-4, atol=1e-5)
 
