@@ -152,6 +152,8 @@ def check_settings(flags: Any) -> None:
         parse_point(flags.set)
     elif isinstance(run, RunFlags | FineTuneFlags | PlanFlags):
         changes = {field: value for field, value in run.set if field != "help"}
+        if isinstance(run, RunFlags) and run.init_from:
+            changes["train.init_from"] = run.init_from
         if isinstance(flags, SweepFlags):
             flags.named_sweep(changes)
         else:

@@ -21,7 +21,7 @@ from orchestrator.checkpoint import files
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.checkpoint.manifest import find_checkpoint, read
 from orchestrator.checkpoint.models import read_model
-from orchestrator.checkpoint.weights import classes_of_run, read_metadata, write_file
+from orchestrator.checkpoint.weights import classes_of_run, read_metadata
 from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.evaluation.models import load_model
@@ -365,21 +365,21 @@ def test_a_soup_and_how_good_it_is(digits, empty_home, call, tmp_path):
     assert first[1:-1] == second[1:-1]
 
 
-def test_a_greedy_soup_leaves_out_what_makes_it_worse(digits, home, call, tmp_path):
-    """Noise on the trained model: the original alone is the soup. The file says on which images."""
-    assert call("soft", "--out", f"{tmp_path}/one.safetensors")[0] == ""
-    one = read_model(f"{tmp_path}/one.safetensors")
-    tensors = {name: 3 * torch.randn_like(tensor) for name, tensor in one.load().state_dict().items()}
-    write_file(f"{tmp_path}/noise.safetensors", tensors, read_metadata(one.location))
-    models, out = (f"{tmp_path}/noise.safetensors", one.location), f"{tmp_path}/soup.safetensors"
+def test_a_greedy_soup_has_the_models_that_its_figures_choose(digits, empty_home, call, tmp_path):
+    """As printed: each alone, then the better one with the other. The file says on which images."""
+    models = [exported(tmp_path / f"{n}.safetensors", seed=n).location for n in (1, 2)]
+    out = f"{tmp_path}/soup.safetensors"
     assert call(*models, "--out", out, "--greedy")[0] == "2"
     assert call(*models, "--out", out, "--greedy", "--data", digits, "--evaluate")[0] == "2"
     assert call(*models, "--out", out, "--greedy", "--data", digits, "--split", "train")[0] == "2"
     code, said = call(*models, "--out", out, "--greedy", "--data", digits)
     assert code == ""
-    assert [line.partition(":")[0].count(" + ") for line in said.splitlines()[:3]] == [0, 0, 1]
+    one, two, both, *_ = (float(line.rpartition(": ")[2]) for line in said.splitlines()[:3])
+    assert one != two
+    order = models if one > two else models[::-1]
     metadata = read_metadata(out)
-    assert [part["location"] for part in json.loads(metadata["soup"])] == [one.location]
+    chosen = [part["location"] for part in json.loads(metadata["soup"])]
+    assert chosen == order[: 2 if both > max(one, two) else 1]
     assert metadata["chosen_on"] == f"{digits}, val"
 
 

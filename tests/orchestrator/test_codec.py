@@ -153,7 +153,7 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ),
         (
             {"train.schedule.kind": ["rsqrt"]},
-            "unknown train.schedule.kind ['rsqrt']; known: constant, cosine, linear, rsqrt",
+            "unknown train.schedule.kind ['rsqrt']; known: constant, cosine, deit, linear, rsqrt",
         ),
         (
             {"train.schedule.end_frac": 0.1},
@@ -190,7 +190,7 @@ def test_mistakes_name_the_value_and_what_there_is(changes: dict[str, Any], mess
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_describe_lists_every_field(config: RunConfig) -> None:
-    lines, groups = describe(config), ("model.moe", "train.fewshot")  # that may be null
+    lines, groups = describe(config), ("model.moe", "train.fewshot", "train.ema")  # that may be null
     assert {
         f"{name} = {json.dumps(value)}" for name, value in flat(config).items() if name not in groups
     } <= {*lines}
