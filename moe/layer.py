@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe.config import Bound, Config, DropoutRate, PositiveInt
+from moe.config import Config, DropoutRate, PositiveInt
 from moe.dense import Activation
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights, mix, split
@@ -35,7 +35,7 @@ class MoEConfig(Config):
     """
 
     layers: tuple[int, ...] | str = "every_2"
-    num_experts: Annotated[int, Bound(">=", 2)] = 8
+    num_experts: PositiveInt = 8
     images_per_group: PositiveInt = 1
     router: RouterConfig = TokenChoiceConfig()
     expert_dim: PositiveInt | None = None

@@ -22,7 +22,7 @@ import torch
 from tests.golden_image_text import contrastive, lit, retrieval, zero_shot
 from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule, targets
 from tests.golden_report import Arrays, Meta, Report
-from tests.golden_routers import capacity, sinkhorn_choice, soft, softmax_choice, sparse_choice
+from tests.golden_routers import capacity, hashed, sinkhorn_choice, soft, softmax_choice, sparse_choice
 from tests.golden_text import canonicalize, padding
 from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle
 from tests.moe.parts import read_golden
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "soft_moe": soft,
     "soft_moe_ablation": soft,
     "capacity": capacity,
+    "hash": hashed,
     "model": model,
     "schedule": schedule,
     "optimizer": optimizer,

@@ -15,6 +15,7 @@ from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig, sinkhorn_plan
 from moe.routers.choice import CapacityConfig
 from moe.routers.expert_choice import ExpertChoiceRouter
+from moe.routers.hash import by_number, by_signs
 from moe.routers.soft import SoftRouter
 from moe.routers.sparse_transport import sparse_plan
 from moe.routers.token_choice import TokenChoiceRouter, balance_loss, importance_loss, load_loss, top_experts
@@ -168,6 +169,18 @@ def soft(z: Arrays, meta: Meta, report: Report) -> None:
     names = {name for name, _ in router.named_parameters()}
     weights = {ours: theirs for ours, theirs in (("phi_DEC", "mu"), ("scale", "scale")) if ours in names}
     _layer(z, meta, report, router, weights)
+
+
+def hashed(z: Arrays, meta: Meta, report: Report) -> None:
+    """The expert of each token by a fixed rule."""
+    if meta["family"] == "hash_random":
+        found = by_number(z["ids"].long(), meta["experts"], meta["seed"])
+    elif meta["family"] == "hash_signs":
+        found = by_signs(z["x"].unsqueeze(0), z["planes"], meta["experts"])[0]
+    else:
+        # Patches have no ids whose counts could differ.
+        return report.lines.append((meta["family"], "no counterpart", False))
+    report.exact("expert", torch.equal(found, z["expert"].long()))
 
 
 def _router(z: Arrays, meta: Meta, **changes: Any) -> nn.Module:

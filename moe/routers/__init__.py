@@ -1,9 +1,17 @@
 """The routers. To add one, write its file and import its config here: it joins `RouterConfig` by its kind."""
 
 from moe.routers.expert_choice import ExpertChoiceConfig
+from moe.routers.hash import HashConfig
 from moe.routers.mixture import MixtureConfig
 from moe.routers.soft import SoftConfig
 from moe.routers.token_choice import TokenChoiceConfig
 from moe.routing import RouterConfig
 
-__all__ = ["ExpertChoiceConfig", "MixtureConfig", "RouterConfig", "SoftConfig", "TokenChoiceConfig"]
+__all__ = [
+    "ExpertChoiceConfig",
+    "HashConfig",
+    "MixtureConfig",
+    "RouterConfig",
+    "SoftConfig",
+    "TokenChoiceConfig",
+]

@@ -13,6 +13,7 @@ from moe.codec import hints_of
 from moe.config import members
 from moe.routers import (
     ExpertChoiceConfig,
+    HashConfig,
     MixtureConfig,
     RouterConfig,
     SoftConfig,
@@ -51,6 +52,7 @@ VARIANTS = (
     MixtureConfig(level="hierarchical", clusters=2),
     MixtureConfig(gate="mlp", scale_inputs=True, learn_temperature=True, temperature=2.0),
     TokenChoiceConfig(k=2, topk="before"),
+    HashConfig(by="content", capacity_factor=1.0, capacity_rounding="ceil"),
 )
 
 
@@ -259,10 +261,11 @@ def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
         TokenChoiceConfig(k=1, capacity_factor=0.5, priority="max"),  # the best tokens are seated
         TokenChoiceConfig(k=2, capacity_factor=0.5, priority="sum"),
         TokenChoiceConfig(k=2, capacity_factor=E, affinity=SINKHORN),
+        HashConfig(by="content", capacity_factor=E),
         *(
             c
             for c in VARIANTS
-            if not isinstance(c, TokenChoiceConfig) and getattr(c, "dispatch", "") != "identity"
+            if not isinstance(c, TokenChoiceConfig | HashConfig) and getattr(c, "dispatch", "") != "identity"
             if c != ExpertChoiceConfig(affinity=SPARSE, capacity_factor=2.0)  # not converged: sums decide
         ),
     ],
@@ -270,8 +273,8 @@ def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
 )
 @pytest.mark.parametrize("noise", [False, True])
 def test_token_order_does_not_matter(config, noise):
-    """Noise belongs to its token. Token choice without enough room or priority drops the last tokens, and
-    ``identity`` depends on positions, so they are left out."""
+    """Noise belongs to its token. Token choice and hashes without enough room or priority drop the last
+    tokens, and ``identity`` and ``place`` depend on positions, so they are left out."""
     router, x = build(config), tokens(G, S)
     order = torch.randperm(S, generator=torch.Generator().manual_seed(1))
     some_keys = keys(G, S, noise)
@@ -308,6 +311,8 @@ def mixes_images(config: RouterConfig) -> bool:
     """Whether a token's output depends on the other tokens of its group."""
     if isinstance(config, SoftConfig):
         return config.dispatch != "identity"
+    if isinstance(config, HashConfig):
+        return config.by == "content"  # where the room is short; by place there is enough
     return not isinstance(config, MixtureConfig) or config.level == "image"
 
 
