@@ -212,9 +212,13 @@ _BASES = {
     "slots": VITS["S16"],
     "moe_layers": VITS["S16"],
     "token_choices": VITS["S16"],
+    "choice_experts": VITS["S16"],
+    "augmentation": VITS["S16"],
     "softmax_combine": VITS["B32"],
     "expert_count": VITS["B16"],
     "capacity": VITS["L16"],
+    "priority": VITS["L16"],
+    "last_layers": VITS["L16"],
 }
 _SIZES_OF = {"routers": _vits("B32 B16 L16"), "long_runs": _vits("S16 S14 B16 L16 H14")}
 
@@ -243,7 +247,7 @@ SCALES = {
         slots=(1, 2, 4, 8, 16),
         bases=_BASES
         | {
-            "capacity": _JFT_300M | _VMOES["L16"],
+            **dict.fromkeys(("capacity", "priority", "last_layers"), _JFT_300M | _VMOES["L16"]),
             "routers": _CLASSES_300M,
             "softmax_combine": VITS["B32"] | _CLASSES_300M,
             "long_runs": {"train.steps": 4_000_000},

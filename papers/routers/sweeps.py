@@ -1,7 +1,7 @@
 """The sweeps of Routers in Vision MoE (Liu et al. 2024, https://arxiv.org/abs/2401.15969)."""
 
 from orchestrator.codec import override
-from orchestrator.sweeps.arms import MOE, Arm, expert_choice, named, soft, token_choice
+from orchestrator.sweeps.arms import MOE, Arm, expert_choice, moe, named, soft, token_choice
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
 
@@ -62,6 +62,22 @@ def softmax_combine(scale: Scale) -> Sweep:
     # Section 3.4: the combine tensor from the softmax "also enhances performance", in figure 3 that of token
     # choice by about 1 %.
     claims = ("combine=softmax beats combine=affinity at equal family, capacity",)
+    return Sweep(base=scale.base, arms=arms, claims=claims)
+
+
+@named
+def fixed_routing(scale: Scale) -> Sweep:
+    """Routers that learn beside rules that do not: what does learning to route bring?
+
+    Source: Routers in Vision MoE cites Roller et al. 2021, "Hash Layers For Large Sparse Models"; patches
+    have no ids, so the rules go by their place and by the signs of random projections. One expert per
+    token in every second block; what is dropped is up to the capacity of 2 of each router.
+    """
+    arms: dict[str, Arm] = {"dense": {}, "token": token_choice(scale.experts, 1, 2.0, images=1)}
+    arms["soft"] = soft(scale.experts, 1, scale.base.model.tokens())
+    for by in ("place", "content"):
+        arms[f"hash-{by}"] = moe("hash", scale.experts, by=by)
+    claims = ("family=token_choice beats family=hash", "family=soft beats family=hash")
     return Sweep(base=scale.base, arms=arms, claims=claims)
 
 

@@ -16,6 +16,7 @@ from orchestrator.sweeps.arms import (
     families_space,
     moe,
     named,
+    seeds,
     soft,
     token_choice,
 )
@@ -318,6 +319,55 @@ def normalization(scale: Scale) -> Sweep:
     # Section 2.3: it is wide models that need it.
     claims = (f"arm={[*scale.sizes][-1]}-normalized beats arm={[*scale.sizes][-1]}-plain",)
     return Sweep(base=scale.base, arms=arms, claims=claims)
+
+
+@named
+def choice_experts(scale: Scale) -> Sweep:
+    """Token choice with and without priority, and expert choice, with few to many experts: which number?
+
+    Source: Soft MoE, appendix B and figures 8 to 11, whose numbers are not printed: token choice with K of 1
+    and 2 and a capacity of 1 and 1.125, expert choice with c of 1; 4 to 1024 experts, as far as every expert
+    has a slot; groups of 8 images, the last half of the blocks.
+    """
+    layers, tokens = last_half(scale.base), GROUP * scale.base.model.tokens()
+    arms: dict[str, Arm] = {}
+    for e in (4**i for i in range(1, 6)):
+        if e > tokens:
+            break
+        arms[f"expert-e{e}"] = expert_choice(e, 1.0, layers=layers)
+        for k, c, first in product((1, 2), (1.0, 1.125), ("none", "max")):
+            name = f"token-e{e}-k{k}-c{c}{'-bpr' if first == 'max' else ''}"
+            arms[name] = token_choice(e, k, c, priority=first, layers=layers)
+    # As table 7 at 32 and 64 experts.
+    claims = ("priority=max beats priority=none at equal experts, k, capacity",)
+    return Sweep(base=scale.base, arms=arms, claims=claims)
+
+
+@named
+def augmentation(scale: Scale) -> Sweep:
+    """Images resized, cropped and flipped, or distorted too, for each family: who gains from augmentation?
+
+    Source: Soft MoE, appendix F.1 and figure 15, which is of contrastive training (the sweep
+    `augmentation_contrastive`): Soft MoE gains, ViT and expert choice do not. Here with labels, MoE in the
+    last half of the blocks, with one slot per token.
+    """
+    half, tokens = last_half(scale.base), scale.base.model.tokens()
+    families: dict[str, Arm] = {
+        "dense": {},
+        "expert": expert_choice(scale.experts, 1.0, layers=half),
+        "soft": soft(scale.experts, 1, tokens, layers=half),
+    }
+    kinds: dict[str, Arm] = {
+        "resize": {"data.augment": "none", "data.randaugment": 0},
+        "crop": {"data.augment": "inception", "data.randaugment": 0},
+        "distort": {"data.augment": "inception", "data.randaugment": 2},
+    }
+    arms = {f"{f}-{kind}": {**arm, **data} for f, arm in families.items() for kind, data in kinds.items()}
+    claims = (
+        "arm=soft-crop beats arm=soft-resize",
+        "arm=dense-resize|expert-resize beats arm=dense-crop|expert-crop at equal family",
+    )
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
 
 
 # Table 3: the experts of Soft MoE with one slot each, where they are not those of other sizes.

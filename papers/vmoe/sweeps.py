@@ -54,11 +54,11 @@ def vmoe(scale: Scale) -> Sweep:
 
 @named
 def topk(scale: Scale) -> Sweep:
-    """K experts per token, and the softmax before or after they are chosen: which K, which order?
+    """K experts per token of how many, and the softmax before or after they are chosen?
 
     Source: V-MoE, section 2.3 and appendices A and B (figure 10): K of 1 to 8, here those that the experts
-    allow, in every second block with a capacity of 1.05. With one expert per token a softmax over it alone is
-    1, and would train no router.
+    allow, in every second block with a capacity of 1.05; K of 2 among more and fewer experts, whose numbers
+    are ours. With one expert per token a softmax over it alone is 1, and would train no router.
     """
     arms: dict[str, Arm] = {"dense": {}}
     for k in (1, 2, 4, 8):
@@ -66,5 +66,51 @@ def topk(scale: Scale) -> Sweep:
             arms[f"k{k}-after"] = token_choice(scale.experts, k, 1.05)
             if k > 1:
                 arms[f"k{k}-before"] = token_choice(scale.experts, k, 1.05, topk="before")
+    for experts in (scale.experts // 4, scale.experts // 2, 2 * scale.experts):
+        arms[f"k2-e{experts}"] = token_choice(experts, 2, 1.05)
     # Section 2.3: the choice after the softmax "also performs better for k > 1".
-    return Sweep(base=scale.base, arms=arms, claims=("topk=after beats topk=before at equal k",))
+    return Sweep(base=scale.base, arms=arms, claims=("topk=after beats topk=before at equal k, experts",))
+
+
+# Slots per token. The MLPs of ViT-L/16 are 65 % of its FLOPs: with 0.38 in every second block a fifth is
+# saved.
+_SLOTS = (0.38, 0.5, 0.6, 0.8, 1.0)
+
+
+@named
+def priority(scale: Scale) -> Sweep:
+    """Fewer slots than tokens, with and without priority: is the dense model reached for less than its cost?
+
+    Source: V-MoE, section 4.1 and appendix C: with batch prioritized routing at a low capacity a model is as
+    good as the dense one with about 20 % fewer training FLOPs. K of 1 and 2 in every second block; an
+    expert has room for 0.38 to 1 slots per token, K and C together.
+    """
+    arms: dict[str, Arm] = {"dense": {}}
+    for slots in _SLOTS:
+        for k in (1, 2):
+            arms[f"k{k}-x{slots}"] = token_choice(scale.experts, k, slots / k)
+            arms[f"k{k}-x{slots}-bpr"] = token_choice(scale.experts, k, slots / k, priority="max")
+    least = "|".join(f"k{k}-x{_SLOTS[0]}-bpr" for k in (1, 2))
+    claims = (
+        # For fewer FLOPs by the number of slots.
+        f"best arm={least} beats arm=dense",
+        "priority=max beats priority=none at equal k, capacity",
+        "priority=max loses less than priority=none at equal k as capacity falls",
+    )
+    return Sweep(base=scale.base, arms=arms, claims=claims)
+
+
+@named
+def last_layers(scale: Scale) -> Sweep:
+    """Experts in the last 1 to 6 odd blocks, in every second or in every block: how many are worth their cost?
+
+    Source: V-MoE, section 3.1 and appendix E.1, whose own numbers were not read: experts in the last few
+    blocks alone have "little impact on quality"; K of 2, a capacity of 1.05. Every block is ours.
+    """
+    depth = vit_of(scale.base).depth
+    counts = [n for n in range(1, 7) if n < depth // 2]
+    arms: dict[str, Arm] = {"dense": {}, "every2": token_choice(scale.experts, 2, 1.05)}
+    arms["every1"] = token_choice(scale.experts, 2, 1.05, layers=f"last_{depth}")
+    for n in counts:
+        arms[f"last{n}"] = token_choice(scale.experts, 2, 1.05, layers=f"last_{n}_odd")
+    return Sweep(base=scale.base, arms=arms, claims=("arm=every2|last1 beats arm=dense",))

@@ -289,7 +289,7 @@ def test_the_sweep_has_no_other_arms(name: str) -> None:
     ("name", "scale"), [(name, scale) for scale in SCALES for name in SWEEPS if SCALES[scale].has(name)]
 )
 def test_every_arm_splits_over_its_experts(name: str, scale: str) -> None:
-    """Every run is valid, and two workers can share its experts."""
+    """Every run is valid, and two workers can share its experts, of which one alone is not to be shared."""
     for run in _runs(name, scale).values():
-        if run.model.moe:
+        if run.model.moe and run.model.moe.num_experts > 1:
             check_layout(run.model, dp=1, ep=2)
