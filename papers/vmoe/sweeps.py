@@ -102,7 +102,7 @@ def priority(scale: Scale) -> Sweep:
 
 @named
 def last_layers(scale: Scale) -> Sweep:
-    """Experts in the last 1 to 6 odd blocks, in every second or in every block: how many are worth their cost?
+    """Experts in the last 1 to 6 odd blocks, in every second or every block: how many are worth their cost?
 
     Source: V-MoE, section 3.1 and appendix E.1, whose own numbers were not read: experts in the last few
     blocks alone have "little impact on quality"; K of 2, a capacity of 1.05. Every block is ours.
