@@ -175,12 +175,43 @@ def hashed(z: Arrays, meta: Meta, report: Report) -> None:
     """The expert of each token by a fixed rule."""
     if meta["family"] == "hash_random":
         found = by_number(z["ids"].long(), meta["experts"], meta["seed"])
+        report.exact("expert", torch.equal(found, z["expert"].long()))
     elif meta["family"] == "hash_signs":
         found = by_signs(z["x"].unsqueeze(0), z["planes"], meta["experts"])[0]
+        report.exact("expert", torch.equal(found, z["expert"].long()))
+
+
+def one_expert(z: Arrays, meta: Meta, report: Report) -> None:
+    """Pairs of inputs that one expert of Soft MoE cannot tell apart, though their norms differ."""
+    width = meta["width"]
+    for row in z["rows"]:
+        sign, c = row[:2].tolist()
+        phi_D, one_D, other_D, norms = row[2:].split([width, width, width, 2])
+        found = [lone_slot(x_SD, phi_D) for x_SD in pair(sign, c, tokens=meta["tokens"], width=width)]
+        report.close(f"slots, sign {sign:g}, c {c:g}", torch.stack(found), torch.stack([one_D, other_D]))
+        of_inputs = [x_SD.norm() for x_SD in pair(sign, c, tokens=meta["tokens"], width=width)]
+        report.close("norms", torch.stack(of_inputs), norms)
+
+
+def pair(sign: float, c: float, *, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """Returns the two inputs of theorem 1 of Implicit Bias in Soft MoE, for the sign of the first weight of
+    the slot: of length sqrt(tokens) c and c, or, for 0, c and c / sqrt(tokens).
+    """
+    one, other = torch.zeros(2, tokens, width, dtype=torch.float64)
+    if sign:
+        one[:, 0], one[0, 0], other[0, 0] = -c * sign, c * sign, c * sign
     else:
-        # Patches have no ids whose counts could differ.
-        return report.lines.append((meta["family"], "no counterpart", False))
-    report.exact("expert", torch.equal(found, z["expert"].long()))
+        one[0, 0], other[:, 0] = c, c / tokens
+    return one, other
+
+
+def lone_slot(x_SD: Tensor, phi_D: Tensor) -> Tensor:
+    """Returns the only slot of a Soft MoE with one expert and no normalisation."""
+    router = SoftRouter(SoftConfig(normalize="none"), dim=len(phi_D), num_experts=1).to(x_SD.dtype)
+    with torch.no_grad():
+        router.get_parameter("phi_DEC").copy_(phi_D.view(-1, 1, 1))
+        x_GSD = x_SD.unsqueeze(0)
+        return router(x_GSD, torch.ones(x_GSD.shape[:2], dtype=x_SD.dtype)).dispatch(x_GSD)[0, 0]
 
 
 def _router(z: Arrays, meta: Meta, **changes: Any) -> nn.Module:
