@@ -32,9 +32,9 @@ SWEEPS = {  # name -> folder, in the order of `--list`
     "choice_experts": "soft_moe",
     "augmentation": "soft_moe",
     "normalization": "soft_moe",
-    "lit": "soft_moe",
-    "laion": "soft_moe",
-    "augmentation_contrastive": "soft_moe",
+    "lit": "soft_moe.contrastive",
+    "laion": "soft_moe.contrastive",
+    "augmentation_contrastive": "soft_moe.contrastive",
     "mixtures": "calmops",
 }
 STUDIES = {  # name -> what it shows, and its function of a number of seeds and a `ProgressFn`

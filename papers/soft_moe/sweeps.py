@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import ceil, log2
-from typing import Any
 
 from orchestrator.codec import override
 from orchestrator.errors import UsageError
@@ -20,9 +19,9 @@ from orchestrator.sweeps.arms import (
     soft,
     token_choice,
 )
-from orchestrator.sweeps.scales import Changes, Scale, in_image_tower
+from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
-from papers.scales import last_half, last_half_of_image, vit_of
+from papers.scales import last_half, vit_of
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ def pareto(scale: Scale) -> Sweep:
         run = override(scale.base, changes)
         tokens = run.model.tokens()
         arms[f"{name}-dense"] = dict(changes)
-        published[f"{name}-dense"] = f"{_printed(name)} Dense"
+        published[f"{name}-dense"] = f"{printed_size(name)} Dense"
         layers = {f"{MOE}.layers": last_half(run)}
         if size := TABLE_9.get(name):
             for family, arm, print_ in _of_table_9(size, tokens):
                 arms[f"{name}-{family}"] = {**changes, **arm, **layers}
-                published[f"{name}-{family}"] = f"{_printed(name)} {print_}"
+                published[f"{name}-{family}"] = f"{printed_size(name)} {print_}"
             continue
         families = (
             {f"token-k{k}": token_choice(scale.experts, k, priority="max") for k in (1, 2)}
@@ -107,7 +106,7 @@ def pareto(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, claims=claims, space=space, published=published)
 
 
-def _printed(size: str) -> str:
+def printed_size(size: str) -> str:
     """``S/16`` for ``S16``."""
     return f"{size[0]}/{size[1:]}"
 
@@ -162,7 +161,7 @@ def long_runs(scale: Scale) -> Sweep:
             "train.steps": round(steps * millions / 4),
             "train.schedule.cooldown_steps": round(steps * cooldown / 4_000),
         }
-        model = f"Soft MoE {_printed(name)} {experts}E" if experts else f"ViT {_printed(name)}"
+        model = f"Soft MoE {printed_size(name)} {experts}E" if experts else f"ViT {printed_size(name)}"
         published[arm] = f"{model} {millions}M steps, cooldown {cooldown}k"
     # Tables 1 and 8, at S/16, B/16, L/16 and H/14.
     claims = ("best family=soft beats family=dense at equal size, steps",)
@@ -368,80 +367,3 @@ def augmentation(scale: Scale) -> Sweep:
         "arm=dense-resize|expert-resize beats arm=dense-crop|expert-crop at equal family",
     )
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
-
-
-# Table 3: the experts of Soft MoE with one slot each, where they are not those of other sizes.
-_TABLE_3_EXPERTS = {"S14": 256, "H14": 256}
-
-
-@named
-def lit(scale: Scale) -> Sweep:
-    """Text towers trained beside frozen image towers: which tower is the better representation?
-
-    Source: Soft MoE, section 4 and table 3 (LiT, Zhai et al. 2022): zero-shot classification and retrieval
-    by dense models and Soft MoE, experts in the last half of the blocks, one slot each. The arms are plans:
-    the command puts trained towers in their place.
-    """
-    arms, published = dict[str, Arm](), dict[str, str]()
-    for name, changes in scale.sizes.items():
-        experts = _TABLE_3_EXPERTS.get(name, scale.experts)
-        arms[f"{name}-dense"] = dict(changes)
-        router = _experts_in_image(scale, changes, "soft", experts, slots_per_expert=1)
-        arms[f"{name}-soft"] = {**changes, **router}
-        published[f"{name}-dense"] = f"ViT {_printed(name)}"
-        published[f"{name}-soft"] = f"Soft MoE {_printed(name)} {experts}E"
-    # ImageNet zero-shot of all sizes.
-    claims = ("family=soft beats family=dense at equal size",)
-    base = override(scale.base, {"train.freeze": ("image.",)})
-    return Sweep(base=base, arms=arms, claims=claims, published=published)
-
-
-@named
-def laion(scale: Scale) -> Sweep:
-    """Images and captions from scratch: dense models, Experts Choice and Soft MoE.
-
-    Source: Soft MoE, appendix F.1, and the released `pretrain_laion.py`: the sigmoid loss, experts in the
-    last half of the blocks of the image tower, one slot for each expert or a capacity of 1 in groups of one
-    image. Images of Soft MoE are cropped at random, the others' are resized; our crop also flips.
-    """
-    arms: dict[str, Arm] = {}
-    for name, changes in scale.sizes.items():
-        for kind, fields in _OF_LAION.items():
-            augment = {"data.augment": "inception" if kind == "soft" else "none"}
-            experts = _experts_in_image(scale, changes, kind, scale.experts, **fields) if fields else {}
-            arms[f"{name}-{kind}"] = {**changes, **augment, **experts}
-    claims = (
-        "family=soft beats family=dense at equal size",
-        "family=soft beats family=expert_choice at equal size",
-    )
-    return Sweep(base=scale.base, arms=arms, claims=claims)
-
-
-@named
-def augmentation_contrastive(scale: Scale) -> Sweep:
-    """Images resized or cropped at random, for each family: who gains from augmentation?
-
-    Source: Soft MoE, appendix F.1 and figure 15: only Soft MoE gains.
-    """
-    arms: dict[str, Arm] = {}
-    for kind, fields in _OF_LAION.items():
-        experts = _experts_in_image(scale, {}, kind, scale.experts, **fields) if fields else {}
-        for augment, label in (("none", "resize"), ("inception", "crop")):
-            arms[f"{kind}-{label}"] = {**experts, "data.augment": augment}
-    claims = ("arm=soft-crop beats arm=soft-resize", "arm=dense-resize beats arm=dense-crop")
-    return Sweep(base=scale.base, arms=arms, claims=claims)
-
-
-_OF_LAION: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "expert": {"capacity_factor": 1.0, "noise_std": 1.0},
-    "soft": {"slots_per_expert": 1},
-}
-
-
-def _experts_in_image(
-    scale: Scale, changes: Changes, kind: str, experts: int, **router: Any
-) -> dict[str, Any]:
-    """Returns experts in the last half of the image tower's blocks, each text and image routed by itself."""
-    half = last_half_of_image(override(scale.base, changes))
-    return in_image_tower(moe({"expert": "expert_choice"}.get(kind, kind), experts, layers=half, **router))
