@@ -1,6 +1,7 @@
 """Train small models on the digits in minutes, and measure what the papers claim about trained routers.
 
 python jobs/study.py capacity
+python jobs/study.py specialisation --data /data/mnist
 python jobs/study.py specialisation --seeds 5 --stop-at 0.94 --out /tmp/specialisation
 python jobs/study.py faster-inference
 
@@ -40,14 +41,18 @@ class StudyFlags:
     stop_at: float | None = flag(
         None, "specialisation: accuracy of all experts at which nets are compared; default: 0.95"
     )
+    data: str | None = flag(
+        None, "specialisation: packed grey images of one size, as MNIST; default: the digits of scikit-learn"
+    )
     out: str | None = flag(
         None, "directory or URI for picture and table; default: a new one in studies/ below the storage"
     )
     places: Places
 
     def __post_init__(self) -> None:
-        if self.stop_at is not None and self.name != "specialisation":
-            raise UsageError(f"--stop-at is a flag of the study specialisation, not of {self.name}")
+        for given, name in ((self.stop_at, "--stop-at"), (self.data, "--data")):
+            if given is not None and self.name != "specialisation":
+                raise UsageError(f"{name} is a flag of the study specialisation, not of {self.name}")
         if self.stop_at is not None and not 0 < self.stop_at < 1:
             raise UsageError(f"--stop-at {self.stop_at} must lie between 0 and 1")
 
@@ -72,7 +77,9 @@ def run_study(flags: StudyFlags) -> None:
     out = storage.absolute(flags.out) if flags.out else folder
     check_writable("--out" if flags.out else "--storage", out)
     store = flags.places.open_store()
-    options = {} if flags.stop_at is None else {"stop_at": flags.stop_at}
+    options: dict[str, object] = {} if flags.stop_at is None else {"stop_at": flags.stop_at}
+    if flags.data:
+        options["data"] = flags.places.shards(flags.data)
     study = pkgutil.resolve_name(STUDIES[flags.name][1])
     result = study(flags.seeds, lambda line: print(line, flush=True), **options)
     rows = [

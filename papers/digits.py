@@ -48,19 +48,21 @@ def descend(
     peak: float,
     seed: int,
     stop: Callable[[], bool] = lambda: False,
+    images: int = TRAIN,
 ) -> int:
     """Trains with AdamW, whose rate rises to `peak` over a fifth of the steps and falls to 0 along a cosine.
 
     Args:
         loss: called with the indices of training images and the step.
         stop: called after every `CHECK_EVERY` steps; ends the training if it returns true.
+        images: their number.
 
     Returns:
         The number of steps taken.
     """
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    shuffle, steps = torch.Generator().manual_seed(seed), epochs * TRAIN // BATCH
-    order = torch.cat([torch.randperm(TRAIN, generator=shuffle) for _ in range(epochs)])
+    shuffle, steps = torch.Generator().manual_seed(seed), epochs * images // BATCH
+    order = torch.cat([torch.randperm(images, generator=shuffle) for _ in range(epochs)])
     for step, index_B in enumerate(order.split(BATCH)):
         falling = 0.5 + 0.5 * math.cos(math.pi * max(0.0, step / steps - 0.2) / 0.8)
         optimizer.param_groups[0]["lr"] = peak * min((step + 1) / (0.2 * steps), falling)

@@ -1,6 +1,7 @@
 """Whether experts specialise: the same expert weights in more, smaller experts, at the same accuracy.
 
-`PatchNet` on digits: four patches of 4x4, one Soft MoE layer, 256 hidden units in all experts together.
+`PatchNet` on digits: four patches of 4x4, one Soft MoE layer, 256 hidden units in all experts together; or on
+images of the user's, as MNIST, in four patches, with a hidden unit for every pixel, as in section 4.2.
 Training stops where the full model reaches the accuracy at which all are compared. Every subset of k experts
 is tried to find the best for each image; algorithm 1 chooses a subset by the router alone; random subsets are
 drawn for each image.
@@ -23,15 +24,92 @@ from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
+from orchestrator.data.duplicates import readers
+from orchestrator.data.images import decode
+from orchestrator.data.manifest import open_manifest
+from orchestrator.data.shards import DataSet
 from orchestrator.errors import UsageError
 from orchestrator.frontier.drawing import COLOURS
-from papers.digits import TESTED, accuracy_of, descend, digits
+from papers.digits import TESTED, TRAIN, descend, digits
 from papers.results import ProgressFn, StudyResult, draw_reference, draw_seeds, finish, panels
 
 EXPERTS = (2, 4, 8, 16)
 TOTAL_HIDDEN, EPOCHS, PEAK = 256, 40, 5e-3
+PAPERS_EPOCHS, JUDGED = (
+    15,
+    2000,
+)  # of images of the user's: section 4.2, and the most that subsets are tried on
 STOP_AT = 0.95
 CHUNK = 256  # subsets at a time: 256 x 790 images x 10 classes are 8 MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greys:
+    """Grey images to learn and to judge on: (N, 1, size, size) in 0..1, and their labels (N,).
+
+    Attributes:
+        hidden: hidden units of all experts together.
+        epochs: the most that a net is trained for.
+    """
+
+    learned: Tensor
+    learned_labels: Tensor
+    judged: Tensor
+    labels: Tensor
+    hidden: int
+    epochs: int
+
+    @property
+    def size(self) -> int:
+        return self.learned.shape[-1]
+
+    @property
+    def classes(self) -> int:
+        return int(torch.cat([self.learned_labels, self.labels]).max()) + 1
+
+    def accuracy(self, logits: Tensor) -> float:
+        return (logits.argmax(-1) == self.labels).float().mean().item()
+
+
+def grey_digits() -> Greys:
+    """Returns the digits of scikit-learn."""
+    grey, _, labels = digits()
+    learned, judged = (grey[:TRAIN], labels[:TRAIN]), (grey[TESTED], labels[TESTED])
+    return Greys(
+        learned=learned[0],
+        learned_labels=learned[1],
+        judged=judged[0],
+        labels=judged[1],
+        hidden=TOTAL_HIDDEN,
+        epochs=EPOCHS,
+    )
+
+
+def grey_images(path: str) -> Greys:
+    """Returns the images of packed shards, which are decoded into memory, all of one even size.
+
+    Raises:
+        UsageError: if they are not square, differ in size, or their side is odd.
+    """
+    data, found = DataSet(path=path, manifest=open_manifest(path), cache_bytes=0), []
+    for split, most in (("train", None), ("val", JUDGED)):
+        images = np.arange(data.manifest.rows(split))[:most]
+        pixels = [decode(read()).float().mean(0) / 255 for read in readers(data, split, images)]
+        shapes = {tuple(each.shape) for each in pixels}
+        (height, width), *others = shapes
+        if others or height != width or height % 2:
+            raise UsageError(f"{path}: patches need square images of one even size, got {sorted(shapes)[:3]}")
+        found += [torch.stack(pixels).unsqueeze(1), torch.tensor(data.labels(split)[images])]
+    learned, learned_labels, judged, labels = found
+    hidden = learned.shape[-1] ** 2
+    return Greys(
+        learned=learned,
+        learned_labels=learned_labels,
+        judged=judged,
+        labels=labels,
+        hidden=hidden,
+        epochs=PAPERS_EPOCHS,
+    )
 
 
 class PatchNet(nn.Module):
@@ -43,17 +121,24 @@ class PatchNet(nn.Module):
     """
 
     def __init__(
-        self, num_experts: int, *, size: int = 8, patch: int = 4, hidden: int = TOTAL_HIDDEN, seed: int = 0
+        self,
+        num_experts: int,
+        *,
+        size: int = 8,
+        patch: int = 4,
+        hidden: int = TOTAL_HIDDEN,
+        classes: int = 10,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.num_experts, self.patch, width = num_experts, patch, patch**2
         self.router = SoftRouter(SoftConfig(normalize="none"), dim=width, num_experts=num_experts)
         self.experts = Experts(num_experts, width, hidden // num_experts, activation="relu")
-        self.head = nn.Linear(size**2, 10)
+        self.head = nn.Linear(size**2, classes)
         init_weights(self, seed)
 
     def forward(self, images: Tensor, routing_overrides: RoutingOverrides = AS_TRAINED) -> Tensor:
-        """(B, 1, H, W) -> logits (B, 10)."""
+        """(B, 1, H, W) -> logits (B, classes)."""
         x_BSD = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
         routing = self.router(x_BSD, x_BSD.new_ones(x_BSD.shape[:2]), overrides=routing_overrides)
         if k := chosen_alone(self.experts, routing, routing_overrides):
@@ -63,44 +148,58 @@ class PatchNet(nn.Module):
         return self.head(y_BSD.flatten(1))
 
 
-def train(num_experts: int, *, seed: int, stop_at: float) -> tuple[PatchNet, int]:
+def train(images: Greys, num_experts: int, *, seed: int, stop_at: float) -> tuple[PatchNet, int]:
     """A net whose accuracy with all experts has just reached `stop_at`, and the steps that it took.
 
     Raises:
-        UsageError: if the accuracy is not reached in `EPOCHS`.
+        UsageError: if the accuracy is not reached in the epochs of the images.
     """
-    net, data = PatchNet(num_experts, seed=seed), digits()
+    net = PatchNet(
+        num_experts,
+        size=images.size,
+        patch=images.size // 2,
+        hidden=images.hidden,
+        classes=images.classes,
+        seed=seed,
+    )
 
     def loss(index_B: Tensor, _: int) -> Tensor:
-        return F.cross_entropy(net(data.grey[index_B]), data.labels[index_B])
+        return F.cross_entropy(net(images.learned[index_B]), images.learned_labels[index_B])
 
     def stop() -> bool:
-        return accuracy_with(net) >= stop_at
+        return accuracy_with(net, images) >= stop_at
 
-    steps = descend(net, loss, epochs=EPOCHS, peak=PEAK, seed=seed, stop=stop)
-    if (reached := accuracy_with(net)) < stop_at:
+    steps = descend(
+        net,
+        loss,
+        epochs=images.epochs,
+        peak=PEAK,
+        seed=seed,
+        stop=stop,
+        images=len(images.learned),
+    )
+    if (reached := accuracy_with(net, images)) < stop_at:
         raise UsageError(
-            f"--stop-at {stop_at}: {num_experts} experts with seed {seed} end at {reached:.4f} after {EPOCHS}"
-            " epochs; all nets are compared at the same accuracy, so choose a lower one"
+            f"--stop-at {stop_at}: {num_experts} experts with seed {seed} end at {reached:.4f} after"
+            f" {images.epochs} epochs; all nets are compared at the same accuracy, so choose a lower one"
         )
     return net, steps
 
 
 @torch.no_grad()
-def accuracy_with(net: PatchNet, overrides: RoutingOverrides = AS_TRAINED) -> float:
-    """The accuracy on unseen digits. `experts=k`: the k experts of largest weight per image (algorithm 1)."""
-    return accuracy_of(net(digits().grey[TESTED], overrides))
+def accuracy_with(net: PatchNet, images: Greys, overrides: RoutingOverrides = AS_TRAINED) -> float:
+    """The accuracy on unseen images. `experts=k`: the k experts of largest weight per image (algorithm 1)."""
+    return images.accuracy(net(images.judged, overrides))
 
 
 @torch.no_grad()
-def expert_terms(net: PatchNet) -> Tensor:
-    """(E, B, classes): what each expert adds to the logits of each unseen digit.
+def expert_terms(net: PatchNet, images: Greys) -> Tensor:
+    """(E, B, classes): what each expert adds to the logits of each unseen image.
 
     The head is linear and there is no residual connection, so the logits of a subset are the head's bias and
     the sum of the terms of its experts.
     """
-    images = digits().grey[TESTED]
-    alone = [net(images, RoutingOverrides(experts=(e,))) for e in range(net.num_experts)]
+    alone = [net(images.judged, RoutingOverrides(experts=(e,))) for e in range(net.num_experts)]
     return torch.stack(alone) - net.head.bias
 
 
@@ -111,7 +210,7 @@ def subset_logits(terms_EBL: Tensor, bias: Tensor, mask_MBE: Tensor) -> Tensor:
     return bias + torch.einsum("mbe,ebl->mbl", mask_MBE, terms_EBL)
 
 
-def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, int]:
+def best_subsets(terms_EBL: Tensor, bias: Tensor, labels_B: Tensor, k: int) -> tuple[float, int, int]:
     """Tries every subset of k experts on every image.
 
     Returns:
@@ -119,7 +218,6 @@ def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, i
         least loss on an image; and its upper bound, the number of images or subsets.
     """
     E, B, _ = terms_EBL.shape
-    labels_B = digits().labels[TESTED]
     subsets_MK = torch.tensor(list(combinations(range(E), k)))
     solved_B, least_B = torch.zeros(B, dtype=torch.bool), torch.full((B,), torch.inf)
     best_B = torch.zeros(B, dtype=torch.long)
@@ -135,14 +233,16 @@ def best_subsets(terms_EBL: Tensor, bias: Tensor, k: int) -> tuple[float, int, i
     return solved_B.float().mean().item(), len(best_B.unique()), min(B, len(subsets_MK))
 
 
-def random_accuracies(terms_EBL: Tensor, bias: Tensor, k: int, *, draws: int = 10) -> list[float]:
+def random_accuracies(
+    terms_EBL: Tensor, bias: Tensor, images: Greys, k: int, *, draws: int = 10
+) -> list[float]:
     """The accuracy of k experts that are drawn for each image, for each draw."""
     E, B, _ = terms_EBL.shape
     found = []
     for seed in range(draws):
         drawn_BE = torch.rand(B, E, generator=torch.Generator().manual_seed(seed))
         mask_BE = torch.zeros(B, E).scatter(1, drawn_BE.argsort(1)[:, :k], 1.0)
-        found.append(accuracy_of(subset_logits(terms_EBL, bias, mask_BE.unsqueeze(0))[0]))
+        found.append(images.accuracy(subset_logits(terms_EBL, bias, mask_BE.unsqueeze(0))[0]))
     return found
 
 
@@ -164,37 +264,40 @@ class Judged:
         return (self.chosen - self.random) / self.deviation
 
 
-def judge(net: PatchNet) -> Judged:
-    n, terms_EBL, bias = net.num_experts, expert_terms(net), net.head.bias.detach()
-    best, unique, cap = best_subsets(terms_EBL, bias, n // 2)
-    random = np.array([random_accuracies(terms_EBL, bias, k) for k in range(1, n)])
+def judge(net: PatchNet, images: Greys) -> Judged:
+    n, terms_EBL, bias = net.num_experts, expert_terms(net, images), net.head.bias.detach()
+    best, unique, cap = best_subsets(terms_EBL, bias, images.labels, n // 2)
+    random = np.array([random_accuracies(terms_EBL, bias, images, k) for k in range(1, n)])
     return Judged(
-        full=accuracy_with(net),
+        full=accuracy_with(net, images),
         best=best,
         unique=unique,
         cap=cap,
-        chosen=np.array([accuracy_with(net, RoutingOverrides(experts=k)) for k in range(1, n)]),
+        chosen=np.array([accuracy_with(net, images, RoutingOverrides(experts=k)) for k in range(1, n)]),
         random=random.mean(1),
         deviation=random.std(1, ddof=1),
     )
 
 
-def specialise(seeds: int, progress: ProgressFn, *, stop_at: float = STOP_AT) -> StudyResult:
-    """Compares nets of each number of experts and seed that all reach the accuracy `stop_at`."""
+def specialise(seeds: int, progress: ProgressFn, *, stop_at: float = STOP_AT, data: str = "") -> StudyResult:
+    """Compares nets of each number of experts and seed that all reach the accuracy `stop_at`, on the images
+    of packed shards at `data`, or on digits.
+    """
+    images = grey_images(data) if data else grey_digits()
     judged: dict[int, list[Judged]] = {n: [] for n in EXPERTS}
     for n, nets in judged.items():
         for seed in range(seeds):
-            net, steps = train(n, seed=seed, stop_at=stop_at)
-            nets.append(found := judge(net))
+            net, steps = train(images, n, seed=seed, stop_at=stop_at)
+            nets.append(found := judge(net, images))
             half = n // 2 - 1
             progress(
                 f"{n} experts, seed {seed}: {found.full:.4f} after {steps} steps; with half of them best"
                 f" {found.best:.4f}, algorithm 1 {found.chosen[half]:.4f}, random {found.random[half]:.4f}"
             )
-    return summarise(judged, stop_at)
+    return summarise(judged, stop_at, images.hidden)
 
 
-def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
+def summarise(judged: dict[int, list[Judged]], stop_at: float, hidden: int) -> StudyResult:
     """A table for half of the experts; a picture and a further table for any number. Means over seeds."""
 
     def with_k(n: int, k: int) -> dict[str, float]:
@@ -210,7 +313,7 @@ def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
         half.append(row | {"of at most": nets[0].cap})
     every_k = [with_k(n, k) for n in judged for k in range(1, n)]
     seeds = len(judged[EXPERTS[0]])
-    title = f"Subsets of experts at accuracy {stop_at}, {TOTAL_HIDDEN} hidden units in all ({seeds} seeds)"
+    title = f"Subsets of experts at accuracy {stop_at}, {hidden} hidden units in all ({seeds} seeds)"
     figure, axes_of = panels(title, len(judged))
     for axes, row, (n, nets) in zip(axes_of, half, judged.items(), strict=True):
         for what, label in (("chosen", "algorithm 1"), ("random", "random")):
@@ -219,7 +322,7 @@ def summarise(judged: dict[int, list[Judged]], stop_at: float) -> StudyResult:
         draw_reference(axes, [1, n], [row["all"]] * 2, "all")
         axes.set_ylim(0.0, 1.02)
         ticks = range(1, n + 1, max(1, n // 8))
-        finish(axes, "Experts that run, k", "Accuracy on unseen digits", ticks, f"{n} experts")
+        finish(axes, "Experts that run, k", "Accuracy on unseen images", ticks, f"{n} experts")
     return StudyResult(
         title=title,
         table={name: [row[name] for row in half] for name in half[0]},

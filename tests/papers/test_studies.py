@@ -1,11 +1,14 @@
 """The studies: what the papers claim, and how it is computed, on small nets and by definition."""
 
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from jobs import pack_shards
 from moe import RoutingOverrides
 from orchestrator.errors import UsageError
 from orchestrator.frontier.drawing import png
@@ -16,11 +19,15 @@ from papers.implicit_bias.specialisation import (
     accuracy_with,
     best_subsets,
     expert_terms,
+    grey_digits,
+    grey_images,
     random_accuracies,
     subset_logits,
 )
 from papers.results import StudyResult
 from papers.vmoe import inference
+
+IMAGES = grey_digits()
 
 
 def columns(result: StudyResult, *names: str) -> list[tuple]:
@@ -81,11 +88,23 @@ def test_experts_specialise():
     assert len(png(result.figure)) > 20_000
 
 
-def test_an_accuracy_that_is_not_reached_is_an_error(monkeypatch):
-    monkeypatch.setattr(specialisation, "EPOCHS", 1)
+def test_an_accuracy_that_is_not_reached_is_an_error():
+    images = replace(IMAGES, epochs=1)
     message = r"--stop-at 0.999: 2 experts with seed 0 end at 0\.\d+ after 1 epochs"
     with pytest.raises(UsageError, match=message):
-        specialisation.train(2, seed=0, stop_at=0.999)
+        specialisation.train(images, 2, seed=0, stop_at=0.999)
+
+
+def test_images_of_the_users_have_the_shape_of_the_paper(tmp_path: Path, monkeypatch):
+    """Packed digits are those of scikit-learn, in four patches of their own size, with a unit per pixel."""
+    monkeypatch.setattr("sys.argv", ["job", "--source", "digits", "--out", str(tmp_path / "packed")])
+    pack_shards.main()
+    images = grey_images(str(tmp_path / "packed"))
+    assert (images.size, images.hidden, images.epochs, images.classes) == (8, 64, 15, 10)
+    assert len(images.learned) + len(images.judged) == 1797
+    net, steps = specialisation.train(images, 4, seed=0, stop_at=0.5)
+    assert steps < len(images.learned)
+    assert specialisation.judge(net, images).full >= 0.5
 
 
 def test_forward_is_the_definition():
@@ -122,7 +141,7 @@ def small_net() -> PatchNet:
 def test_subsets_are_sums_of_terms(small_net):
     """What each expert adds, summed over a subset, are the logits of that subset."""
     images, labels_B = digits().grey[TESTED], digits().labels[TESTED]
-    terms, bias = expert_terms(small_net), small_net.head.bias
+    terms, bias = expert_terms(small_net, IMAGES), small_net.head.bias
     solved_MB, loss_MB = [], []
     for subset in combinations(range(4), 2):
         expected = small_net(images, RoutingOverrides(experts=subset))
@@ -131,7 +150,7 @@ def test_subsets_are_sums_of_terms(small_net):
         torch.testing.assert_close(subset_logits(terms, bias, mask)[0], expected, rtol=1e-4, atol=1e-4)
         solved_MB.append(expected.argmax(-1) == labels_B)
         loss_MB.append(F.cross_entropy(expected, labels_B, reduction="none"))
-    best, unique, cap = best_subsets(terms, bias, 2)
+    best, unique, cap = best_subsets(terms, bias, IMAGES.labels, 2)
     assert best == pytest.approx(torch.stack(solved_MB).any(0).float().mean().item())
     assert unique == len(torch.stack(loss_MB).argmin(0).unique())
     assert cap == 6
@@ -140,13 +159,13 @@ def test_subsets_are_sums_of_terms(small_net):
 @torch.no_grad()
 def test_random_subsets(small_net):
     """All experts are no choice; random halves are worse than the best half for each image."""
-    terms, bias, full = expert_terms(small_net), small_net.head.bias, accuracy_with(small_net)
-    assert random_accuracies(terms, bias, 4, draws=2) == pytest.approx([full] * 2, abs=2e-3)
-    assert accuracy_with(small_net, RoutingOverrides(experts=4)) == full
-    half = random_accuracies(terms, bias, 2)
+    terms, bias, full = expert_terms(small_net, IMAGES), small_net.head.bias, accuracy_with(small_net, IMAGES)
+    assert random_accuracies(terms, bias, IMAGES, 4, draws=2) == pytest.approx([full] * 2, abs=2e-3)
+    assert accuracy_with(small_net, IMAGES, RoutingOverrides(experts=4)) == full
+    half = random_accuracies(terms, bias, IMAGES, 2)
     assert len(set(half)) > 1
-    assert max(half) < best_subsets(terms, bias, 2)[0]
-    assert half == random_accuracies(terms, bias, 2)
+    assert max(half) < best_subsets(terms, bias, IMAGES.labels, 2)[0]
+    assert half == random_accuracies(terms, bias, IMAGES, 2)
 
 
 @pytest.mark.slow
