@@ -7,6 +7,7 @@ from typing import Any
 from jobs._cli import print_table
 from moe.cost import forward_gflops_2mac, num_params
 from moe.presets import PRESETS
+from orchestrator.guests import from_papers
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 
 Listed = tuple[tuple[str, ...], list[tuple[Any, ...]]]  # columns and rows
@@ -17,10 +18,11 @@ def print_models() -> None:
 
 
 def print_sweeps(scale: str) -> None:
-    """Prints the sweeps with their arms at a scale, the scales, and the models."""
+    """Prints the sweeps with their arms at a scale, the scales, the models, and what the papers have."""
     print_table(*sweeps(scale), title="sweeps", left=3)
     print_table(*scales(), title="scales, before a sweep's own recipe", left=2)
     print_models()
+    print_table(("row", "of the papers", "state", "how"), from_papers(".rows:rows", list)(), left=4)
 
 
 def models() -> Listed:
