@@ -41,6 +41,13 @@ class DataConfig(Config):
         eval_interpolation: of that resize; published models often want ``bicubic``.
         randaugment: operations per image after the crop, 0 to 16.
         randaugment_magnitude: their strength, 0 to 30; the papers' recipes take 10, 15 and 20.
+        three_augment: every image is made grey, solarized or blurred, evenly, after crop and flip, as in
+            DeiT III.
+        color_jitter: brightness, contrast and saturation change by up to this fraction, in random order;
+            DeiT III has 0.3.
+        random_erasing: fraction of the images of which a rectangle is replaced by noise, at last.
+        repeats: views of each image, one after another, so that an epoch has as many images and fewer
+            different ones (repeated augmentation); DeiT III has 3.
         mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
             pair of images is mixed by either, equally often.
         max_bad_frac: fraction of undecodable images above which the run stops.
@@ -60,6 +67,10 @@ class DataConfig(Config):
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: Annotated[int, Bound(">=", 0), Bound("<=", 16)] = 0
     randaugment_magnitude: Annotated[int, Bound(">=", 0), Bound("<=", 30)] = 10
+    three_augment: bool = False
+    color_jitter: Fraction = 0.0
+    random_erasing: Fraction = 0.0
+    repeats: PositiveInt = 1
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
     max_bad_frac: Fraction = 0.01
@@ -68,6 +79,11 @@ class DataConfig(Config):
     def eval_settings(self) -> dict[str, Any]:
         """Returns the fields that say how an image becomes the model's input in evaluation."""
         return {name: getattr(self, name) for name in ("eval_resize", "eval_crop", "eval_interpolation")}
+
+    def train_settings(self) -> dict[str, Any]:
+        """Returns the fields that say how an image varies in training."""
+        random = ("three_augment", "color_jitter", "random_erasing")
+        return {n: getattr(self, n) for n in ("augment", "randaugment", "randaugment_magnitude", *random)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,6 +323,12 @@ class RunConfig(Config):
             raise ValueError(
                 f"mixup and cutmix mix pairs of images: the {self.images_per_pass()} images of one forward"
                 " pass must be even"
+            )
+        if mixing and self.data.repeats > 1 and not self.data.repeats <= self.lane_count() < batch:
+            raise ValueError(
+                f"data.repeats={self.data.repeats} with mixup or cutmix: data.lanes={self.lane_count()} would"
+                f" mix images with themselves; use a divisor of data.batch_size={batch} from"
+                f" {self.data.repeats} to {batch // 2}"
             )
         group = self.model.moe.images_per_group if self.model.moe else 1
         if self.images_per_pass() % group:

@@ -22,6 +22,7 @@ import torch
 
 from tests.golden_image_text import contrastive, lit, retrieval, zero_shot
 from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule, targets
+from tests.golden_recipes import block, drop_rates, repeated
 from tests.golden_report import Arrays, Meta, Report
 from tests.golden_routers import (
     capacity,
@@ -67,6 +68,9 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "posemb": posemb,
     "fewshot": few_shot,
     "targets": targets,
+    "block": block,
+    "drop_rates": drop_rates,
+    "repeated": repeated,
     "softmax": contrastive,
     "sigmoid": contrastive,
     "lit": lit,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe.config import DropoutRate, PositiveFloat, PositiveInt
 from moe.dense import MLP, Activation, Attention, AttentionPooling, ConvStem, Head, sincos2d, stem_channels
-from moe.init import Draw, dropout, mix, normal, split, zeros
+from moe.init import Draw, constant, dropout, mix, normal, split, zeros
 from moe.layer import MoEConfig, MoELayer
 from moe.model import Model, ModelConfig, Output, UnitOutput, with_experts, without_experts
 from moe.models.vit_costs import activations, macs
@@ -51,6 +51,12 @@ class ViTConfig(ModelConfig):
         norm_eps: epsilon of the layer norms, except those of queries and keys.
         dropout: dropout of tokens after the position embedding and after attention, and after both layers of
             dense MLPs, as `dropout_rate` of the authors' encoder; experts have `moe.expert_dropout`.
+        drop_path: rate at which an image skips attention, and the MLP or experts, of a block in training
+            (stochastic depth, Huang et al. 2016). Its tokens have then been routed, and count as others do.
+        drop_path_schedule: ``linear``: from 0 in the first block to `drop_path` in the last, as timm;
+            ``constant``: the same in all, as DeiT III.
+        layer_scale: initial value of a learned factor for each entry of what attention, and the MLP or
+            experts, add (LayerScale, Touvron et al. 2021); None for no factors. DeiT III has 1e-4.
         head_bias: initial bias of the head. The authors' sigmoid losses start from -ln(num_classes) or -10;
             a softmax loss is not affected.
     """
@@ -71,6 +77,9 @@ class ViTConfig(ModelConfig):
     gelu: Literal["tanh", "exact"] = "tanh"
     norm_eps: PositiveFloat = 1e-6
     dropout: DropoutRate = 0.0
+    drop_path: DropoutRate = 0.0
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    layer_scale: PositiveFloat | None = None
     head_bias: float = 0.0
     moe: MoEConfig | None = None
 
@@ -83,6 +92,11 @@ class ViTConfig(ModelConfig):
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
         if self.position == "sincos2d" and (self.width % 4 or self.width < 8):
             raise ValueError(f"position='sincos2d' needs a width in multiples of 4 from 8, got {self.width}")
+        if self.moe and not self.moe.residual and (self.drop_path or self.layer_scale):
+            raise ValueError(
+                f"drop_path={self.drop_path:g} and layer_scale={self.layer_scale} are for what a block adds,"
+                " and with moe.residual=False experts add to nothing: use drop_path=0 and layer_scale=None"
+            )
         self.moe_blocks()
 
     def build(self, *, seed: int | None = 0) -> "ViT":
@@ -106,6 +120,13 @@ class ViTConfig(ModelConfig):
         """Returns the number of hidden units per expert."""
         return (self.moe and self.moe.expert_dim) or self.mlp_dim
 
+    def drop_rates(self) -> list[float]:
+        """Returns each block's rate of drop path."""
+        last = self.depth - 1
+        if self.drop_path_schedule == "constant" or not last:
+            return [self.drop_path] * self.depth
+        return [self.drop_path * block / last for block in range(self.depth)]
+
     def activation(self) -> Activation:
         return "gelu" if self.gelu == "tanh" else "exact_gelu"
 
@@ -123,6 +144,7 @@ class Block(nn.Module):
     """Attention, then an MLP or experts, each behind a norm and with a skip connection.
 
     `hidden` is the number of hidden units of the MLP or of each expert; `index` is the block's position.
+    `drop_path` is the rate of this block.
     """
 
     def __init__(
@@ -138,9 +160,11 @@ class Block(nn.Module):
         norm_eps: float = 1e-6,
         activation: Activation = "gelu",
         causal: bool = False,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.drop_path, self.layer_scale = dropout, drop_path, layer_scale
         # A tensor, as in `MoELayer`, whose salts are smaller.
         self.salt = torch.tensor(DROPOUT_SALT + index, device="cpu")
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
@@ -152,6 +176,12 @@ class Block(nn.Module):
             if moe
             else MLP(width, hidden, dropout=dropout, activation=activation)
         )
+        self.scale1_D, self.scale2_D = (
+            nn.Parameter(torch.empty(width)) if layer_scale else None for _ in range(2)
+        )
+
+    def draws(self) -> dict[str, Draw]:
+        return dict.fromkeys(("scale1_D", "scale2_D"), constant(self.layer_scale or 0.0))
 
     def forward(
         self,
@@ -166,17 +196,38 @@ class Block(nn.Module):
         if self.dropout and keys_B is not None:
             keys_BS = split(mix(keys_B, self.salt), x_BSD.shape[1])
             y_BSD = dropout(y_BSD, self.dropout, mix(keys_BS, 2))
-        x_BSD = x_BSD + y_BSD
+        kept_2B = self.kept(keys_B)
+        x_BSD = self.add(x_BSD, y_BSD, 0, kept_2B)
         if not isinstance(self.mlp, MoELayer):
-            return without_experts(x_BSD + self.mlp(self.norm2(x_BSD), keys_BS))
+            y_BSD = self.mlp(self.norm2(x_BSD), keys_BS)
+            return without_experts(self.add(x_BSD, y_BSD, 1, kept_2B))
         y_BSD, routing = self.mlp(
             self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing, True
         )
-        x_BSD = x_BSD + y_BSD if self.residual else y_BSD
+        x_BSD = self.add(x_BSD, y_BSD, 1, kept_2B)
         return with_experts(x_BSD, routing, return_routing=return_routing)
 
+    def kept(self, keys_B: Tensor | None) -> Tensor | None:
+        """Returns (2, B), what drop path multiplies the outputs of an image's attention and MLP with: 0, or
+        1 / (1 - rate); None if it is off.
+        """
+        if not self.drop_path or keys_B is None:
+            return None
+        ones_2B1 = keys_B.new_ones(2, len(keys_B), 1, dtype=torch.float32)
+        return dropout(ones_2B1, self.drop_path, split(mix(keys_B, ~self.salt), 2).T).squeeze(-1)
 
-def blocks_of(config: "ViTConfig | TextConfig", **options: Any) -> nn.ModuleList:
+    def add(self, x_BSD: Tensor, y_BSD: Tensor, branch: int, kept_2B: Tensor | None = None) -> Tensor:
+        """Adds to x what attention (branch 0), or the MLP or the experts (1), make of it."""
+        if (scale_D := (self.scale1_D, self.scale2_D)[branch]) is not None:
+            y_BSD = y_BSD * scale_D
+        if kept_2B is not None:
+            y_BSD = y_BSD * kept_2B[branch].to(y_BSD.dtype)[:, None, None]
+        return x_BSD + y_BSD if self.residual or branch == 0 else y_BSD
+
+
+def blocks_of(
+    config: "ViTConfig | TextConfig", drop_rates: Sequence[float] = (), **options: Any
+) -> nn.ModuleList:
     """Makes the blocks of a config, with experts where it has them; `options` are those of all blocks."""
     moe_blocks = config.moe_blocks()
     return nn.ModuleList(
@@ -187,6 +238,7 @@ def blocks_of(config: "ViTConfig | TextConfig", **options: Any) -> nn.ModuleList
             qk_norm=config.qk_norm,
             moe=config.moe if i in moe_blocks else None,
             index=i,
+            drop_path=drop_rates[i] if drop_rates else 0.0,
             **options,
         )
         for i in range(config.depth)
@@ -209,7 +261,12 @@ class ViT(Model[ViTConfig]):
         if config.position == "learned":
             self.position_SD = nn.Parameter(torch.empty(config.tokens(), config.width))
         self.blocks = blocks_of(
-            config, dropout=config.dropout, norm_eps=config.norm_eps, activation=activation
+            config,
+            config.drop_rates(),
+            dropout=config.dropout,
+            norm_eps=config.norm_eps,
+            activation=activation,
+            layer_scale=config.layer_scale,
         )
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         if config.pooling == "map":

@@ -72,9 +72,11 @@ def encoder_activations(config: "ViTConfig | TextConfig", number: int, *, outsid
     D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
     if config.pooling == "map":
         outside += S * D * (3 + config.qk_norm) + 2 * F + 6 * D
+    # What LayerScale scales, in both branches.
+    scaled = 2 * S * D if getattr(config, "layer_scale", None) else 0
     qk_norm = 2 * S * D + 4 * S * H if config.qk_norm else 0  # normalised queries, keys; means, deviations
     # inputs and outputs of both norms; queries, keys, values; the output of the heads, log-sum-exp
-    attention_norms = S * (4 * D + 4) + 3 * S * D + qk_norm + S * D + S * H
+    attention_norms = S * (4 * D + 4) + 3 * S * D + qk_norm + S * D + S * H + scaled
     found: list[float] = [number * outside]
     hidden = [_hidden(config, block) for block in range(config.depth)]
     for block in range(config.depth):

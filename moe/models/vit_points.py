@@ -43,14 +43,13 @@ def at_points(
 
     def second_half(block: "Block", x_BSD: Tensor, point: RoutingOverrides) -> Tensor:
         if not isinstance(block.mlp, MoELayer):
-            return x_BSD + block.mlp(block.norm2(x_BSD))
-        y_BSD = block.mlp(block.norm2(x_BSD), valid_BP, None, point)
-        return x_BSD + y_BSD if block.residual else y_BSD
+            return block.add(x_BSD, block.mlp(block.norm2(x_BSD)), 1)
+        return block.add(x_BSD, block.mlp(block.norm2(x_BSD), valid_BP, None, point), 1)
 
     def run_from(x_BSD: Tensor, first: int, members: list[int]) -> None:
         """Runs the blocks from `first` on for the points with the indices `members`."""
         for index, block in blocks[first:]:
-            x_BSD = x_BSD + block.attention(block.norm1(x_BSD))
+            x_BSD = block.add(x_BSD, block.attention(block.norm1(x_BSD)), 0)
             branches: dict[object, list[int]] = {}
             for member in members:
                 branches.setdefault(routing_at(points[member], index), []).append(member)

@@ -1,4 +1,4 @@
-"""Augmentation after the crop: RandAugment of each image, mixup and CutMix of neighbours in a batch.
+"""Augmentation after the crop: operations on each image, mixup and CutMix of neighbours in a batch.
 
 RandAugment (Cubuk et al. 2019) applies operations that are drawn evenly and with replacement from sixteen,
 all of one magnitude. Source: the authors' code (tensorflow/tpu, efficientnet/autoaugment.py), which V-MoE and
@@ -6,6 +6,10 @@ big_vision run. A magnitude of 10 is the full range, V-MoE's recipes take 10 to 
 because darkening, posterizing and solarizing run from strong to weak. Operations are what that code does to
 images of 224 pixels, also where its text means something else: Contrast blends with one grey for all images,
 and a threshold of 256 overflows to 0. At other sizes ranges in pixels scale with the image.
+
+3-Augment and the jitter of colours are those of DeiT III (Touvron et al. 2022, https://arxiv.org/abs/2204.07118,
+section 3): its code applies them to Pillow images, from which torchvision's blur differs by up to 6 of 255.
+Erasing is Zhong et al. 2017 (https://arxiv.org/abs/1708.04896), with their noise.
 
 mixup (Zhang et al. 2017) and CutMix (Yun et al. 2019) mix images 0 and 1, 2 and 3, .., so a batch may be cut
 into even parts over workers and passes. A pair shares its draw: the weight of an image's own label, and the
@@ -58,6 +62,41 @@ OPERATIONS: dict[str, Operation] = {
     "Cutout": lambda image, part, rng: _cut_out(image, 40 * part, rng),
     "SolarizeAdd": lambda image, part, rng: _brightened_shadows(image, int(110 * part)),
 }
+
+
+def three_augment(image: Tensor, rng: Random) -> Tensor:
+    """Makes a (3, H, W) uint8 image grey, solarizes it at 128, or blurs it by 0.1 to 2 pixels of `SIDE`."""
+    match rng.randrange(3):
+        case 0:
+            return tv.rgb_to_grayscale(image, num_output_channels=3)
+        case 1:
+            return tv.solarize(image, 128)
+        case _:
+            height, width = image.shape[1:]
+            # Reflected borders are narrower than the image.
+            kernel = min(17, 2 * min(height, width) - 1)
+            sigma = rng.uniform(0.1, 2) * width / SIDE
+            return tv.gaussian_blur(image, [kernel, kernel], [sigma, sigma])
+
+
+def color_jitter(image: Tensor, strength: float, rng: Random) -> Tensor:
+    """Multiplies brightness, contrast and saturation by 1 - strength to 1 + strength, in random order."""
+    for adjust in rng.sample((tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation), 3):
+        image = adjust(image, rng.uniform(1 - strength, 1 + strength))
+    return image
+
+
+def erase(image: Tensor, rng: Random) -> Tensor:
+    """Replaces a rectangle of 2-33 % of the area, aspect 0.3 to 3.3, by noise; ten draws may not fit."""
+    height, width = image.shape[1:]
+    for _ in range(10):
+        area = height * width * rng.uniform(0.02, 0.33)
+        aspect = math.exp(rng.uniform(math.log(0.3), math.log(3.3)))
+        h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < h < height and 0 < w < width:
+            noise = torch.frombuffer(bytearray(rng.randbytes(3 * h * w)), dtype=torch.uint8).view(3, h, w)
+            return tv.erase(image, rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w, noise)
+    return image
 
 
 def _signed(value: float, rng: Random) -> float:

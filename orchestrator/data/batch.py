@@ -19,11 +19,12 @@ class Traffic(NamedTuple):
 
 
 class SampleLocation(NamedTuple):
-    """The place of a sample in training: its epoch, its shard's number, and its row there."""
+    """The place of a sample in training: its epoch, its shard's number, its row there, and its view."""
 
     epoch: int
     shard: int
     row: int
+    view: int
 
 
 class DecodeError(NamedTuple):

@@ -24,7 +24,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from orchestrator.data.augment import randaugment
+from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
@@ -130,12 +130,15 @@ class Transform:
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     randaugment: int = 0
     randaugment_magnitude: int = 10
+    three_augment: bool = False
+    color_jitter: float = 0.0
+    random_erasing: float = 0.0
 
     def __call__(self, encoded: bytes, key: str = "") -> Tensor:
         """Returns one image as (3, size, size) uint8. Its randomness is a function of `key` alone.
 
         The generator is Python's, seeded with the SHA-512 of `key`; numpy's takes 50 us longer to start.
-        The order is that of the papers' code: crop, flip, RandAugment.
+        The order is that of the papers' code: crop, flip, RandAugment, 3-Augment, jitter, erasing.
 
         Raises:
             BadImage: for bytes that are not a whole image.
@@ -165,14 +168,20 @@ class Transform:
 
     def varies(self) -> bool:
         """Returns whether an image differs from one key to another."""
-        return self.augment != "none" or self.randaugment > 0
+        random = self.randaugment or self.three_augment or self.color_jitter or self.random_erasing
+        return self.augment != "none" or bool(random)
 
     def _varied(self, image: Tensor, rng: Random) -> Tensor:
         if self.augment in ("flip", "inception") and rng.random() < 0.5:
             image = tv.horizontal_flip(image)
         if self.augment == "shift":
             image = _shifted(image, rng)
-        return randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
+        image = randaugment(image, self.randaugment, self.randaugment_magnitude, rng)
+        if self.three_augment:
+            image = three_augment(image, rng)
+        if self.color_jitter:
+            image = color_jitter(image, self.color_jitter, rng)
+        return erase(image, rng) if self.random_erasing > rng.random() else image
 
 
 def inception_box(height: int, width: int, rng: Random) -> Box:

@@ -7,6 +7,10 @@ samples it has in each epoch. In an epoch the shards are permuted and laid end t
 one segment per lane, and the samples of a segment are permuted within windows, in runs of neighbours. Every
 sample comes once per epoch.
 
+With r repeats, the v-th image of training is view v mod r of sample v // r of this order: views of a sample
+lie in neighbouring lanes, and so in one batch (Hoffer et al. 2020, https://arxiv.org/abs/1901.09335, as in
+DeiT). As many images as an epoch has then come from a part of the samples; r such parts are all of them.
+
 Memory does not grow with the number of samples: the order of an epoch's shards is an array, everything else
 is arithmetic.
 """
@@ -23,11 +27,12 @@ Ints = NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """The locations of samples, as arrays of one shape. `row` counts within the shard."""
+    """The locations of samples, as arrays of one shape. `row` counts within the shard, `view` the repeats."""
 
     epoch: Ints
     shard: Ints
     row: Ints
+    view: Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity: `rows` may be long
@@ -41,6 +46,7 @@ class Plan:
     shuffle_run: number of neighbouring samples that stay together, so that one request can fetch them.
     tail: ``wrap``: batches cross the ends of epochs. ``drop``: an epoch is whole batches; the samples of an
         incomplete batch are left out, other samples in each epoch.
+    repeats: views of each sample, one after another.
     """
 
     rows: Sequence[int] | Ints
@@ -50,6 +56,7 @@ class Plan:
     shuffle_window: int
     shuffle_run: int = 1
     tail: Literal["wrap", "drop"] = "wrap"
+    repeats: int = 1
 
     def __post_init__(self) -> None:
         if self.batch_size % self.lanes:
@@ -72,13 +79,17 @@ class Plan:
         index = step * per_lane + np.arange(per_lane)
         return np.repeat(np.array(lanes), per_lane), np.tile(index, len(lanes))
 
+    def sample_and_view(self, lane: Ints, index: Ints) -> tuple[Ints, Ints]:
+        """Returns the number of a sample in the order without repeats, and which view of it comes."""
+        return np.divmod(index * self.lanes + lane, self.repeats)
+
     def locate(self, lane: Ints, index: Ints) -> Places:
-        """Locates sample `index` of `lane`, counted from the start of training; arrays of one shape."""
-        size = self.epoch_size
-        epoch = (index * self.lanes + lane) // size
+        """Locates image `index` of `lane`, counted from the start of training; arrays of one shape."""
+        size, (sample, view) = self.epoch_size, self.sample_and_view(lane, index)
+        epoch, index, lane = sample // size, *divmod(sample, self.lanes)
         within = index - _before(self, lane, epoch)
         window = within // self.shuffle_window
-        places = Places(epoch, np.empty_like(index), np.empty_like(index))
+        places = Places(epoch, np.empty_like(index), np.empty_like(index), view)
         groups = np.stack([epoch, lane, window], -1).reshape(-1, 3)
         for group in np.unique(groups, axis=0):
             here = (groups == group).all(-1).reshape(index.shape)

@@ -94,7 +94,8 @@ class Stream:
         else:
             lane = within = np.array([], np.int64)
             images = self.in_split(key[key < self.epoch()])
-            places = Places(np.zeros_like(images), *self.data.places(self.split, images))
+            none = np.zeros_like(images)
+            places = Places(none, *self.data.places(self.split, images), none)
         records = self.data.records(self.split, places.shard, places.row)
         kept = decoded_split(self.data, self.split, self.transform)
         known = kept.of(self.data.starts(self.split)[places.shard] + places.row) if kept else None
@@ -132,14 +133,16 @@ class Stream:
         if (known := fetch.known) is not None:
             image[: len(known)], valid[: len(known)] = known, 1
             label[: len(known)], sample[: len(known)] = labels_of(fetch.records), fetch.records["sample"]
-            for i, epoch in enumerate(fetch.places.epoch.tolist()):
-                names[i] = f"{self.run.train.seed}/{epoch}/{sample[i]}"
+            for i, (epoch, view) in enumerate(
+                zip(fetch.places.epoch.tolist(), fetch.places.view.tolist(), strict=True)
+            ):
+                names[i] = self._name(epoch, sample[i], view)
                 if self.transform.varies():
                     central = torch.from_numpy(known[i]).permute(2, 0, 1)
                     image[i] = _by_place(self.transform.vary(central, names[i]))
         for i in range(len(fetch.reads)):
             for attempt, (place, record, reads) in enumerate(self._candidates(fetch, i), start=1):
-                names[i] = f"{self.run.train.seed}/{place.epoch}/{record['sample'].item()}"
+                names[i] = self._name(place.epoch, record["sample"].item(), place.view)
                 try:
                     found = self._image(place, reads, names[i])
                     for name, field in self.fields.items():
@@ -159,6 +162,10 @@ class Stream:
         if self.plan and (config.mixup or config.cutmix):
             fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
         return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
+
+    def _name(self, epoch: int, sample: int, view: int) -> str:
+        """Returns the key of an image's random numbers."""
+        return f"{self.run.train.seed}/{epoch}/{sample}" + (f"/{view}" if view else "")
 
     def _image(self, place: SampleLocation, reads: Reads, name: str) -> NDArray[Any]:
         """Returns a sample's image, (H, W, 3) uint8, or its features, (D,). Raises `BadImage`."""
@@ -227,12 +234,7 @@ def open_stream(run: RunConfig, split: Split, rank: int, workers: int, *, whole:
     stream, config = in_order(run, split, rank, workers, whole=whole), run.data
     if split == "val":
         return stream
-    transform = replace(
-        stream.transform,
-        augment=config.augment,
-        randaugment=config.randaugment,
-        randaugment_magnitude=config.randaugment_magnitude,
-    )
+    transform = replace(stream.transform, **config.train_settings())
     return replace(stream, plan=_plan(config, run.lane_count(), run.train.seed), transform=transform)
 
 
@@ -300,6 +302,7 @@ def _plan(config: DataConfig, lanes: int, seed: int) -> Plan:
         shuffle_window=config.shuffle_window,
         shuffle_run=config.shuffle_run,
         tail=config.tail,
+        repeats=config.repeats,
     )
 
 

@@ -181,6 +181,8 @@ def _count_layer(
     router, valid = model.get_submodule(f"blocks.{block}.mlp.router"), batch.valid
     (residual_BSD,), _ = seen[f"blocks.{block}.norm2"]
     _, (experts_BSD, _) = seen[f"blocks.{block}.mlp"]
+    if (scale_D := model.get_submodule(f"blocks.{block}").scale2_D) is not None:
+        experts_BSD = experts_BSD * scale_D
     (x_GSD, valid_GS, *_), routing = seen[f"blocks.{block}.mlp.router"]
     found = count(view_of(routing, model.config, valid), batch["label"][:, 0][valid.bool()], classes=classes)
     ratio_BS = experts_BSD.norm(dim=-1) / residual_BSD.norm(dim=-1).clamp(min=1e-30)

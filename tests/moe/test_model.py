@@ -25,6 +25,7 @@ MODELS = [
     *(pytest.param(PRESETS[name], id=name) for name in ("S/16", "soft-S/16-128e", "vmoe-S/32", "debug")),
     *(pytest.param(vit_config(router), id=router.kind) for router in ROUTERS),
     pytest.param(replace(vit_config(None), stem="conv", pooling="map"), id="conv-map"),
+    pytest.param(replace(PRESETS["S/16"], layer_scale=1e-4), id="LayerScale"),
 ]
 
 

@@ -66,7 +66,9 @@ ONCE = {
             ExpertChoiceConfig(affinity=SparseTransportConfig(iterations=50)), images_per_group=2
         )
     ),
-    "dropout": Case(config=replace(vit_config(TokenChoiceConfig(k=2)), dropout=0.2)),
+    "dropout, drop path and LayerScale": Case(
+        config=replace(vit_config(TokenChoiceConfig(k=2)), dropout=0.2, drop_path=0.3, layer_scale=2.0)
+    ),
     "convolutions first": Case(config=replace(vit_config(SOFT), stem="conv")),
     "mixture": Case(config=vit_config(MixtureConfig(level="image"), images_per_group=2, expert_dropout=0.2)),
     "a user's convolutions": Case(

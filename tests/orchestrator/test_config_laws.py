@@ -52,7 +52,8 @@ AdamWConfig: weight_decay >= 0, weight_decay_head >= 0, beta1 >= 0, beta1 <= 1, 
 CheckpointConfig: every >= 1, keep_last >= 1, keep_best >= 0, keep_every >= 1
 CosineConfig: warmup_steps >= 0, end_frac >= 0, end_frac <= 1
 DataConfig: batch_size >= 1, lanes >= 1, shuffle_window >= 1, shuffle_run >= 1, eval_crop > 0, eval_crop <= 1,
-    randaugment >= 0, randaugment <= 16, mixup >= 0, cutmix >= 0, max_bad_frac >= 0, max_bad_frac <= 1,
+    randaugment >= 0, randaugment <= 16, color_jitter >= 0, color_jitter <= 1, random_erasing >= 0,
+    random_erasing <= 1, repeats >= 1, mixup >= 0, cutmix >= 0, max_bad_frac >= 0, max_bad_frac <= 1,
     cache_gb >= 0
 Device: usd_per_hour >= 0, peak_tflops > 0, memory_gib > 0
 ExpertChoiceConfig: capacity_factor > 0, eval_capacity_factor > 0, capacity_multiple_of >= 1, noise_std >= 0
@@ -71,7 +72,8 @@ TokenChoiceConfig: capacity_factor > 0, k >= 1, noise_std >= 0, importance_weigh
 TrainConfig: steps >= 1, lr >= 0, seed >= 0, report_every >= 1, eval_every >= 1, stop_at >= 0, stop_at <= 1,
     microbatch >= 1, clip_norm > 0
 ViTConfig: image_size >= 1, patch_size >= 1, width >= 1, depth >= 1, heads >= 1, mlp_dim >= 1,
-    num_classes >= 1, representation_size >= 1, dropout >= 0, dropout < 1
+    num_classes >= 1, representation_size >= 1, dropout >= 0, dropout < 1, drop_path >= 0, drop_path < 1,
+    layer_scale > 0
 """
 
 

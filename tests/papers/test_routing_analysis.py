@@ -210,6 +210,9 @@ def test_contribution_of_experts_in_closed_form():
     expected = 0.5 * model.config.width**0.5 / residual["x"].detach().norm(dim=-1)
     found = next(iter(counts_of(model, [batch]).values())).contribution
     assert float(found / 4) == pytest.approx(float(expected.mean()), rel=1e-5)
+    first.scale2_D = torch.nn.Parameter(torch.full((model.config.width,), 1e-4))
+    found = next(iter(counts_of(model, [batch]).values())).contribution
+    assert float(found / 4) == pytest.approx(1e-4 * float(expected.mean()), rel=1e-5)
 
 
 def soft_router(phi_DEC: torch.Tensor) -> SoftRouter:

@@ -152,7 +152,7 @@ class _Planner:
                 factor = self.tensor(scale)
                 if taken.shape[:1] != factor.shape:
                     raise UsageError(f"{scale} is {factor.shape}, and {theirs[0]} {taken.shape}")
-                taken = combine("scaled by LayerScale", _scaled, [taken, factor])
+                taken = combine("scaled by LayerScale", scaled_rows, [taken, factor])
             self.ours[f"{ours}.{part}"] = taken
             if block is not None:
                 for name in (part, "LayerScale") if scaled else (part,):
@@ -303,7 +303,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([*tensors])
 
 
-def _scaled(pair: Sequence[Tensor]) -> Tensor:
+def scaled_rows(pair: Sequence[Tensor]) -> Tensor:
+    """Returns a weight (out, in), or a bias (out,), times a factor for each output."""
     weight, factor = pair
     return weight * (factor[:, None] if weight.ndim > 1 else factor)
 

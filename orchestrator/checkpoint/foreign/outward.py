@@ -1,7 +1,8 @@
 """Models of ours as folders of other libraries: the names of the way in, read backwards.
 
-A library says in its own file what it calls the tensors, and what its config says. Nothing is computed:
-weights go out bit for bit, so that the library's output differs by nothing but its own arithmetic.
+A library says in its own file what it calls the tensors, and what its config says. Weights go out bit for
+bit, so that the library's output differs by nothing but its own arithmetic. LayerScale is multiplied into the
+layer before it where a library has none.
 """
 
 import json
@@ -19,6 +20,7 @@ from moe.models.vit import ViTConfig
 from orchestrator import storage
 from orchestrator.checkpoint.card import PREPROCESSOR, preprocessor
 from orchestrator.checkpoint.foreign.kind import TensorNames
+from orchestrator.checkpoint.foreign.mapping import scaled_rows
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.checkpoint.weights import check_export, write_file
 from orchestrator.errors import UsageError
@@ -92,6 +94,17 @@ def foreign_tensors(
             "mlp.down": (names.down,),
         }.items():
             take(f"blocks.{i}.{layer}", *(f"{block}{base}" for base in bases))
+        scales = (names.scale1, names.out), (names.scale2, names.down)
+        for number, (scale, base) in enumerate(scales, start=1):
+            factor_D = ours.get(f"blocks.{i}.scale{number}_D")
+            if factor_D is None:
+                continue
+            if scale:
+                theirs[f"{block}{scale}"] = factor_D
+                continue
+            for part in ("weight", "bias"):
+                name = f"{block}{base}{part}"
+                theirs[name] = scaled_rows((theirs[name], factor_D))
     take("norm", names.norm)
     take("pool.q", *names.pool_q)
     take("pool.kv", *names.pool_kv)

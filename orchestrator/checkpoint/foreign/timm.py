@@ -199,6 +199,7 @@ def as_timm(config: ViTConfig, data: DataConfig, classes: Sequence[str] | None) 
             "num_heads": config.heads,
             "mlp_ratio": ratio,
             "qk_norm": config.qk_norm,
+            "init_values": config.layer_scale,
             "class_token": config.pooling == "token",
             "global_pool": pooling,
             "fc_norm": False,

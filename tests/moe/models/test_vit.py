@@ -111,6 +111,7 @@ def test_names_of_checkpoints():
     assert names(representation_size=5) == names() | with_bias("pre_logits")
     assert {name.split(".")[0] for name in names(pooling="map") - names()} == {"pool"}
     stem = with_bias("embed.conv0", "embed.norm0", "embed.project")
+    assert names(layer_scale=1e-4) == names() | {"blocks.0.scale1_D", "blocks.0.scale2_D"}
     assert names(stem="conv") == names() - with_bias("embed") | stem
 
 
@@ -128,6 +129,11 @@ def test_names_of_checkpoints():
         ({"moe": MoEConfig(layers=(12,))}, r"layers=\(12,\) does not fit depth=12"),
         ({"moe": MoEConfig(num_experts=500)}, "capacity_factor=1.05 leaves no slot: 196 assignments"),
         ({"moe": MoEConfig(router=TokenChoiceConfig(k=9))}, "k=9 exceeds num_experts=8"),
+        (
+            {"moe": MoEConfig(residual=False), "drop_path": 0.1},
+            "drop_path=0.1 and layer_scale=None are for what a block adds, .* with moe.residual=False",
+        ),
+        ({"moe": MoEConfig(residual=False), "layer_scale": 1e-4}, "layer_scale=0.0001 are for what a block"),
     ],
 )
 def test_config_errors(fields, message):
@@ -245,6 +251,36 @@ def test_dropout_is_keyed_by_image_and_off_without_keys():
     first, second, _, fourth = model(same, keys_B=keys_B).logits
     assert torch.equal(first, fourth)
     assert not torch.allclose(first, second)
+
+
+@each_model
+def test_drop_path_skips_branches_of_an_image(router):
+    """Each half of the last block alone changes an image's tokens or not, by the image's own key."""
+    config = replace(vit_config(router), drop_path=0.4, drop_path_schedule="constant")
+    model, plain = ViT(config), ViT(replace(config, drop_path=0.0))
+    x, keys_B = images(64), torch.arange(64)
+    assert torch.equal(model(x).logits, plain(x).logits)
+    block = model.blocks[1]
+    tokens, valid = randn(64, 16, config.width), torch.ones(64)
+    kept_2B = block.kept(keys_B)
+    assert set(kept_2B.unique().tolist()) == {0, torch.tensor(1 / 0.6).item()}
+    assert torch.equal(block.kept(keys_B.flip(0)), kept_2B.flip(1))
+    assert not torch.equal(model.blocks[0].kept(keys_B), kept_2B)
+    assert abs((kept_2B > 0).float().mean() - 0.6) < 0.13
+    both = kept_2B.bool().float() @ kept_2B.bool().float().T / 64
+    assert abs(both[0, 1] - 0.36) < 0.18, "the branches of an image are drawn apart"
+    out = block(tokens, valid, keys_B).x
+    assert torch.equal((out == tokens).all((1, 2)), (kept_2B == 0).all(0))
+
+
+def test_a_model_starts_with_its_layer_scale():
+    """With tiny factors blocks change nothing; factors of 1 are none."""
+    config = vit_config(SoftConfig())
+    one, none, tiny = (ViT(replace(config, layer_scale=scale)) for scale in (1.0, None, 1e-9))
+    x = images(3)
+    assert torch.equal(one.features(x), none.features(x))
+    torch.testing.assert_close(tiny.features(x), tiny.pooled(tiny.norm(tiny.embedded(x))))
+    assert not torch.allclose(tiny.features(x), none.features(x))
 
 
 def test_an_mlp_drops_both_of_its_layers():

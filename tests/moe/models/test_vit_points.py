@@ -37,7 +37,7 @@ POINTS = {
 
 def build(router: RouterConfig | None, **moe: int) -> ViT:
     """Four blocks, experts in 1 and 3; the head is not at its zero start."""
-    model = ViT(replace(vit_config(router, **moe), depth=4))
+    model = ViT(replace(vit_config(router, **moe), depth=4, layer_scale=0.5))
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     return model.eval()
 

@@ -79,6 +79,21 @@ def test_the_library_computes_the_same(to: Library, model: dict[str, Any], tmp_p
         assert torch.equal(opened(to, tmp_path / "theirs")(images), ours(images).logits)
 
 
+@pytest.mark.parametrize(("to", "error"), [("timm", 0), ("huggingface", 1e-6)])
+def test_layer_scale(to: Library, error: float, tmp_path: Path) -> None:
+    """Where the library has none, the factors are in the layer before; an import has them there."""
+    model = {"pooling": "token", "qk_norm": False, "layer_scale": 0.5}
+    ours, images = written(tmp_path / "ours", model), some_images(32)
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    write_import(plan_import(str(tmp_path / "theirs"), name="x"), str(tmp_path / "again"))
+    with torch.no_grad():
+        expected = ours(images).logits
+        theirs = opened(to, tmp_path / "theirs")(images)
+        again = load(tmp_path / "again")(images).logits
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=error)
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["S/32", "S/16", "B/32", "B/16", "L/16"])
 @pytest.mark.parametrize("to", ["timm", "huggingface"])

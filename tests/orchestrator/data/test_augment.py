@@ -1,16 +1,17 @@
-"""RandAugment against Pillow and the source; mixup and CutMix against loops over images and pixels."""
+"""Operations on images against Pillow; mixup and CutMix against loops over images and pixels."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
-from orchestrator.data.augment import OPERATIONS, draw, randaugment
+from orchestrator.data.augment import OPERATIONS, color_jitter, draw, erase, randaugment, three_augment
 from orchestrator.tasks.classification import mix_images, partners
 from tests.orchestrator.data.images import RGB
 
@@ -165,6 +166,61 @@ def test_operations_follow_one_another() -> None:
     for n in range(60):
         pixel = randaugment(torch.full((3, 1, 1), 200, dtype=torch.uint8), 3, 30, Random(n))
         assert pixel.shape == (3, 1, 1)
+
+
+def test_three_augment_is_one_of_three_as_in_deit() -> None:
+    """Grey, solarized or blurred; Pillow's blur is an approximation by boxes."""
+    image, counts = as_tensor(LARGE), Counter[str]()
+    grey, solarized = LARGE.convert("L").convert("RGB"), ImageOps.solarize(LARGE, 128)
+    for n in range(60):
+        found, rng = three_augment(image, Random(n)), Random(n)
+        rng.randrange(3)
+        blurred = LARGE.filter(ImageFilter.GaussianBlur(rng.uniform(0.1, 2)))
+        expected = {"grey": (grey, 1), "solarized": (solarized, 0), "blurred": (blurred, 6)}
+        off = {
+            name: (found.int() - as_tensor(other).int()).abs().max() for name, (other, _) in expected.items()
+        }
+        (name,) = (name for name, (_, most) in expected.items() if off[name] <= most)
+        counts[name] += 1
+    assert min(counts.values()) > 10
+
+
+def test_blur_shrinks_with_the_image() -> None:
+    """At 8 pixels, a blur of at most 0.07 pixels changes nothing, and images of any size can be blurred."""
+    blur = next(n for n in range(20) if Random(n).randrange(3) == 2)
+    small = torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert torch.equal(three_augment(small, Random(blur)), small)
+    for side in (1, 2, 31):
+        assert three_augment(torch.zeros(3, side, side, dtype=torch.uint8), Random(blur)).shape[1] == side
+
+
+def test_jitter_changes_three_things_in_any_order() -> None:
+    image, found = as_tensor(RGB), set()
+    adjust = {"b": ImageEnhance.Brightness, "c": ImageEnhance.Contrast, "s": ImageEnhance.Color}
+    for n in range(40):
+        rng = Random(n)
+        order = rng.sample("bcs", 3)
+        expected = RGB
+        for name in order:
+            expected = adjust[name](expected).enhance(rng.uniform(0.7, 1.3))
+        off = (color_jitter(image, 0.3, Random(n)).int() - as_tensor(expected).int()).abs()
+        assert off.max() <= 4, (n, order)
+        found.add("".join(order))
+    assert len(found) == 6
+
+
+def test_erasing_makes_noise_of_a_rectangle() -> None:
+    image = torch.full((3, 40, 60), 100, dtype=torch.uint8)
+    for n in range(100):
+        changed = (erase(image, Random(n)) != image).any(0)
+        rows, columns = changed.any(1).nonzero(), changed.any(0).nonzero()
+        h, w = (int(found.max() - found.min() + 1) for found in (rows, columns))
+        assert 0.97 * h * w <= changed.sum() <= h * w, "inside, 1 of 256^3 pixels stays"
+        assert 0.01 < h * w / 2400 < 0.36
+        assert 0.25 < h / w < 4
+    noise = erase(torch.zeros(3, 200, 200, dtype=torch.uint8), Random(0))
+    assert abs(noise[noise > 0].float().mean() - 128) < 3
+    assert torch.equal(image, torch.full_like(image, 100))
 
 
 @pytest.mark.parametrize("draws", [MIXUP, CUTMIX, BOTH], ids=["mixup", "cutmix", "both"])

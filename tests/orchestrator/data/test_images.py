@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageOps
 from torchvision.transforms.v2 import functional as tv
 
-from orchestrator.data.augment import randaugment
+from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
@@ -313,6 +313,22 @@ def test_randaugment_comes_after_crop_and_flip() -> None:
     inception_box(90, 120, rng)
     rng.random()
     assert torch.equal(changed, randaugment(INCEPTION(content, "a"), 2, 10, rng))
+
+
+def test_the_recipe_of_deit_comes_in_its_order() -> None:
+    content = noise(90, 120)
+    fields = {"three_augment": True, "color_jitter": 0.3, "random_erasing": 1.0}
+    changed = Transform(size=16, augment="inception", **fields)(content, "a")
+    rng = Random("a")
+    inception_box(90, 120, rng)
+    rng.random()
+    coloured = color_jitter(three_augment(INCEPTION(content, "a"), rng), 0.3, rng)
+    rng.random()
+    assert torch.equal(changed, erase(coloured, rng))
+    half = Transform(size=16, random_erasing=0.5)
+    found = [torch.equal(half(noise(16, 16), str(n)), decode(noise(16, 16))) for n in range(300)]
+    assert 0.4 < sum(found) / 300 < 0.6
+    assert all(Transform(size=16, **{name: value}).varies() for name, value in fields.items())
 
 
 def test_flips_are_half_of_the_images() -> None:

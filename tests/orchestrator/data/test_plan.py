@@ -2,6 +2,10 @@
 
 import itertools
 import resource
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -39,7 +43,7 @@ def read(plan: Plan, steps: range, lanes: range | None = None) -> list[list[Samp
     """Returns the samples of each step, for all lanes or some."""
     lanes = range(plan.lanes) if lanes is None else lanes
     places = [plan.locate(*plan.slots(step, lanes)) for step in steps]
-    return [[(int(e), int(s), int(r)) for e, s, r in zip(*step, strict=True)] for step in places]
+    return [[(int(e), int(s), int(r)) for e, s, r, _ in zip(*step, strict=True)] for step in places]
 
 
 def naive(plan: Plan, epochs: int) -> list[list[Sample]]:
@@ -104,6 +108,49 @@ def test_resuming_gives_the_suffix(plan: Plan, cuts: list[int]) -> None:
     for first, last in itertools.pairwise([0, *sorted(cuts), 30]):
         fresh = Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
         assert read(fresh, range(first, last)) == whole[first:last]
+
+
+@given(plan=plans(), repeats=st.integers(1, 4), data=st.data())
+def test_views_of_a_sample_follow_each_other(plan: Plan, repeats: int, data: st.DataObject) -> None:
+    """In the order of lanes, which is the order without repeats with each sample in the place of one; and any
+    number of workers reads this.
+    """
+    repeated = replace(plan, repeats=repeats)
+    count = 3 * repeats * plan.batch_size
+    once = plan.locate(*np.divmod(np.arange(count), plan.lanes)[::-1])
+    v = np.arange(repeats * count)
+    views = repeated.locate(*np.divmod(v, plan.lanes)[::-1])
+    assert views.view.tolist() == (v % repeats).tolist()
+    for found, expected in zip(views[:3], once[:3], strict=True):
+        assert found.tolist() == np.repeat(expected, repeats).tolist()
+    workers = data.draw(st.sampled_from([n for n in range(1, plan.lanes + 1) if plan.lanes % n == 0]))
+    each = plan.lanes // workers
+    parts = [read(repeated, range(20), range(rank * each, (rank + 1) * each)) for rank in range(workers)]
+    assert [[*chain(*step)] for step in zip(*parts, strict=True)] == read(repeated, range(20))
+
+
+def test_repeats_reach_every_sample() -> None:
+    """Of one shard, which is never permuted with another: three epochs have each sample three times."""
+    plan = Plan(rows=(40,), seed=0, lanes=4, batch_size=8, shuffle_window=4, repeats=3)
+    epochs = [[s for step in read(plan, range(5 * e, 5 * e + 5)) for s in step] for e in range(3)]
+    assert [len({*epoch}) for epoch in epochs] == [14, 14, 14]
+    assert Counter(chain(*epochs)) == Counter({(0, 0, row): 3 for row in range(40)})
+
+
+def test_a_mixed_pair_is_never_one_sample() -> None:
+    """By trying all settings: which ones a config takes with mixup."""
+    for repeats, lanes, per_lane in itertools.product(range(1, 6), range(1, 7), range(1, 5)):
+        batch = lanes * per_lane
+        if batch % 2:
+            continue
+        plan = Plan(rows=(97,), seed=0, lanes=lanes, batch_size=batch, shuffle_window=9, repeats=repeats)
+        steps = read(plan, range(30))
+        mixes = any(a == b for step in steps for a, b in zip(step[::2], step[1::2], strict=True))
+        changes = {"data.batch_size": batch, "data.lanes": lanes, "data.repeats": repeats}
+        run = override(RunConfig(), {"model.moe": None, **changes})
+        message = f"data.repeats={repeats} with mixup or cutmix: data.lanes={lanes} would mix images with"
+        with pytest.raises(UsageError, match=message) if mixes else nullcontext():
+            override(run, {"data.mixup": 0.5})
 
 
 def test_epochs_and_seeds_differ() -> None:

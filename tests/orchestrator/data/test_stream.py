@@ -79,6 +79,8 @@ def test_images_come_in_the_order_of_the_plan_with_their_labels(pack_greys: Pack
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_together_read_what_one_reads(workers: int, digits: str) -> None:
     change = {"data.augment": "inception", "data.randaugment": 2, "data.mixup": 0.8, "data.cutmix": 1.0}
+    change |= {"data.three_augment": True, "data.color_jitter": 0.3, "data.random_erasing": 0.5}
+    change |= {"data.repeats": 3}
     run = greys_run(digits, **change, **{"data.batch_size": 12})
     (alone,) = workers_of(run, 1)
     parts = [in_process(stream, range(5, 9)) for stream in workers_of(run, workers)]
@@ -86,6 +88,24 @@ def test_workers_together_read_what_one_reads(workers: int, digits: str) -> None
         assert equal(concatenated(shares), whole)
         assert len({tuple(draw) for draw in whole["mix"].tolist()}) == 6
         assert torch.equal(whole["mix"][::2], whole["mix"][1::2])
+
+
+@pytest.mark.parametrize("size", [40, 8])
+def test_views_of_an_image_differ(size: int, tmp_path: Path) -> None:
+    """Also where the process keeps decoded images, which are small."""
+    noise = np.random.default_rng(0).integers(0, 256, (4, size, size, 3), dtype=np.uint8)
+    path = pack(tmp_path, [png(image) for image in noise])
+    changes = {"model.image_size": size, "model.patch_size": 4, "data.lanes": 3, "data.repeats": 3}
+    run = greys_run(path, **changes, **{"data.color_jitter": 0.5})
+    (stream,) = workers_of(run, 1)
+    batches = concatenated([*in_process(stream, range(8))])
+    of = {sample: batches["image"][batches.sample == sample] for sample in batches.sample.tolist()}
+    assert [len(views) for views in of.values()] == [12] * 4
+    assert all(len({view.numpy().tobytes() for view in views}) == 12 for views in of.values())
+    (once,) = workers_of(override(run, {"data.repeats": 1}), 1)
+    seen = {image.numpy().tobytes() for image in concatenated([*in_process(once, range(3))])["image"]}
+    first = {image.numpy().tobytes() for image in batches["image"]}
+    assert len(seen & first) == 16, "the first view is that of a run without repeats"
 
 
 def test_steps_can_be_read_from_anywhere(pack_greys: Pack, monkeypatch: pytest.MonkeyPatch) -> None:

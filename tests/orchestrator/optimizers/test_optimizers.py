@@ -203,7 +203,7 @@ def test_each_of_two_towers_has_layers_of_its_own() -> None:
 @pytest.mark.parametrize("router", [None, *ROUTERS_AND_VARIANTS])
 def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type) -> None:
     moe = MoEConfig(router=router) if router else None
-    model = ViT(replace(PRESETS["debug"], moe=moe, stem=None if moe else "conv"))
+    model = ViT(replace(PRESETS["debug"], moe=moe, stem=None if moe else "conv", layer_scale=1e-4))
     built = optimizer(weight_decay=0.25, weight_decay_head=3.0).build(model)
     decay_of = {id(p): group["weight_decay"] for group in built.param_groups for p in group["params"]}
     assert len(decay_of) == len(list(model.parameters()))
@@ -215,6 +215,7 @@ def test_only_matmul_weights_decay(router: RouterConfig | None, optimizer: type)
         expected = 3.0 if ends == "head.weight" else 0.25 if ends in DECAYS else 0.0
         assert decay_of[id(param)] == expected, name
     assert {"position_SD", "norm1.bias", "norm_q.weight", "norm.weight", "head.bias", "qkv.weight"} <= seen
+    assert "0.scale1_D" in seen
 
 
 def test_the_scale_of_soft_routing_and_all_parameters_may_decay() -> None:

@@ -40,6 +40,20 @@ from tests.parts import png
 pytestmark = pytest.mark.usefixtures("cluster")
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
+RECIPE = {  # whatever draws random numbers of an image, in the model and in its data
+    "model.drop_path": 0.3,
+    "model.layer_scale": 0.1,
+    "data.augment": "inception",
+    "data.three_augment": True,
+    "data.color_jitter": 0.3,
+    "data.random_erasing": 0.5,
+    "data.repeats": 3,
+    "data.mixup": 0.8,
+    "data.cutmix": 1.0,
+    "task.loss": "sigmoid_mean",
+    "task.binarised": True,
+    "train.optimizer.kind": "lamb",
+}
 NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
 
@@ -92,7 +106,7 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
 
 def test_two_workers_equal_one(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
-    run = override(run, {"train.steps": 10})
+    run = override(run, {"train.steps": 10, **RECIPE})
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
     two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2, "scale.ep": 2})
     assert_same(alone, two)
@@ -126,7 +140,7 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
 
 def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
     """Checkpoints fall between reports, and the crash between both."""
-    run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4})
+    run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4, **RECIPE})
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     def crash_at_15(step: int, metrics: dict[str, float]) -> None:
