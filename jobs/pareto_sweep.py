@@ -66,7 +66,7 @@ class SweepFlags:
     sweep: str = flag(
         "quickstart", f"{', '.join(SWEEPS)}, or a function in a file: my_sweep.py:make", read=sweep_name
     )
-    scale: Literal["tiny", "cifar", "in1k", "in21k", "jft", "laion"] = flag(
+    scale: Literal["tiny", "cifar", "in1k", "deit3", "in21k", "jft", "laion"] = flag(
         "tiny", "sizes and recipe of the sweep; all but tiny need --data"
     )
     towers: tuple[str, ...] | None = flag(

@@ -144,7 +144,7 @@ def gaussian(keys: Tensor) -> Tensor:
     return math.sqrt(2) * torch.erfinv(2 * uniform(keys) - 1)
 
 
-def dropout(x: Tensor, p: float, keys: Tensor) -> Tensor:
+def dropout(x: Tensor, p: float | Tensor, keys: Tensor) -> Tensor:
     """Zeroes entries of the last dimension with probability `p` and scales the rest; one key per row."""
     return x * (uniform(split(keys, x.shape[-1])) >= p).to(x.dtype) / (1 - p)
 

@@ -1,7 +1,7 @@
-"""The scales of the papers' sizes: the recipes of Soft MoE and V-MoE.
+"""The scales of the papers' sizes: the recipes of Soft MoE, V-MoE and DeiT III.
 
 In sources, ``soft_moe`` is ``vmoe/projects/soft_moe/configs`` of google-research/vmoe, and ``vmoe_paper`` is
-``vmoe/configs/vmoe_paper``. Numbers without a source are ours.
+``vmoe/configs/vmoe_paper``. ``deit`` is facebookresearch/deit at 7e160fe. Numbers without a source are ours.
 """
 
 from dataclasses import replace
@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from moe.models import TwoTowersConfig, ViTConfig
 from moe.presets import TEXT_G, TWO_TOWERS
+from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
-from orchestrator.optimizers import AdamWConfig
-from orchestrator.schedules import LinearConfig, RsqrtConfig
+from orchestrator.optimizers import AdamWConfig, LambConfig
+from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
 from orchestrator.sweeps.scales import Scale, in_image_tower, vit_size
 from orchestrator.tasks import ClassificationConfig, ContrastiveConfig
 
@@ -148,6 +149,53 @@ _IN1K = RunConfig(
     ),
 )
 
+# DeiT III on ImageNet at 224 pixels, in which Implicit Bias in Soft MoE trained its ViT-B/16 (section 4 and
+# appendix D.2): the command of deit_base_patch16_LS in deit/README_revenge.md, and defaults of deit/main.py.
+# Otherwise there: crops of 8 to 100 % of the area, resized bicubically; the rate is constant within an epoch.
+_DEIT3 = RunConfig(
+    model=ViTConfig(
+        pooling="token",  # models_v2.py, with LayerScale 1e-4, without norms of queries and keys
+        qk_norm=False,
+        gelu="exact",
+        layer_scale=1e-4,
+        drop_path_schedule="constant",  # models_v2.py
+    ),
+    task=ClassificationConfig(loss="sigmoid_mean", binarised=True),  # --bce-loss
+    data=DataConfig(
+        batch_size=2048,  # 256 on each of 8 GPUs
+        tail="drop",
+        augment="inception",
+        eval_crop=1.0,  # --eval-crop-ratio 1.0
+        eval_interpolation="bicubic",
+        three_augment=True,  # --ThreeAugment
+        color_jitter=0.3,
+        repeats=3,  # the default of distributed training
+        mixup=0.8,
+        cutmix=1.0,
+    ),
+    train=TrainConfig(
+        steps=800 * 625,  # 800 epochs; 625 whole batches of 1,281,167 images
+        lr=3e-3,  # --unscale-lr
+        report_every=100,
+        eval_every=6250,
+        schedule=CosineConfig(warmup_steps=5 * 625, end_frac=1e-5 / 3e-3),
+        # --opt fusedlamb --weight-decay 0.05 --opt-eps 1e-8; its optimiser clips at 1.0, the default here
+        optimizer=LambConfig(weight_decay=0.05, epsilon=1e-8),
+    ),
+)
+
+
+def _deit3(size: dict[str, Any], lr: float, drop_path: float) -> dict[str, Any]:
+    return size | {"train.lr": lr, "model.drop_path": drop_path}
+
+
+_DEIT3_SIZES = {  # rates and drop paths: deit/README_revenge.md
+    "S16": _deit3(VITS["S16"], 4e-3, 0.05),
+    "B16": _deit3(VITS["B16"], 3e-3, 0.2),
+    "L16": _deit3(VITS["L16"], 3e-3, 0.45),
+    "H14": _deit3(VITS["H14"], 3e-3, 0.6),
+}
+
 # The recipe of the released V-MoE-B/16: vmoe_paper/pretrain_imagenet21k.py.
 _IN21K = RunConfig(
     model=ViTConfig(num_classes=21_843, head_bias=-10.0, width=768, heads=12, mlp_dim=3072),
@@ -230,6 +278,18 @@ SCALES = {
         bases=_BASES | {"vmoe": _ILSVRC2012},
         sizes_of=_SIZES_OF | {"long_runs": _vits("S16 B16 L16"), "vmoe": {"S32": {}}},
         released={"vmoe": {"S32-last2-8e-released": _RELEASED_S32}},
+    ),
+    "deit3": Scale(  # 800 epochs of ImageNet
+        base=override(_DEIT3, _DEIT3_SIZES["B16"]),
+        sizes=_DEIT3_SIZES,
+        experts=32,
+        bases={
+            # Cooldowns need a rate that does not depend on where the run ends.
+            "long_runs": {"train.schedule.kind": "rsqrt", "train.schedule.warmup_steps": 5 * 625},
+            # As many experts as tokens, and 197 is prime.
+            "quickstart": {"model.pooling": "gap"},
+            "ablations": {"model.pooling": "gap"},
+        },
     ),
     "in21k": Scale(  # 300 epochs of ImageNet-21k
         base=_IN21K,

@@ -164,9 +164,10 @@ class Block(nn.Module):
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.dropout, self.drop_path, self.layer_scale = dropout, drop_path, layer_scale
-        # A tensor, as in `MoELayer`, whose salts are smaller.
+        self.dropout, self.layer_scale = dropout, layer_scale
+        # Tensors, as in `MoELayer`, whose salts are smaller.
         self.salt = torch.tensor(DROPOUT_SALT + index, device="cpu")
+        self.drop_path = torch.tensor(drop_path, device="cpu") if drop_path else None
         self.norm1 = nn.LayerNorm(width, eps=norm_eps)
         self.attention = Attention(width, heads, qk_norm=qk_norm, causal=causal)
         self.norm2 = nn.LayerNorm(width, eps=norm_eps)
@@ -211,7 +212,7 @@ class Block(nn.Module):
         """Returns (2, B), what drop path multiplies the outputs of an image's attention and MLP with: 0, or
         1 / (1 - rate); None if it is off.
         """
-        if not self.drop_path or keys_B is None:
+        if self.drop_path is None or keys_B is None:
             return None
         ones_2B1 = keys_B.new_ones(2, len(keys_B), 1, dtype=torch.float32)
         return dropout(ones_2B1, self.drop_path, split(mix(keys_B, ~self.salt), 2).T).squeeze(-1)

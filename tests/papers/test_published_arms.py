@@ -89,7 +89,7 @@ def _capacity(arm: str) -> Arm:
 
 
 def _expert_count(arm: str) -> Arm:
-    return Arm("expert_count", "n16", "in1k")
+    return Arm("expert_count", "n16", "deit3")
 
 
 ARM_OF: dict[str, Callable[[str], Arm]] = {
@@ -115,13 +115,7 @@ NO_ARM = {  # part of the row's name -> why no sweep has it
     "Astroformer": "not a ViT",
 }
 # (sweep, column) -> why our arms differ from all rows
-OTHERWISE = {
-    ("expert_count", "epochs"): "in1k trains for 90 epochs, by its own recipe",
-    ("expert_count", "schedule"): "the same",
-    ("expert_count", "weight_decay"): "the same",
-    ("expert_count", "optimizer"): "the same",
-    ("expert_count", "label_smoothing"): "the same: none",
-}
+OTHERWISE = {}
 ROWS_WITH_ARMS = [
     row for row in ROWS if row["sweep"] in ARM_OF and not any(part in row["arm"] for part in NO_ARM)
 ]
@@ -154,7 +148,8 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
         "weight_decay_scale": decay.weight_decay_scale,
         "decays": decay.decays,
         "clip_norm": train.clip_norm,
-        "optimizer": {"adamw": "adam"}.get(decay.kind, decay.kind),
+        "label_smoothing": run.task.smoothing,
+        "optimizer": {"adamw": "adam", "lamb": "FusedLAMB"}.get(decay.kind, decay.kind),
         "loss": run.task.loss,
         "augment": {"inception": "inception_crop+flip"}.get(data.augment, data.augment),
         "randaugment": f"{data.randaugment},{data.randaugment_magnitude}" if data.randaugment else None,

@@ -176,7 +176,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         make_sweep(f"{tmp_path}/other.py:make", "tiny")
     with pytest.raises(UsageError, match="unknown sweep 'router'; known: quickstart, study"):
         make_sweep("router", "tiny")
-    with pytest.raises(UsageError, match="unknown scale 'huge'; known: tiny, cifar, in1k, in21k, jft"):
+    with pytest.raises(UsageError, match="unknown scale 'huge'; known: tiny, cifar, in1k, deit3, in21k, jft"):
         make_sweep("routers", "huge")
 
 
