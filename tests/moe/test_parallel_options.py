@@ -36,7 +36,7 @@ from tests.moe.parts import vit_config
 
 BATCH = 16  # four microbatches on each of four ranks
 CONFIGS = {
-    "dense": vit_config(None),
+    "dense": replace(vit_config(None), drop_path=0.3, layer_scale=0.5),
     "soft": vit_config(SoftConfig(slots_per_expert=2, noise_std=0.5), expert_dropout=0.1),
     "token choice": vit_config(
         TokenChoiceConfig(k=2, capacity_factor=0.8, priority="max", importance_weight=0.1, load_weight=0.1),
