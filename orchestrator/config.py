@@ -45,7 +45,7 @@ class DataConfig(Config):
             DeiT III.
         color_jitter: brightness, contrast and saturation change by up to this fraction, in random order;
             DeiT III has 0.3.
-        random_erasing: fraction of the images of which a rectangle is replaced by noise, at last.
+        random_erasing: fraction of the images of which a rectangle is replaced by noise, after all else.
         repeats: views of each image, one after another, so that an epoch has as many images and fewer
             different ones (repeated augmentation); DeiT III has 3.
         mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a

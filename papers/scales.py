@@ -151,7 +151,8 @@ _IN1K = RunConfig(
 
 # DeiT III on ImageNet at 224 pixels, in which Implicit Bias in Soft MoE trained its ViT-B/16 (section 4 and
 # appendix D.2): the command of deit_base_patch16_LS in deit/README_revenge.md, and defaults of deit/main.py.
-# Otherwise there: crops of 8 to 100 % of the area, resized bicubically; the rate is constant within an epoch.
+# Otherwise there: crops of 8 to 100 % of the area, resized bicubically; the rate is constant within an epoch,
+# and one epoch late.
 _DEIT3 = RunConfig(
     model=ViTConfig(
         pooling="token",  # models_v2.py, with LayerScale 1e-4, without norms of queries and keys
@@ -169,7 +170,7 @@ _DEIT3 = RunConfig(
         eval_interpolation="bicubic",
         three_augment=True,  # --ThreeAugment
         color_jitter=0.3,
-        repeats=3,  # the default of distributed training
+        repeats=3,  # --repeated-aug
         mixup=0.8,
         cutmix=1.0,
     ),
@@ -189,7 +190,9 @@ def _deit3(size: dict[str, Any], lr: float, drop_path: float) -> dict[str, Any]:
     return size | {"train.lr": lr, "model.drop_path": drop_path}
 
 
-_DEIT3_SIZES = {  # rates and drop paths: deit/README_revenge.md
+# Rates and drop paths: deit/README_revenge.md. DeiT III itself trains B and L at 192 pixels and H at 160, and
+# then for 20 epochs at 224.
+_DEIT3_SIZES = {
     "S16": _deit3(VITS["S16"], 4e-3, 0.05),
     "B16": _deit3(VITS["B16"], 3e-3, 0.2),
     "L16": _deit3(VITS["L16"], 3e-3, 0.45),
