@@ -13,7 +13,7 @@ from moe.presets import TEXT_G, TWO_TOWERS
 from orchestrator.codec import override
 from orchestrator.config import DataConfig, RunConfig, TrainConfig
 from orchestrator.optimizers import AdamWConfig, LambConfig
-from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
+from orchestrator.schedules import DeitConfig, LinearConfig, RsqrtConfig
 from orchestrator.sweeps.scales import Scale, in_image_tower, vit_size
 from orchestrator.tasks import ClassificationConfig, ContrastiveConfig
 
@@ -151,8 +151,8 @@ _IN1K = RunConfig(
 
 # DeiT III on ImageNet at 224 pixels, in which Implicit Bias in Soft MoE trained its ViT-B/16 (section 4 and
 # appendix D.2): the command of deit_base_patch16_LS in deit/README_revenge.md, and defaults of deit/main.py.
-# Otherwise there: crops of 8 to 100 % of the area, resized bicubically; the rate is constant within an epoch,
-# and one epoch late.
+# Otherwise there: crops of 8 to 100 % of the area, resized bicubically; an average of the weights, which that
+# code never evaluates.
 _DEIT3 = RunConfig(
     model=ViTConfig(
         pooling="token",  # models_v2.py, with LayerScale 1e-4, without norms of queries and keys
@@ -179,7 +179,7 @@ _DEIT3 = RunConfig(
         lr=3e-3,  # --unscale-lr
         report_every=100,
         eval_every=6250,
-        schedule=CosineConfig(warmup_steps=5 * 625, end_frac=1e-5 / 3e-3),
+        schedule=DeitConfig(warmup_steps=5 * 625, epoch_steps=625),
         # --opt fusedlamb --weight-decay 0.05 --opt-eps 1e-8; its optimiser clips at 1.0, the default here
         optimizer=LambConfig(weight_decay=0.05, epsilon=1e-8),
     ),

@@ -141,7 +141,7 @@ def _settings(run: RunConfig) -> dict[str, str | float | None]:
         "lr": train.lr,
         "warmup_steps": warmup,
         "cooldown_steps": cooldown,
-        "schedule": train.schedule.kind,
+        "schedule": {"deit": "cosine"}.get(train.schedule.kind, train.schedule.kind),
         "timescale": getattr(train.schedule, "timescale", None),
         "weight_decay": decay.weight_decay,
         "weight_decay_head": decay.weight_decay_head,
