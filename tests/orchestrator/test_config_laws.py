@@ -59,7 +59,7 @@ Device: usd_per_hour >= 0, peak_tflops > 0, memory_gib > 0
 ExpertChoiceConfig: capacity_factor > 0, eval_capacity_factor > 0, capacity_multiple_of >= 1, noise_std >= 0
 MixtureConfig: clusters >= 1, temperature > 0, temperature_decay > 0, temperature_decay <= 1,
     temperature_min > 0
-MoEConfig: num_experts >= 2, images_per_group >= 1, expert_dim >= 1, expert_dropout >= 0, expert_dropout < 1
+MoEConfig: num_experts >= 1, images_per_group >= 1, expert_dim >= 1, expert_dropout >= 0, expert_dropout < 1
 ParallelConfig: dp_replicate >= 1, overlap_chunks >= 1
 RsqrtConfig: warmup_steps >= 0, cooldown_steps >= 0, timescale >= 1
 SGDConfig: weight_decay >= 0, momentum >= 0
