@@ -25,6 +25,7 @@ from scipy import stats
 from bench.harness import RESULTS, ROOT, options
 from bench.provenance import provenance
 from bench.stopping import PARTS, judge, load_curves
+from orchestrator.codec import override
 from orchestrator.data.manifest import open_manifest
 from orchestrator.frontier.frontier import Frontier, gains
 from orchestrator.frontier.points import Point, front_points, hypervolume
@@ -47,8 +48,32 @@ ROUTING = {  # figure of jobs/inspect_routing.py -> its column
 }
 POLICIES = ("ours", "oracle", "cheapest first", "random subset")
 
+DEIT3 = {  # the recipe of DeiT III, for as many steps as the study's
+    "model.drop_path": 0.05,
+    "model.drop_path_schedule": "constant",
+    "model.layer_scale": 1e-4,
+    "task.loss": "sigmoid_mean",
+    "task.binarised": True,
+    "data.augment": "inception",
+    "data.three_augment": True,
+    "data.color_jitter": 0.3,
+    "data.repeats": 3,
+    "data.mixup": 0.8,
+    "data.cutmix": 1.0,
+    "train.optimizer.kind": "lamb",
+    "train.optimizer.weight_decay": 0.05,
+    "train.ema.decay": 0.99,
+}
+
 Arms = dict[str, dict[str, Any]]
 Table = Mapping[str, Any]
+
+
+def recipe(scale: Scale) -> Sweep:
+    """Returns the dense model and Soft MoE of the middle width, trained by the recipe of DeiT III."""
+    sweep = study(scale)
+    arms = {name: sweep.changes[name] for name in ("w32-dense", "w32-soft-e16")}
+    return replace(sweep, base=override(sweep.base, DEIT3), arms=arms, claims=())
 
 
 def narrow(scale: Scale) -> Sweep:
