@@ -24,17 +24,19 @@ def describe_model(model: ModelConfig) -> str:
 
 
 def describe_data(run: RunConfig) -> str:
-    """The images of a run, the passes over them, and the accuracy that guessing would reach."""
+    """The images or sequences of a run, the passes over them, and the accuracy that guessing would reach."""
     manifest, size = open_manifest(run.data.path), run.model.image_size
     rows, seen = manifest.rows("train"), run.train.steps * run.data.batch_size
-    own, epochs = own_size(run), f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
+    own = own_size(run) if size else None
+    epochs = f"{seen / rows:.3g}" if seen < 1000 * rows else f"{seen / rows:,.0f}"
+    noun, what = ("images", f"{size} x {size} px") if size else ("sequences", f"{run.model.tokens()} bytes")
     scaled = "" if own in (None, (size, size)) else f" (the data's median: {own[0]} x {own[1]} px)"
     floor = guessing(run)
     floors = f"; always guessing the largest class: {run.task.quality} {floor:.4f}" if floor else ""
     repeats = f", more than {MOST_EPOCHS}: fewer train.steps may do" if seen > MOST_EPOCHS * rows else ""
     return (
-        f"images of {size} x {size} px{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
-        f" {epochs} epochs of {rows:,} images{repeats}{floors}"
+        f"{noun} of {what}{scaled}, batch {run.data.batch_size}, {run.train.steps} steps ="
+        f" {epochs} epochs of {rows:,} {noun}{repeats}{floors}"
     )
 
 

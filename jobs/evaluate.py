@@ -192,9 +192,8 @@ def evaluate_model(
     the time of day is the step, so that a later evaluation follows an earlier one.
     """
     from moe.cost import forward_gflops_2mac
-    from orchestrator.data.batch import normalize
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies
+    from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies, timed_inputs
     from orchestrator.evaluation.points import point_key, point_name
 
     path, split = flags.on.path(model), flags.on.split
@@ -204,8 +203,9 @@ def evaluate_model(
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
     scores, *random_scores = evaluate_at(vit, model.run.task, flags.on.images(model, path), [point, *drawn])
     batch = next(flags.on.images(model, path))
-    (latency,) = latencies(vit, normalize(batch["image"]), [point], repeats=flags.repeats or 10)
-    metrics = scores.metrics() | {
+    (latency,) = latencies(vit, timed_inputs(model.run.task, batch), [point], repeats=flags.repeats or 10)
+    metrics = scores.metrics() | model.run.task.of_model(vit, batch)
+    metrics |= {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
     }

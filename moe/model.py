@@ -28,7 +28,7 @@ class ModelConfig(Family, ABC, default="vit"):
     """The settings of a model, and what others need to know of it before it is built.
 
     Attributes:
-        image_size: pixels of an image's side.
+        image_size: pixels of an image's side; 0 for a model that reads no images.
         num_classes: outputs of the head; commands take the number of classes of the data.
         moe: the MoE layers; None for a dense model.
         gives: heads of the model's output.
@@ -54,7 +54,7 @@ class ModelConfig(Family, ABC, default="vit"):
             for router in (self.moe.router, self.moe.router.eval_config()):
                 self.slots(router)
                 if self.causal and (why := router.leaks_future(num_tokens=tokens, num_experts=experts)):
-                    raise ValueError(f"the model is causal, and its router is not: {why}")
+                    raise ValueError(f"the model is causal, and its router ({router.kind}) is not: {why}")
 
     @abstractmethod
     def build(self, *, seed: int | None = 0) -> "Model":
@@ -67,6 +67,10 @@ class ModelConfig(Family, ABC, default="vit"):
     @abstractmethod
     def size(self) -> str:
         """Returns the size in a word, the same for models that differ only in their experts or classes."""
+
+    def example(self, count: int) -> Tensor:
+        """Returns an input of so many samples without values, on the default device."""
+        return torch.empty(count, 3, self.image_size, self.image_size)
 
     def check(self) -> None:
         """Raises ValueError for fields that do not fit each other."""

@@ -89,7 +89,7 @@ def trace(config: "ModelConfig") -> Trace:
     count = config.moe.images_per_group if config.moe else 1
     with torch.device("meta"):
         model = config.build(seed=None).train()
-        images = torch.empty(count, 3, config.image_size, config.image_size)
+        images = config.example(count)
     units = model.units()
     operations, saved, streams = _Operations(), _Saved(model, len(units)), [0.0]
 

@@ -369,6 +369,10 @@ class RunConfig(Config):
             return "bfloat16" if self.scale.use_gpu else "float32"
         return self.train.compute_dtype
 
+    def pixels(self) -> int:
+        """Returns the bytes of a decoded image, at least 1."""
+        return max(1, 3 * self.model.image_size**2)
+
     def images_per_pass(self) -> int:
         """Returns the images of one worker's forward pass."""
         return self.train.microbatch or self.data.batch_size // self.scale.workers

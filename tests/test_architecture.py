@@ -48,7 +48,7 @@ orchestrator.optimizers: moe.config moe.experts moe.model moe.parallel orchestra
 orchestrator.schedules: moe.config
 orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
-    orchestrator.data.text orchestrator.tasks
+    orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.storage:
 orchestrator.threads: moe.model

@@ -22,7 +22,7 @@ from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.trace import Activations
 
 if TYPE_CHECKING:
-    from moe.models.text import TextConfig
+    from moe.models.vit_costs import Encoder
 
 # Salts of keys for dropout begin here; smaller salts are MoE layers'.
 DROPOUT_SALT = 1 << 16
@@ -226,9 +226,7 @@ class Block(nn.Module):
         return x_BSD + y_BSD if self.residual or branch == 0 else y_BSD
 
 
-def blocks_of(
-    config: "ViTConfig | TextConfig", drop_rates: Sequence[float] = (), **options: Any
-) -> nn.ModuleList:
+def blocks_of(config: "Encoder", drop_rates: Sequence[float] = (), **options: Any) -> nn.ModuleList:
     """Makes the blocks of a config, with experts where it has them; `options` are those of all blocks."""
     moe_blocks = config.moe_blocks()
     return nn.ModuleList(

@@ -1,4 +1,5 @@
-"""The cost of a ViT, and of a text tower, by formulas: multiply-adds, and activations that training keeps.
+"""The cost of a ViT, a text tower and a decoder, by formulas: multiply-adds, and activations that training
+keeps.
 
 Multiply-adds count every matmul, as in the papers, and leave out softmax, LayerNorm, GELU and sorting
 (0.3-1 % of the published figures). Empty slots are computed, so they are counted.
@@ -13,8 +14,11 @@ from moe.routing import LayerShape
 from moe.trace import Activations
 
 if TYPE_CHECKING:
+    from moe.models.decoder import DecoderConfig
     from moe.models.text import TextConfig
     from moe.models.vit import ViTConfig
+
+    Encoder = ViTConfig | TextConfig | DecoderConfig
 
 FP32 = 4  # bytes
 
@@ -31,7 +35,7 @@ def macs(config: "ViTConfig", overrides: RoutingOverrides) -> dict[str, float]:
 
 
 def encoder_macs(
-    config: "ViTConfig | TextConfig", overrides: RoutingOverrides, *, embed: float, head: float
+    config: "Encoder", overrides: RoutingOverrides, *, embed: float, head: float
 ) -> dict[str, float]:
     """Returns the multiply-adds of blocks and pooling, by part, beside those of `embed` and `head`."""
     D, F, S = config.width, config.mlp_dim, config.tokens()
@@ -67,7 +71,7 @@ def activations(config: "ViTConfig", number: int) -> Activations:
     return encoder_activations(config, number, outside=outside)
 
 
-def encoder_activations(config: "ViTConfig | TextConfig", number: int, *, outside: float) -> Activations:
+def encoder_activations(config: "Encoder", number: int, *, outside: float) -> Activations:
     """Returns the bytes of the activations of blocks and pooling, and of `outside` numbers beside them."""
     D, F, S, H = config.width, config.mlp_dim, config.tokens(), config.heads
     if config.pooling == "map":
@@ -88,14 +92,14 @@ def encoder_activations(config: "ViTConfig | TextConfig", number: int, *, outsid
     return Activations(saved=found, stream=number * S * D, widest=number * max(hidden))
 
 
-def _hidden(config: "ViTConfig | TextConfig", block: int) -> float:
+def _hidden(config: "Encoder", block: int) -> float:
     """Returns the numbers in the hidden layer of a block's MLP or experts, per image."""
     if block in config.moe_blocks():
         return config.expert_dim() * config.expert_rows()
     return config.mlp_dim * config.tokens()
 
 
-def _layer_shape(config: "ViTConfig | TextConfig") -> LayerShape:
+def _layer_shape(config: "Encoder") -> LayerShape:
     assert config.moe
     moe = config.moe
     return LayerShape(config.tokens(), moe.images_per_group, moe.num_experts, config.slots(), config.width)

@@ -33,6 +33,7 @@ from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
+SEQUENCES_PER_SHARD = 1 << 14  # of samples without images
 SHARD_BYTES = 64 << 20  # a shard of larger images holds fewer rows
 ROWS_PER_GROUP = 64  # other readers of parquet hold so many rows in memory
 SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.string())])
@@ -120,10 +121,11 @@ def pack(
         check_free(out)
     storage.write_bytes(storage.join(out, UNFINISHED), b"")
     _make_room(out)
+    rows, encode = (ROWS_PER_SHARD, encode) if source.images else (SEQUENCES_PER_SHARD, Encoded)
     tasks = [
         (f"{split}/{number:06d}.parquet", samples)
         for split in source.splits
-        for number, samples in enumerate(_chunked(source.splits[split]))
+        for number, samples in enumerate(_chunked(source.splits[split], rows))
     ]
     labels_of = [np.array([s.label for s in samples]) for path, samples in tasks if path.startswith("train")]
     warn_if_sorted(labels_of, "the source", SORTED_HINT)
@@ -277,12 +279,12 @@ def _make_room(out: str) -> None:
                 storage.delete(storage.join(out, name))
 
 
-def _chunked(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Cuts samples into shards of `ROWS_PER_SHARD`, or about `SHARD_BYTES` where sizes are known."""
+def _chunked(samples: Iterable[Sample], rows: int) -> Iterator[list[Sample]]:
+    """Cuts samples into shards of so many rows, or about `SHARD_BYTES` where sizes are known."""
     chunk: list[Sample] = []
     size = 0
     for sample in samples:
-        if chunk and (len(chunk) == ROWS_PER_SHARD or size + sample.size > SHARD_BYTES):
+        if chunk and (len(chunk) == rows or size + sample.size > SHARD_BYTES):
             yield chunk
             chunk, size = [], 0
         chunk.append(sample)
@@ -298,10 +300,11 @@ def captions_of_split(source: Source, split: str) -> list[bytes]:
 
 
 def digits(root: str, source: str = "digits") -> str:
-    """Packs scikit-learn's digits below a storage on first use; returns the path of the shards.
+    """Packs data that need no download below a storage on first use; returns the path of the shards.
 
-    source: ``digits``, 1,797 images of 8 x 8 pixels; ``digits-captions``, the same with captions; or
-    ``cluttered-digits``, the 13,642 images of 16 x 16 pixels that the sweep `quickstart` is trained on.
+    source: scikit-learn's ``digits``, 1,797 images of 8 x 8 pixels; ``digits-captions``, the same with
+    captions; ``cluttered-digits``, the 13,642 images of 16 x 16 pixels that the sweep `quickstart` is trained
+    on; or ``python-topics``, the text of the sweep `language`.
     """
     path = storage.join(root, "data", source)
     try:

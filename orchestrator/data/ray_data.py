@@ -343,24 +343,30 @@ def _cpus() -> int:
 
 
 def _packed(number: int, parts: list[PartialBatch]) -> dict[str, Any]:
-    """Returns a block, a table of one row: all images, and the rest of each part."""
-    images = [part.fields["image"] for part in parts]
-    rest = pickle.dumps((number, [_with_image(part, part.fields["image"][:0]) for part in parts]))
-    return {"image": (images[0] if len(images) == 1 else np.concatenate(images))[None], "rest": [rest]}
+    """Returns a block, a table of one row: the first field, images where there are any, and the rest of each
+    part.
+    """
+    first = [_first(part) for part in parts]
+    rest = pickle.dumps((number, [_with_first(part, _first(part)[:0]) for part in parts]))
+    return {"first": (first[0] if len(first) == 1 else np.concatenate(first))[None], "rest": [rest]}
 
 
-def _with_image(part: PartialBatch, image: NDArray[np.uint8]) -> PartialBatch:
-    return part._replace(fields=part.fields | {"image": image})
+def _first(part: PartialBatch) -> NDArray[Any]:
+    return next(iter(part.fields.values()))
+
+
+def _with_first(part: PartialBatch, values: NDArray[Any]) -> PartialBatch:
+    return part._replace(fields=part.fields | {next(iter(part.fields)): values})
 
 
 def _unpacked(number: int, chunk: list[StepPart], block: Any) -> Iterator[tuple[range, PartialBatch]]:
     """Yields the parts of a block: the inverse of `_packed`."""
-    columns: Any = BlockAccessor.for_block(block).to_numpy(["image", "rest"])
+    columns: Any = BlockAccessor.for_block(block).to_numpy(["first", "rest"])
     made, parts = pickle.loads(columns["rest"][0])
     assert made == number, f"block {made} came as block {number}"
     first = 0
     for (_, slots), part in zip(chunk, parts, strict=True):
-        yield slots, _with_image(part, columns["image"][0][first : first + len(slots)])
+        yield slots, _with_first(part, columns["first"][0][first : first + len(slots)])
         first += len(slots)
 
 

@@ -53,7 +53,7 @@ class ReadPlan(NamedTuple):
         most_bytes, most = BLOCK_BYTES, BLOCK_IMAGES
         if self.workers >= LARGE_WORKERS:
             most_bytes, most = LARGE_BLOCK_BYTES, LARGE_BLOCK_IMAGES
-        images = max(2, min(most, most_bytes // (3 * self.run.model.image_size**2)) // 2 * 2)
+        images = max(2, min(most, most_bytes // self.run.pixels()) // 2 * 2)
         share = self.run.data.batch_size // self.workers
         count = -(-share // images)
         size = -(-share // count)

@@ -58,12 +58,14 @@ class Source:
     classes: names by label.
     splits: ``train`` and ``val`` -> samples.
     fetch: yields the encoded bytes of images, in order, or why they cannot be read; runs on any node.
+    images: whether samples have images, else they have further fields alone.
     skipped: files and samples that the listing left out, with the reason.
     """
 
     classes: tuple[str, ...]
     splits: Mapping[str, Sequence[Sample]]
     fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]]
+    images: bool = True
     skipped: tuple[str, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Sources of images to pack: digits, folders, WebDataset's tars, parquet, csv, torchvision's sets."""
+"""Sources of what is packed: digits, folders, WebDataset's tars, parquet, csv, text, torchvision's sets."""
 
 import inspect
 import io
@@ -32,13 +32,14 @@ from orchestrator.data.listing import (
     splits_of,
 )
 from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
+from orchestrator.data.sequences import python_topics, text_files
 from orchestrator.data.text import TEXT, captions_in_file
 from orchestrator.errors import UsageError
 from orchestrator.plugins import function_of
 
 KINDS = (
-    "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
-    " torchvision:NAME, or your own FILE.py:NAME"
+    "digits, digits-captions, cluttered-digits, python-topics, folder:PATH, webdataset:PATH, parquet:PATH,"
+    " csv:PATH, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
 )
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
 
@@ -86,7 +87,7 @@ def open_source(
     kind, _, rest = name.partition(":")
     if kind.endswith(".py"):
         return _of_user(name, val_frac, captions)
-    if captions and kind in ("digits", "cluttered-digits", "torchvision"):
+    if captions and kind in ("digits", "cluttered-digits", "python-topics", "text", "torchvision"):
         raise UsageError(
             f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv may"
         )
@@ -96,6 +97,8 @@ def open_source(
         return plain_digits(val_frac, captions=True)
     if name == "cluttered-digits":
         return cluttered_digits(val_frac)
+    if name == "python-topics":
+        return python_topics(val_frac)
     if rest:
         fetch = partial(read_places, columns)
         match kind:
@@ -110,6 +113,8 @@ def open_source(
             case "csv":
                 index = partial(index_csv, columns, captions=captions)
                 return _shards(rest, (".csv", ".tsv"), index, read_files, val_frac, execute)
+            case "text":
+                return text_files(rest, val_frac)
             case "torchvision":
                 return _torchvision_set(rest, root, download, val_frac)
     raise UsageError(f"unknown source {name!r}; known: {KINDS}")

@@ -108,7 +108,7 @@ class Stream:
         """Begins to read the fields of bytes of some samples."""
         reads: list[Reads] = [{} for _ in records]
         traffic = Traffic()
-        images = ["image"] if self.features is None else []
+        images = ["image"] if self.features is None and self.transform.size else []
         for name in (*images, *(name for name, field in self.fields.items() if field.stored == "bytes")):
             found, more = self.data.images(self.split, places.shard, records, name)
             traffic = Traffic(*map(sum, zip(traffic, more, strict=True)))
@@ -144,7 +144,7 @@ class Stream:
             for attempt, (place, record, reads) in enumerate(self._candidates(fetch, i), start=1):
                 names[i] = self._name(place.epoch, record["sample"].item(), place.view)
                 try:
-                    found = self._image(place, reads, names[i])
+                    found = self._image(place, reads, names[i]) if size else image[i]
                     for name, field in self.fields.items():
                         value = reads[name]() if name in reads else record[name].item()
                         further[name][i] = field.decode(value)
@@ -158,7 +158,9 @@ class Stream:
                 image[i] = found
                 label[i], valid[i], sample[i] = labels_of(record)[0], 1, record["sample"].item()
                 break
-        fields = {"image": image, "label": label, **further}
+        fields = {"label": label, **further}
+        if self.transform.size:
+            fields = {"image": image, **fields}
         if self.plan and (config.mixup or config.cutmix):
             fields["mix"] = augment.draw(names, mixup=config.mixup, cutmix=config.cutmix, size=size)
         return PartialBatch(fields, valid, fetch.key, sample, bad, fetch.traffic)
@@ -312,7 +314,7 @@ def in_process(stream: Stream, steps: range) -> Iterator[Batch]:
     stream = replace(stream, data=_data_set(stream.run.data, whole))
     share = stream.share()
     parts = [range(first, min(first + SLOTS, share)) for first in range(0, share, SLOTS)]
-    ahead = max(2, min(32, DECODED_BYTES // (share * 3 * stream.transform.size**2)))
+    ahead = max(2, min(32, DECODED_BYTES // (share * stream.run.pixels())))
     waiting: deque[list[Future[PartialBatch]]] = deque()
     pool = ThreadPoolExecutor(CORES, thread_name_prefix="decode")
     try:

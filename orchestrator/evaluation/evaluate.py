@@ -140,6 +140,11 @@ class Latency:
         return figures | {"batch": self.batch, "repeats": len(self.ms), "device": self.device}
 
 
+def timed_inputs(task: TaskConfig, batch: Batch) -> Tensor:
+    """What `latencies` runs: images, or the input of a model that reads none."""
+    return normalize(batch["image"]) if "image" in batch.fields else task.inputs(batch)
+
+
 @torch.no_grad()
 def latencies(
     model: Model, images: Tensor, points: Sequence[RoutingOverrides] = (AS_TRAINED,), *, repeats: int = 10
@@ -283,8 +288,8 @@ def _evaluate(task: EvalTask) -> list[Row]:
 class _Clock:
     def time(self, task: EvalTask, repeats: int) -> list[Latency]:
         model = task.model.load(default_device())
-        images = normalize(next(task.images())["image"])
-        return latencies(model, images, task.points, repeats=repeats)
+        inputs = timed_inputs(task.model.run.task, next(task.images()))
+        return latencies(model, inputs, task.points, repeats=repeats)
 
 
 def _result(reference: Any) -> Any:

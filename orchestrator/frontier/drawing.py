@@ -86,6 +86,8 @@ def frontier_picture(plot: Json) -> Figure:
     large = layout["xaxis"]["tickformat"] == "~s"
     axes.xaxis.set_major_formatter(EngFormatter(sep="") if large else FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    if "tickvals" in layout["yaxis"]:
+        axes.set_yticks(layout["yaxis"]["tickvals"], layout["yaxis"]["ticktext"])
     titles = (unescape(part["title"]["text"]) for part in (layout, layout["xaxis"], layout["yaxis"]))
     subtitle = textwrap.wrap(unescape(layout["title"]["subtitle"]["text"]), 100)
     style_axes(axes, *titles, size=11, pad=11 + 13 * len(subtitle))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.frontier.points import UNKNOWN, Point, front_points, quartiles
+from orchestrator.frontier.points import IN_BITS, UNKNOWN, Point, as_shown, front_points, quartiles
 
 Json = dict[str, Any]
 
@@ -152,6 +152,9 @@ def frontier_plot(
     layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
     layout["title"]["subtitle"] = {"text": plain(subtitle)}
     layout["meta"] = {"sizes": sizes, "front": named}
+    if quality_name in IN_BITS:
+        placed = [trace["y"] for trace in traces if trace.get("yaxis") != "y2"]
+        layout["yaxis"] |= _bit_ticks([y for each in placed for y in each])
     # With a format every tick of a log axis has its whole number: 200G, 500G, 1T; small numbers as they are.
     tick_format = "~s" if max(costs, default=0) >= 1000 else "~g"
     layout["xaxis"] |= {"type": "log", "nticks": 6, "tickformat": tick_format}
@@ -191,6 +194,14 @@ def _layout(title: str, x_title: str, y_title: str) -> Json:
         "hovermode": "closest",
         "hoverlabel": {"align": "left", "font": _FONT},
     }
+
+
+def _bit_ticks(likelihoods: Sequence[float]) -> Json:
+    """The ticks of an axis of likelihoods, labelled in bits: more bits are further down, and closer."""
+    low, high = (-math.log2(end(likelihoods, default=1.0)) for end in (max, min))
+    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if high - low <= 8 * step)
+    bits = [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
+    return {"tickvals": [2**-each for each in bits], "ticktext": [f"{each:g}" for each in bits]}
 
 
 def _knee_label(knee: Json) -> Json:
@@ -326,7 +337,7 @@ def axis_title(metric: str) -> str:
     """A metric's title with its unit or convention; a metric that is not listed keeps its name, in words if
     it is a task's: the accuracy of the best answer is ``accuracy @1``.
     """
-    split, _, name = metric.partition("/")
+    split, _, name = IN_BITS.get(metric, metric).partition("/")
     if split not in _SPLITS:
         return _AXIS_TITLES.get(metric, metric)
     return f"{_SPLITS[split]} {re.sub(r'^acc(?=[0-9])', 'accuracy @', name).replace('_', ' ')}"
@@ -353,7 +364,7 @@ def facts(point: Point) -> dict[str, str]:
     known = {**point.details, **point.settings}
     shown = {name: number(x) if isinstance(x, float) else str(x) for name, x in known.items()}
     if len(point.qualities) > 1:
-        worst, best = min(point.qualities), max(point.qualities)
+        worst, best = (as_shown(point.quality_name, end(point.qualities))[1] for end in (min, max))
         shown["seeds"] = f"{len(point.qualities)}, from {worst:.4f} to {best:.4f}"
     return shown
 

@@ -5,6 +5,7 @@ another reference, changes hypervolumes and their order.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from moe.model import Model
 
 UNKNOWN = "\N{EN DASH}"
+IN_BITS = {f"{split}/likelihood": f"{split}/bits_per_byte" for split in ("train", "val")}
 SPACE = "log10 cost, 1 - quality"
 
 Status = Literal["finished", "stopped", "interrupted", "diverged", "failed", "running"]
@@ -40,6 +42,7 @@ class Point:
         qualities: of each seed, if there are several.
         runs: (id, address) in MLflow of the seeds beyond `run_id`.
         settings: what claims compare.
+        quality_name: its metric, if it is shown as another (`as_shown`).
         load_run: returns the trained model of one of `run_ids`; None for a point without weights of its own.
     """
 
@@ -57,6 +60,7 @@ class Point:
     qualities: tuple[float, ...] = field(default=(), repr=False)
     runs: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     settings: Mapping[str, str | float] = field(default_factory=dict, repr=False)
+    quality_name: str = field(default="", repr=False)
     load_run: Callable[[str], "Model"] | None = field(default=None, repr=False, compare=False)
 
     def load(self) -> "Model":
@@ -96,8 +100,16 @@ class Point:
         """The quality, with its standard error where there are several seeds; a dash where it is unknown."""
         if not math.isfinite(self.quality):
             return UNKNOWN
-        error = f" \N{PLUS-MINUS SIGN} {self.standard_error:.4f}" if len(self.qualities) > 1 else ""
-        return f"{self.quality:.4f}{error}"
+        unit = self.quality * math.log(2) if self.quality_name in IN_BITS else 1
+        error = f" \N{PLUS-MINUS SIGN} {self.standard_error / unit:.4f}" if len(self.qualities) > 1 else ""
+        return f"{as_shown(self.quality_name, self.quality)[1]:.4f}{error}"
+
+
+def as_shown(name: str, quality: float) -> tuple[str, float]:
+    """Returns the metric and the value by which readers know a quality: of a likelihood its bits."""
+    if name not in IN_BITS:
+        return name, quality
+    return IN_BITS[name], -math.log2(max(quality, sys.float_info.min))
 
 
 def is_complete(point: Point) -> bool:

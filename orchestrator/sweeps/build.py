@@ -313,6 +313,7 @@ def _point(
         costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
         runs=tuple((trial.run_id, trial.url) for trial in same[1:]),
+        quality_name=sweep.quality,
         load_run=partial(_load_run, {trial.run_id: trial for trial in same}),
     )
     return replace(point, qualities=qualities) if len(same) > 1 and whole else point

@@ -111,7 +111,30 @@ def upcycle(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
 
 
-SWEEPS: dict[str, NamedSweep] = {sweep.__name__: sweep for sweep in (quickstart, study, upcycle)}
+@named
+def language(scale: Scale) -> Sweep:
+    """A decoder over bytes, dense, with token choice, and with every expert for every token; three seeds.
+
+    Source: the calmops article "SoftMoE: Beyond Hard Expert Selection", whose language model has Soft MoE.
+
+    Design: routers that let a token see later ones are refused, Soft MoE among them (docs/language.md). Token
+    choice with one expert seats tokens in their order, so its capacity may be small; the experts of the
+    mixture are a fraction of those of token choice, because each costs an MLP.
+    """
+    experts = scale.experts
+    kinds: dict[str, Arm] = {
+        "dense": {},
+        "token": token_choice(experts, 1, 1.25, images=1, layers="last_1"),
+        "mixture": moe("mixture", max(2, experts // 2), layers="last_1"),
+    }
+    arms = {
+        f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
+    }
+    claims = ("family=token_choice beats family=dense at equal size",)
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
+
+
+SWEEPS: dict[str, NamedSweep] = {s.__name__: s for s in (quickstart, study, upcycle, language)}
 SWEEPS |= {
     name: from_papers(f".{folder}.sweeps:{name}", None) for name, folder in from_papers(":SWEEPS", {}).items()
 }

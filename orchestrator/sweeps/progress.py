@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from orchestrator.config import RunConfig
+from orchestrator.frontier.points import IN_BITS, as_shown
 from orchestrator.sweeps.queue import Job, Outcome
 from orchestrator.sweeps.run import SweepRun, SweepState, Watch
 from orchestrator.sweeps.sweep import Sweep
@@ -30,7 +31,8 @@ def ended_line(sweep: Sweep, outcome: Outcome) -> str:
     metrics = outcome.metrics
     if outcome.status == "diverged":
         return f"diverged: {outcome.reason or f'at step {outcome.step}'}"
-    quality = f"{sweep.quality} {metrics[sweep.quality]:.4f}"
+    name, shown = as_shown(sweep.quality, metrics[sweep.quality])
+    quality = f"{name} {shown:.4f}"
     if sweep.cost not in metrics:  # a run that only cooldown runs begin from
         return f"{quality}  {metrics['cost/device_s']:.1f} s"
     if outcome.status == "paused":
@@ -90,7 +92,8 @@ class StepLines:
 
     def __init__(self, run: RunConfig) -> None:
         self._pace = RunProgress(run.train.steps)
-        self._shown = ("train/loss", run.task.quality, "perf/images_per_s", "data/wait_frac")
+        quality = IN_BITS.get(run.task.quality, run.task.quality)
+        self._shown = ("train/loss", quality, "perf/images_per_s", "data/wait_frac")
         self._console = new_console()
 
     def say(self, line: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from orchestrator import storage
 from orchestrator.frontier.frontier import UNDECIDED, Frontier, gains, operating_costs
 from orchestrator.frontier.page import frontier_page
-from orchestrator.frontier.points import Point, is_complete
+from orchestrator.frontier.points import IN_BITS, Point, as_shown, is_complete
 from orchestrator.sweeps.build import TrialRecord, say_raised, sweep_frontier
 from orchestrator.sweeps.operating import PICTURES, TAG, table_of
 from orchestrator.tracking.find import table
@@ -149,9 +149,10 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
 
 
 def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:
-    quality = f"{frontier.quality_name} {point.quality:.4f}"
+    name, shown = as_shown(frontier.quality_name, point.quality)
+    quality = f"{name} {shown:.4f}"
     if point.qualities:
-        each = ", ".join(f"{q:.4f}" for q in point.qualities)
+        each = ", ".join(f"{as_shown(frontier.quality_name, q)[1]:.4f}" for q in point.qualities)
         quality += f" (mean of {len(point.qualities)} seeds: {each}; this is {run}, nearest to the mean)"
     else:
         quality += f" ({'one seed' if alias == CONFIRMED else UNDECIDED})"
@@ -172,7 +173,7 @@ def _note(frontier: Frontier, sweep: SweepRecord) -> str:
         f" times fractions of quality, from {frontier.quality_name}={frontier.bound[1]:g} at"
         f" {frontier.cost_name}={frontier.bound[0]:.4g}.",
         "",
-        f"| frontier | {sweep.quality} | {sweep.cost} |",
+        f"| frontier | {IN_BITS.get(sweep.quality, sweep.quality)} | {sweep.cost} |",
         "|---|---|---|",
     ]
     for point in frontier.front:

@@ -17,6 +17,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.frontier.pareto import hypervolume_2d, pareto_front
+from orchestrator.frontier.points import as_shown
 from orchestrator.sweeps.budget import BudgetTracker
 from orchestrator.sweeps.engine import run_jobs
 from orchestrator.sweeps.estimate import branch_step
@@ -227,7 +228,7 @@ class SweepRun:
             complete=sum(state.outcome is not None for state in states),
             running=len(running),
             paused=dict(sorted(Counter(s.begins_at for s in states if s.waiting and s.reached).items())),
-            best=1 - float(points[:, 1].min()) if rows else None,
+            best=as_shown(self.sweep.quality, 1 - float(points[:, 1].min()))[1] if rows else None,
             front=int(pareto_front(points).sum()),
             hypervolume=hypervolume_2d(points, np.array([math.log10(highest), 1 - chance])),
             spent_s=self.budget.spent_s,

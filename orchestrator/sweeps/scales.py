@@ -12,6 +12,7 @@ from orchestrator.config import DataConfig, RunConfig, TrainConfig
 Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
 IMAGE_TEXT = ("lit", "laion", "augmentation_contrastive")  # sweeps of images and texts
+TASKS = {**dict.fromkeys(IMAGE_TEXT, "contrastive"), "language": "next_token"}  # of sweeps; others classify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +42,9 @@ class Scale:
     data_of: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, sweep: str) -> bool:
-        """Returns whether the sweep has a recipe here: those of images and texts have others than those of
-        classes.
-        """
+        """Returns whether the sweep has a recipe here: one of its task."""
         task = override(self.base, self.bases.get(sweep, {})).task
-        return (task.kind == "contrastive") == (sweep in IMAGE_TEXT)
+        return task.kind == TASKS.get(sweep, "classification")
 
     def of(self, sweep: str, changes: Changes) -> "Scale":
         """Returns the scale as the function of a sweep gets it: its base has the changes of the sweep, and
@@ -106,6 +105,16 @@ _TINY_TEXT = {  # 18 epochs of the digits with captions
 }
 _SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
 
+_LANGUAGE = {  # 2.2 epochs of the text of Python's help
+    "model.kind": "decoder",
+    **vit_size(32, 2, 2),
+    "task.kind": "next_token",
+    "data.batch_size": 16,
+    "train.steps": 400,
+    "train.report_every": 50,
+    "scale.reshard_after_forward": False,
+}
+
 _CIFAR = RunConfig(
     model=ViTConfig(image_size=32, patch_size=4, width=192, depth=12, heads=3, mlp_dim=768, num_classes=10),
     data=DataConfig(batch_size=512, augment="inception", eval_crop=1.0, mixup=0.2, randaugment=2),
@@ -122,14 +131,17 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
         "w96d6": vit_size(96, 6, 6),
     },
     experts=8,
-    bases={"quickstart": _QUICKSTART, "study": _STUDY} | dict.fromkeys(IMAGE_TEXT, _TINY_TEXT),
+    bases={"quickstart": _QUICKSTART, "study": _STUDY, "language": _LANGUAGE}
+    | dict.fromkeys(IMAGE_TEXT, _TINY_TEXT),
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
         "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
+        "language": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 2), "w64": vit_size(64, 2, 2)},
     }
     | dict.fromkeys(IMAGE_TEXT, _SMALL_TOWERS),
     data="digits",
-    data_of={"quickstart": "cluttered-digits", "study": ""} | dict.fromkeys(IMAGE_TEXT, "digits-captions"),
+    data_of={"quickstart": "cluttered-digits", "study": "", "language": "python-topics"}
+    | dict.fromkeys(IMAGE_TEXT, "digits-captions"),
 )
 CIFAR = Scale(  # 32 x 32: an hour per arm on a GPU, by the planner
     base=_CIFAR,

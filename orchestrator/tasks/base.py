@@ -99,6 +99,12 @@ class TaskConfig(Family, ABC, default="classification"):
         """Returns the scores of an evaluation after training, which may be more than `scores`."""
         return self.scores(heads, batch)
 
+    def of_model(self, model: Model, batch: Batch) -> dict[str, float]:
+        """Returns further figures of an evaluation after training, which take forward passes of their own on
+        a batch.
+        """
+        return {}
+
     def table(self, sums: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, list[Any]]:
         """Returns a table of summed details, with a row for each named class: column -> values."""
         return {}

@@ -28,6 +28,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.fields import check_fields
 from orchestrator.data.manifest import check_shards, open_manifest
 from orchestrator.data.ray_data import by_ray_data, start_feeds
+from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LogFile
@@ -75,6 +76,11 @@ def check_data(run: RunConfig, *, verify: bool = False) -> None:
         raise UsageError(
             f"model.num_classes={run.model.num_classes}, but {run.data.path} has {len(manifest.classes)}"
             " classes"
+        )
+    if run.model.image_size and SEQUENCE in manifest.fields:
+        raise UsageError(
+            f"{run.data.path} holds text without images, and a model of kind {run.model.kind!r} reads images:"
+            " set model.kind=decoder and task.kind=next_token"
         )
     check_fields(run.task.fields(run.model), manifest.fields, run.data.path)
     check_shards(run.data.path, manifest, verify=verify)

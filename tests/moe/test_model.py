@@ -109,7 +109,7 @@ def test_a_causal_model_refuses_routers_that_leak_the_future():
 
     moe = MoEConfig(layers="last_1", num_experts=4, router=TokenChoiceConfig(k=1, priority="none"))
     CausalConfig(moe=moe)
-    with pytest.raises(ValueError, match=r"is causal, and its router is not: .*second"):
+    with pytest.raises(ValueError, match=r"is causal, and its router \(token_choice\) is not: .*second"):
         CausalConfig(moe=replace(moe, router=TokenChoiceConfig(k=2, priority="none")))
     with pytest.raises(ValueError, match="is causal"):
         CausalConfig(moe=replace(moe, router=SoftConfig()))

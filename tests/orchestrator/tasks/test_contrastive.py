@@ -248,7 +248,7 @@ def test_learns_one_batch() -> None:
         ({"train.freeze": ("img.",)}, r"no tensor of the model has a name that begins with 'img\.'"),
         (
             {"model.text.attention": "causal", "model.text.moe.router.kind": "soft"},
-            "is causal, and its router is not",
+            r"is causal, and its router \(soft\) is not",
         ),
     ],
 )
