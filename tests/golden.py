@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from tests.golden_causal import causal
 from tests.golden_image_text import contrastive, lit, retrieval, zero_shot
 from tests.golden_models import few_shot, lamb, model, optimizer, posemb, schedule, targets
 from tests.golden_recipes import block, drop_rates, repeated
@@ -83,6 +84,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "deit3_schedule": deit3_schedule,
     "soup": soup,
     "upcycle": upcycle,
+    "causal": causal,
 }
 
 NOT_BUILT = {  # family -> why

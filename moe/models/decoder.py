@@ -130,4 +130,6 @@ class Decoder(Model[DecoderConfig]):
         x_BSD, aux, stats, routings = self.through(
             x_BSD, valid_B, keys_B, routing_overrides, return_stats, return_routings
         )
-        return Output({"next_byte": self.head(self.norm(x_BSD))}, aux, stats, routings)
+        # A copy: FSDP warns of a view, which the output of a linear layer is here.
+        logits_BSV = self.head(self.norm(x_BSD)).clone()
+        return Output({"next_byte": logits_BSV}, aux, stats, routings)

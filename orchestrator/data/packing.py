@@ -314,5 +314,5 @@ def digits(root: str, source: str = "digits") -> str:
         found = open_source(source)
         captions = captions_of_split(found, "train")
         tokenizer = tokenizer_of("words", captions) if captions else None
-        write_shards(path, found.classes, found.splits, fresh=True, tokenizer=tokenizer)
+        pack(path, found, fresh=True, encode=Encoded, tokenizer=tokenizer)
     return path

@@ -29,11 +29,10 @@ class NextTokenConfig(TaskConfig):
 
     kind: Literal["next_token"] = "next_token"
 
-    qualities: ClassVar = ("val/likelihood", "train/likelihood")
+    qualities: ClassVar = ("val/likelihood",)
     needs: ClassVar = ("next_byte",)
     described: ClassVar = {
         "train/bits_per_byte": ("bits", "the part of the training loss from the text"),
-        "train/likelihood": ("fraction", "2 to the minus of it"),
         "val/bits_per_byte": (
             "bits",
             "mean over the validation text: of each byte, given those before it",
@@ -57,10 +56,7 @@ class NextTokenConfig(TaskConfig):
 
     def loss_share(self, heads: Heads, batch: Batch, batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         share = bits(heads["next_byte"], batch[SEQUENCE]).mean(1).sum() / batch_size
-        found = share.detach()
-        # Of the bits of microbatches and workers, the likelihoods are averaged.
-        part = len(batch) / batch_size
-        return share, {"train/bits_per_byte": found, "train/likelihood": (-found / part).exp2() * part}
+        return share, {"train/bits_per_byte": share.detach()}
 
     def scores(self, heads: Heads, batch: Batch) -> dict[str, Tensor]:
         bits_B = bits(heads["next_byte"], batch[SEQUENCE]).mean(1)

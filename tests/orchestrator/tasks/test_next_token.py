@@ -1,0 +1,138 @@
+"""Next token: bits per byte by hand, steps that do not depend on workers, and evaluation by prefixes."""
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.layer import MoEConfig
+from moe.models import DecoderConfig
+from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from orchestrator.codec import override
+from orchestrator.config import RunConfig, TrainConfig
+from orchestrator.data.batch import Batch
+from orchestrator.data.sequences import SEQUENCE
+from orchestrator.schedules import ConstantConfig
+from orchestrator.tasks import NextTokenConfig
+from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
+from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.worker import build_model
+from tests.moe.parity import share, spawn
+
+BATCH, STEPS, L = 8, 3, 12
+ROUTERS: dict[str, RouterConfig | None] = {
+    "dense": None,
+    "token_choice": TokenChoiceConfig(k=1, capacity_factor=1.0, noise_std=1.0),
+    "mixture": MixtureConfig(),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp=2": {"scale.workers": 2},
+    "dp=2, microbatches": {"scale.workers": 2, "train.microbatch": 2},
+    "ep=2": {"scale.workers": 2, "scale.ep": 2},
+}
+
+
+def small_run(router: str = "dense") -> RunConfig:
+    found = ROUTERS[router]
+    moe = found and MoEConfig(num_experts=4, layers="last_1", router=found)
+    run = RunConfig(
+        model=DecoderConfig(length=L, width=16, depth=2, heads=2, mlp_dim=32, moe=moe),
+        task=NextTokenConfig(),
+        train=TrainConfig(lr=0.01, steps=20, schedule=ConstantConfig(warmup_steps=0)),
+    )
+    return override(run, {"data.batch_size": BATCH})
+
+
+def random_batch(seed: int = 0, valid: int = BATCH) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    return Batch(
+        fields={SEQUENCE: torch.randint(97, 123, (BATCH, L + 1), generator=rng, dtype=torch.uint8)},
+        valid=(torch.arange(BATCH) < valid).float(),
+        key=torch.arange(BATCH) + 100 * seed,
+        sample=torch.arange(BATCH),
+    )
+
+
+def test_bits_are_those_of_a_loop() -> None:
+    task, batch = NextTokenConfig(), random_batch(valid=6)
+    logits = torch.randn(BATCH, L, 256, generator=torch.Generator().manual_seed(2))
+    chances = logits.double().softmax(-1)
+    each = [
+        [-math.log2(float(chances[row, at, int(batch[SEQUENCE][row, at + 1])])) for at in range(L)]
+        for row in range(BATCH)
+    ]
+    share, metrics = task.loss_share({"next_byte": logits}, batch, 2 * BATCH)
+    assert float(share) == pytest.approx(sum(map(sum, each)) / (2 * BATCH * L), rel=1e-6)
+    assert float(metrics["train/bits_per_byte"]) == float(share)
+    found = task.metrics(task.scores({"next_byte": logits}, batch))
+    assert found["bits_per_byte"] == pytest.approx(sum(map(sum, each[:6])) / (6 * L), rel=1e-6)
+    assert found["likelihood"] == pytest.approx(2 ** -found["bits_per_byte"])
+    guess = task.metrics(task.scores({"next_byte": torch.zeros_like(logits)}, batch))
+    assert guess["bits_per_byte"] == pytest.approx(8)
+    assert guess["likelihood"] == pytest.approx(task.chance(small_run().model))
+
+
+def test_two_workers_train_as_one(tmp_path: Path) -> None:
+    runs: dict[str, tuple[RunConfig, list[Metrics]]] = {}
+    for router in ROUTERS:
+        run = small_run(router)
+        alone = trained(run)
+        for name, layout in LAYOUTS.items():
+            if router != "dense" or "scale.ep" not in layout:
+                runs[f"{router}, {name}"] = override(run, layout), alone
+    (tmp_path / "runs").write_bytes(pickle.dumps(runs))
+    spawn(2, check, str(tmp_path))
+
+
+def check(rank: int, ranks: int, folder: str) -> None:
+    for name, (run, expected) in pickle.loads(Path(folder, "runs").read_bytes()).items():
+        for step, (ours, theirs) in enumerate(zip(trained(run, rank, ranks), expected, strict=True)):
+            for metric in ours.keys() & {"train/loss", "train/bits_per_byte", "val/bits_per_byte"}:
+                assert ours[metric] == pytest.approx(theirs[metric], rel=1e-6), (name, step, metric)
+
+
+def trained(run: RunConfig, rank: int = 0, workers: int = 1) -> list[Metrics]:
+    mine = share(rank, workers, BATCH)
+    model = build_model(run, torch.device("cpu"), seed=1)
+    optimizer = run.train.optimizer.build(model)
+
+    def part(seed: int, valid: int = BATCH) -> Batch:
+        return random_batch(seed, valid=valid).map(lambda field: field[mine])
+
+    found = [
+        _sum_over_workers(train_step(model, optimizer, part(step), run, step=step)) for step in range(STEPS)
+    ]
+    assert found[-1]["train/bits_per_byte"] < found[0]["train/bits_per_byte"]
+    return [*found, evaluate(model, [part(step, valid=6) for step in range(STEPS)], run)]
+
+
+def test_what_it_reports_is_described() -> None:
+    run = small_run()
+    model, batch = build_model(run, torch.device("cpu"), seed=1), random_batch()
+    reported = train_step(model, run.train.optimizer.build(model), batch, run, step=0)
+    own = {*reported} - {"train/loss", "train/loss_router", "train/grad_norm", "train/lr"}
+    measured = {name for name in evaluate(model, [batch], run) if name.startswith("val/")}
+    assert own | measured == {*run.task.described}
+    assert run.task.quality in measured
+
+
+class Unchecked(DecoderConfig):
+    def __post_init__(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("router", [*ROUTERS, "soft"])
+def test_prefixes_tell_a_model_that_sees_the_future(router: str) -> None:
+    config = small_run(router if router in ROUTERS else "dense").model
+    if router == "soft":
+        moe = MoEConfig(num_experts=4, layers="last_1", router=SoftConfig(slots_per_expert=3))
+        config = Unchecked(length=L, width=16, depth=2, heads=2, mlp_dim=32, moe=moe)
+    model = config.build().eval()
+    torch.nn.init.normal_(model.get_submodule("head").get_parameter("weight"))
+    with torch.no_grad():
+        found = NextTokenConfig().of_model(model, random_batch(valid=6))
+    gap = abs(found["prefix_bits_per_byte"] - found["same_places_bits_per_byte"])
+    assert gap > 1e-3 if router == "soft" else gap < 1e-5
