@@ -1,4 +1,4 @@
-"""Pack images into shards that training can stream.
+"""Pack images, or text, into shards that training can stream.
 
   python jobs/pack_shards.py --source folder:/data/flowers --out s3://bucket/flowers
   python jobs/pack_shards.py --source webdataset:'/data/shards/train-*.tar' --out /data/packed
@@ -16,6 +16,9 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
   parquet:PATH      a file, a folder of them, or a pattern: a column of encoded images and one of labels,
                     or of lists of them where images have several
   csv:PATH          a csv or tsv file, a folder of them, or a pattern: a column of paths and one of labels
+  python-topics     0.5 MB of text about Python that ship inside Python, in sequences of 129 bytes
+  text:PATH         a text file, a folder of .txt, .md and .rst files, or a pattern; longer sequences are
+                    'text:PATH?length=256', of 257 bytes
   FILE.py:NAME      a function in a file of your own, which returns samples
   torchvision:NAME  a class of torchvision.datasets, below --root, fetched only with --download;
                     other arguments of the class follow: 'torchvision:EMNIST?split=letters'
@@ -45,7 +48,8 @@ if TYPE_CHECKING:
     from orchestrator.data.packing import PackingReport
     from orchestrator.data.text import CaptionReport
 
-KINDS = ("folder", "webdataset", "parquet", "csv", "torchvision")  # of sources with a path
+KINDS = ("folder", "webdataset", "parquet", "csv", "text", "torchvision")  # of sources with a path
+BUNDLED = ("digits", "digits-captions", "cluttered-digits", "python-topics")
 SHOWN = 20  # lines about skipped files
 TOKENS, BATCH = (
     16,
@@ -58,7 +62,7 @@ def source_name(text: str) -> str:
     """Reads --source. Raises UsageError for a kind of path that does not exist."""
     kind, colon, _ = text.partition(":")
     if colon and kind not in KINDS and not kind.endswith(".py"):
-        known = ("digits", "digits-captions", "cluttered-digits", *KINDS, "your own FILE.py:NAME")
+        known = (*BUNDLED, *KINDS, "your own FILE.py:NAME")
         raise UsageError(f"unknown kind {kind!r} of sources; known: {', '.join(known)}")
     return text
 
@@ -67,7 +71,7 @@ def source_name(text: str) -> str:
 class PackFlags:
     source: str = flag(help="see above", read=source_name)
     out: str = flag(help="directory or URI for train/, val/ and manifest.json")
-    val_frac: float = flag(0.2, "fraction of images for validation, if the source has no split")
+    val_frac: float = flag(0.2, "fraction for validation, of text its end, if the source has no split")
     fresh: bool = flag(False, "replace an earlier data set at --out")
     root: str = flag("data", "where torchvision keeps its files")
     download: bool = flag(False, "let torchvision fetch what is missing")
@@ -101,9 +105,9 @@ def pack_source(flags: PackFlags) -> None:
         raise UsageError("--out is empty: name a directory or URI")
     out = storage.absolute(flags.out).rstrip("/")
     kind, _, path = flags.source.partition(":")
-    place = storage.absolute(path).rstrip("/")
+    place = storage.absolute(path.partition("?")[0] if kind == "text" else path).rstrip("/")
     apart = not f"{out}/".startswith(f"{place}/") and not f"{place}/".startswith(f"{out}/")
-    if kind in ("folder", "webdataset", "parquet", "csv") and not apart:  # --fresh could delete the images
+    if kind in KINDS and kind != "torchvision" and not apart:  # --fresh could delete the source
         raise UsageError(f"--out {out} and the source {place} lie in each other: choose another place")
     captions = flags.captions or bool(flags.caption_column) or flags.source == "digits-captions"
     if flags.tokenizer and not captions:
@@ -133,10 +137,10 @@ def pack_source(flags: PackFlags) -> None:
     report = pack(out, source, fresh=flags.fresh, execute=on_cluster, encode=encode, tokenizer=tokenizer)
     if tokenizer:
         print_captions(tokenizer, caption_report(tokenizer, train, val, batch=BATCH))
-    print_report(out, report, flags.background)
+    print_report(out, report, flags.background, "images" if source.images else "sequences")
 
 
-def print_report(out: str, report: PackingReport, background: str | None) -> None:
+def print_report(out: str, report: PackingReport, background: str | None, noun: str) -> None:
     from orchestrator.data.sources import NOT_AN_IMAGE
 
     manifest = report.manifest
@@ -152,7 +156,7 @@ def print_report(out: str, report: PackingReport, background: str | None) -> Non
         print(f".. and {len(skipped) - SHOWN} more, see {out}/skipped.txt")
     for split, shards in manifest.splits.items():
         size = sum(shard.bytes for shard in shards) / 1e6
-        print(f"{split}: {manifest.rows(split)} images, {size:.1f} MB in {len(shards)} shards")
+        print(f"{split}: {manifest.rows(split)} {noun}, {size:.1f} MB in {len(shards)} shards")
         missing = [name for number, name in enumerate(manifest.classes) if not report.labels[split][number]]
         if missing:
             print(f"warning: {split} has no image of {len(missing)} classes: {', '.join(missing[:SHOWN])}")
@@ -165,7 +169,7 @@ def print_report(out: str, report: PackingReport, background: str | None) -> Non
         print(f"warning: more than half of all files were skipped, see {out}/skipped.txt")
     several = f", up to {manifest.labels} labels per image" if manifest.labels > 1 else ""
     print(
-        f"{out}: {rows['train']} training and {rows['val']} validation images,"
+        f"{out}: {rows['train']} training and {rows['val']} validation {noun},"
         f" {len(manifest.classes)} classes{several}, {len(report.skipped)} skipped"
     )
 

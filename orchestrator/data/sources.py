@@ -38,8 +38,8 @@ from orchestrator.errors import UsageError
 from orchestrator.plugins import function_of
 
 KINDS = (
-    "digits, digits-captions, cluttered-digits, python-topics, folder:PATH, webdataset:PATH, parquet:PATH,"
-    " csv:PATH, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
+    "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
+    " python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
 )
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
 

@@ -221,11 +221,12 @@ def _passed_by(passed: Mapping[str, tuple[float, float]]) -> str:
 
 
 def _judged_on(sweep: SweepRecord, runs: Sequence[RunConfig]) -> str:
-    """The images that quality is measured on: their number if it is known, data set and split."""
+    """What quality is measured on: the number of images or sequences if it is known, data set and split."""
     paths = dict.fromkeys(path for run in runs for path in _judged_paths(sweep, run))
     names = ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
     counted = sweep.val_images and len(paths) == 1 and {*paths} == {run.data.path for run in runs}
-    return f"{sweep.val_images} images of {names} (val split)" if counted else f"{names} (val split)"
+    noun = "images" if all(run.model.image_size for run in runs) else "sequences"
+    return f"{sweep.val_images} {noun} of {names} (val split)" if counted else f"{names} (val split)"
 
 
 def _judged_paths(sweep: SweepRecord, run: RunConfig) -> tuple[str, ...]:
