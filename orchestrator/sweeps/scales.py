@@ -105,12 +105,13 @@ _TINY_TEXT = {  # 18 epochs of the digits with captions
 }
 _SMALL_TOWERS = {name: in_image_tower(vit_size(width, 2, 2)) for name, width in (("w16", 16), ("w32", 32))}
 
-_LANGUAGE = {  # 2.2 epochs of the text of Python's help
+_LANGUAGE = {  # 3.3 epochs of the text of Python's help
     "model.kind": "decoder",
     **vit_size(32, 2, 2),
     "task.kind": "next_token",
     "data.batch_size": 16,
-    "train.steps": 400,
+    "train.steps": 600,
+    "train.lr": 5e-3,
     "train.report_every": 50,
     "scale.reshard_after_forward": False,
 }
@@ -136,7 +137,7 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
         "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
-        "language": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 2), "w64": vit_size(64, 2, 2)},
+        "language": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 2), "w48": vit_size(48, 2, 3)},
     }
     | dict.fromkeys(IMAGE_TEXT, _SMALL_TOWERS),
     data="digits",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
+from orchestrator.frontier.drawing import frontier_picture
 from orchestrator.frontier.figure import (
     TIMES,
     UNKNOWN,
@@ -69,6 +70,24 @@ def test_lines_of_the_front_and_of_the_families() -> None:
     assert (soft["x"], soft["visible"]) == ([3e10, 9e10], "legendonly")
     alone = replace(FRONTIER, points=FRONTIER.points[:2], retrained=()).plot()
     assert of_role(alone, "dense", "lines") == of_role(alone, "family", "lines") == {}
+
+
+def test_an_axis_of_likelihoods_has_ticks_in_bits() -> None:
+    """Between 2 and 3 bits; all points lie between the outer ticks, and the picture has the same."""
+    likelihood = "val/likelihood"
+    points = tuple(
+        replace(point(f"{bits}", "dense", 1e9 * cost, 2**-bits), quality_name=likelihood)
+        for cost, bits in ((1, 2.97), (2, 2.5), (4, 2.05))
+    )
+    reference = {FLOPS: 1e12, likelihood: 1 / 256}
+    frontier = replace(FRONTIER, quality_name=likelihood, points=points, retrained=(), reference=reference)
+    axis = frontier.plot()["layout"]["yaxis"]
+    assert axis["ticktext"] == ["2", "2.2", "2.4", "2.6", "2.8", "3"]
+    assert axis["tickvals"] == pytest.approx([2**-2, 2**-2.2, 2**-2.4, 2**-2.6, 2**-2.8, 2**-3])
+    assert axis["title"]["text"] == "Validation bits per byte"
+    drawn = frontier_picture(frontier.plot()).axes[0]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == axis["ticktext"]
+    assert "tickvals" not in FRONTIER.plot()["layout"]["yaxis"]
 
 
 def test_a_baseline_is_a_labelled_line_that_does_not_count() -> None:

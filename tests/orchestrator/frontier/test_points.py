@@ -1,5 +1,6 @@
 """Points of cost and quality: which may be on the front, and in which space they are judged."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.points import (
     Point,
+    as_shown,
     front_points,
     hypervolume,
     hypervolume_by_budget,
@@ -77,6 +79,15 @@ def test_standard_error_and_quality_text() -> None:
     assert seeds.quality_text == "0.2000 \N{PLUS-MINUS SIGN} 0.0577"
     assert np.isnan(soft("a", 1, 0.2).standard_error)
     assert (soft("a", 1, 0.2).quality_text, soft("a", 1, NAN).quality_text) == ("0.2000", "\N{EN DASH}")
+
+
+def test_a_likelihood_is_shown_in_bits() -> None:
+    """2^-2 are 2 bits; d bits / d quality is 1 / (quality ln 2)."""
+    seeds = replace(soft("a", 1, 0.25), quality_name="val/likelihood", qualities=(0.15, 0.25, 0.35))
+    assert seeds.quality_text == f"2.0000 \N{PLUS-MINUS SIGN} {0.1 / 3**0.5 / 0.25 / math.log(2):.4f}"
+    assert replace(seeds, quality=NAN).quality_text == "\N{EN DASH}"
+    assert as_shown("val/likelihood", 0.5) == ("val/bits_per_byte", 1.0)
+    assert as_shown("val/acc1", 0.5) == ("val/acc1", 0.5)
 
 
 def test_hypervolume_by_budget_by_hand() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConf
 from orchestrator.codec import override
 from orchestrator.config import RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
+from orchestrator.data.packing import digits
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks import NextTokenConfig
+from orchestrator.training.fit import fit
 from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.worker import build_model
@@ -117,6 +120,30 @@ def test_what_it_reports_is_described() -> None:
     measured = {name for name in evaluate(model, [batch], run) if name.startswith("val/")}
     assert own | measured == {*run.task.described}
     assert run.task.quality in measured
+
+
+def test_a_run_that_pauses_goes_on_to_the_bit(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "model.length": 128,
+        "train.steps": 6,
+        "train.report_every": 1,
+        "checkpoint.every": 2,
+        "storage": str(tmp_path),
+        "data.path": digits(str(tmp_path), "python-topics"),
+    }
+    whole, paused = (override(small_run("token_choice"), {**changes, "name": name}) for name in ("a", "b"))
+    found: dict[str, list[float]] = {"a": [], "b": []}
+
+    def report(name: str, step: int, metrics: Metrics) -> None:
+        found[name].append(metrics["train/loss"])
+
+    expected = fit(whole, partial(report, "a"))
+    fit(paused, partial(report, "b"), until=3)
+    ended = fit(paused, partial(report, "b"))
+    assert found["a"] == found["b"]
+    assert len(found["a"]) == 6
+    for name in ("val/bits_per_byte", "data/fingerprint"):
+        assert ended.metrics[name] == expected.metrics[name]
 
 
 class Unchecked(DecoderConfig):
