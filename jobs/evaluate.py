@@ -195,6 +195,7 @@ def evaluate_model(
     from orchestrator.data.manifest import open_manifest
     from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies, timed_inputs
     from orchestrator.evaluation.points import point_key, point_name
+    from orchestrator.frontier.points import as_shown
 
     path, split = flags.on.path(model), flags.on.split
     model.check_classes(path)
@@ -210,7 +211,8 @@ def evaluate_model(
         "ms_per_image": latency.median,
     }
     quality = model.run.task.quality.removeprefix("val/")
-    print(f"{model.name}: {metrics[quality]:.4f} of {scores.images()} images", flush=True)
+    _, shown = as_shown(model.run.task.quality, metrics[quality])
+    print(f"{model.name}: {shown:.4f} of {scores.images()} images", flush=True)
     if drawn:
         accuracies = [each.metrics()[quality] for each in random_scores]
         mean, deviation = fmean(accuracies), stdev(accuracies)

@@ -174,6 +174,8 @@ def convert(flags: ExportFlags, location: str, *, apart: str) -> None:
     assert flags.out
     out = storage.absolute(flags.out)
     source = read_model(location)
+    if not source.run.model.image_size:
+        raise UsageError(f"--format {flags.format} takes models of images, and {source.name} reads none")
     if flags.format == "timm" or flags.format == "huggingface":
         folder = foreign_folder(flags.format, source)
         check_export(out, fresh=flags.fresh)

@@ -49,7 +49,7 @@ class DecoderConfig(ModelConfig):
 
     gives: ClassVar = ("next_byte",)
     causal: ClassVar = True
-    image_size: ClassVar = 0
+    image_size: ClassVar = 0  # pyright: ignore[reportIncompatibleVariableOverride]
     pooling: ClassVar = "none"
 
     def check(self) -> None:

@@ -83,12 +83,16 @@ def model_card(
             "from moe import load",
             "",
             'model = load("this folder")',
-            "logits = model(pixels / 127.5 - 1).logits  # pixels: (B, 3, "
-            f"{model.image_size}, {model.image_size}), RGB, 0..255",
+            *_call(run),
             "```",
             "",
-            f"`{WEIGHTS}` are the weights, `{CONFIG}` the model and the names of"
-            f" {len(classes) if classes else 'its'} classes, `{PREPROCESSOR}` resize and crop.",
+            f"`{WEIGHTS}` are the weights, `{CONFIG}` the model"
+            + (
+                f" and the names of {len(classes) if classes else 'its'} classes,"
+                f" `{PREPROCESSOR}` resize and crop."
+                if model.image_size
+                else "."
+            ),
         ],
     }
     if "step" not in metadata:  # an import, which was not trained here
@@ -96,10 +100,20 @@ def model_card(
         parts["Cost"].pop()
     front = ["---", "pipeline_tag: image-classification", "library_name: moe-frontier"]
     front += [f"tags: [vision, {'mixture-of-experts' if moe else 'vit'}]", "---"]
+    if not model.image_size:
+        front[1:] = ["pipeline_tag: text-generation", "library_name: moe-frontier", "---"]
     text = [*front, f"# {run.name}", ""]
     for title, lines in parts.items():
         text += [f"## {title}", "", *lines, ""]
     return "\n".join(text)
+
+
+def _call(run: RunConfig) -> list[str]:
+    """The lines that run the model."""
+    size = run.model.image_size
+    if not size:
+        return [f"logits = model(tokens).heads  # tokens: (B, {run.model.tokens()}) int32"]
+    return [f"logits = model(pixels / 127.5 - 1).logits  # pixels: (B, 3, {size}, {size}), RGB, 0..255"]
 
 
 def _data(run: RunConfig) -> list[str]:

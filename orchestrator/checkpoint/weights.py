@@ -240,8 +240,9 @@ def write_export(
         source = json.loads(more.get("source") or more.get("initial_source", "null"))
         card = model_card(run, classes=classes, metrics=metrics or {}, metadata=more, source=source)
         storage.write_bytes(f"{out}/{CARD}", card.encode())
-        beside = json.dumps(preprocessor(run.model.image_size, run.data), indent=1)
-        storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
+        if run.model.image_size:
+            beside = json.dumps(preprocessor(run.model.image_size, run.data), indent=1)
+            storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
 
 

@@ -66,6 +66,7 @@ class NextTokenConfig(TaskConfig):
         mean = float(sums["bits"] / sums["samples"])
         return {"likelihood": math.exp2(-mean), "bits_per_byte": mean, "loss": mean}
 
+    @torch.no_grad()
     def of_model(self, model: Model, batch: Batch) -> dict[str, float]:
         """Returns the bits of the bytes after some prefixes: with the whole sequence as input, and with each
         prefix alone. A model that sees no later bytes has the same twice.

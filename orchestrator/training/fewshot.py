@@ -121,10 +121,12 @@ class FewShot:
     """The data sets of a `FewShotConfig`, read as `run` reads its own; each worker reads its part.
 
     Raises:
-        UsageError: if a data set is missing or incomplete.
+        UsageError: if a data set is missing or incomplete, or the model reads no images.
     """
 
     def __init__(self, run: RunConfig, config: FewShotConfig, rank: int = 0, workers: int = 1) -> None:
+        if not run.model.image_size:
+            raise UsageError(f"few shots are of images, and a model of kind {run.model.kind!r} reads none")
         self.config = config
         paths = [storage.absolute(path) for path in config.paths] or [run.data.path]
         self.sets = {
