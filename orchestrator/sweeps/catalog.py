@@ -115,7 +115,8 @@ def upcycle(scale: Scale) -> Sweep:
 def language(scale: Scale) -> Sweep:
     """A decoder over bytes, dense, with token choice, and with every expert for every token; three seeds.
 
-    Source: the calmops article "SoftMoE: Beyond Hard Expert Selection", whose language model has Soft MoE.
+    Source: the calmops article on Soft MoE, whose language model has Soft MoE; it
+    prints no results.
 
     Design: routers that let a token see later ones are refused, Soft MoE among them (docs/language.md). Token
     choice with one expert seats tokens in their order, so its capacity may be small; the experts of the

@@ -12,13 +12,16 @@ import torch
 from moe.layer import MoEConfig
 from moe.models import DecoderConfig
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from orchestrator.checkpoint.card import model_card
 from orchestrator.codec import override
-from orchestrator.config import RunConfig, TrainConfig
+from orchestrator.config import FewShotConfig, RunConfig, TrainConfig
 from orchestrator.data.batch import Batch
 from orchestrator.data.packing import digits
 from orchestrator.data.sequences import SEQUENCE
+from orchestrator.errors import UsageError
 from orchestrator.schedules import ConstantConfig
 from orchestrator.tasks import NextTokenConfig
+from orchestrator.training.fewshot import FewShot
 from orchestrator.training.fit import fit
 from orchestrator.training.loop import _sum_over_workers, evaluate, train_step
 from orchestrator.training.metrics_file import Metrics
@@ -144,6 +147,14 @@ def test_a_run_that_pauses_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert len(found["a"]) == 6
     for name in ("val/bits_per_byte", "data/fingerprint"):
         assert ended.metrics[name] == expected.metrics[name]
+
+
+def test_what_needs_images_says_so() -> None:
+    with pytest.raises(UsageError, match="few shots are of images, and a model of kind 'decoder' reads none"):
+        FewShot(small_run(), FewShotConfig())
+    card = model_card(small_run(), classes=None, metrics={"val/bits_per_byte": 3.0}, metadata={}, source=None)
+    assert "image" not in card.partition("## Use")[2]
+    assert "tokens: (B, 12) int32" in card
 
 
 class Unchecked(DecoderConfig):
