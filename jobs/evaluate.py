@@ -205,7 +205,7 @@ def evaluate_model(
     scores, *random_scores = evaluate_at(vit, model.run.task, flags.on.images(model, path), [point, *drawn])
     batch = next(flags.on.images(model, path))
     (latency,) = latencies(vit, timed_inputs(model.run.task, batch), [point], repeats=flags.repeats or 10)
-    metrics = scores.metrics() | model.run.task.of_model(vit, batch)
+    metrics = scores.metrics() | model.run.task.of_model(vit, batch, point)
     metrics |= {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,

@@ -40,7 +40,9 @@ def compute_in(model: Model, dtype: torch.dtype) -> None:
     forward = rest.used_by(model.forward)
 
     def in_dtype(images: Tensor, *args: Any, **kwargs: Any) -> Output:
-        output = forward(images.to(dtype), *args, **kwargs)
+        if not isinstance(images, Tensor) or images.is_floating_point():  # bytes of a text stay as they are
+            images = images.to(dtype)
+        output = forward(images, *args, **kwargs)
         return output._replace(heads={name: head.float() for name, head in output.heads.items()})
 
     def refuse(memo: object) -> None:

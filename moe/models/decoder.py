@@ -125,7 +125,7 @@ class Decoder(Model[DecoderConfig]):
         ``next_byte``, (B, S, 256), has the logits of the byte after each.
         """
         bytes_BS = images
-        valid_B = self.position_LD.new_ones(len(bytes_BS)) if valid_B is None else valid_B
+        valid_B = bytes_BS.new_ones(len(bytes_BS), dtype=torch.float32) if valid_B is None else valid_B
         x_BSD = F.embedding(bytes_BS, self.embed_VD) + self.position_LD[: bytes_BS.shape[1]]
         x_BSD, aux, stats, routings = self.through(
             x_BSD, valid_B, keys_B, routing_overrides, return_stats, return_routings

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe.config import Family, members
 from moe.model import Model, ModelConfig
+from moe.overrides import RoutingOverrides
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.data.fields import Field
 
@@ -99,9 +100,9 @@ class TaskConfig(Family, ABC, default="classification"):
         """Returns the scores of an evaluation after training, which may be more than `scores`."""
         return self.scores(heads, batch)
 
-    def of_model(self, model: Model, batch: Batch) -> dict[str, float]:
+    def of_model(self, model: Model, batch: Batch, point: RoutingOverrides) -> dict[str, float]:
         """Returns further figures of an evaluation after training, which take forward passes of their own on
-        a batch.
+        a batch, at an operating point.
         """
         return {}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe.model import Model, ModelConfig
 from moe.models.decoder import BYTES
+from moe.overrides import RoutingOverrides
 from orchestrator.data.batch import Batch
 from orchestrator.data.fields import Field
 from orchestrator.data.sequences import SEQUENCE, SequenceField, length_of
@@ -67,27 +68,28 @@ class NextTokenConfig(TaskConfig):
         return {"likelihood": math.exp2(-mean), "bits_per_byte": mean, "loss": mean}
 
     @torch.no_grad()
-    def of_model(self, model: Model, batch: Batch) -> dict[str, float]:
+    def of_model(self, model: Model, batch: Batch, point: RoutingOverrides) -> dict[str, float]:
         """Returns the bits of the bytes after some prefixes: with the whole sequence as input, and with each
         prefix alone. A model that sees no later bytes has the same twice.
         """
-        inputs, length = self.inputs(batch), batch[SEQUENCE].shape[1] - 1
+        length = batch[SEQUENCE].shape[1] - 1
         places = sorted({length * (1 + number) // PREFIXES - 1 for number in range(PREFIXES)} - {-1})
-        whole = bits(model(inputs, batch.valid).heads["next_byte"], batch[SEQUENCE])[:, places]
-        alone = torch.stack([self._after(model, batch, place) for place in places], 1)
-        count = batch.valid.sum() * len(places)
-        return {
-            f"{name}_bits_per_byte": float((found.sum(1) @ batch.valid) / count)
-            for name, found in (("prefix", alone), ("same_places", whole))
-        }
 
-    def _after(self, model: Model, batch: Batch, place: int) -> Tensor:
-        """Returns the bits of the byte after `place` if the model gets no later ones, (B,). They are zeros:
-        a shorter input could have other capacities.
-        """
-        inputs = self.inputs(batch)
-        inputs[:, place + 1 :] = 0
-        return bits(model(inputs, batch.valid).heads["next_byte"], batch[SEQUENCE])[:, place]
+        def bits_of(inputs: Tensor) -> Tensor:
+            heads = model(inputs, batch.valid, routing_overrides=point).heads
+            return bits(heads["next_byte"], batch[SEQUENCE])
+
+        alone = []
+        for place in places:
+            # Later bytes are zeros, because a shorter input could have other capacities.
+            inputs = self.inputs(batch)
+            inputs[:, place + 1 :] = 0
+            alone.append(bits_of(inputs)[:, place])
+        whole = bits_of(self.inputs(batch))[:, places]
+        return {
+            f"{name}_bits_per_byte": float(found.mean(1) @ batch.valid / batch.valid.sum())
+            for name, found in (("prefix", torch.stack(alone, 1)), ("whole", whole))
+        }
 
 
 def bits(logits_BLV: Tensor, sequence_BS: Tensor) -> Tensor:

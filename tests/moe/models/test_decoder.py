@@ -11,7 +11,7 @@ from moe.cost import num_params
 from moe.layer import MoEConfig
 from moe.model import ModelConfig
 from moe.models.decoder import BYTES, Decoder, DecoderConfig
-from moe.parallel import build_sharded
+from moe.parallel import build_sharded, build_whole
 from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig
 from moe.trace import trace
@@ -113,11 +113,19 @@ def test_costs_and_gradients(router: RouterConfig | None) -> None:
     assert from_dict(ModelConfig, to_dict(config)) == config
 
 
-def test_it_is_sharded() -> None:
-    config = replace(DENSE, moe=moe_of(SAFE["capacity"]))
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_it_is_sharded_and_rounded(dtype: torch.dtype | None) -> None:
+    config, found = replace(DENSE, moe=moe_of(SAFE["capacity"])), []
     with one_rank("cpu") as mesh:
-        found = build_sharded(config, mesh, seed=0)(text(0)).heads["next_byte"]
-    assert torch.equal(found, config.build()(text(0)).heads["next_byte"])
+        for model in (
+            build_sharded(config, mesh, seed=0, compute_dtype=dtype),
+            build_whole(config, torch.device("cpu"), seed=0, compute_dtype=dtype),
+        ):
+            torch.nn.init.ones_(model.get_parameter("head.bias"))
+            found.append(model(text(0)).heads["next_byte"])
+    assert found[0].dtype == torch.float32
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 def test_refuses() -> None:
