@@ -12,7 +12,14 @@ from moe.layer import MoEConfig
 from moe.model import ModelConfig
 from moe.models.decoder import BYTES, Decoder, DecoderConfig
 from moe.parallel import build_sharded, build_whole
-from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import (
+    ExpertChoiceConfig,
+    HashConfig,
+    MixtureConfig,
+    RouterConfig,
+    SoftConfig,
+    TokenChoiceConfig,
+)
 from moe.routers.affinity import SinkhornConfig
 from moe.trace import trace
 from tests.moe.parity import one_rank
@@ -24,7 +31,11 @@ NO_LIMIT = {  # no token is dropped, so that a prefix has the same room
     "k=2": TokenChoiceConfig(k=2, capacity_factor=E / 2),
     "mixture": MixtureConfig(),
 }
-SAFE: dict[str, RouterConfig] = {**NO_LIMIT, "capacity": TokenChoiceConfig(k=1, capacity_factor=0.5)}
+SAFE: dict[str, RouterConfig] = {
+    **NO_LIMIT,
+    "capacity": TokenChoiceConfig(k=1, capacity_factor=0.5),
+    "hash": HashConfig(by="content", capacity_factor=0.5),
+}
 REFUSED: dict[str, tuple[RouterConfig, str]] = {
     "soft": (SoftConfig(slots_per_expert=4), r"\(soft\) is not: slots are mixes of all tokens"),
     "expert choice": (ExpertChoiceConfig(), r"\(expert_choice\) is not: experts pick the best tokens"),
