@@ -7,7 +7,7 @@ deficiencies. The blue is lighter than theirs: each has a contrast of 3 or more 
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,6 +29,7 @@ SIZE_TITLE = "Expert slots per token"
 ROLES = {
     "baseline": ("Baseline, not counted", "┈"),
     "family": ("Frontier of each family", "┈"),
+    "longer": ("One model, for more steps", "/"),
     "dense": ("Dense alone", "╌"),
     "published": ("Published, not counted", "○"),
     "diverged": ("Diverged, on the cost axis", TIMES),
@@ -128,6 +129,10 @@ def frontier_plot(
         role, dash = ("dense", "dash") if family == "dense" else ("family", "dot")
         traces.append(_line(role, own, family=family, colour=styles[family].colour, dash=dash))
     traces += [
+        _line("longer", points, family=family, colour=styles[family].colour, shape="linear")
+        for family, points in longer(counted)
+    ]
+    traces += [
         _marks(drawn[role, family], role, style, cost_name, quality_name)
         for role in ROLES
         for family, style in styles.items()
@@ -210,8 +215,25 @@ def _knee_label(knee: Json) -> Json:
     return {"text": "<b>Knee</b>", "arrowwidth": 1.2, "arrowhead": 0, "arrowcolor": GREY, **place}
 
 
+def longer(points: Iterable[Point]) -> Iterator[tuple[str, list[Point]]]:
+    """Yields family and points, by cost, of each model that was trained for several numbers of steps."""
+    models: dict[tuple[str, ...], list[Point]] = {}
+    for point in points:
+        same = (f"{name}={value}" for name, value in sorted(point.settings.items()) if name != "steps")
+        models.setdefault((point.family, *same), []).append(point)
+    for of in models.values():
+        if len({point.settings.get("steps") for point in of}) > 1:
+            yield of[0].family, sorted(of, key=lambda point: point.cost)
+
+
 def _line(
-    role: str, points: Sequence[Point], *, family: str = "", colour: str = GREY, dash: str = "solid"
+    role: str,
+    points: Sequence[Point],
+    *,
+    family: str = "",
+    colour: str = GREY,
+    dash: str = "solid",
+    shape: str = "hv",
 ) -> Json:
     return {
         "type": "scatter",
@@ -220,8 +242,9 @@ def _line(
         "x": [point.cost for point in points],
         "y": [point.quality for point in points],
         "meta": {"role": role, "family": family},
-        # A staircase: between two models there is none, and the cheaper one is the best until the next.
-        "line": {"color": colour, "dash": dash, "width": 1.8, "shape": "hv"},
+        # A frontier is a staircase: between two models there is none, and the cheaper one is the best until
+        # the next.
+        "line": {"color": colour, "dash": dash, "width": 1.8, "shape": shape},
         "visible": "legendonly" if role == "family" else True,
         "hoverinfo": "skip",
     }

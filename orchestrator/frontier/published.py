@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from pathlib import Path
 
 from orchestrator.errors import UsageError
@@ -71,6 +72,8 @@ def _rows() -> list[dict[str, str]]:
 
 
 def _point(row: dict[str, str], quality: str, cost: str) -> Point:
+    # "Soft MoE S/16 128E 4M steps, cooldown 50k"
+    model, steps, _ = re.match(r"(.+?)(?: ([0-9.]+)M steps(.*))?$", row["model"]).groups("")  # pyright: ignore[reportOptionalMemberAccess]
     costs = {name: float(text) for name, text in row.items() if name.startswith(("cost/", "perf/")) and text}
     return Point(
         arm=row["model"],
@@ -82,4 +85,5 @@ def _point(row: dict[str, str], quality: str, cost: str) -> Point:
         status="finished",
         details={"source": row["source"], "pretrained on": row["pretrained_on"]},
         costs=costs,
+        settings={"model": model} | ({"steps": 1e6 * float(steps)} if steps else {}),
     )

@@ -204,3 +204,20 @@ def test_titles_and_links() -> None:
     assert axis_title("cost/price_usd") == "cost/price_usd"
     assert web_link(LINK) == LINK
     assert web_link("javascript:alert(1)") is web_link(None) is None
+
+
+def test_the_steps_of_one_model_are_joined() -> None:
+    """Other models, and one that was trained once, have no line of this kind."""
+    points = tuple(
+        replace(point(arm, "soft", cost, 0.5 + cost / 100), settings={"size": size, "steps": steps})
+        for arm, cost, size, steps in (
+            ("long", 9.0, "S", 900.0),
+            ("short", 1.0, "S", 100.0),
+            ("middle", 3.0, "S", 300.0),
+            ("once", 2.0, "B", 100.0),
+        )
+    )
+    (line,) = of_role(replace(FRONTIER, points=points).plot(), "longer", "lines").values()
+    assert line["x"] == [1.0, 3.0, 9.0]
+    assert line["line"]["shape"] == "linear"
+    assert not of_role(FRONTIER.plot(), "longer", "lines")
