@@ -208,8 +208,8 @@ def test_more_arms_and_seeds_may_come_but_none_may_change(sweep):
 
 
 def test_a_bad_sweep_is_refused_before_anything_is_trained(sweep):
-    bad = replace(sweep, arms={"worse": {"model.moe.num_experts": 1}})
-    with pytest.raises(UsageError, match=r"arm worse: .*num_experts must be at least 2, got 1"):
+    bad = replace(sweep, arms={"worse": {"model.moe.num_experts": 0}})
+    with pytest.raises(UsageError, match=r"arm worse: .*num_experts must be at least 1, got 0"):
         check_sweep(bad)
     with pytest.raises(UsageError, match=r"names \['colour'\]; the arms have"):
         check_sweep(replace(sweep, claims=("colour=red beats family=dense",)))
