@@ -48,7 +48,9 @@ ROUTING = {  # figure of jobs/inspect_routing.py -> its column
 }
 POLICIES = ("ours", "oracle", "cheapest first", "random subset")
 
-DEIT3 = {  # the recipe of DeiT III, for as many steps as the study's
+# The recipe of DeiT III but for its optimiser: LAMB changes a weight by its rate's part of it, 0.3 %, and in
+# 2,400 steps a head that starts from zero hardly grows.
+DEIT3 = {
     "model.drop_path": 0.05,
     "model.drop_path_schedule": "constant",
     "model.layer_scale": 1e-4,
@@ -60,7 +62,6 @@ DEIT3 = {  # the recipe of DeiT III, for as many steps as the study's
     "data.repeats": 3,
     "data.mixup": 0.8,
     "data.cutmix": 1.0,
-    "train.optimizer.kind": "lamb",
     "train.optimizer.weight_decay": 0.05,
     "train.ema.decay": 0.99,
 }
