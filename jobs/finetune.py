@@ -3,6 +3,12 @@
   python jobs/finetune.py soft --data /data/flowers --image-size 16
   python jobs/finetune.py models:/quickstart@pareto-knee --data /data/flowers --data /data/pets --seeds 3 \\
       --set train.steps=1000 --set data.augment=inception --workers 2 --ep 2
+  python jobs/finetune.py soft --suite papers/vmoe/vtab1k.toml --root /data/vtab \\
+      --set data.batch_size=512 train.clip_norm=1
+
+A suite is a TOML file of [[rows]] with name, path and, where wanted, group, classes, steps, warmup, size,
+crop, flip, rates and held_out. Of several rates each data set gets the best on a held-out piece of its
+training images; then the runs of all seeds train on all of them.
 
 The recipe is V-MoE's: SGD, a cosine with warm-up, a new head, dropout on the experts, capacity 1.5 if tokens
 choose; 500 steps of 64 images, or with --published the papers' 10,000 of 1024 at 384 pixels. The runs
@@ -21,11 +27,17 @@ from typing import TYPE_CHECKING, Any
 from jobs._cli import Places, command, connect, failed, model_of, print_table, source_labels
 from jobs._flags import MODEL, assignment, flag, parse
 from jobs.train import RunFlags
+from orchestrator.errors import UsageError
 from orchestrator.names import run_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from orchestrator.checkpoint.models import ModelRef
+    from orchestrator.config import RunConfig
     from orchestrator.sweeps.finetune import FineTuned, Probe
+    from orchestrator.sweeps.queue import Outcome
+    from orchestrator.sweeps.suite import SuiteRow
     from orchestrator.sweeps.sweep import Sweep
     from orchestrator.tracking.find import RunWriter
 
@@ -33,7 +45,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class FineTuneFlags:
     model: str = flag(help=MODEL, positional=True)
-    data: tuple[str, ...] = flag(help="shards, as for training (repeatable)")
+    data: tuple[str, ...] = flag((), "shards, as for training (repeatable)")
+    suite: str | None = flag(None, "TOML file of data sets, with their settings and rates to choose from")
+    root: str | None = flag(None, "folder of the paths in --suite; default: that of the file")
     published: bool = flag(False, "the papers' size: 10,000 steps of 1024 images at 384 pixels, random crops")
     image_size: int | None = flag(None, "pixels; default: the model's own, or 384 with --published")
     seeds: int = flag(3, "runs of each data set", least=1)
@@ -55,6 +69,12 @@ class FineTuneFlags:
     fresh: bool = flag(False, "move an earlier run aside and start over")
     places: Places
 
+    def __post_init__(self) -> None:
+        if bool(self.data) == bool(self.suite):
+            raise UsageError("name the images by --data, or by --suite, and not by both")
+        if self.root and not self.suite:
+            raise UsageError(f"--root {self.root} is for the paths in a --suite")
+
 
 def main() -> None:
     flags = parse(FineTuneFlags, __doc__)
@@ -68,7 +88,8 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
     from orchestrator.checkpoint.start import start_report
     from orchestrator.evaluation.evaluate import default_device
     from orchestrator.sweeps.driver import SweepOptions, trained_trials
-    from orchestrator.sweeps.finetune import fine_tuned, probe
+    from orchestrator.sweeps.finetune import failures, fine_tuned, finetune_sweep, probe
+    from orchestrator.sweeps.suite import rates_sweep, with_best_rates
     from orchestrator.tracking.find import RunWriter, newest_of
     from orchestrator.tracking.store import redact_uri
     from orchestrator.training.fit import check_data
@@ -76,69 +97,119 @@ def finetune(flags: FineTuneFlags) -> dict[str, str]:
 
     store = flags.places.open_store()
     model = model_of(flags.model, flags.places, store)
-    sweep = sweep_of(flags, model)
-    for run in sweep.runs().values():
-        check_data(run)
-    start = start_report(sweep.base.model, model.location, without=sweep.base.train.init_without)
+    rows = rows_of(flags)
+    base = base_of(flags, model, rows)
+    rates = rates_sweep(base, rows)
+    for sweep in (rates, finetune_sweep(base, rows, seeds=flags.seeds)):
+        for run in sweep.runs().values():
+            check_data(run)
+    start = start_report(base.model, model.location, without=base.train.init_without)
     print(start, flush=True)
     connect()
-    folder, paths = RunDir.of(sweep.base).path, [str(arm["data.path"]) for arm in sweep.changes.values()]
-    device = default_device()
-    probed = probe(model.load(device), model, paths, batch_size=flags.batch_size, device=device)
-    for name, accuracy in probed.accuracy.items():
-        print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     labels = {**source_labels(), "finetuned.from": model.location}
     options = SweepOptions(mode="fresh" if flags.fresh else "auto", labels=labels)
+    tried: Mapping[str, Outcome] = {}
+    if rates.arms:
+        with trained_trials(rates, options, store=store) as trials:
+            tried = trials.outcomes()
+        print_rates(rates, tried)
+    ready, reasons = with_best_rates(rows, tried, rates.quality)
+    if not ready:
+        return reasons
+    sweep, device = finetune_sweep(base, ready, seeds=flags.seeds), default_device()
+    probed = probe(model.load(device), model, ready, batch_size=flags.batch_size, device=device)
+    for name, accuracy in probed.accuracy.items():
+        print(f"probe of the frozen model  {name:18} {accuracy:.4f}", flush=True)
     with trained_trials(sweep, options, store=store) as trials:
-        outcomes, failures = trials.outcomes(), trials.failures()
+        outcomes = trials.outcomes()
+    folder = RunDir.of(base).path
     tuned, info = fine_tuned(sweep, outcomes), newest_of(store, folder)
     if tuned.accuracy and info is not None:
         parent = RunWriter(store, info.run_id)
         parent.write_text("start.txt", str(start))
-        report(parent, sweep, model, tuned, probed)
-        print(f"\nfiles    {folder}\nMLflow   {redact_uri(store.uri)}: {sweep.base.name}, finetune.json")
-    return failures
+        report(parent, base, rows, model, tuned, probed)
+        print(f"\nfiles    {folder}\nMLflow   {redact_uri(store.uri)}: {base.name}, finetune.json")
+    return reasons | failures(outcomes)
 
 
-def sweep_of(flags: FineTuneFlags, model: ModelRef) -> Sweep:
-    """The sweep of the flags, with an arm for each data set. Raises UsageError for impossible values."""
-    from orchestrator.sweeps.finetune import SIZES, finetune_run, finetune_sweep
+def rows_of(flags: FineTuneFlags) -> list[SuiteRow]:
+    """The data sets of the flags. Raises UsageError for one that is missing, or a bad suite."""
+    from orchestrator import storage
+    from orchestrator.sweeps.suite import SuiteRow, read_suite
+    from orchestrator.training.fewshot import short_names
 
+    if flags.suite:
+        root = flags.root and storage.absolute(flags.root)
+        return read_suite(flags.suite, root, flags.places.shards)
     paths = [flags.places.shards(data) for data in flags.data]
+    return [SuiteRow(name=name, path=path) for name, path in short_names(paths).items()]
+
+
+def base_of(flags: FineTuneFlags, model: ModelRef, rows: Sequence[SuiteRow]) -> RunConfig:
+    """The run that each data set changes. Raises UsageError for impossible values."""
+    from orchestrator.sweeps.finetune import SIZES, finetune_run
+
     run = RunFlags(
         name=flags.name or "finetune-" + re.sub(r"[^A-Za-z0-9_.]+", "-", flags.model).strip("-"),
-        data=paths[0],
+        data=rows[0].path,
         workers=flags.workers,
         ep=flags.ep,
         set=flags.set,
         places=flags.places,
     )
     size = SIZES["published" if flags.published else "short"]
-    base = run.config(finetune_run(model, size=size, image_size=flags.image_size))
-    return finetune_sweep(base, paths, seeds=flags.seeds)
+    return run.config(finetune_run(model, size=size, image_size=flags.image_size))
 
 
-def report(parent: RunWriter, sweep: Sweep, model: ModelRef, tuned: FineTuned, probed: Probe) -> None:
-    """Prints the accuracies by data set, and writes them to the sweep's MLflow run."""
-    base, size, was = sweep.base, sweep.base.model.image_size, model.run.model.image_size
+def print_rates(rates: Sweep, outcomes: Mapping[str, Outcome]) -> None:
+    """Prints how good each rate was."""
+
+    def found(arm: str) -> float | str:
+        outcome = outcomes.get(arm, "not trained")
+        if isinstance(outcome, str):
+            return outcome
+        return outcome.metrics[rates.quality] if outcome.status == "finished" else "diverged"
+
+    rows = [(arm, changes["train.lr"], found(arm)) for arm, changes in rates.changes.items()]
+    print("\naccuracy on held-out pieces of the training images, by learning rate")
+    print_table(("run", "rate", "held out"), rows)
+
+
+def report(
+    parent: RunWriter,
+    base: RunConfig,
+    rows: Sequence[SuiteRow],
+    model: ModelRef,
+    tuned: FineTuned,
+    probed: Probe,
+) -> None:
+    """Prints the accuracies by data set, of groups and of all, and writes them to the sweep's MLflow run. A
+    mean is of data sets that all have a seed that finished.
+    """
+    size, was = base.model.image_size, model.run.model.image_size
+    sizes = ", ".join(f"{n} x {n}" for n in sorted({row.size or size for row in rows}))
     print(
-        f"\naccuracy after {base.train.steps} steps at {size} x {size}, mean +- 95 % interval over seeds;"
-        f" probe: ridge (L2 2^{log2(probed.strength):.0f}) on the frozen features at {was} x {was}"
+        f"\naccuracy after fine-tuning at {sizes}, mean +- 95 % interval over seeds; probe: ridge"
+        f" (L2 2^{log2(probed.strength):.0f}) on the frozen features at {was} x {was}"
     )
     metrics = {f"probe/{name}/acc1": accuracy for name, accuracy in probed.accuracy.items()}
     metrics["probe/acc1"] = fmean(probed.accuracy.values())
-    rows, draws = [], []
+    table, draws = [], []
     for name, seeds in tuned.accuracy.items():
         found, frozen = tuned.of(name), probed.accuracy[name]
-        rows.append((name, len(seeds), found, frozen, f"{found.mean - frozen:+.4f}"))
+        table.append((name, len(seeds), found, frozen, f"{found.mean - frozen:+.4f}"))
         metrics |= {f"finetune/{name}/acc1": found.mean, f"finetune/{name}/acc1_ci95": found.half}
         draws += [(name, seed, accuracy, frozen) for seed, accuracy in seeds.items()]
-    if overall := tuned.overall():
-        metrics |= {"finetune/acc1": overall.mean, "finetune/acc1_ci95": overall.half}
-        if len(tuned.accuracy) > 1:
-            frozen = fmean(probed.accuracy[name] for name in tuned.accuracy)
-            rows += [(), ("mean", "", overall, frozen, f"{overall.mean - frozen:+.4f}")]
-    print_table(("data", "seeds", "fine-tuned", "probe", "gain"), rows)
+    groups = dict.fromkeys(f"mean of {row.group}" for row in rows if row.group)
+    for title in (*groups, "mean"):
+        names = [row.name for row in rows if title in ("mean", f"mean of {row.group}")]
+        if overall := tuned.overall(names):
+            metric = "finetune" if title == "mean" else f"finetune/{title.replace(' ', '-')}"
+            metrics |= {f"{metric}/acc1": overall.mean, f"{metric}/acc1_ci95": overall.half}
+            frozen = fmean(probed.accuracy[name] for name in names)
+            if len(rows) > 1:
+                table += [(), (title, "", overall, frozen, f"{overall.mean - frozen:+.4f}")]
+    print_table(("data", "seeds", "fine-tuned", "probe", "gain"), table)
     parent.log(metrics)
     columns = ("data", "seed", "accuracy", "probe")
     parent.write_table("finetune.json", dict(zip(columns, zip(*draws, strict=True), strict=True)))

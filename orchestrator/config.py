@@ -33,8 +33,9 @@ class DataConfig(Config):
         tail: what happens to images at the end of an epoch that do not fill a batch. ``wrap`` fills the batch
             from the next epoch; ``drop`` leaves them out, different images in each epoch.
         augment: ``none``; ``flip``: half of the images are mirrored; ``shift``: images move by up to an
-            eighth of their side; or ``inception``, the papers' pre-training: a random crop of 5-100 % of the
-            area, and flips.
+            eighth of their side; ``crop``: six sevenths of both sides at random, the papers' fine-tuning,
+            and ``crop_flip`` also mirrors; or ``inception``, the papers' pre-training: a random crop of
+            5-100 % of the area, and flips.
         eval_resize: what is resized before the central crop of evaluation: the ``shorter`` side, keeping the
             aspect, or both sides to a ``square``, as in the papers' few-shot and fine-tuning.
         eval_crop: fraction of these sides that the central crop keeps.
@@ -61,7 +62,7 @@ class DataConfig(Config):
     shuffle_window: PositiveInt = 1024
     shuffle_run: PositiveInt = 1
     tail: Literal["wrap", "drop"] = "wrap"
-    augment: Literal["none", "flip", "shift", "inception"] = "none"
+    augment: Literal["none", "flip", "shift", "crop", "crop_flip", "inception"] = "none"
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: Annotated[float, Bound(">", 0), Bound("<=", 1)] = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"

@@ -35,6 +35,6 @@ class DecodedSplit:
 def decoded_split(data: DataSet, split: str, transform: Transform) -> DecodedSplit | None:
     """Returns what this process keeps of a split; None if images are large, many, or never the same."""
     size, rows = transform.size, data.manifest.rows(split)
-    if size > SMALL or rows * size * size * 3 > SPLIT_BYTES or transform.augment == "inception":
+    if size > SMALL or rows * size * size * 3 > SPLIT_BYTES or transform.crops():
         return None
     return DecodedSplit(rows, size)

@@ -124,7 +124,7 @@ class Transform:
     """Crops, flips and augments to a square of `size` pixels; other fields are those of `DataConfig`."""
 
     size: int
-    augment: Literal["none", "flip", "shift", "inception"] = "none"
+    augment: Literal["none", "flip", "shift", "crop", "crop_flip", "inception"] = "none"
     eval_resize: Literal["shorter", "square"] = "shorter"
     eval_crop: float = 0.875
     eval_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -143,15 +143,15 @@ class Transform:
         Raises:
             BadImage: for bytes that are not a whole image.
         """
-        if self.augment != "inception":
+        if not self.crops():
             return self.vary(self.central(encoded), key)
-        rng, picture = Random(key), Picture(encoded)
-        box = inception_box(picture.height, picture.width, rng)
+        rng, picture, draw = Random(key), Picture(encoded), BOXES[self.augment]
+        box = draw(picture.height, picture.width, rng)
         return self._varied(_cropped(picture, box, self.size), rng)
 
     def central(self, encoded: bytes) -> Tensor:
         """Returns what resizing to size / eval_crop and cropping the middle keeps: an image before the random
-        operations of all but ``inception``.
+        operations of all but random crops.
         """
         picture, size = Picture(encoded), self.size
         height, width = picture.height, picture.width
@@ -166,13 +166,17 @@ class Transform:
         """Returns `image`, a result of `central`, after the random operations of `key`."""
         return self._varied(image, Random(key)) if self.varies() else image
 
+    def crops(self) -> bool:
+        """Returns whether an image is cropped at random, which begins with the whole image."""
+        return self.augment in BOXES
+
     def varies(self) -> bool:
         """Returns whether an image differs from one key to another."""
         random = self.randaugment or self.three_augment or self.color_jitter or self.random_erasing
         return self.augment != "none" or bool(random)
 
     def _varied(self, image: Tensor, rng: Random) -> Tensor:
-        if self.augment in ("flip", "inception") and rng.random() < 0.5:
+        if self.augment in ("flip", "crop_flip", "inception") and rng.random() < 0.5:
             image = tv.horizontal_flip(image)
         if self.augment == "shift":
             image = _shifted(image, rng)
@@ -196,6 +200,19 @@ def inception_box(height: int, width: int, rng: Random) -> Box:
         if 0 < w <= width and 0 < h <= height:
             return Box(rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w)
     return Box(0, 0, height, width)
+
+
+def transfer_box(height: int, width: int, rng: Random) -> Box:
+    """Draws a place of a box of six sevenths of both sides.
+
+    Source: BiT and ViT in fine-tuning, which resize to 448 x 448 and crop 384 x 384.
+    """
+    h, w = (max(1, round(side * 6 / 7)) for side in (height, width))
+    return Box(rng.randrange(height - h + 1), rng.randrange(width - w + 1), h, w)
+
+
+# augment -> what draws its crop
+BOXES = {"inception": inception_box, "crop": transfer_box, "crop_flip": transfer_box}
 
 
 def _shifted(image: Tensor, rng: Random) -> Tensor:

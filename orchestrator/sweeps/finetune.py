@@ -20,14 +20,14 @@ from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
-from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
 from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome
+from orchestrator.sweeps.suite import SuiteRow
 from orchestrator.sweeps.sweep import Sweep
-from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features, short_names
+from orchestrator.training.fewshot import STRENGTHS, accuracies, best_strength, frozen_features
 from orchestrator.training.run_directory import Result
 
 EXPERT_DROPOUT, CAPACITY = 0.1, 1.5
@@ -106,13 +106,9 @@ def _finetune_model(config: ModelConfig, image_size: int) -> ModelConfig:
         raise UsageError(f"`image_size` {image_size}: {error}") from None
 
 
-def finetune_sweep(base: RunConfig, paths: Sequence[str], *, seeds: int) -> Sweep:
+def finetune_sweep(base: RunConfig, rows: Sequence[SuiteRow], *, seeds: int) -> Sweep:
     """An arm for each data set. Raises UsageError if one is missing or the batch does not fit the model."""
-    arms = {
-        name: {"data.path": path, "model.num_classes": len(open_manifest(path).classes)}
-        for name, path in short_names(paths).items()
-    }
-    return Sweep(base=base, arms=arms, seeds=tuple(range(seeds)))
+    return Sweep(base=base, arms={row.name: row.changes() for row in rows}, seeds=tuple(range(seeds)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +138,13 @@ class FineTuned:
     def of(self, name: str) -> Interval:
         return interval(list(self.accuracy[name].values()))
 
-    def overall(self) -> Interval | None:
+    def overall(self, names: Sequence[str]) -> Interval | None:
         """The mean over data sets of the seeds that finished on all of them; None without such a seed."""
-        done = set.intersection(*(set(seeds) for seeds in self.accuracy.values()))
+        found = [self.accuracy.get(name, {}) for name in names]
+        done = set.intersection(*map(set, found))
         if not done:
             return None
-        return interval([fmean(seeds[seed] for seeds in self.accuracy.values()) for seed in sorted(done)])
+        return interval([fmean(seeds[seed] for seeds in found) for seed in sorted(done)])
 
 
 def fine_tuned(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> FineTuned:
@@ -180,16 +177,16 @@ class Probe:
 
 
 def probe(
-    trained: Model, model: ModelRef, paths: Sequence[str], *, batch_size: int, device: torch.device
+    trained: Model, model: ModelRef, rows: Sequence[SuiteRow], *, batch_size: int, device: torch.device
 ) -> Probe:
     """Fits ridge regression to frozen features of all training images, at the resolution of the model, with
     the strength that few-shot evaluation would choose.
     """
     by_data = {}
-    for name, path in short_names(paths).items():
-        run = model.run_on(path, batch_size=batch_size)
+    for row in rows:
+        run = model.run_on(row.path, batch_size=batch_size)
         train, test = (frozen_features(trained, in_order(run, split), device) for split in ("train", "val"))
-        by_data[name] = accuracies(train, test)
+        by_data[row.name] = accuracies(train, test)
     best = best_strength(np.stack(list(by_data.values())))
     accuracy = {name: float(by_strength[best]) for name, by_strength in by_data.items()}
     return Probe(strength=STRENGTHS[best], accuracy=accuracy)
