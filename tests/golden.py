@@ -35,7 +35,7 @@ from tests.golden_routers import (
     sparse_choice,
 )
 from tests.golden_text import canonicalize, padding
-from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle
+from tests.golden_training import deit3_schedule, ema, layer_rates, soup, upcycle, vtab_labels
 from tests.moe.parts import read_golden
 
 
@@ -85,6 +85,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "soup": soup,
     "upcycle": upcycle,
     "causal": causal,
+    "vtab": vtab_labels,
 }
 
 NOT_BUILT = {  # family -> why

@@ -137,6 +137,9 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (plan.PlanFlags, "--cost --set train.lr=1", "--set does nothing with --cost"),
         (predict.PredictFlags, "soft --images a", "the following arguments are required: --out"),
         (study.StudyFlags, "k --stop-at 0.9", "--stop-at is a flag of the study specialisation, not of k"),
+        (finetune.FineTuneFlags, "soft", "name the images by --data, or by --suite, and not by both"),
+        (finetune.FineTuneFlags, "soft --data d --suite s", "by --suite, and not by both"),
+        (finetune.FineTuneFlags, "soft --data d --root r", "--root r is for the paths in a --suite"),
         (study.StudyFlags, "specialisation --stop-at 95", "--stop-at 95.0 must lie between 0 and 1"),
     ],
 )

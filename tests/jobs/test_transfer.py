@@ -122,6 +122,54 @@ def test_fine_tuning_from_two_workers_beats_the_frozen_probe(digits: str, tmp_pa
     assert len(children(sweep.tracking, sweep.run_id)) == 2
 
 
+@pytest.mark.smoke
+def test_a_suite_of_two_sets(digits: str, tmp_path: Path) -> None:
+    """Rates are tried on a piece of train, then both seeds train on all of it, and the same command again
+    trains nothing. The set of one rate has no trial in the grid.
+    """
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "digits").symlink_to(digits)
+    (tmp_path / "other").symlink_to(digits)
+    (tmp_path / "suite.toml").write_text(
+        """rows = [
+        {name = "a", path = "digits", group = "natural", classes = 10, rates = [0.001, 0.03], crop = true},
+        {name = "b", path = "other", group = "structured", steps = 2, size = 16, rates = [0.01]},
+        ]"""
+    )
+    run = override(RunConfig(), {"name": "pre", "storage": str(home), "data.path": digits})
+    small = dict(part.split("=") for part in SMALL)
+    train_worker(override(run, small), report=lambda step, metrics: None, read=in_process)
+    args = ["pre", "--suite", str(tmp_path / "suite.toml"), "--name", "tuned", "--seeds", "2"]
+    args += ["--set", "train.steps=3"]
+    first = finetune(home, *args)
+    assert first.returncode == 0, first.stderr
+    tried = dict(re.findall(r"a-lr([\d.]+) +│ [\d.]+ │ +(0\.\d+) │", first.stdout))
+    assert tried.keys() == {"0.001", "0.03"}
+    best = max(sorted(tried, key=float), key=lambda rate: float(tried[rate]))
+    figures = re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", first.stdout)
+    assert [name for name, _ in figures] == ["a", "b", "mean of natural", "mean of structured", "mean"]
+    mean = dict(figures)
+    assert float(mean["mean"]) == pytest.approx((float(mean["a"]) + float(mean["b"])) / 2, abs=1e-4)
+    sweep = sweep_at(home, "tuned")
+    trials = {trial.tags["trial"]: trial.config() for trial in children(sweep.tracking, sweep.run_id)}
+    assert {name: trial.train.lr for name, trial in trials.items()} == {
+        "a-seed0": float(best),
+        "a-seed1": float(best),
+        "b-seed0": 0.01,
+        "b-seed1": 0.01,
+    }
+    assert {trial.data.augment for trial in trials.values()} == {"crop", "none"}
+    assert {trial.model.image_size for trial in trials.values()} == {8, 16}
+    assert {trial.data.path for trial in trials.values()} == {str(tmp_path / n) for n in ("digits", "other")}
+    assert sweep.metrics["finetune/mean-of-natural/acc1"] == sweep.metrics["finetune/a/acc1"]
+    assert sweep.metrics["finetune/acc1"] == pytest.approx(float(mean["mean"]), abs=1e-4)
+    again = finetune(home, *args)
+    assert again.returncode == 0, again.stderr
+    assert re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", again.stdout) == figures
+    assert "[ 1/" not in again.stdout
+
+
 def finetune(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "jobs/finetune.py", *args],

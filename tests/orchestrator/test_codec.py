@@ -166,7 +166,7 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ({"data.path": None}, "data: path must be a string, got None"),
         (
             {"data.augment": "mixup"},
-            "data: augment must be 'none', 'flip', 'shift' or 'inception', got 'mixup'",
+            "data: augment must be 'none', 'flip', 'shift', 'crop', 'crop_flip' or 'inception', got 'mixup'",
         ),
         ({"scale.use_gpu": "maybe"}, "scale: use_gpu must be true or false, got 'maybe'"),
         (

@@ -41,6 +41,7 @@ CONFIGS = sorted(
 # The fields without a default.
 NEEDED: dict[str, dict[str, Any]] = {
     "Device": {"usd_per_hour": 1.0, "peak_tflops": 1.0},
+    "SuiteRow": {"name": "a", "path": "b"},
     "Sweep": {"base": RunConfig(), "arms": {}},
     "Trunk": {"at": (1,), "cooldown": 1},
 }

@@ -73,7 +73,8 @@ def test_memory_is_bounded(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = open_stream(override(RunConfig(), {"data.path": noise, "data.batch_size": 4}), "val", 0, 1).data
     assert decoded_split(data, "val", Transform(size=32))
     assert decoded_split(data, "val", Transform(size=33)) is None
-    assert decoded_split(data, "val", Transform(size=32, augment="inception")) is None
+    for augment in ("inception", "crop", "crop_flip"):
+        assert decoded_split(data, "val", Transform(size=32, augment=augment)) is None
     assert decoded_split.cache_info().maxsize == decoded.SPLITS
     monkeypatch.setattr(decoded, "SPLIT_BYTES", ROWS * 3 * 8 * 8)
     assert decoded_split(data, "val", Transform(size=8, eval_crop=0.5))

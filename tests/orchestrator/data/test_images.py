@@ -210,7 +210,7 @@ def test_exif_turns_before_the_crop() -> None:
     np.testing.assert_array_equal(image.permute(1, 2, 0).numpy(), turned)
 
 
-@pytest.mark.parametrize("augment", ["none", "inception"])
+@pytest.mark.parametrize("augment", ["none", "crop", "inception"])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 90), (90, 1), (7, 200), (33, 32)])
 def test_crops_stay_inside(height: int, width: int, augment: str) -> None:
     """Pixels outside of the image would be black."""
@@ -337,6 +337,20 @@ def test_flips_are_half_of_the_images() -> None:
     found = [Transform(size=16, augment="flip")(content, str(n)) for n in range(300)]
     assert all(torch.equal(image, plain) or torch.equal(image, mirrored) for image in found)
     assert 0.4 < sum(torch.equal(image, mirrored) for image in found) / 300 < 0.6
+
+
+def test_crops_of_fine_tuning_keep_six_sevenths_of_both_sides() -> None:
+    """Of 14 x 28 pixels, 12 x 24 at any of 3 x 5 places, made a square; half of them mirrored with flips."""
+    content = encoded(coordinates(14, 28))
+    boxes = [coordinates(14, 28)[y : y + 12, x : x + 24] for y in range(3) for x in range(5)]
+    whole = Transform(size=12, eval_resize="square", eval_crop=1)
+    expected = {whole(encoded(box)).numpy().tobytes(): box for box in boxes}
+    found = [Transform(size=12, augment="crop")(content, str(n)) for n in range(300)]
+    assert {image.numpy().tobytes() for image in found} == expected.keys()
+    both = [Transform(size=12, augment="crop_flip")(content, str(n)) for n in range(300)]
+    mirrored = sum(image.flip(2).numpy().tobytes() in expected for image in both)
+    assert mirrored + sum(image.numpy().tobytes() in expected for image in both) == 300
+    assert 0.4 < mirrored / 300 < 0.6
 
 
 def test_shifts_are_every_one_of_up_to_an_eighth_of_the_side() -> None:

@@ -25,6 +25,7 @@ from orchestrator.sweeps.finetune import (
     interval,
     probe,
 )
+from orchestrator.sweeps.suite import SuiteRow
 from orchestrator.training.fewshot import augmented
 from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.worker import train_worker
@@ -106,7 +107,8 @@ def test_the_head_is_new_though_it_would_fit(trained: ModelRef) -> None:
 def test_figures_of_seeds_and_data_sets(trained: ModelRef, digits: str, tmp_path: Path) -> None:
     """a: 0.8 and 0.6; b: 0.5, and seed 1 diverged. Mean over data sets of seed 0 alone: 0.65."""
     (tmp_path / "b").symlink_to(digits)
-    sweep = finetune_sweep(finetune_run(trained), [digits, str(tmp_path / "b")], seeds=2)
+    rows = [SuiteRow(name="shards", path=digits), SuiteRow(name="b", path=str(tmp_path / "b"))]
+    sweep = finetune_sweep(finetune_run(trained), rows, seeds=2)
     assert list(sweep.trials()) == ["shards-seed0", "shards-seed1", "b-seed0", "b-seed1"]
     run = sweep.runs()["b-seed1"]
     assert (run.train.seed, run.data.path, run.model.num_classes) == (1, str(tmp_path / "b"), 10)
@@ -123,9 +125,13 @@ def test_figures_of_seeds_and_data_sets(trained: ModelRef, digits: str, tmp_path
     found = fine_tuned(sweep, outcomes)
     assert found.of("shards").mean == pytest.approx(0.7)
     assert math.isnan(found.of("b").half)
-    overall = found.overall()
+    overall = found.overall(["shards", "b"])
     assert overall is not None
     assert overall.mean == pytest.approx(0.65)
+    assert found.overall(["shards", "b", "c"]) is None, "c has no run"
+    group = found.overall(["shards"])
+    assert group is not None
+    assert group.half == pytest.approx(12.706205 * 0.1, rel=1e-6)
     assert failures(outcomes) == {"b-seed1": "diverged at step 500: try a lower train.lr"}
     assert failures({"b-seed0": "no space"}) == {"b-seed0": "no space"}
     assert fine_tuned(sweep, {}).accuracy == {}
@@ -144,7 +150,9 @@ def test_the_probe_is_scikit_learns_ridge(trained: ModelRef, digits: str):
     """On the features of all 1,433 training images; equal float64 numbers may differ by one tied image."""
     model = trained.load()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = probe(model, trained, [digits], batch_size=64, device=torch.device("cpu"))
+    found = probe(
+        model, trained, [SuiteRow(name="d", path=digits)], batch_size=64, device=torch.device("cpu")
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     x, y = {}, {}
     for split in ("train", "val"):
