@@ -83,8 +83,8 @@ class SuiteRow(Config):
 
 
 def read_suite(file: str, root: str | None = None, shards: Callable[[str], str] = str) -> list[SuiteRow]:
-    """Reads a TOML file of ``[[rows]]``, whose fields are those of `SuiteRow`. Their paths are relative to
-    `root`, by default the folder of the file.
+    """Reads a TOML file of ``[[rows]]``, whose fields are those of `SuiteRow`. Relative paths are below `root`,
+    by default the folder of the file.
 
     Args:
         shards: returns the data set of a location, or raises UsageError.
@@ -112,7 +112,8 @@ def read_suite(file: str, root: str | None = None, shards: Callable[[str], str] 
             row = read_config(SuiteRow, fields)
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
-        location = row.path if "://" in row.path else storage.join(root, row.path)
+        own = row.path.startswith("/") or "://" in row.path
+        location = row.path if own else storage.join(root, row.path)
         try:
             row = replace(row, path=shards(location))
             classes = len(open_manifest(row.path).classes)

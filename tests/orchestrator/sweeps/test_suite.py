@@ -103,9 +103,9 @@ def test_files_that_are_no_suites(digits: str, tmp_path: Path) -> None:
 
 
 def test_paths_are_below_the_root(digits: str, tmp_path: Path) -> None:
-    file = written(tmp_path, digits, 'name = "a"\npath = "shards"')
-    (row,) = read_suite(file, root=str(Path(digits).parent))
-    assert row.path == digits
+    file = written(tmp_path, digits, 'name = "a"\npath = "shards"', f'name = "b"\npath = "{digits}"')
+    rows = read_suite(file, root=str(Path(digits).parent))
+    assert [row.path for row in rows] == [digits, digits]
 
 
 def base(tmp_path: Path, digits: str) -> RunConfig:
