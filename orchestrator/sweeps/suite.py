@@ -83,8 +83,8 @@ class SuiteRow(Config):
 
 
 def read_suite(file: str, root: str | None = None, shards: Callable[[str], str] = str) -> list[SuiteRow]:
-    """Reads a TOML file of ``[[rows]]``, whose fields are those of `SuiteRow`. Relative paths are below `root`,
-    by default the folder of the file.
+    """Reads a TOML file of ``[[rows]]``, whose fields are those of `SuiteRow`. Relative paths are below
+    `root`, by default the folder of the file.
 
     Args:
         shards: returns the data set of a location, or raises UsageError.
