@@ -170,7 +170,7 @@ def print_rates(rates: Sweep, outcomes: Mapping[str, Outcome]) -> None:
             return outcome
         return outcome.metrics[rates.quality] if outcome.status == "finished" else "diverged"
 
-    rows = [(arm, changes["train.lr"], found(arm)) for arm, changes in rates.changes.items()]
+    rows = [(arm, f"{changes['train.lr']:g}", found(arm)) for arm, changes in rates.changes.items()]
     print("\naccuracy on held-out pieces of the training images, by learning rate")
     print_table(("run", "rate", "held out"), rows)
 
