@@ -1,7 +1,7 @@
 """Batch norm over the images of all ranks: a step does not depend on how the batch is split over them.
 
-Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167; epsilon and momentum are torch's. Torch's own
-synchronised batch norm runs on GPUs alone, and counts padding.
+Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167; epsilon and momentum are torch's. Torch's
+own synchronised batch norm runs on GPUs alone, and counts padding.
 """
 
 from typing import Any
@@ -33,9 +33,12 @@ class BatchNorm(nn.Module):
         self.seen: tuple[Tensor, Tensor] | None = None
 
     def draws(self) -> dict[str, Draw]:
-        return {name: zeros() if name in ("bias_C", "mean_C") else constant(1.0) for name in self.state_dict()}
+        return {
+            name: zeros() if name in ("bias_C", "mean_C") else constant(1.0) for name in self.state_dict()
+        }
 
     def forward(self, x: Tensor, valid_B: Tensor) -> Tensor:
+        self.seen = None
         if self.training and self.weight_C.requires_grad:
             y, *self.seen = _normalize(x, valid_B, self.weight_C, self.bias_C)
             return y
@@ -47,7 +50,7 @@ class BatchNorm(nn.Module):
     def follow(self) -> None:
         """Moves the running averages towards the last batch. The model calls it after its forward pass,
         because activation checkpointing repeats that of a block."""
-        if self.training and self.seen:
+        if self.seen:
             for name, value in zip(("mean_C", "variance_C"), self.seen, strict=True):
                 self.get_buffer(name).lerp_(value, MOMENTUM)
             self.seen = None

@@ -34,6 +34,8 @@ class ModelConfig(Family, ABC, default="vit"):
         gives: heads of the model's output.
         head: name of the submodule whose input is an image's representation.
         causal: whether the output at a token must not depend on later tokens.
+        whole_batch: whether in training an image's output depends on the batch, as with batch norm, so that
+            a batch cannot be split into microbatches.
         starts_from: prefix of the tensors that a model of another kind can be the start of; empty: all.
     """
 
@@ -44,6 +46,7 @@ class ModelConfig(Family, ABC, default="vit"):
     gives: ClassVar[tuple[str, ...]] = ("logits",)
     head: ClassVar[str] = "head"
     causal: ClassVar[bool] = False
+    whole_batch: ClassVar[bool] = False
     starts_from: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -6,6 +6,10 @@ Source: the dense models (``S/16``, ..) are those of Soft MoE (section 3.3) and 
 blocks of S of the released configs. The paper does not print the sizes of ``vmoe-15B``; ours have the printed
 14.7B parameters. ``vit_small_patch16_224`` and its like are timm's plain ViTs.
 
+``astroformer-1-soft-`` are the models of Implicit Bias in Soft MoE (section 4.4.1) for CIFAR: Soft MoE in
+place of both MLPs of Astroformer-1, without the skip connection around it; one slot per expert, and the same
+number of hidden units in all for any number of experts.
+
 Two towers: ``lit-`` are those of LiT (Zhai et al. 2022), with a text tower of the image tower's size;
 ``-lit-g`` those of Soft MoE's table 3, with the text tower of ViT-g; ``-laion`` those of its appendix F.1, as
 in the released `pretrain_laion.py`, without the sizes whose patches of 14 pixels do not divide 256.
@@ -18,7 +22,7 @@ from moe.config import did_you_mean
 from moe.layer import MoEConfig
 from moe.load import load
 from moe.model import Model, ModelConfig
-from moe.models import TwoTowersConfig, ViTConfig
+from moe.models import AstroformerConfig, TwoTowersConfig, ViTConfig
 from moe.models.text import TextConfig
 from moe.routers import SoftConfig, TokenChoiceConfig
 
@@ -123,7 +127,21 @@ TWO_TOWERS = (
         )
     }
 )
-PRESETS: dict[str, ModelConfig] = {**VITS, **TWO_TOWERS}
+_ASTROFORMER = AstroformerConfig()
+ASTROFORMERS = {"astroformer-1": _ASTROFORMER} | {
+    f"astroformer-1-soft-{num_experts}e": replace(
+        _ASTROFORMER,
+        moe=MoEConfig(
+            layers="last_2",
+            num_experts=num_experts,
+            expert_dim=49_152 // num_experts,
+            residual=False,
+            router=SoftConfig(),
+        ),
+    )
+    for num_experts in (2, 8, 16, 64, 128)
+}
+PRESETS: dict[str, ModelConfig] = {**VITS, **ASTROFORMERS, **TWO_TOWERS}
 
 
 def preset(name: str) -> ModelConfig:

@@ -304,6 +304,11 @@ class RunConfig(Config):
             raise ValueError(
                 f"train.microbatch={self.train.microbatch} does not divide a worker's {batch // workers}"
             )
+        if self.model.whole_batch and self.images_per_pass() < batch // workers:
+            raise ValueError(
+                f"train.microbatch={self.train.microbatch} would change the results of a model of kind"
+                f" {self.model.kind!r}, which normalises over the whole batch: use train.microbatch=none"
+            )
         if self.lane_count() % workers:
             raise ValueError(
                 f"data.lanes={self.lane_count()} does not divide over workers={workers}: begin the run"

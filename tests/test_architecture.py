@@ -37,8 +37,9 @@ moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.r
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
 moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
 moe.trace: moe.layer moe.model
-moe.models: moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides moe.routing
-    moe.tokenizers moe.trace
+moe.batch_norm: moe.init moe.routing
+moe.models: moe.batch_norm moe.config moe.dense moe.init moe.layer moe.model moe.models moe.overrides
+    moe.routing moe.tokenizers moe.trace
 moe.cost: moe.experts moe.model moe.overrides
 orchestrator: orchestrator
 orchestrator.config: moe orchestrator.names orchestrator.optimizers orchestrator.plugins
@@ -113,8 +114,8 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
 mlflow: orchestrator.tracking
 boto3: orchestrator.storage
 pyarrow.fs: orchestrator.storage
-torch.distributed: moe.parallel orchestrator.checkpoint orchestrator.optimizers orchestrator.training.fit
-    orchestrator.training.metrics orchestrator.training.worker
+torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
+    orchestrator.training.fit orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests

@@ -54,7 +54,7 @@ class AstroformerConfig(ModelConfig):
     dropout: DropoutRate = 0.0
     moe: MoEConfig | None = None
 
-    batch_norm: ClassVar = True
+    whole_batch: ClassVar = True
 
     def check(self) -> None:
         if not re.fullmatch("[CT]+", self.stages):
@@ -134,9 +134,7 @@ class ConvBlock(nn.Module):
         self.norm1 = BatchNorm(before)
         self.expand = Convolution(before, hidden, 1, bias=False)
         self.norm2 = BatchNorm(hidden)
-        self.depthwise = Convolution(
-            hidden, hidden, 3, 1 + halves, padding=1, groups=hidden, bias=False
-        )
+        self.depthwise = Convolution(hidden, hidden, 3, 1 + halves, padding=1, groups=hidden, bias=False)
         self.norm3 = BatchNorm(hidden)
         self.squeeze = Convolution(hidden, width // SQUEEZE, 1)
         self.excite = Convolution(width // SQUEEZE, hidden, 1)
@@ -224,15 +222,19 @@ class AttentionBlock(nn.Module):
     ) -> UnitOutput:
         y = self.norm1(x.movedim(1, -1)).movedim(-1, 1)
         y = F.avg_pool2d(y, 2) if self.halves else y
-        shortcut = self.shortcut(x)
-        x_BSD = _tokens(shortcut) + self.attention(_tokens(y))
+        x_BSD = _tokens(self.shortcut(x)) + self.attention(_tokens(y))
         if not isinstance(self.mlp, MoELayer):
-            return without_experts((x_BSD + self.mlp(self.norm2(x_BSD))).mT.view_as(shortcut))
+            return without_experts(self.as_map(x_BSD + self.mlp(self.norm2(x_BSD))))
         y_BSD, routing = self.mlp(
             self.norm2(x_BSD), valid_B, keys_B, overrides, return_stats or return_routing, True
         )
         y_BSD = x_BSD + y_BSD if self.residual else y_BSD
-        return with_experts(y_BSD.mT.view_as(shortcut), routing, return_routing=return_routing)
+        return with_experts(self.as_map(y_BSD), routing, return_routing=return_routing)
+
+    def as_map(self, x_BSD: Tensor) -> Tensor:
+        """(B, S, D) -> (B, D, H, W), a copy: FSDP's units return no views."""
+        grid = self.attention.grid
+        return x_BSD.mT.unflatten(-1, (grid, grid)).clone(memory_format=torch.contiguous_format)
 
 
 class Stem(nn.Module):

@@ -70,6 +70,10 @@ class TwoTowersConfig(ModelConfig):
         return f"image.{self.image.head}"
 
     @property
+    def whole_batch(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.image.whole_batch
+
+    @property
     def image_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.image.image_size
 

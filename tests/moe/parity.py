@@ -55,13 +55,14 @@ class Trained:
     gradients: dict[str, Tensor]
     logits: tuple[Tensor, ...]
     stats: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def batches(case: Case) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Images, labels and keys of every step, the whole batch."""
-    g = torch.Generator().manual_seed(SEED)
+    g, size = torch.Generator().manual_seed(SEED), case.config.image_size
     for step in range(case.steps):
-        images = torch.randn(case.batch, 3, 8, 8, generator=g).to(case.dtype)
+        images = torch.randn(case.batch, 3, size, size, generator=g).to(case.dtype)
         labels = torch.randint(0, 10, (case.batch,), generator=g)
         yield images, labels, mix(torch.arange(case.batch), step)
 
@@ -105,7 +106,7 @@ def train(model: Model, case: Case, mine: slice, microbatches: int = 1) -> Train
             for chosen in after
         ]
     logits = tuple(output.logits for output in outputs)
-    return Trained(start, losses, norms, gradients, logits, outputs[0].stats)
+    return Trained(start, losses, norms, gradients, logits, outputs[0].stats, dict(model.named_buffers()))
 
 
 def check_equal(
@@ -147,6 +148,8 @@ def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case
         close(*local(got.gradients[name], gradient), 100 * tolerance, f"gradient of {name}, {case}")
     for ours, theirs in zip(got.logits, expected.logits, strict=True):
         close(ours, theirs[mine], 100 * tolerance, f"logits of the padded batch, {case}")
+    for name, buffer in expected.buffers.items():
+        close(got.buffers[name], buffer, 100 * tolerance, f"{name}, {case}")
     assert set(got.stats) == set(expected.stats), case
 
 

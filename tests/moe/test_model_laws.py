@@ -9,10 +9,16 @@ from moe.codec import from_dict, to_dict
 from moe.config import members
 from moe.layer import MoEConfig
 from moe.model import Model, ModelConfig
+from moe.models import AstroformerConfig
 from moe.presets import PRESETS
 from tests.moe.parts import randn
 
-SMALL = {"vit": PRESETS["debug"]}
+SMALL = {
+    "vit": PRESETS["debug"],
+    "astroformer": AstroformerConfig(
+        image_size=16, num_classes=10, stages="CT", widths=(16, 32), depths=(2, 2), stem_width=8, head_dim=16
+    ),
+}
 MODELS = [SMALL.get(cls.kind) or cls() for cls in members(ModelConfig) if cls.gives == ("logits",)]
 EXPERTS = MoEConfig(num_experts=4, layers="last_1")
 each_model = pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from moe.layer import MoEConfig
+from moe.models import AstroformerConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, build_sharded, build_whole, check_layout, make_mesh, update
 from moe.presets import PRESETS
@@ -77,6 +78,20 @@ ONCE = {
                 layers="last_1", num_experts=4, images_per_group=2, expert_dropout=0.1, router=TOKENS
             )
         )
+    ),
+    # Padded images are normalised here too, by the statistics of those that are not.
+    "batch norm": Case(
+        config=AstroformerConfig(
+            image_size=16,
+            num_classes=10,
+            stages="CT",
+            widths=(8, 16),
+            depths=(2, 2),
+            stem_width=8,
+            head_dim=8,
+            moe=MoEConfig(layers="last_1", num_experts=4, images_per_group=2, router=SOFT, residual=False),
+        ),
+        after=RoutingOverrides(experts=2, random_blocks=(3,)),
     ),
     "overridden": Case(
         config=vit_config(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
