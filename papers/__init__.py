@@ -21,6 +21,7 @@ SWEEPS = {  # name -> folder, in the order of `--list`
     "capacity": "vmoe",
     "vmoe": "vmoe",
     "expert_count": "implicit_bias",
+    "expert_count_cifar": "implicit_bias",
     "softmax_combine": "routers",
     "slots": "soft_moe",
     "moe_layers": "soft_moe",

@@ -1,5 +1,8 @@
-"""The sweep of Implicit Bias in Soft MoE (Chung et al. 2024)."""
+"""The sweeps of Implicit Bias in Soft MoE (Chung et al. 2024)."""
 
+from typing import cast
+
+from moe.models import AstroformerConfig
 from orchestrator.sweeps.arms import MOE, moe, named
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
@@ -24,3 +27,23 @@ def expert_count(scale: Scale) -> Sweep:
         for n in counts
     }
     return Sweep(base=scale.base, arms=arms)
+
+
+@named
+def expert_count_cifar(scale: Scale) -> Sweep:
+    """Many small experts or few large ones, in the two blocks of attention that end an Astroformer.
+
+    Source: Implicit Bias in Soft MoE, section 4.4.1 and appendix D.2: n experts of one slot in place of the
+    MLPs of Astroformer-1, without the skip connection around them. All together have the hidden units of 16
+    MLPs, 49,152.
+    """
+    model = cast(AstroformerConfig, scale.base.model)
+    total = 16 * 4 * model.widths[-1]
+    return Sweep(
+        base=scale.base,
+        arms={
+            f"n{n}": moe("soft", n, layers=f"last_{model.depths[-1]}", slots_per_expert=1)
+            | {f"{MOE}.expert_dim": total // n, f"{MOE}.residual": False}
+            for n in (2, 8, 16, 64, 128)
+        },
+    )
