@@ -112,7 +112,7 @@ NO_ARM = {  # part of the row's name -> why no sweep has it
     "7 epochs": "as 14 epochs, for half of the steps",
     "large experts": "the width of the experts is not printed",
     "MNIST": "not a ViT",
-    "Astroformer": "not a ViT",
+    "Astroformer": "not a ViT: sweep expert_count_cifar",
 }
 # (sweep, column) -> why our arms differ from all rows
 OTHERWISE = {}
