@@ -132,8 +132,8 @@ _TINY_ASTROFORMER = {
 }
 # Implicit Bias in Soft MoE, appendix D.2 and table 7: smoothing, dropout, cosine, AdamW and 500 epochs; other
 # numbers are those of Astroformer's command for CIFAR and timm's defaults, but for crops of 5 instead of 8 %
-# of the area and more, and a warm-up from 0 instead of 1e-5. The paper's size of images, batch and rate are not
-# readable: 96 pixels and a batch of 256 are ours, and the rate is Astroformer's there.
+# of the area and more, and a warm-up from 0 instead of 1e-5. The paper's size of images, batch and rate are
+# not readable: 96 pixels and a batch of 256 are ours, and the rate is Astroformer's there.
 _CIFAR_ASTROFORMER = {
     "model.kind": "astroformer",
     "model.image_size": 96,
