@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from moe.init import Draw, constant, zeros
 from moe.routing import at_least_fp32
@@ -40,7 +39,8 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor, valid_B: Tensor) -> Tensor:
         self.seen = None
         if self.training and self.weight_C.requires_grad:
-            y, *self.seen = _normalize(x, valid_B, self.weight_C, self.bias_C)
+            y, mean_C, variance_C = _normalize(x, valid_B, self.weight_C, self.bias_C)
+            self.seen = mean_C, variance_C
             return y
         scale_C = at_least_fp32(self.weight_C) * (self.get_buffer("variance_C") + EPSILON).rsqrt()
         shift_C = at_least_fp32(self.bias_C) - self.get_buffer("mean_C") * scale_C
@@ -89,7 +89,6 @@ class _BatchNorm(Function):
         return y.to(x.dtype), mean_C, variance_C
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
         x, valid, weight_C, mean_C, deviation_C, total_C = ctx.saved_tensors
         gradient = at_least_fp32(gradients[0])
@@ -102,7 +101,7 @@ class _BatchNorm(Function):
         return grad_x, None, own_2C[1].to(weight_C.dtype), own_2C[0].to(weight_C.dtype)
 
 
-_normalize = torch.compiler.disable(_BatchNorm.apply)  # it waits for other ranks
+_normalize: Any = torch.compiler.disable(_BatchNorm.apply)  # it waits for other ranks
 
 
 def _channels(values_C: Tensor) -> Tensor:
