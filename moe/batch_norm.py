@@ -46,7 +46,6 @@ class BatchNorm(nn.Module):
         shift_C = at_least_fp32(self.bias_C) - self.get_buffer("mean_C") * scale_C
         return (x * _channels(scale_C) + _channels(shift_C)).to(x.dtype)
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Moves the running averages towards the last batch. The model calls it after its forward pass,
         because activation checkpointing repeats that of a block."""
