@@ -39,8 +39,7 @@ class AstroformerConfig(ModelConfig):
         stem_width: channels of the two convolutions before the stages.
         head_dim: channels of each attention head.
         dropout: dropout of the head's input.
-        moe: experts in place of MLPs of the last stage. Blocks are counted through all stages, so that all
-            of Astroformer-1 are ``last_2``.
+        moe: experts in place of MLPs of the last stage, whose blocks alone are counted.
     """
 
     kind: Literal["astroformer"] = "astroformer"
@@ -76,13 +75,9 @@ class AstroformerConfig(ModelConfig):
                 f"image_size={self.image_size} cannot be halved {halvings} times, by the stem and"
                 f" {len(self.stages)} stages: use a multiple of {2**halvings}"
             )
-        depth = sum(self.depths)
-        first = depth - (self.depths[-1] if self.stages[-1] == "T" else 0)
-        if any(block < first for block in self.moe_blocks()):
-            raise ValueError(
-                f"moe.layers={self.moe and self.moe.layers!r} has blocks {self.moe_blocks()}, and those with"
-                f" an MLP in the last stage are {tuple(range(first, depth))}"
-            )
+        if self.moe and self.stages[-1] == "C":
+            raise ValueError(f"experts replace the MLPs of a last stage T, got stages={self.stages!r}")
+        self.moe_blocks()
 
     def build(self, *, seed: int | None = 0) -> "Astroformer":
         return Astroformer(self, seed=seed)
@@ -94,7 +89,8 @@ class AstroformerConfig(ModelConfig):
         return f"{self.stages}w{self.widths[-1]}d{sum(self.depths)}"
 
     def moe_blocks(self) -> tuple[int, ...]:
-        return self.moe.blocks(sum(self.depths)) if self.moe else ()
+        first = sum(self.depths[:-1])
+        return tuple(first + i for i in self.moe.blocks(self.depths[-1])) if self.moe else ()
 
     def grid(self, stages: int) -> int:
         """Returns the side of the map behind the stem and some stages."""
@@ -173,9 +169,9 @@ class RelativeAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, D/H)
-        bias_1HSS = self.bias_OH[self.offsets()].movedim(-1, 0).unsqueeze(0)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_1HSS)
-        return self.out(y.transpose(1, 2).flatten(2))
+        bias_HSS = self.bias_OH[self.offsets()].movedim(-1, 0)
+        weights_BHSS = (q @ k.mT * q.shape[-1] ** -0.5 + bias_HSS).softmax(-1)
+        return self.out((weights_BHSS @ v).transpose(1, 2).flatten(2))
 
     def offsets(self) -> Tensor:
         """Returns (S, S), the number of the offset from each place to each."""
