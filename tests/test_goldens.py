@@ -57,7 +57,7 @@ def test_runner_prints_a_line_per_case_and_finds_what_is_wrong(tmp_path):
     assert good.returncode == 0, good.stdout + good.stderr
     lines = good.stdout.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["ok", "ok"]
-    assert lines[-1] == "2 ok, 0 FAIL"
+    assert lines[-1] == "2 ok, 0 FAIL, 0 none"
 
     of = "softmax_token_choice__"
     altered(case, tmp_path / f"{of}forward.npz", y=lambda y: y + 1e-3)
