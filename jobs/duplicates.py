@@ -108,11 +108,11 @@ def as_page(
     """Returns HTML with both images of each pair beside each other."""
     import numpy as np
 
-    from orchestrator.data.duplicates import readers
     from orchestrator.data.images import decode, encode_png
 
     def picture(of: HashedSplit, place: int) -> str:
-        (read,) = readers(*opened[of.name], np.array([of.number[place]]))
+        data, split = opened[of.name]
+        (read,) = data.readers(split, np.array([of.number[place]]))
         png = encode_png(decode(read()).permute(1, 2, 0).numpy())
         return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 

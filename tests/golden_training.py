@@ -136,7 +136,7 @@ def _combine(routing, experts: int, tokens: int) -> Tensor:
 
 
 def vtab_labels(z: Arrays, meta: Meta, report: Report) -> None:
-    """What the classes are made of; of a count, the objects."""
+    """Returns what the classes are made of; of a count, the objects."""
     for task in sorted({task for task, *_ in meta["cases"]}):
         rule = getattr(vtab, task)
         cases = [(value, label) for name, value, label in meta["cases"] if name == task]

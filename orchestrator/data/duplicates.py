@@ -22,6 +22,7 @@ from PIL import Image
 
 from orchestrator.data.images import BadImage, decode
 from orchestrator.data.shards import DataSet
+from orchestrator.errors import UsageError
 
 SAME, ALIKE = 4, 8  # bits: a duplicate, and one to look at
 SMALLEST = 32  # pixels of the shorter side, below which different images have the same hash
@@ -42,7 +43,6 @@ class HashedSplit:
         bits, mirrored: perceptual hashes of the image and of its mirror image.
         digest: checksum of the pixels.
         small: whether only pixels count.
-        damaged: images that could not be decoded, which are left out.
     """
 
     name: str
@@ -52,7 +52,6 @@ class HashedSplit:
     mirrored: Hashes
     digest: Hashes
     small: NDArray[np.bool_]
-    damaged: int
 
 
 class Pair(NamedTuple):
@@ -65,18 +64,22 @@ class Pair(NamedTuple):
 
 
 def hash_split(data: DataSet, split: str, name: str) -> HashedSplit:
-    """Decodes and hashes every image of a split."""
-    keys, rows, damaged = list[str](), list[tuple[int, int, int, int, bool]](), 0
+    """Decodes and hashes every image of a split; those that are damaged are left out, with a warning.
+
+    Raises:
+        UsageError: if there is no whole image.
+    """
+    keys, rows = list[str](), list[tuple[int, int, int, int, bool]]()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for number, (key, found) in enumerate(_images(data, split, pool)):
             if isinstance(found, BadImage):
                 log.warning("%s, %s: %s", name, key, found)
-                damaged += 1
             else:
                 keys.append(key)
                 rows.append((number, *found))
-    columns = zip(*rows, strict=True) if rows else ((),) * 5
-    number, bits, mirrored, digest, small = columns
+    if not rows:
+        raise UsageError(f"{name} has no image that can be decoded: texts cannot be compared")
+    number, bits, mirrored, digest, small = zip(*rows, strict=True)
     return HashedSplit(
         name=name,
         keys=keys,
@@ -85,14 +88,7 @@ def hash_split(data: DataSet, split: str, name: str) -> HashedSplit:
         mirrored=np.array(mirrored, dtype=np.uint64),
         digest=np.array(digest, dtype=np.uint64),
         small=np.array(small, dtype=bool),
-        damaged=damaged,
     )
-
-
-def readers(data: DataSet, split: str, images: NDArray[np.int64]) -> list[Callable[[], bytes]]:
-    """Begins to read images, which are counted through the split, and returns what waits for each."""
-    shard, row = data.places(split, images)
-    return data.images(split, shard, data.records(split, shard, row))[0]
 
 
 def _images(
@@ -103,7 +99,7 @@ def _images(
         keys = data.keys(split, shard)
         for first in range(0, of.rows, TOGETHER):
             images = int(starts[shard]) + np.arange(first, min(first + TOGETHER, of.rows))
-            yield from zip(keys[first:], pool.map(_hashed, readers(data, split, images)), strict=False)
+            yield from zip(keys[first:], pool.map(_hashed, data.readers(split, images)), strict=False)
 
 
 def _hashed(read: Callable[[], bytes]) -> tuple[int, int, int, bool] | BadImage:

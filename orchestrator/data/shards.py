@@ -117,6 +117,11 @@ class DataSet:
         checked: list[Image] = [partial(_checked, *each) for each in zip(images, crc32.tolist(), strict=True)]
         return checked, Traffic(requests, fetched)
 
+    def readers(self, split: str, images: Ints) -> list[Image]:
+        """Begins to read images, which are counted through the split."""
+        shard, row = self.places(split, images)
+        return self.images(split, shard, self.records(split, shard, row))[0]
+
     def _unpacked(self, location: str, shard: Shard, offset: int, size: int) -> bytes:
         assert shard.unpacked is not None
         make = partial(_unpack, location, shard)

@@ -141,7 +141,7 @@ class Latency:
 
 
 def timed_inputs(task: TaskConfig, batch: Batch) -> Tensor:
-    """What `latencies` runs: images, or the input of a model that reads none."""
+    """Returns what `latencies` runs: images, or the input of a model that reads none."""
     return normalize(batch["image"]) if "image" in batch.fields else task.inputs(batch)
 
 

@@ -221,7 +221,7 @@ def _passed_by(passed: Mapping[str, tuple[float, float]]) -> str:
 
 
 def _judged_on(sweep: SweepRecord, runs: Sequence[RunConfig]) -> str:
-    """What quality is measured on: the number of images or sequences if it is known, data set and split."""
+    """Returns what quality is measured on: how many images or sequences, if known, data set and split."""
     paths = dict.fromkeys(path for run in runs for path in _judged_paths(sweep, run))
     names = ", ".join(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
     counted = sweep.val_images and len(paths) == 1 and {*paths} == {run.data.path for run in runs}

@@ -24,7 +24,6 @@ from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
-from orchestrator.data.duplicates import readers
 from orchestrator.data.images import decode
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.shards import DataSet
@@ -94,7 +93,7 @@ def grey_images(path: str) -> Greys:
     data, found = DataSet(path=path, manifest=open_manifest(path), cache_bytes=0), []
     for split, most in (("train", None), ("val", JUDGED)):
         images = np.arange(data.manifest.rows(split))[:most]
-        pixels = [decode(read()).float().mean(0) / 255 for read in readers(data, split, images)]
+        pixels = [decode(read()).float().mean(0) / 255 for read in data.readers(split, images)]
         shapes = {tuple(each.shape) for each in pixels}
         (height, width), *others = shapes
         if others or height != width or height % 2:

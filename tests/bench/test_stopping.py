@@ -29,7 +29,7 @@ def test_what_running_trials_have_cost_is_counted() -> None:
 
 
 def test_a_budget_admits_what_it_holds_beside_what_runs() -> None:
-    """Of 4, 2 are promised to the first trial. The second needs 6, and the third fits to the cent."""
+    """A budget of 4 has promised 2 to the first trial. The second needs 6, and the third fits exactly."""
     costs = {"a": 2.0, "b": 6.0, "c": 2.0}
     run = replayed(RunToCompletion(), curves(costs, a=0.5, b=0.6, c=0.7), ["a", "b", "c"], budget=4.0)
     assert [arm for _, arm in run.complete] == ["a", "c"]

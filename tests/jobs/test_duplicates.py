@@ -26,7 +26,6 @@ def hashed(*bits: int, mirrored: int = 0, digest: int = 0, small: bool = False) 
         mirrored=np.full(count, mirrored, dtype=np.uint64),
         digest=np.full(count, digest, dtype=np.uint64),
         small=np.full(count, small),
-        damaged=0,
     )
 
 
@@ -86,6 +85,13 @@ def test_what_is_in_both_splits_is_listed_and_shown(photographs: Path, tmp_path:
     page = (tmp_path / "out" / job.PAGE).read_text()
     assert page.count("<img") == 2 * len(rows)
     assert "75.00%" in said
+
+
+def test_texts_are_refused(tmp_path: Path, call: Call):
+    stopped, _ = call(pack_shards.main, "--source", "python-topics", "--out", str(tmp_path / "texts"))
+    assert stopped == ""
+    stopped, _ = call(job.main, str(tmp_path / "texts"), "--out", str(tmp_path / "out"))
+    assert "has no image that can be decoded: texts cannot be compared" in stopped
 
 
 def test_a_folder_with_other_files_is_kept(tmp_path: Path, call: Call):

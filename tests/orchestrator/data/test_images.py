@@ -340,7 +340,7 @@ def test_flips_are_half_of_the_images() -> None:
 
 
 def test_crops_of_fine_tuning_keep_six_sevenths_of_both_sides() -> None:
-    """Of 14 x 28 pixels, 12 x 24 at any of 3 x 5 places, made a square; half of them mirrored with flips."""
+    """From 14 x 28 pixels it cuts 12 x 24 at any of 3 x 5 places, and makes a square; flips mirror half."""
     content = encoded(coordinates(14, 28))
     boxes = [coordinates(14, 28)[y : y + 12, x : x + 24] for y in range(3) for x in range(5)]
     whole = Transform(size=12, eval_resize="square", eval_crop=1)

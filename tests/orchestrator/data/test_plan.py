@@ -130,7 +130,7 @@ def test_views_of_a_sample_follow_each_other(plan: Plan, repeats: int, data: st.
 
 
 def test_repeats_reach_every_sample() -> None:
-    """Of one shard, which is never permuted with another: three epochs have each sample three times."""
+    """One shard is never permuted with another: three epochs have each sample three times."""
     plan = Plan(rows=(40,), seed=0, lanes=4, batch_size=8, shuffle_window=4, repeats=3)
     epochs = [[s for step in read(plan, range(5 * e, 5 * e + 5)) for s in step] for e in range(3)]
     assert [len({*epoch}) for epoch in epochs] == [14, 14, 14]
@@ -138,7 +138,7 @@ def test_repeats_reach_every_sample() -> None:
 
 
 def test_a_mixed_pair_is_never_one_sample() -> None:
-    """By trying all settings: which ones a config takes with mixup."""
+    """Tries all settings: which ones a config takes with mixup."""
     for repeats, lanes, per_lane in itertools.product(range(1, 6), range(1, 7), range(1, 5)):
         batch = lanes * per_lane
         if batch % 2:

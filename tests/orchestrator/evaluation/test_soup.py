@@ -92,7 +92,7 @@ def test_different_models_are_refused(changes, message, trained, tmp_path):
 
 
 def test_models_that_began_with_other_weights_are_refused(trained, tmp_path):
-    """Of another seed, or of another model; fine-tuned with several seeds they have begun alike."""
+    """The start is another seed or another model; fine-tuned with several seeds models have begun alike."""
     with pytest.raises(
         UsageError, match=r"the start is the weights of seed 0 in .*, the weights of seed 1 in"
     ):

@@ -1,4 +1,4 @@
-"""What early stopping is expected to spend, before a sweep begins."""
+"""The spending that is expected of early stopping before a sweep begins."""
 
 from orchestrator.sweeps.queue import TrialState
 from orchestrator.sweeps.replay import expected_spending
