@@ -144,7 +144,7 @@ def test_a_suite_of_two_sets(digits: str, tmp_path: Path) -> None:
     args += ["--set", "train.steps=3"]
     first = finetune(home, *args)
     assert first.returncode == 0, first.stderr
-    tried = dict(re.findall(r"a-lr([\d.]+) +│ [\d.]+ │ +(0\.\d+) │", first.stdout))
+    tried = dict(re.findall(r"a-lr([\d.]+) +│ +[\d.]+ │ +(0\.\d+) │", first.stdout))
     assert tried.keys() == {"0.001", "0.03"}
     best = max(sorted(tried, key=float), key=lambda rate: float(tried[rate]))
     figures = re.findall(r"│ (a|b|mean[\w ]*?) +│ +2? │ (0\.\d+) \+- ", first.stdout)
