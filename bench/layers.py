@@ -2,6 +2,7 @@
 
   python bench/layers.py [--rounds N] [--experts 8 32 128 256] [--dtype float32 bfloat16]
       [--routers soft token_choice expert_choice model] [--groups ..] [--out FILE]
+  python bench/layers.py --out bench/results/layers-float32.json --draw docs/throughput.png
 
 One thread, D=384, H=1536, 196 tokens, 16 images (of the whole model 8), 256 slots per image. CPU seconds of a
 forward pass, of a training step (forward and backward) and of a matmul; every implementation lives in a
@@ -10,6 +11,8 @@ process of its own and is asked for one timing at a time, in rotating order; med
 
 Needs `pip install -e .[bench]`. Ours runs as in our training workers, which keep freed memory
 (`keep_freed_memory`); the others run "as shipped", or with the "same allocator".
+With --draw nothing is timed: what --out holds of ours is drawn against the number of experts, as figure 6 of
+Soft MoE.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,6 +30,7 @@ import torch
 from bench.harness import Record, options, processes
 from bench.peers import DIM, HIDDEN, PEERS, SLOTS, TOKENS, build
 from bench.provenance import provenance
+from papers.results import finish, panels
 
 STEPS = ("forward", "train")
 GEMM, GEMMS = 1024, 9
@@ -49,7 +54,10 @@ def main() -> None:
         routers=("soft", "token_choice", "expert_choice"),
         groups=("as shipped", "same allocator"),
         out="",
+        draw="",
     )
+    if args.draw:
+        return draw(json.loads(Path(args.out).read_text())["records"], args.draw)
     origin, records = provenance("torch", "timm", *PEERS["soft"], *PEERS["token_choice"]), list[Record]()
     for case, group in cases(args):
         found = measure(case, group, args.rounds)
@@ -174,6 +182,22 @@ def print_group(records: list[Record]) -> None:
             times = per_second(ours, what) / rate
             cells.append(f"{what} {rate:9.2f}/s {share:5.0%} of peak, ours is {times:.3f}x")
         print("  ".join(cells), flush=True)
+
+
+def draw(records: list[Record], picture: str) -> None:
+    """Images per second of our layers, in a panel for each step."""
+    figure, axes_of = panels("Our layers on one thread, 256 slots per image", len(STEPS))
+    for axes, what, title in zip(axes_of, STEPS, ("Forward", "Forward and backward"), strict=True):
+        rates: dict[str, dict[int, float]] = {}
+        for record in records:
+            if (record["implementation"], record["group"]) == ("ours", "as shipped"):
+                case = record["case"]
+                rates.setdefault(case["router"], {})[case["experts"]] = per_second(record, what) / TOKENS
+        for router, rate in rates.items():
+            axes.semilogx(rate.keys(), rate.values(), "o-", label=router.replace("_", " "))
+        axes.set_ylim(0)
+        finish(axes, "Experts", "Images per second", sorted({*chain(*rates.values())}), title)
+    figure.savefig(picture)
 
 
 def verdicts(records: list[Record]) -> Iterator[str]:

@@ -323,6 +323,7 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
 
 def print_frontier(frontier: Frontier) -> None:
     from orchestrator.frontier.claims import check_claim
+    from orchestrator.frontier.figure import SIZE_TITLE
     from orchestrator.frontier.points import IN_BITS
 
     listed = sorted(zip(frontier.all_points, frontier.statuses(), strict=True), key=lambda each: each[0].cost)
@@ -331,8 +332,9 @@ def print_frontier(frontier: Frontier) -> None:
         (p.arm, p.quality_text, f"{p.cost:.3g}", f"{p.size:g}", status + doubt.get(status, ""))
         for p, status in listed
     ]
+    size = "slots/token" if frontier.size_title == SIZE_TITLE else frontier.size_title
     name = IN_BITS.get(frontier.quality_name, frontier.quality_name)
-    columns = ("arm", name, frontier.cost_name, "slots/token", "status")
+    columns = ("arm", name, frontier.cost_name, size, "status")
     title = f"{frontier.name}: {frontier.subtitle} Hypervolume {frontier.hypervolume:.4f}."
     print_table(columns, rows, title=title, left=len(columns))
     for name, quality in frontier.baselines.items():

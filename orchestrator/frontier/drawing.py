@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Bbox
 
-from orchestrator.frontier.figure import FADED, ROLES, SIZE_TITLE, Json, marker_px, number
+from orchestrator.frontier.figure import FADED, ROLES, Json, marker_px, number
 
 INK, MUTED, GRID, EDGE = "#1d2430", "#5b6675", "#e9ecf0", "#b8c0ca"
 # Okabe and Ito's colours and lighter ones, distinct in the common colour vision deficiencies.
@@ -103,7 +103,7 @@ def frontier_picture(plot: Json) -> Figure:
         keys.append(axes.scatter([], [], (marker_px(1) * _PX) ** 2, MUTED, **faded))
     sizes = layout["meta"]["sizes"]
     if sizes:
-        keys += axes.plot([], [], " ", label="\n" + SIZE_TITLE.replace(" per", "\nper"))
+        keys += axes.plot([], [], " ", label="\n" + textwrap.fill(layout["meta"]["size_title"], 20))
     for size in sizes:
         keys.append(axes.scatter([], [], (marker_px(size) * _PX) ** 2, MUTED, label=number(size)))
     legend = figure.legend(

@@ -103,6 +103,7 @@ def frontier_plot(
     operating_front: Sequence[Point] = (),
     baselines: Mapping[str, float] = {},
     subtitle: str = "",
+    size_title: str = SIZE_TITLE,
 ) -> Json:
     """The plot of quality against one cost: `data` and `layout` of a plotly figure.
 
@@ -114,6 +115,7 @@ def frontier_plot(
         entries: all points with their status (`Frontier.statuses`), or as `published`.
         baselines: name -> quality of what has no cost here: a horizontal line each.
         subtitle: what the numbers are: `Frontier.subtitle`.
+        size_title: what the sizes of marks are.
     """
     drawn: dict[tuple[str, str], list[Point]] = {}
     for point, status in entries:
@@ -156,7 +158,7 @@ def frontier_plot(
     ]
     layout = _layout(name, axis_title(cost_name), axis_title(quality_name))
     layout["title"]["subtitle"] = {"text": plain(subtitle)}
-    layout["meta"] = {"sizes": sizes, "front": named}
+    layout["meta"] = {"sizes": sizes, "size_title": size_title, "front": named}
     if quality_name in IN_BITS:
         placed = [trace["y"] for trace in traces if trace.get("yaxis") != "y2"]
         layout["yaxis"] |= _bit_ticks([y for each in placed for y in each])
@@ -344,7 +346,7 @@ def family_label(family: str) -> str:
 
 
 def marker_px(size: float) -> float:
-    """Marker diameter in pixels at 96 per inch: area grows with the slots per token, within bounds."""
+    """Marker diameter in pixels at 96 per inch: area grows with the size, within bounds."""
     return min(max(13 * math.sqrt(size), 7), 32) if size > 0 else 7
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from orchestrator.frontier.drawing import frontier_picture
-from orchestrator.frontier.figure import TIMES, Json, axis_title, frontier_plot
+from orchestrator.frontier.figure import SIZE_TITLE, TIMES, Json, axis_title, frontier_plot
 from orchestrator.frontier.points import (
     Point,
     front_points,
@@ -59,6 +59,7 @@ class Frontier:
     claims: tuple[str, ...] = ()
     spending: tuple[tuple[str, float], ...] = ()
     note: str = ""
+    size_title: str = SIZE_TITLE  # what `Point.size` is
 
     def __post_init__(self) -> None:
         cost, quality = (self.reference.get(name, math.nan) for name in (self.cost_name, self.quality_name))
@@ -194,6 +195,7 @@ class Frontier:
             operating_front=operating_front(self),
             baselines=self.baselines,
             subtitle=self.subtitle,
+            size_title=self.size_title,
         )
 
     def figure(self) -> go.Figure:

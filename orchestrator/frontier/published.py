@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import UsageError
@@ -16,6 +17,9 @@ IMAGENET_CLASSES = 1000
 # Our metric on ImageNet -> the papers'. Validation accuracy has none: the papers train on JFT and fine-tune.
 SAME_ON_IMAGENET = {f"fewshot/acc_{shots}shot": f"imagenet/acc_{shots}shot" for shots in (1, 5, 10)}
 
+
+# Parameters of the dense model in those of B, by the letter of its size: Soft MoE, table 1.
+DENSE = {"S": 33 / 108, "B": 1.0, "L": 333 / 108, "H": 669 / 108}
 
 # Figures and tables with a cost and a quality for each model: name -> source, quality, cost.
 DRAWABLE: dict[str, tuple[str, str, str]] = from_papers(":FIGURES", {})
@@ -49,7 +53,7 @@ def published_frontier(name: str) -> Frontier:
         raise UsageError(f"no published figure {name!r}; known: {', '.join(DRAWABLE)}")
     source, quality, cost = DRAWABLE[name]
     rows = [row for row in _rows() if row["source"] == source and row[quality] and row[cost]]
-    points = tuple(_point(row, quality, cost) for row in rows)
+    points = tuple(replace(_point(row, quality, cost), size=_dense(row["model"])) for row in rows)
     # FLOPs of training are shown by one convention, that of the cost or 3 for a multiply-add.
     shown = {metric for p in points for metric in p.costs} - {"cost/train_flops_6mac"} | {cost}
     costs = {metric: 1.1 * max(p.costs.get(metric, 0.0) for p in points) for metric in sorted(shown)}
@@ -61,7 +65,14 @@ def published_frontier(name: str) -> Frontier:
         reference={quality: 0.0, **costs},
         note=f"As printed in {source}; pretrained on {', '.join({row['pretrained_on']: 0 for row in rows})}."
         " Nothing of it was trained here.",
+        size_title="Parameters of the dense model (B = 1)",
     )
+
+
+def _dense(model: str) -> float:
+    """The size of a model like "Soft MoE L/16 128E"; NaN without a letter of `DENSE`."""
+    letter = re.search(r"\b([SBLH])/\d", model)
+    return round(DENSE[letter[1]], 1) if letter else math.nan
 
 
 def _rows() -> list[dict[str, str]]:

@@ -321,7 +321,8 @@ def summarise(judged: dict[int, list[Judged]], stop_at: float, hidden: int) -> S
         draw_reference(axes, [1, n], [row["all"]] * 2, "all")
         axes.set_ylim(0.0, 1.02)
         ticks = range(1, n + 1, max(1, n // 8))
-        finish(axes, "Experts that run, k", "Accuracy on unseen images", ticks, f"{n} experts")
+        heading = f"{n} experts; z of half of them: {row['z']:.1f}"
+        finish(axes, "Experts that run, k", "Accuracy on unseen images", ticks, heading)
     return StudyResult(
         title=title,
         table={name: [row[name] for row in half] for name in half[0]},

@@ -68,6 +68,7 @@ def test_each_figure_is_a_page(name: str) -> None:
 def test_figure_3_is_the_papers() -> None:
     """ "Soft MoE dominates both ViTs (dense) and popular MoEs": from S/32 on the frontier is of Soft MoE."""
     frontier = published_frontier("softmoe-figure3")
+    assert {point.arm[0]: point.size for point in frontier.points} == {"S": 0.3, "B": 1.0, "L": 3.1, "H": 6.2}
     assert len(frontier.points) == 107
     assert [point.family for point in frontier.front] == ["dense", "expert_choice", *["soft"] * 12]
     assert frontier.panels == ("cost/train_flops_3mac",)

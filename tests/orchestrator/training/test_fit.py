@@ -53,6 +53,8 @@ RECIPE = {  # whatever draws random numbers of an image, in the model and in its
     "task.loss": "sigmoid_mean",
     "task.binarised": True,
     "train.optimizer.kind": "lamb",
+    "train.optimizer.layer_decay": 0.8,
+    "train.ema.decay": 0.9,
 }
 NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
@@ -110,6 +112,14 @@ def test_two_workers_equal_one(run, tmp_path):
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
     two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2, "scale.ep": 2})
     assert_same(alone, two)
+
+
+@pytest.mark.slow  # four workers
+def test_four_workers_equal_one(run, tmp_path):
+    run = override(run, {"train.steps": 10, **RECIPE})
+    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
+    four = trained(run, tmp_path / "four.jsonl", name="four", **{"scale.workers": 4, "scale.ep": 2})
+    assert_same(alone, four)
 
 
 @pytest.mark.smoke  # workers are started twice
