@@ -5,7 +5,6 @@ lost a run continues with fewer workers, and with all of them once nodes are bac
 """
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,20 +26,19 @@ from orchestrator.codec import override, read_config
 from orchestrator.config import RunConfig
 from orchestrator.data.fields import check_fields
 from orchestrator.data.manifest import check_shards, open_manifest
-from orchestrator.data.ray_data import by_ray_data, start_feeds
+from orchestrator.data.ray_data import by_ray_data
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
-from orchestrator.training.metrics_file import LOG, METRICS, LineReader, LogFile
+from orchestrator.training.launch import on_workers
+from orchestrator.training.metrics_file import LOG, METRICS, LineReader
 from orchestrator.training.resources import (
     CPU_FOR_DATA,
     is_inline,
-    pin_to_this_node,
     placement,
     worker_resources,
 )
 from orchestrator.training.run_directory import Result, RunDir, StartMode, acquire_run_dir
-from orchestrator.training.torch_trainer import ConnectConfig, Trainer
 from orchestrator.training.worker import Report, train_worker
 
 log = logging.getLogger(__name__)
@@ -49,14 +47,6 @@ ATTEMPTS = 4  # without progress between them
 PROBE_S = 2  # enough for the cluster to grant resources that are free
 POLL_S = 0.2  # between readings of what the workers have written
 S3_POLL_S = 5.0
-# Workers that wait for another worker for longer give up. torch's default is 30 minutes; Ray never times out.
-COLLECTIVE_S = 600
-RAY_TRAIN_ENV = {  # inherited by the controller and its workers
-    "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": str(COLLECTIVE_S),
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # a run ends with this poll, 2 s by default
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # a line for every report and rank
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
-}
 
 
 def check_data(run: RunConfig, *, verify: bool = False) -> None:
@@ -302,66 +292,24 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
 
 def _train_on(run: RunConfig, until: int | None) -> None:
     """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
-    os.environ.update(RAY_TRAIN_ENV)
-    gpu = run.scale.use_gpu
-    refused = RunDir.of(run).refused
-    storage.delete(refused)
-    feeds = start_feeds(run, pin_to_this_node())
-    try:
-        Trainer(
-            _train_worker_on_ray,
-            train_loop_config={"run": run, "until": until, "feeds": feeds},
-            torch_config=ConnectConfig(
-                backend="cpu:gloo,cuda:nccl" if gpu else "gloo", timeout_s=COLLECTIVE_S
-            ),
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=run.scale.workers,
-                use_gpu=gpu,
-                resources_per_worker=worker_resources(run),
-                placement_strategy=placement(run),
-            ),
-            run_config=ray.train.RunConfig(
-                name=f"{run.name}/ray",
-                storage_path=run.storage,
-                failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
-            ),
-        ).fit()
-    except TrainingFailedError:
-        if storage.size(refused) is not None:
-            raise UsageError(storage.read_bytes(refused).decode()) from None
-        raise
-    finally:
-        for feed in feeds:
-            ray.kill(feed)
+    on_workers(_train_worker_on_ray, run, {"until": until})
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
-    """Writes a UsageError to a file: of several workers' errors, Ray may show another one."""
     run: RunConfig = config["run"]
     own = RunDir.of(run)
+    own.check_visible()
     first = ray.train.get_context().get_world_rank() == 0
-    ours = logging.getLogger("orchestrator")  # without Ray's own lines
-    log_file = LogFile(own.path) if first else logging.NullHandler()
-    ours.setLevel(logging.INFO)
-    ours.addHandler(log_file)
 
     def should_stop() -> bool:
         """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
         asked = first and storage.size(own.stop) is not None
         return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
 
-    try:
-        own.check_visible()
-        train_worker(
-            run,
-            report=lambda step, metrics: None,
-            read=by_ray_data(config["feeds"]),
-            until=config["until"],
-            should_stop=should_stop,
-        )
-    except UsageError as error:
-        storage.write_bytes(own.refused, str(error).encode())
-        raise
-    finally:
-        ours.removeHandler(log_file)
-        log_file.close()
+    train_worker(
+        run,
+        report=lambda step, metrics: None,
+        read=by_ray_data(config["feeds"]),
+        until=config["until"],
+        should_stop=should_stop,
+    )
