@@ -110,8 +110,8 @@ LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.preflight
     orchestrator.sweeps.scheduler orchestrator.sweeps.search orchestrator.training.cluster
-    orchestrator.training.fit orchestrator.training.launch orchestrator.training.resources
-    orchestrator.training.torch_trainer
+    orchestrator.training.fit orchestrator.training.gauges orchestrator.training.launch
+    orchestrator.training.resources orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.storage
 pyarrow.fs: orchestrator.storage

@@ -5,6 +5,7 @@ import math
 import mmap
 import operator
 import re
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -116,6 +117,7 @@ class Checkpoints:
             self.group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
         self.first = manifests.rank_in(self.group) == 0
         self.failures = 0
+        self.saved_s = time.monotonic()  # of the last save, or of the beginning
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._snapshot: Snapshot | None = None
         self._pending: tuple[int, Future[None]] | None = None
@@ -234,6 +236,7 @@ class Checkpoints:
         try:
             files = write(attempt, token, state, parts, self.group)
             on_first_rank(lambda: self._commit(folder, attempt, described(files=files)), self.group)
+            self.saved_s = time.monotonic()
         except (CheckpointException, Exception):
             if self.first:
                 _tidy(self.directory, lambda: discard(attempt, token))

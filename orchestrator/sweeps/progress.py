@@ -58,7 +58,9 @@ def duration(seconds: float) -> str:
 
 
 class RunProgress:
-    """Steps over time since the first report, and when the last step will be done at that rate."""
+    """Steps over time since the first report of these workers, and when the last step will be done at that
+    rate.
+    """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -69,7 +71,8 @@ class RunProgress:
 
     def report(self, step: int, metrics: Metrics) -> None:
         self._last_s = time.monotonic()
-        self._first = self._first or (step, self._last_s)
+        if self._first is None or "resumed/step" in metrics:
+            self._first = (step, self._last_s)
         self.step, self.images_per_s = step, metrics.get("perf/images_per_s", self.images_per_s)
 
     def left(self) -> str:

@@ -30,6 +30,7 @@ from orchestrator.data.ray_data import by_ray_data
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.training.gauges import Gauges
 from orchestrator.training.launch import on_workers
 from orchestrator.training.metrics_file import LOG, METRICS, LineReader
 from orchestrator.training.resources import (
@@ -299,16 +300,16 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     run: RunConfig = config["run"]
     own = RunDir.of(run)
     own.check_visible()
-    first = ray.train.get_context().get_world_rank() == 0
+    rank = ray.train.get_context().get_world_rank()
 
     def should_stop() -> bool:
         """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
-        asked = first and storage.size(own.stop) is not None
+        asked = rank == 0 and storage.size(own.stop) is not None
         return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
 
     train_worker(
         run,
-        report=lambda step, metrics: None,
+        report=Gauges(run.name, rank).report,
         read=by_ray_data(config["feeds"]),
         until=config["until"],
         should_stop=should_stop,

@@ -26,7 +26,7 @@ from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
 from orchestrator.training.metrics import Meter, device_sync
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.profile import phase
+from orchestrator.training.profile import phase, phase_seconds
 
 # Forward passes of an evaluation that are not timed, because they compile, capture and allocate, and of
 # those after them that are.
@@ -73,7 +73,7 @@ def run_steps(
             values = _sum_over_workers(metrics)
             loss = values["train/loss"]
             if reports or not math.isfinite(loss):
-                values |= meter.read()
+                values |= meter.read() | phase_seconds()
                 with phase("evaluate"):
                     values |= validate() if evaluates else {}
                 with phase("report"):

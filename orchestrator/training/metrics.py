@@ -25,6 +25,11 @@ MIN_COUNTED = 1000  # images; of fewer images, a single bad one would be a large
 LISTED = 20  # bad images in an error message
 GIB = 2**30
 
+# 1e12 FLOPs per second of dense bf16 matmuls, by what a GPU's name holds. Source: NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "A10G": 70,
+}  # fmt: skip
+
 # Unit and meaning of every name in `metrics.jsonl`, beside those of tasks; docs/_reference.py makes a page.
 METRICS = {
     "train/loss": ("nats", "mean loss over the global batch, with the routers' auxiliary losses"),
@@ -37,6 +42,18 @@ METRICS = {
         " images per class, classifies correctly",
     ),
     "perf/images_per_s": ("1/s", "training images of all workers, without evaluation and checkpoints"),
+    "perf/mfu": ("fraction", "of the GPUs' dense bf16 peak that training FLOPs (6mac) reach; of known GPUs"),
+    **{
+        f"perf/{name}_s": ("s", f"time of the first worker in {what} since the report before")
+        for name, what in {
+            "forward": "forward passes",
+            "backward": "backward passes",
+            "optimizer": "updates",
+            "evaluate": "evaluation",
+            "checkpoint": "saving",
+            "report": "reports",
+        }.items()
+    },
     "perf/ms_per_image": ("ms", "median time of a forward pass of one worker, divided by its images"),
     "perf/cpu_cores": ("cores", "cores that the workers' processes used on average"),
     "perf/memory_gib": ("GiB", "memory of the workers' processes"),
@@ -56,6 +73,7 @@ METRICS = {
     "data/bad_images": ("-", "images that could not be decoded"),
     "data/s3_requests": ("-", "requests for parts of shards on S3"),
     "data/s3_gb": ("GB", "bytes that these requests fetched"),
+    "checkpoint/age_s": ("s", "since a checkpoint was saved, or the workers began"),
     "checkpoint/failed": ("-", "checkpoints that could not be written"),
     "init/loss": ("nats", "loss on one batch of evaluation before the first step, with weights taken over"),
     "init/loss_source": ("nats", "the same of the model that the weights are from"),
@@ -129,6 +147,13 @@ def device_sync() -> None:
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def model_flops_utilization(flops_per_s: float, workers: int) -> dict[str, float]:
+    """Returns ``perf/mfu`` at this rate of training FLOPs of all workers; nothing without a known GPU."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return {"perf/mfu": flops_per_s / (workers * peak * 1e12)} if peak else {}
 
 
 class UtilizationMonitor:

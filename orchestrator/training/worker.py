@@ -35,6 +35,7 @@ from orchestrator.training.metrics import (
     UtilizationMonitor,
     check_bad,
     fingerprint_metric,
+    model_flops_utilization,
     write_csv,
 )
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
@@ -238,9 +239,12 @@ class Worker:
         run = self.run
         fingerprint, bad = self.samples.gather()
         values |= self.utilization.read() | costs(run, step)
+        flops_per_s = values["perf/images_per_s"] * train_flops_6mac(run.model, images=1)
+        values |= model_flops_utilization(flops_per_s, run.scale.workers)
         values |= marginal_costs(run, step, values["cost/device_s"], self.progress.trunk)
         values |= {"data/fingerprint": fingerprint_metric(fingerprint), "data/bad_images": float(len(bad))}
         values |= self.samples.traffic()
+        values["checkpoint/age_s"] = time.monotonic() - self.checkpoints.saved_s
         if self.checkpoints.failures:
             values["checkpoint/failed"] = float(self.checkpoints.failures)
         self.progress = self.progress.after(step, values | self._resumed, run.task.quality)

@@ -31,6 +31,11 @@ def test_pace_is_that_since_the_first_report(clock):
     clock[0] = 60
     pace.report(40, {"perf/images_per_s": 1234.6})
     assert str(pace) == "step 40/100, 1235 images/s, about 30 s left"
+    clock[0] = 1000  # an outage, and workers that begin again at step 30
+    pace.report(40, {"resumed/step": 30.0})
+    clock[0] = 1010
+    pace.report(60, {})
+    assert pace.left() == "about 20 s left"
     pace.report(100, {})
     assert pace.left() == ""
 
