@@ -1,6 +1,7 @@
 """The price table, the bound of a budget, and the tracker of what was spent."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ def test_the_price_table_of_the_project() -> None:
     prices = load_prices(PRICES)
     assert {"CPU-core", "CPU-node", "A10G", "A100-40", "A100-80", "H100-80", "H200"} == prices.keys()
     assert all(device.memory_gib for device in prices.values())
+
+
+def test_every_price_has_a_source_and_a_day() -> None:
+    """The price is that of the named instance per device, rounded."""
+    sourced = r"usd_per_hour: (\S+) # \w+\.\w+ (\S+) / (\d+)(?: x (\d+))?: .+, \d+ \w+ 20\d\d\n"
+    found = re.findall(sourced, Path(PRICES).read_text())
+    assert len(found) == len(load_prices(PRICES))
+    for price, instance, devices, times in found:
+        assert float(price) == pytest.approx(float(instance) / int(devices) * int(times or 1), rel=0.02)
 
 
 @pytest.mark.parametrize(
