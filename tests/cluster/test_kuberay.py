@@ -12,6 +12,7 @@ import ray
 import yaml
 from ray._private.services import determine_plasma_store_config
 from ray._private.utils import resolve_object_store_memory
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from orchestrator.config import DataConfig
 from tests.cluster.commented import CLUSTER, check_filled_in, check_no_secrets
@@ -21,6 +22,27 @@ WHERE = (
     "set KUBERAY_CRDS to a folder with ray.io_rayclusters.yaml and ray.io_rayjobs.yaml: they are"
     " ray-operator/config/crd/bases/ of https://github.com/ray-project/kuberay, tag v1.7.0"
 )
+# KubeRay 1.7's own fields. Kubernetes drops a misspelt one in silence. Those of pods are Kubernetes' own.
+FIELDS = {
+    "RayJob": """activeDeadlineSeconds backoffLimit clusterSelector deletionStrategy entrypoint
+        entrypointNumCpus entrypointNumGpus entrypointResources jobId managedBy metadata
+        preRunningDeadlineSeconds rayClusterSpec runtimeEnvYAML shutdownAfterJobFinishes submissionMode
+        submitterConfig submitterPodTemplate suspend ttlSecondsAfterFinished""",
+    "RayCluster": """authOptions autoscalerOptions enableInTreeAutoscaling gcsFaultToleranceOptions
+        headGroupSpec headServiceAnnotations historyServerOptions managedBy networkPolicy rayVersion suspend
+        tlsOptions upgradeStrategy workerGroupSpecs""",
+    "submitterConfig": "backoffLimit",
+    "deletionStrategy": "deletionRules onFailure onSuccess",
+    "deletionRules": "condition policy",
+    "condition": "jobDeploymentStatus jobStatus ttlSeconds",
+    "autoscalerOptions": """args command env envFrom idleTimeoutSeconds image imagePullPolicy resources
+        securityContext upscalingMode version volumeMounts""",
+    "authOptions": "enableK8sTokenAuth mode secretName",
+    "headGroupSpec": """enableIngress headService ingressOptions labels rayStartParams resources serviceType
+        template""",
+    "workerGroupSpecs": """groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts priority
+        rayStartParams replicas resources scaleStrategy suspend template""",
+}
 
 
 def manifest(name: str) -> dict[str, Any]:
@@ -29,7 +51,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 def cluster_of(name: str) -> dict[str, Any]:
     spec = manifest(name)["spec"]
-    return spec["rayClusterSpec"] if name == "rayjob" else spec
+    return spec.get("rayClusterSpec", spec)
 
 
 def shared() -> dict[tuple[str, str], dict[str, Any]]:
@@ -38,16 +60,18 @@ def shared() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def pods() -> dict[str, dict[str, Any]]:
-    spec = cluster_of("raycluster")
-    workers = {group["groupName"]: group["template"]["spec"] for group in spec["workerGroupSpecs"]}
-    return {"head": spec["headGroupSpec"]["template"]["spec"]} | workers
+    small, large = cluster_of("raycluster"), cluster_of("rayjob_h100")
+    groups = [*small["workerGroupSpecs"], *large["workerGroupSpecs"]]
+    workers = {group["groupName"]: group["template"]["spec"] for group in groups}
+    heads = {"head": small["headGroupSpec"], "h100-head": large["headGroupSpec"]}
+    return workers | {name: group["template"]["spec"] for name, group in heads.items()}
 
 
 @cache
-def schema(name: str) -> dict[str, Any]:
+def schema(kind: str) -> dict[str, Any]:
     if not (folder := os.environ.get("KUBERAY_CRDS")):
         pytest.skip(WHERE)
-    definition = yaml.load((Path(folder) / f"ray.io_{name}s.yaml").read_text(), yaml.CSafeLoader)
+    definition = yaml.load((Path(folder) / f"ray.io_{kind.lower()}s.yaml").read_text(), yaml.CSafeLoader)
     (version,) = [one for one in definition["spec"]["versions"] if one["name"] == "v1"]
     return version["schema"]["openAPIV3Schema"]
 
@@ -75,31 +99,55 @@ def unknown(value: Any, schema: dict[str, Any], at: str = "") -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
+def misspelt(value: Any, level: str) -> list[str]:
+    """Fields of the level, and of those below it, that KubeRay does not have."""
+    if isinstance(value, list):
+        return [name for one in value for name in misspelt(one, level)]
+    below = {name: "RayCluster" if name == "rayClusterSpec" else name for name in value}
+    return [name for name in value if name not in FIELDS[level].split()] + [
+        name for key, one in value.items() if below[key] in FIELDS for name in misspelt(one, below[key])
+    ]
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayjob_h100"])
+def test_kuberay_has_every_field(name):
+    spec = manifest(name)["spec"]
+    assert misspelt(spec, manifest(name)["kind"]) == []
+    cluster = spec.get("rayClusterSpec", spec)
+    cluster["workerGroupSpecs"][0]["maxReplica"] = 3
+    assert misspelt(spec, manifest(name)["kind"]) == ["maxReplica"]
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayjob_h100"])
 def test_kuberays_schema_accepts_it(name):
-    jsonschema.Draft202012Validator(schema(name)).validate(manifest(name))
-    assert unknown(manifest(name), schema(name)) == []
+    whole = schema(manifest(name)["kind"])
+    jsonschema.Draft202012Validator(whole).validate(manifest(name))
+    assert unknown(manifest(name), whole) == []
 
 
 def test_the_job_brings_up_the_same_cluster_with_the_pinned_ray():
     assert cluster_of("rayjob") == cluster_of("raycluster")
     assert cluster_of("raycluster")["rayVersion"] == ray.__version__
-    for name in ("raycluster", "rayjob", "shared"):
+    assert cluster_of("rayjob_h100")["rayVersion"] == ray.__version__
+    for name in ("raycluster", "rayjob", "rayjob_h100", "shared"):
         check_filled_in(FOLDER / f"{name}.yaml")
 
 
 def test_the_clusters_maximum_is_declared():
-    """Trials of a cluster without workers yet are checked against the declared maximum."""
-    most = {"CPU": 0, "GPU": 0}
-    for group in cluster_of("raycluster")["workerGroupSpecs"]:
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        most["CPU"] += group["maxReplicas"] * int(group["rayStartParams"]["num-cpus"])
-        most["GPU"] += group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0))
+    """Trials of a cluster without workers yet are checked against it; Ray's autoscaler reads the groups."""
+    types = _derive_autoscaling_config_from_ray_cr(manifest("raycluster"))["available_node_types"].values()
+    most = {
+        name: sum(one["max_workers"] * one["resources"].get(name, 0) for one in types)
+        for name in ("CPU", "GPU")
+    }
     declared = shared()["ConfigMap", "moe-frontier"]["data"]["MOE_FRONTIER_MAX_RESOURCES"]
     assert json.loads(declared) == most
 
 
-@pytest.mark.parametrize(("name", "cpus", "gib"), [("head", 4, 16), ("gpu", 4, 16), ("data", 16, 64)])
+@pytest.mark.parametrize(
+    ("name", "cpus", "gib"),
+    [("head", 4, 16), ("gpu", 4, 16), ("data", 16, 64), ("h100-head", 4, 16), ("h100", 192, 2048)],
+)
 def test_a_pod_leaves_room_for_the_system_of_its_node(name, cpus, gib):
     """Else no node of the price that the file quotes ever fits it."""
     spec = cluster_of("raycluster")
@@ -108,17 +156,17 @@ def test_a_pod_leaves_room_for_the_system_of_its_node(name, cpus, gib):
         requests.append(spec["autoscalerOptions"]["resources"]["requests"])
     assert 0.85 * cpus < sum(cores(one["cpu"]) for one in requests) <= cpus - 0.5
     assert 0.8 * gib < sum(size(one["memory"]) for one in requests) / 2**30 <= 0.875 * gib
-    for group in spec["workerGroupSpecs"]:
+    for group in (*spec["workerGroupSpecs"], *cluster_of("rayjob_h100")["workerGroupSpecs"]):
         if group["groupName"] == name:  # KubeRay would round the CPUs up
             assert int(group["rayStartParams"]["num-cpus"]) == int(cores(requests[0]["cpu"]))
 
 
 def test_closed_by_default():
-    spec = cluster_of("raycluster")
-    assert spec["authOptions"] == {"mode": "token", "secretName": "moe-frontier-token"}
-    assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
-    assert spec["headGroupSpec"]["enableIngress"] is False
-    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for spec in (cluster_of("raycluster"), cluster_of("rayjob_h100")):
+        assert spec["authOptions"] == {"mode": "token", "secretName": "moe-frontier-token"}
+        assert spec["headGroupSpec"]["serviceType"] == "ClusterIP"
+        assert spec["headGroupSpec"]["enableIngress"] is False
+        assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for pod in pods().values():
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
@@ -128,7 +176,7 @@ def test_closed_by_default():
         (volume,) = [one for one in pod["volumes"] if one["name"] == "shm"]
         assert volume["emptyDir"]["medium"] == "Memory"
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
-    for document in (manifest("raycluster"), manifest("rayjob"), *shared().values()):
+    for document in (*map(manifest, ("raycluster", "rayjob", "rayjob_h100")), *shared().values()):
         check_no_secrets(document)
 
 
@@ -142,7 +190,7 @@ def size(quantity: str) -> float:
     return float(quantity.removesuffix("Gi")) * 2**30
 
 
-@pytest.mark.parametrize("name", ["head", "gpu", "data"])
+@pytest.mark.parametrize("name", ["head", "gpu", "data", "h100-head", "h100"])
 def test_shared_memory_holds_rays_object_store(name, monkeypatch):
     """Ray would put a larger store on the disk. It sizes the store by the memory of the pod."""
     pod = pods()[name]
@@ -154,11 +202,12 @@ def test_shared_memory_holds_rays_object_store(name, monkeypatch):
     monkeypatch.setattr(ray._private.utils, "get_shared_memory_bytes", lambda: int(shm))
     monkeypatch.setattr(ray._common.utils, "get_system_memory", lambda: int(memory))
     store = resolve_object_store_memory(int(memory))
-    assert store == pytest.approx(0.3 * memory), "capped by the shared memory"
+    most = ray._private.ray_constants.DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES
+    assert store == pytest.approx(min(0.3 * memory, most)), "capped by the shared memory"
     assert determine_plasma_store_config(store, "/tmp")[0] == "/dev/shm"
 
 
-@pytest.mark.parametrize("name", ["head", "gpu", "data"])
+@pytest.mark.parametrize("name", ["head", "gpu", "data", "h100-head", "h100"])
 def test_the_disk_of_a_pod_holds_the_cache(name):
     requests = pods()[name]["containers"][0]["resources"]["requests"]
     assert size(requests["ephemeral-storage"]) > DataConfig().cache_gb * 1e9 + size("4Gi")  # logs
@@ -169,10 +218,10 @@ def test_only_the_head_has_the_password_and_the_right_to_start_pods():
         from_secrets = [
             one["name"] for one in pod["containers"][0].get("env", []) if "secretKeyRef" in str(one)
         ]
-        assert bool(from_secrets) == (name == "head")
-        assert pod["serviceAccountName"] == f"moe-frontier-{'head' if name == 'head' else 'worker'}"
+        assert bool(from_secrets) == name.endswith("head")
+        assert pod["serviceAccountName"] == f"moe-frontier-{'head' if name.endswith('head') else 'worker'}"
         assert ("ServiceAccount", pod["serviceAccountName"]) in shared()
-        if name != "head":  # drained before it stops
+        if not name.endswith("head"):  # drained before it stops
             (_, _, script) = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
             assert script.startswith("timeout 10 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION")
             assert pod["terminationGracePeriodSeconds"] > 100
@@ -189,3 +238,32 @@ def test_the_job_tries_again_and_always_cleans_up():
     assert spec["shutdownAfterJobFinishes"] is False
     assert spec["entrypoint"].startswith("python jobs/pareto_sweep.py ")
     assert spec["activeDeadlineSeconds"] > 0
+
+
+def test_kueue_takes_the_job():
+    """What its webhook checks, and one pod set for each group: the head, all workers, the submitter."""
+    job, spec = manifest("rayjob_h100"), cluster_of("rayjob_h100")
+    assert job["metadata"]["labels"].keys() == {"kueue.x-k8s.io/queue-name"}
+    assert job["spec"]["shutdownAfterJobFinishes"] is True
+    assert not {"suspend", "clusterSelector", "deletionStrategy"} & job["spec"].keys()
+    assert not spec.get("enableInTreeAutoscaling")
+    (group,) = spec["workerGroupSpecs"]
+    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    assert group["groupName"] != "head"
+    (topology,) = group["template"]["metadata"]["annotations"]
+    assert topology == "kueue.x-k8s.io/podset-preferred-topology"
+
+
+def test_the_workers_of_the_queued_job_have_whole_nodes():
+    """All GPUs with all their network cards, and as many workers as there are GPUs."""
+    (group,) = cluster_of("rayjob_h100")["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"]) == ("8", "32")
+    assert "hugepages-2Mi" in limits
+    most = {"CPU": int(group["rayStartParams"]["num-cpus"]), "GPU": int(limits["nvidia.com/gpu"])}
+    most = {name: amount * group["replicas"] for name, amount in most.items()}
+    assert f"--workers {most['GPU']} " in manifest("rayjob_h100")["spec"]["entrypoint"]
+    env = {one["name"]: one.get("value") for one in pods()["h100-head"]["containers"][0]["env"]}
+    assert json.loads(env["MOE_FRONTIER_MAX_RESOURCES"]) == most
+    env = {one["name"]: one["value"] for one in pods()["h100"]["containers"][0]["env"]}
+    assert env == {"FI_PROVIDER": "efa", "NCCL_DEBUG": "WARN"}
