@@ -12,7 +12,8 @@
 # Environment: CPUS_PER_NODE (2), OBJECT_STORE_MB of every node (512), RAY_PORT, DASHBOARD_PORT, RAY_CLIENT_PORT (the
 # first free ports from 6379, 8265 and 10001 on), READY_S (180: seconds within which a first job must have succeeded),
 # CLUSTER_DIR (a short path of your own, for logs and sockets), RAY_AUTH_TOKEN_PATH (~/.ray/auth_token, made if
-# absent), MOE_FRONTIER_HOME (./runs).
+# absent), MOE_FRONTIER_HOME (./runs), REDIS (host:port of a Redis without a password, which then holds the state of
+# Ray's control server: if that dies, it is started again, and what runs goes on).
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -182,6 +183,21 @@ start_node() {
         }
 }
 
+# Starts the control server of port $1 again whenever it has died, as Ray started it: Ray itself never does.
+keep_control_server() {
+    local pid command environment
+    pid="$(pgrep -f "/gcs_server .*--gcs_server_port=$1 ")"
+    mapfile -d '' command < "/proc/$pid/cmdline"
+    mapfile -d '' environment < "/proc/$pid/environ"
+    while true; do
+        tail --pid="$pid" -f /dev/null
+        sleep 1
+        echo "$(date --utc +%FT%TZ) the control server died: starting it again"
+        env -i "${environment[@]}" "${command[@]}" &
+        pid=$!
+    done
+}
+
 # Fails if the head or its dashboard has died and left other processes behind, or has not come up yet.
 check_head() {
     local port
@@ -211,9 +227,18 @@ start() {
     make_token
     echo "$port ${dashboard##*:}" > "$folder/ports"
     echo "starting a head and $workers nodes with ${CPUS_PER_NODE:-2} CPUs each"
+    if [[ -n "${REDIS:-}" ]]; then # in a namespace of its own: an older cluster in this Redis would come back
+        RAY_REDIS_ADDRESS="$REDIS"
+        RAY_external_storage_namespace="$(date +%s%N)"
+        export RAY_REDIS_ADDRESS RAY_external_storage_namespace
+    fi
     start_node --head --num-cpus=0 --port="$port" --temp-dir="$folder/ray" \
         --dashboard-host=127.0.0.1 --dashboard-port="${dashboard##*:}" \
         --include-dashboard=true --ray-client-server-port="$client_port"
+    if [[ -n "${REDIS:-}" ]]; then
+        unset RAY_REDIS_ADDRESS RAY_external_storage_namespace
+        MOE_FRONTIER_LOCAL_CLUSTER="$folder" setsid "$0" keep "$port" > "$folder/control.log" 2>&1 < /dev/null &
+    fi
     # A folder for each: nodes that share one unpack a job's code in the same place, and remove it under the job
     for ((node = 1; node <= workers; node++)); do
         start_node --address="127.0.0.1:$port" --num-cpus="${CPUS_PER_NODE:-2}" --temp-dir="$folder/$node"
@@ -239,6 +264,7 @@ stop() {
 case "${1:-}" in
 start) start "${2:-}" ;;
 stop) stop ;;
+keep) keep_control_server "$2" ;; # in the background of `start`
 status)
     [[ -n "$(processes)" ]] || fail "nothing of $folder runs: \`$0 start\` starts it"
     check_head

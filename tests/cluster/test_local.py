@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -277,3 +278,58 @@ def test_stop_ends_all_its_processes_and_no_other(env, started):
         assert bystander.poll() is None
     finally:
         bystander.kill()
+
+
+COUNT = """
+import os, sys, time, ray
+ray.init(logging_level="error")
+
+@ray.remote(num_cpus=1)
+class Counter:
+    n = 0
+    def up(self):
+        self.n += 1
+        return self.n
+
+counter, places = Counter.remote(), sorted(node["NodeID"] for node in ray.nodes())
+print("counted", ray.get(counter.up.remote()), flush=True)
+open(sys.argv[1], "w").close()
+while os.path.exists(sys.argv[1]):
+    time.sleep(0.5)
+print("counted", ray.get(counter.up.remote()), places == sorted(node["NodeID"] for node in ray.nodes()))
+"""
+
+
+@pytest.mark.smoke
+def test_a_control_server_with_its_state_in_redis_comes_back(env, tmp_path):
+    """A job that runs goes on with its actor and its nodes, and the cluster takes another."""
+    if not (redis := shutil.which("redis-server")):
+        pytest.skip("there is no redis-server: apt-get install redis-server")
+    with create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    command = [redis, "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    env = env | {"CLUSTER_DIR": f"{env['CLUSTER_DIR']}r", "REDIS": f"127.0.0.1:{port}"}
+    flag, work = tmp_path / "flag", tmp_path / "work"
+    work.mkdir()
+    (work / "count.py").write_text(COUNT)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as store, ThreadPoolExecutor() as pool:
+        try:
+            subprocess.run([SCRIPT, "start", "1"], env=env, check=True, capture_output=True)
+            (control,) = [one for one in processes(env) if one.name() == "gcs_server"]
+            job = pool.submit(submit, env, work, "python", "count.py", str(flag))
+            while not flag.exists():
+                assert not job.done(), job.result()
+                time.sleep(0.2)
+            control.kill()
+            time.sleep(3)
+            flag.unlink()
+            done = job.result()
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "counted 1\n" in done.stdout
+            assert "counted 2 True" in done.stdout
+            assert submit(env, work, "true").returncode == 0
+            assert len(nodes(env)) == 2
+        finally:
+            flag.unlink(missing_ok=True)
+            subprocess.run([SCRIPT, "stop"], env=env, check=True, capture_output=True)
+            store.terminate()
