@@ -95,7 +95,8 @@ papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
     jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
-jobs._cli: jobs._flags orchestrator
+jobs._cli: jobs jobs._flags jobs._signals orchestrator
+jobs._signals: orchestrator.training.notice
 jobs._grid: jobs._cli orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator

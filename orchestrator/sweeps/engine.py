@@ -2,6 +2,8 @@
 
 import logging
 import os
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
+from orchestrator.training import notice
 from orchestrator.training.fit import fit
 from orchestrator.training.resources import is_inline, run_resources
 from orchestrator.training.run_directory import RunDir
@@ -48,36 +51,43 @@ class Hooks(Protocol):
 
 
 def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
-    """Runs the jobs of the queue until it is empty; a failing trial does not stop the others."""
+    """Runs the jobs of the queue until it is empty; a failing trial does not stop the others.
+
+    Raises:
+        Stopped: after a notice, once the running trials have saved and stopped.
+    """
     os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     scheduler = FrontierScheduler.of_queue(queue)
     if scheduler.fetch() is None:
         return  # Tune would wait for something to do
     try:
-        ray.tune.run(
-            ray.tune.with_resources(train_trial, _reserved),
-            name="tune",
-            storage_path=RunDir.of(base).path,
-            scheduler=scheduler,
-            search_alg=NewTrials(scheduler),
-            num_samples=-1,
-            reuse_actors=True,  # reused processes import torch once, not once per trial
-            max_failures=RESTARTS,
-            raise_on_failed_trial=False,
-            callbacks=[Follow(scheduler, hooks)],
-            trial_dirname_creator=_trial_id,
-            trial_name_creator=_trial_id,
-            verbose=0,
-            # In a notebook Tune would choose a reporter that erases what the cell has shown, even so.
-            progress_reporter=ray.tune.CLIReporter(),
-        )
+        with notice.saving():
+            ray.tune.run(
+                ray.tune.with_resources(train_trial, _reserved),
+                name="tune",
+                storage_path=RunDir.of(base).path,
+                scheduler=scheduler,
+                search_alg=NewTrials(scheduler),
+                num_samples=-1,
+                reuse_actors=True,  # reused processes import torch once, not once per trial
+                max_failures=RESTARTS,
+                raise_on_failed_trial=False,
+                callbacks=[Follow(scheduler, hooks)],
+                trial_dirname_creator=_trial_id,
+                trial_name_creator=_trial_id,
+                verbose=0,
+                # In a notebook Tune would choose a reporter that erases what the cell has shown, even so.
+                progress_reporter=ray.tune.CLIReporter(),
+            )
     except BaseException:
         # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives, and no
         # public call ends them. The cluster may be gone.
         with suppress(Exception):
             scheduler.controller._actor_manager.cleanup()
         raise
+    if notice.given():
+        raise notice.Stopped(scheduler.saved)
 
 
 def _trial_id(trial: TuneTrial) -> str:
@@ -98,6 +108,8 @@ def train_trial(config: Mapping[str, Any]) -> None:
     run: RunConfig = config["run"]
     try:
         result = fit(run, until=config["until"])
+    except notice.Stopped as stopped:
+        result = stopped
     except Exception as error:
         storage.write_bytes(RunDir.of(run).error_file, traceback.format_exc().encode())
         result = reason_of(error)
@@ -147,10 +159,18 @@ class NewTrials(Searcher):
 
 
 class Follow(ray.tune.Callback):
-    """Tells the driver that a process began, and that time has passed: Tune tells its callbacks alone."""
+    """Tells the driver that a process began, and that time has passed: Tune tells its callbacks alone.
+
+    Gives SIGUSR1 back to the command: Tune would end the sweep on it as if all trials were done.
+    """
 
     def __init__(self, scheduler: FrontierScheduler, hooks: Hooks) -> None:
         self.scheduler, self.hooks = scheduler, hooks
+        self.handler = signal.getsignal(signal.SIGUSR1)
+
+    def setup(self, **info: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self.handler)
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         self.hooks.began(self.scheduler.job_of(trial))

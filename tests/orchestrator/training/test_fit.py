@@ -16,12 +16,14 @@ import psutil
 import pytest
 from ray.exceptions import RayError
 
+from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
+from orchestrator.training import notice
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,
@@ -120,6 +122,34 @@ def test_four_workers_equal_one(run, tmp_path):
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
     four = trained(run, tmp_path / "four.jsonl", name="four", **{"scale.workers": 4, "scale.ep": 2})
     assert_same(alone, four)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.smoke)])
+def test_a_notice_saves_and_no_step_is_repeated(workers, run, monkeypatch):
+    """Between two reports, with no checkpoint near."""
+    changes = {
+        "train.steps": 400,
+        "train.report_every": 20,
+        "checkpoint.every": 400,
+        "scale.workers": workers,
+    }
+    run = override(run, changes)
+    monkeypatch.setattr(notice, "_given", False)
+    assert not notice.give(), "nothing trains yet"
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        assert notice.give()
+
+    with pytest.raises(notice.Stopped) as stopped:
+        fit(run, report)
+    (step,) = stopped.value.saved.values()
+    assert 20 < step < 400
+    assert manifests.steps(RunDir.of(run).checkpoints) == [step]
+    monkeypatch.setattr(notice, "_given", False)
+    assert fit(run).step == 400
+    rows = [json.loads(line) for line in Path(RunDir.of(run).path, "metrics.jsonl").read_text().splitlines()]
+    assert [row["resumed"] for row in rows if "resumed" in row] == [step]
+    assert [row["step"] for row in rows if "metrics" in row] == [*range(20, 401, 20)]
 
 
 @pytest.mark.smoke  # workers are started twice
