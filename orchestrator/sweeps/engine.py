@@ -168,7 +168,7 @@ class Follow(ray.tune.Callback):
         self.scheduler, self.hooks = scheduler, hooks
         self.handler = signal.getsignal(signal.SIGUSR1)
 
-    def setup(self, **info: Any) -> None:
+    def setup(self, *_: Any, **info: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self.handler)
 
