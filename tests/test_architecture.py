@@ -109,15 +109,15 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 # Library: where it may be imported. pkgutil finds the papers.
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
-    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.preflight
-    orchestrator.sweeps.scheduler orchestrator.sweeps.search orchestrator.training.cluster
-    orchestrator.training.fit orchestrator.training.gauges orchestrator.training.launch
-    orchestrator.training.resources orchestrator.training.torch_trainer
+    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
+    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
+    orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
+    orchestrator.training.launch orchestrator.training.resources orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.storage
 pyarrow.fs: orchestrator.storage
 torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
-    orchestrator.training.metrics orchestrator.training.worker
+    orchestrator.sweeps.machines orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests
