@@ -22,6 +22,7 @@ from orchestrator.training.torch_trainer import use_interface_of_ray
 
 SENT_MB = 64
 CONNECT_S = 10
+FAILING_ROUNDS = 3
 ROUNDS = 7  # in each, all nodes exchange with one other node: all pairs of up to eight nodes
 MOST_PAIRS = 6  # in a line
 CLOCKS_S = 60.0  # times in MLflow are wrong by more than this; S3 refuses requests at 15 minutes
@@ -62,8 +63,8 @@ class Probes:
         """All nodes exchange `SENT_MB` by the library that exchanges gradients. Raises UsageError."""
         rates, problems = dict[tuple[str, str], float](), dict[tuple[str, str], str]()
         for number, pairs in enumerate(rounds(list(self.nodes))):
-            # Another round tells which of two nodes it is.
-            if number == ROUNDS or (problems and number > 1):
+            # More rounds tell which of two nodes it is.
+            if number == ROUNDS or (problems and number == FAILING_ROUNDS):
                 break
             for pair, answer in self._exchange(pairs).items():
                 if isinstance(answer, float):
@@ -121,11 +122,17 @@ class Probes:
         }
         found: dict[tuple[str, str], float | str] = {}
         for pair, answers in asked.items():
-            try:
-                found[pair] = min(ray.get(answers, timeout=ANSWER_S))
-            except Exception as error:
-                found[pair] = reason_of(error)
+            both = [_rate(answer) for answer in answers]
+            found[pair] = next((why for why in both if isinstance(why, str)), both[0])
         return found
+
+
+def _rate(answer: Any) -> float | str:
+    """Returns what `exchange` returned, or why it failed."""
+    try:
+        return ray.get(answer, timeout=ANSWER_S)
+    except Exception as error:
+        return reason_of(error)
 
 
 class _Probe:
