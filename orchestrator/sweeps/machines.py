@@ -94,7 +94,7 @@ class Probes:
             if shm < store:
                 problems.append(
                     f"{name}: /dev/shm has {shm / GIB:.1f} GiB, Ray's object store {store / GIB:.1f}: give"
-                    " containers more (docker --shm-size), or Ray less (--object-store-memory)"
+                    " containers more shared memory, or start Ray with a smaller object store"
                 )
             if free < FULL * total:
                 problems.append(f"{name}: {free / GIB:.1f} of {total / GIB:.1f} GiB of Ray's disk are free")

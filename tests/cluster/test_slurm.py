@@ -17,7 +17,7 @@ from tests.parts import system_program
 
 STEPS = 300
 FIELDS = ("train.report_every=5", "checkpoint.every=300", f"train.steps={STEPS}", "train.microbatch=8")
-NEVER_S = 300
+NEVER_S = 600
 CONF = """
 ClusterName=frontier
 SlurmctldHost=m1(10.77.0.1)
