@@ -13,6 +13,7 @@ import ray
 import torch
 import torch.distributed as dist
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.sweeps.estimate import GIB
@@ -43,9 +44,9 @@ class Probes:
     """A process on each node that is up, as a context."""
 
     def __init__(self, nodes: Sequence[dict[str, Any]], *, use_gpu: bool) -> None:
-        kind = ray.remote(num_cpus=0, num_gpus=int(use_gpu), max_restarts=0)(_Probe)
+        kind: Any = ray.remote(num_cpus=0, num_gpus=int(use_gpu), max_restarts=0)(_Probe)
         self.nodes = {node_name(node): node for node in nodes}
-        self._probes = {
+        self._probes: dict[str, Any] = {
             name: kind.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ).remote()
@@ -67,10 +68,10 @@ class Probes:
             if number == ROUNDS or (problems and number == FAILING_ROUNDS):
                 break
             for pair, answer in self._exchange(pairs).items():
-                if isinstance(answer, float):
-                    rates[pair] = answer
-                else:
+                if isinstance(answer, str):
                     problems[pair] = answer
+                else:
+                    rates[pair] = answer
         if problems:
             raise UsageError(unreachable(problems, rates))
         if not rates:
@@ -106,7 +107,7 @@ class Probes:
     def _ahead_s(self, probe: Any) -> float:
         ray.get(probe.now.remote(), timeout=ANSWER_S)  # the first call waits for the process
         asked = time.time()
-        now = ray.get(probe.now.remote(), timeout=ANSWER_S)
+        now: float = ray.get(probe.now.remote(), timeout=ANSWER_S)
         return now - (asked + time.time()) / 2
 
     def _ask(self, method: str) -> dict[str, Any]:
@@ -154,13 +155,13 @@ class _Probe:
 
     def listen(self) -> tuple[str, int]:
         address = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(address, 0, 2, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
+        self._store = TCPStore(address, 0, 2, True, timedelta(seconds=CONNECT_S), wait_for_workers=False)
         return address, self._store.port
 
     def exchange(self, place: tuple[str, int], rank: int) -> float:
         """Returns GB/s of an all-reduce over two processes, each of which sends all bytes once."""
         limit, gpu = timedelta(seconds=CONNECT_S), torch.cuda.is_available()
-        store = self._store if rank == 0 else dist.TCPStore(*place, 2, False, limit)
+        store = self._store if rank == 0 else TCPStore(*place, 2, False, limit)
         backend = "nccl" if gpu else "gloo"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
