@@ -4,16 +4,15 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.sweeps.estimate import GIB
@@ -162,20 +161,16 @@ class _Probe:
         """Returns GB/s of an all-reduce over two processes, each of which sends all bytes once."""
         limit, gpu = timedelta(seconds=CONNECT_S), torch.cuda.is_available()
         store = self._store if rank == 0 else TCPStore(*place, 2, False, limit)
-        backend = "nccl" if gpu else "gloo"
-        try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
-            tensor = torch.zeros(SENT_MB * 1_000_000 // 4, device="cuda" if gpu else "cpu")
-            dist.all_reduce(tensor)  # connects
-            began = time.perf_counter()
-            dist.all_reduce(tensor)
-            if gpu:
-                torch.cuda.synchronize()
-            return SENT_MB / 1000 / (time.perf_counter() - began)
-        finally:
-            self._store = None
-            with suppress(Exception):  # it may not have begun
-                dist.destroy_process_group()
+        # No `init_process_group`: after one that failed, this process would count its groups differently.
+        kind: Any = distributed_c10d.ProcessGroupNCCL if gpu else distributed_c10d.ProcessGroupGloo
+        group = kind(store, rank, 2, limit)
+        tensor = torch.zeros(SENT_MB * 1_000_000 // 4, device="cuda" if gpu else "cpu")
+        group.allreduce([tensor]).wait()  # connects
+        began = time.perf_counter()
+        group.allreduce([tensor]).wait()
+        if gpu:
+            torch.cuda.synchronize()
+        return SENT_MB / 1000 / (time.perf_counter() - began)
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
