@@ -72,7 +72,7 @@ def read_range(location: str, offset: int, size: int) -> Range:
             content = os.pread(file.fileno(), size, offset)
             found = Range(content, os.fstat(file.fileno()).st_size, None)
     else:
-        found = Range(*stores.read_range(location, offset, size))
+        found = Range(*stores.get_range(location, offset, size))
     if len(found.content) != size:
         raise OSError(f"{location} has {found.whole_bytes} bytes, not {offset + size}")
     return found
@@ -85,14 +85,14 @@ def pieces(location: str) -> Iterator[bytes]:
             while piece := file.read(PIECE_BYTES):
                 yield piece
         return
-    yield from stores.pieces(location)
+    yield from stores.stream(location)
 
 
 def write_bytes(location: str, content: bytes) -> None:
     """Writes or replaces a file: readers see the old content or the whole new content, never a part."""
     if not is_local(location):
         _check_allowed(location)
-        return stores.write_whole(location, content)
+        return stores.put_whole(location, content)
     temporary = f"{location}.{uuid.uuid4().hex}.tmp"
     make_folder(os.path.dirname(location))
     try:
@@ -111,7 +111,7 @@ def write_new(location: str, content: bytes) -> None:
     """
     if not is_local(location):
         _check_allowed(location)
-        return stores.write_whole(location, content, new=True)
+        return stores.put_whole(location, content, new=True)
     temporary = f"{location}.{uuid.uuid4().hex}.tmp"
     write_bytes(temporary, content)
     try:
@@ -122,7 +122,7 @@ def write_new(location: str, content: bytes) -> None:
 
 def read_with_version(location: str) -> tuple[bytes, Version]:
     """Reads an object and its version. Raises FileNotFoundError if there is none."""
-    return stores.read_with_version(location)
+    return stores.get(location)
 
 
 def write_if(location: str, content: bytes, version: Version | None) -> Version:
@@ -211,7 +211,7 @@ def size(location: str) -> int | None:
     """Returns the size of a file in bytes; None if there is no such file."""
     if is_local(location):
         return os.path.getsize(_path(location)) if os.path.isfile(_path(location)) else None
-    return stores.size(location)
+    return stores.head(location)
 
 
 def names(location: str) -> list[str]:
@@ -221,7 +221,7 @@ def names(location: str) -> list[str]:
             return sorted(os.listdir(_path(location)))
         except (FileNotFoundError, NotADirectoryError):
             return []
-    return stores.names(location)
+    return stores.list_names(location)
 
 
 def files(location: str) -> dict[str, int]:
@@ -231,7 +231,7 @@ def files(location: str) -> dict[str, int]:
     """
     if is_local(location):
         return dict(sorted(_walk(_path(location))))
-    return stores.files(location)
+    return stores.list_files(location)
 
 
 def delete(location: str) -> None:
@@ -241,7 +241,7 @@ def delete(location: str) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         return
     _check_allowed(location)
-    stores.delete(location)
+    stores.delete_objects(location)
 
 
 def delete_empty_folder(location: str) -> None:
@@ -256,7 +256,7 @@ def abort_uploads(location: str, containing: str = "") -> None:
     storages do not list theirs: Azure forgets them, and on Google's a rule of the bucket ends them.
     """
     if not is_local(location):
-        stores.abort_uploads(location, containing)
+        stores.abort_multiparts(location, containing)
 
 
 def _walk(folder: str) -> Iterator[tuple[str, int]]:

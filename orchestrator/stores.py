@@ -58,7 +58,7 @@ def is_read_only(location: str) -> bool:
     return location.partition("://")[0] in READ_ONLY
 
 
-def read_range(location: str, offset: int, size: int) -> tuple[bytes, int, str | None]:
+def get_range(location: str, offset: int, size: int) -> tuple[bytes, int, str | None]:
     """Returns a part of an object, or what there is of it, the size of the whole, and its ETag."""
     with _opened(location) as place:
         if size:
@@ -70,12 +70,12 @@ def read_range(location: str, offset: int, size: int) -> tuple[bytes, int, str |
     return content, meta["size"], meta["e_tag"]
 
 
-def pieces(location: str) -> Iterator[bytes]:
+def stream(location: str) -> Iterator[bytes]:
     with _opened(location) as place:
         yield from map(bytes, obstore.get(*place).stream(min_chunk_size=PIECE_BYTES))
 
 
-def read_with_version(location: str) -> tuple[bytes, Version]:
+def get(location: str) -> tuple[bytes, Version]:
     with _opened(location) as place:
         answer = obstore.get(*place)
         return bytes(answer.bytes()), _version(answer.meta)
@@ -105,7 +105,7 @@ def put(
     raise FileExistsError(f"{location} exists already, or was written by another process")
 
 
-def write_whole(location: str, content: bytes, *, new: bool = False) -> None:
+def put_whole(location: str, content: bytes, *, new: bool = False) -> None:
     """Writes an object, and looks whether it has arrived whole.
 
     Raises:
@@ -118,32 +118,32 @@ def write_whole(location: str, content: bytes, *, new: bool = False) -> None:
             break
         except FileExistsError:
             # Equal content means that an attempt met what the one before had written.
-            if read_with_version(location)[0] != content:
+            if get(location)[0] != content:
                 raise FileExistsError(f"{location} exists already") from None
             break
         except OSError:
             if not new or attempt == ATTEMPTS - 1 or time.monotonic() - began > TIMEOUT_S:
                 raise
             time.sleep(0.1 * 2**attempt)
-    if (found := size(location)) != len(content):
-        if content.startswith(read_with_version(location)[0]):  # cut off, and not of another writer
-            delete(location)
+    if (found := head(location)) != len(content):
+        if content.startswith(get(location)[0]):  # cut off, and not of another writer
+            delete_objects(location)
         raise OSError(f"{location} has {found} bytes after {len(content)} were written")
 
 
-def size(location: str) -> int | None:
+def head(location: str) -> int | None:
     with suppress(FileNotFoundError), _opened(location) as (store, key):
         return obstore.head(store, key)["size"] if key else None
 
 
-def names(location: str) -> list[str]:
+def list_names(location: str) -> list[str]:
     with _changed(location) as (store, key):
         found = obstore.list_with_delimiter(store, key or None)
     paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
     return sorted({path.rpartition("/")[2] for path in paths if path != key})
 
 
-def files(location: str) -> dict[str, int]:
+def list_files(location: str) -> dict[str, int]:
     with _changed(location) as (store, key):
         found = {each["path"]: each["size"] for each in obstore.list(store, key or None).collect()}
     # A console makes an empty object for a folder.
@@ -152,7 +152,7 @@ def files(location: str) -> dict[str, int]:
     return dict(sorted((path[below:], size) for path, size in found.items() if path not in {key, *folders}))
 
 
-def delete(location: str) -> None:
+def delete_objects(location: str) -> None:
     """Deletes an object, and those below it; none of them may be there."""
     with _changed(location) as (store, key):
         if not key:
@@ -168,7 +168,7 @@ def delete(location: str) -> None:
             obstore.delete(store, key)
 
 
-def abort_uploads(location: str, containing: str) -> None:
+def abort_multiparts(location: str, containing: str) -> None:
     """Aborts unfinished uploads to S3. Other storages do not list theirs."""
     scheme, bucket, key = parse(location)
     if scheme == "s3":
@@ -184,7 +184,7 @@ class _Object(io.RawIOBase):
 
     def __init__(self, location: str) -> None:
         self._location, self._at = location, 0
-        self._size = read_range(location, 0, 0)[1]
+        self._size = get_range(location, 0, 0)[1]
 
     def readable(self) -> bool:
         return True
@@ -201,7 +201,7 @@ class _Object(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         length = max(0, min(len(buffer), self._size - self._at))
-        content = read_range(self._location, self._at, length)[0] if length else b""
+        content = get_range(self._location, self._at, length)[0] if length else b""
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)

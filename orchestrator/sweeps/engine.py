@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -47,18 +48,19 @@ class Hooks(Protocol):
         """Called a few times a second: running trials may have reported something in their directories."""
 
 
-def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
+def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
     """Runs the jobs of the queue until it is empty; a failing trial does not stop the others."""
     os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     scheduler = FrontierScheduler.of_queue(queue)
     if scheduler.fetch() is None:
         return  # Tune would wait for something to do
+    state = tempfile.TemporaryDirectory(prefix="ray-tune-")  # Tune's: a sweep's own is in its directory
     try:
         ray.tune.run(
             ray.tune.with_resources(train_trial, _reserved),
             name="tune",
-            storage_path=RunDir.of(base).path,
+            storage_path=state.name,
             scheduler=scheduler,
             search_alg=NewTrials(scheduler),
             num_samples=-1,
@@ -78,6 +80,8 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
         with suppress(Exception):
             scheduler.controller._actor_manager.cleanup()
         raise
+    finally:
+        state.cleanup()
 
 
 def _trial_id(trial: TuneTrial) -> str:

@@ -286,14 +286,14 @@ def test_an_upload_that_fails(fault, bucket):
 
 def test_what_another_process_wrote_meanwhile_stays(bucket, monkeypatch):
     """Its size differs from ours, but ours was not cut off."""
-    size = stores.size
+    size = stores.head
 
     def meanwhile(location: str) -> int | None:
-        monkeypatch.setattr(stores, "size", size)
+        monkeypatch.setattr(stores, "head", size)
         storage.write_bytes(location, b"theirs")
         return size(location)
 
-    monkeypatch.setattr(stores, "size", meanwhile)
+    monkeypatch.setattr(stores, "head", meanwhile)
     with pytest.raises(OSError, match="6 bytes after 4 were written"):
         storage.write_bytes(bucket.uri("file"), b"ours")
     assert storage.read_bytes(bucket.uri("file")) == b"theirs"
