@@ -335,8 +335,8 @@ def new_key() -> str:
 
 
 def _trained(directory: str) -> bool:
-    """Returns whether there is more than plugins, Ray's files and what attempts left that never trained."""
+    """Returns whether there is more than plugins and what attempts left that never trained."""
     return any(
-        size > 0 and name not in UNTRAINED and not name.startswith(("ray/", f"{FOLDER}/"))
+        size > 0 and name not in UNTRAINED and not name.startswith(f"{FOLDER}/")
         for name, size in storage.files(directory).items()
     )
