@@ -253,7 +253,7 @@ def delete_empty_folder(location: str) -> None:
 
 def abort_uploads(location: str, containing: str = "") -> None:
     """Aborts the unfinished uploads to S3 below `location` whose keys hold the text `containing`. Other
-    storages do not list theirs: Azure forgets them, and on Google's a rule of the bucket ends them.
+    storages do not list theirs: Azure forgets them after a week, and for Google's a bucket needs a rule.
     """
     if not is_local(location):
         stores.abort_multiparts(location, containing)
@@ -274,5 +274,6 @@ def _path(location: str) -> str:
 
 
 def _check_allowed(location: str) -> None:
+    stores.refuse_read_only(location)
     if location.startswith(tuple(_refused)):
         raise PermissionError(f"{location} is not written: another process has taken over its folder")

@@ -54,8 +54,13 @@ def parse(location: str) -> tuple[str, str, str]:
 
 
 def is_read_only(location: str) -> bool:
-    """Whether files there can be read, but neither written nor listed."""
     return location.partition("://")[0] in READ_ONLY
+
+
+def refuse_read_only(location: str) -> None:
+    """Raises UsageError where files can neither be written nor listed."""
+    if is_read_only(location):
+        raise UsageError(f"{location} can be read file by file, but neither listed nor written: {WRITTEN}")
 
 
 def get_range(location: str, offset: int, size: int) -> tuple[bytes, int, str | None]:
@@ -172,7 +177,7 @@ def abort_multiparts(location: str, containing: str) -> None:
     """Aborts unfinished uploads to S3. Other storages do not list theirs."""
     scheme, bucket, key = parse(location)
     if scheme == "s3":
-        with _changed(location):
+        with _opened(location):
             pages = s3().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{key}/")
             for upload in (upload for page in pages for upload in page.get("Uploads", ())):
                 if containing in upload["Key"]:
@@ -228,8 +233,7 @@ def _opened(location: str) -> Iterator[tuple[Any, str]]:
 @contextmanager
 def _changed(location: str) -> Iterator[tuple[Any, str]]:
     """As `_opened`, for what needs a storage that is more than a web server."""
-    if is_read_only(location):
-        raise UsageError(f"{location} can be read file by file, but neither listed nor written: {WRITTEN}")
+    refuse_read_only(location)
     with _opened(location) as place:
         yield place
 
