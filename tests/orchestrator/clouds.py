@@ -6,23 +6,21 @@ import hmac
 import http.client
 import json
 import logging
-import shutil
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 
-import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.orchestrator.faulty_proxy import FaultyProxy
 from tests.orchestrator.google_front import SIGNED, GoogleFront
 from tests.orchestrator.tracking.stores import wait_until
-from tests.parts import free_port
+from tests.parts import free_port, system_program
 
 ACCOUNT, KEY = "testing", base64.b64encode(b"of the test").decode()
-AZURITE = "azurite-blob"
 Make = Callable[[str], None]
 
 
@@ -51,8 +49,7 @@ def google() -> Iterator[tuple[FaultyProxy, Make]]:
 
 @contextmanager
 def azure() -> Iterator[tuple[FaultyProxy, Make]]:
-    if not (program := shutil.which(AZURITE)):
-        pytest.skip(f"{AZURITE} is missing: npm install --global azurite@3.37.0")
+    program = system_program("azurite-blob", "azurite@3.37.0 of npm")
     port = free_port()
     place = "127.0.0.1", port
 
@@ -69,7 +66,7 @@ def azure() -> Iterator[tuple[FaultyProxy, Make]]:
         server = subprocess.Popen(
             [*command, "--disableTelemetry", "--skipApiVersionCheck", "--silent"],
             stdout=subprocess.DEVNULL,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"},
+            env=os.environ | {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"},
         )
         try:
             wait_until(lambda: _answers(place), 60)
