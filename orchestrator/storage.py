@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 from orchestrator import stores
 from orchestrator.stores import PIECE_BYTES, Version
@@ -147,7 +147,7 @@ def allow_writes(folder: str) -> None:
 
 
 @contextmanager
-def open_to_write(location: str) -> Iterator[BinaryIO]:
+def open_to_write(location: str) -> Iterator[IO[bytes]]:
     """Opens a new file in an existing folder (see `make_folder`); it is durable when the block ends. An
     object is put together in a temporary file, so that a block that fails leaves none.
     """

@@ -99,9 +99,10 @@ def put(
     Raises:
         FileExistsError: if there is an object already (``create``), or another one or none (a version).
     """
+    how: Any = mode
     with _changed(location) as place:
         try:
-            return _version(obstore.put(*place, content, mode=mode, chunk_size=PIECE_BYTES))
+            return _version(obstore.put(*place, content, mode=how, chunk_size=PIECE_BYTES))
         except (AlreadyExistsError, PreconditionError):
             pass
         except NOT_FOUND as error:  # of the object that was to be replaced, or else of the bucket
