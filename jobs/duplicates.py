@@ -46,7 +46,7 @@ class DuplicatesFlags:
     out: str | None = flag(
         None, f"folder or URI for {CSV} and {PAGE}; default: duplicates/ below the storage"
     )
-    cache_gb: float = flag(20.0, "the most that images from S3 take of this machine's disk")
+    cache_gb: float = flag(20.0, "the most that images from elsewhere take of this machine's disk")
     storage: Storage
 
 

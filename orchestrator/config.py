@@ -29,7 +29,7 @@ class DataConfig(Config):
             each. The number of workers must divide it. None: see `RunConfig.lane_count`.
         shuffle_window: images of a lane that are shuffled together.
         shuffle_run: neighbouring images of a shard that stay together in the shuffle, and that one request to
-            S3 fetches. 1 shuffles best; with hundreds of GPUs, 8 saves most requests.
+            an object storage fetches. 1 shuffles best; with hundreds of GPUs, 8 saves most requests.
         tail: what happens to images at the end of an epoch that do not fill a batch. ``wrap`` fills the batch
             from the next epoch; ``drop`` leaves them out, different images in each epoch.
         augment: ``none``; ``flip``: half of the images are mirrored; ``shift``: images move by up to an
@@ -52,8 +52,8 @@ class DataConfig(Config):
         mixup, cutmix: parameter of the Beta distribution of mixing weights; 0 switches it off. With both, a
             pair of images is mixed by either, equally often.
         max_bad_frac: fraction of undecodable images above which the run stops.
-        cache_gb: disk space per node for indexes and whole shards from S3, and for unpacked images of
-            compressed shards; 0: none, and each process keeps an index from S3 in memory.
+        cache_gb: disk space per node for indexes and whole remote shards, and for unpacked images of
+            compressed shards; 0: none, and each process keeps a remote index in memory.
     """
 
     path: str = ""

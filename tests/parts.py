@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def system_program(name: str, package: str) -> str:
-    """The path of a program that the Debian package has.
+    """The path of a program that the package has.
 
     Without it a test skips, and fails where all tests are to run (`MOE_FRONTIER_ALL_PARTS`, set by
     `make test-smoke` and `make test-all`).

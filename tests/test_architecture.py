@@ -51,7 +51,8 @@ orchestrator.plugins: moe.config orchestrator.storage
 orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchestrator.data.manifest
     orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
-orchestrator.storage:
+orchestrator.storage: orchestrator.stores
+orchestrator.stores:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
@@ -114,8 +115,9 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
     orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
     orchestrator.training.launch orchestrator.training.resources orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
-boto3: orchestrator.storage
-pyarrow.fs: orchestrator.storage
+boto3: orchestrator.stores
+obstore: orchestrator.stores
+pyarrow.fs:
 torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
     orchestrator.sweeps.machines orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags

@@ -1,12 +1,11 @@
 """Writing a run's tensors to safetensors files, and reading them in any layout.
 
 torch.distributed.checkpoint plans which rank moves which part of a tensor, so any layout loads any other. Its
-Hugging Face storage writes and reads the files; it knows local folders only, so files go to S3 and come from
-there through a temporary folder of the node. Nothing is pickled.
+Hugging Face storage writes and reads the files; it knows local folders only, so files go to an object
+storage and come from there through a temporary folder of the node. Nothing is pickled.
 """
 
 import os
-import shutil
 import tempfile
 import warnings
 from collections import ChainMap
@@ -116,8 +115,7 @@ def write(
                 storage.flush(str(path))
                 path.rename(Path(storage.absolute(folder), name))
             else:
-                with path.open("rb") as file, storage.open_to_write(storage.join(folder, name)) as stream:
-                    shutil.copyfileobj(file, stream, storage.PIECE_BYTES)
+                storage.upload(str(path), storage.join(folder, name))
                 path.unlink()
         with suppress(FileNotFoundError):
             source.rmdir()
@@ -252,10 +250,9 @@ class WeightsReader(HuggingFaceStorageReader):
     def _read_headers(self) -> Metadata:
         if self.remote:
             for path in map(Path, self.fs.ls(self.path)):
-                with storage.open_to_read(storage.join(self.remote, path.name)) as file:
-                    length = int.from_bytes(file.read_at(8, 0), "little")
-                    path.write_bytes(file.read_at(8 + length, 0))
-                    os.truncate(path, file.size())
+                header, size = read_header(storage.join(self.remote, path.name))
+                path.write_bytes(header)
+                os.truncate(path, size)
         try:
             return super().read_metadata()
         except SafetensorError as error:
@@ -298,6 +295,16 @@ class WeightsReader(HuggingFaceStorageReader):
         }
 
 
+def read_header(location: str) -> tuple[bytes, int]:
+    """Returns the beginning of a safetensors file, which describes its tensors, and the bytes of the file."""
+    with storage.open_to_read(location) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        return first + (file.read(length) if length < size else b""), size
+
+
 @contextmanager
 def open_tensors(
     folder: str,
@@ -305,7 +312,7 @@ def open_tensors(
     group: dist.ProcessGroup | None = None,
     manifest: CheckpointManifest | None = None,
 ) -> Iterator[WeightsReader]:
-    """Opens files of a folder; those on S3 are copied to a temporary folder as they are needed. With
+    """Opens files of a folder; those elsewhere are copied to a temporary folder as they are needed. With
     `manifest`, each file is hashed as it is read.
 
     Raises:
@@ -370,7 +377,7 @@ def _file_numbers(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 @contextmanager
 def _on_this_node(folder: str) -> Iterator[str]:
-    """Yields the path of `folder`, or of a temporary folder if it is on S3."""
+    """Yields the path of `folder`, or of a temporary folder if it is in an object storage."""
     if storage.is_local(folder):
         yield storage.absolute(folder)
     else:

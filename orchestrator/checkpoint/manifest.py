@@ -102,7 +102,8 @@ def is_there(folder: str) -> bool:
 def commit(folder: str, attempt: str, manifest: CheckpointManifest, *, replace: bool) -> None:
     """Makes the files in `attempt` the checkpoint `folder`: in one moment, or not at all.
 
-    On S3 the files stay where they are (`attempt` is `folder`), and the manifest's appearance is that moment.
+    In an object storage the files stay where they are (`attempt` is `folder`), and the manifest's appearance
+    is that moment.
 
     Raises:
         FileExistsError: if there is a checkpoint already, and it is not to be replaced.

@@ -25,6 +25,7 @@ from orchestrator.checkpoint.files import (
     WeightsReader,
     fill,
     open_tensors,
+    read_header,
 )
 from orchestrator.checkpoint.manifest import (
     CheckpointManifest,
@@ -88,17 +89,14 @@ def open_weights(location: str, group: dist.ProcessGroup | None = None) -> Itera
 
 
 def read_metadata(location: str) -> dict[str, str]:
-    """Returns the metadata of a safetensors file, local or on S3, without reading its tensors.
+    """Returns the metadata of a safetensors file, wherever it is, without reading its tensors.
 
     Raises:
         UsageError: if it is not a safetensors file.
         FileNotFoundError: if there is none.
     """
     try:
-        with storage.open_to_read(location) as file:
-            length = int.from_bytes(file.read_at(8, 0), "little")
-            header = file.read_at(length, 8) if length < file.size() else b""
-        metadata = json.loads(header).get("__metadata__", {})
+        metadata = json.loads(read_header(location)[0][8:]).get("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError
     except (ValueError, AttributeError, RecursionError):

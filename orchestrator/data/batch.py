@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Traffic(NamedTuple):
-    """Requests to S3 for images, and the bytes that they fetch."""
+    """Requests to an object storage for images, and the bytes that they fetch."""
 
     requests: int = 0
     bytes: int = 0
@@ -48,7 +48,7 @@ class Batch:
         workers; router noise depends on it.
     sample: (B,) int64, the `index.sample_ids` of each sample's key.
     bad: images that could not be decoded while this batch was read.
-    traffic: what was fetched from S3 for it.
+    traffic: what was fetched from an object storage for it.
     """
 
     fields: Mapping[str, Tensor]

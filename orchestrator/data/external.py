@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def index_external_shards(path: str, root: str, *, execute: Execute = map) -> str:
-    """Returns the data set, below `root`, of the tars and parquet files in the folder `path`, local or on S3.
+    """Returns the data set, below `root`, of the tars and parquet files in the folder `path`.
 
     ``train`` and ``val`` are folders in it, or words in the files' names; else a tenth of the samples is for
     validation. A listing that changed gives another data set. `execute` runs the indexing of files.

@@ -14,7 +14,7 @@ from orchestrator.errors import UsageError
 VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
 SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
 SHARD_NAMES = re.compile(r"\.(tar|tgz|tbz2?|txz|parquet|pq)\b[^/]*$", re.IGNORECASE)
-READERS = 16  # parallel requests: S3 answers each slowly
+READERS = 16  # parallel requests: object storages answer slowly
 
 log = logging.getLogger(__name__)
 

@@ -140,7 +140,8 @@ def check_shards(path: str, manifest: Manifest, *, verify: bool = False) -> None
     Raises:
         UsageError: naming the first shard that differs from the manifest.
     """
-    sizes = storage.files(path)  # one listing instead of a request for each shard
+    # One listing takes the place of a request for each shard.
+    sizes = storage.files(path) if storage.can_list(path) else {}
     indexes = [manifest.index_of(split) for split in manifest.index]
 
     def check(shard: Shard) -> None:

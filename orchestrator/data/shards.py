@@ -1,9 +1,9 @@
 """Reading shards: the bytes of any image of a shard, by the range of the file that holds them.
 
-Local files are read in place. From S3 an image is fetched by a request of its own, with many requests in
-flight; neighbours in a file share a request. Where it is cheaper (`fetch_whole`), whole shards are fetched
-into the node's cache beside that. A compressed parquet file holds no image verbatim: its images are unpacked
-into the cache. The index of a data set on S3 is fetched into the cache, too.
+Local files are read in place. From remote ones, in an object storage or on a web server, an image is fetched
+by a request of its own, with many requests in flight; neighbours in a file share a request. Where it is
+cheaper (`fetch_whole`), whole shards are fetched into the node's cache beside that. A compressed parquet file
+holds no image verbatim: its images are unpacked into the cache. A remote index is fetched into it, too.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from orchestrator.data.index import Ints, Records, place_of, read_keys, record_t
 from orchestrator.data.manifest import Manifest, Shard, check_digest, locate
 from orchestrator.errors import UsageError, reason_of
 
-# Requests in flight. A core decodes some 600 images/s, and S3 answers after 0.02 to 0.2 s.
+# Requests in flight. A core decodes some 600 images/s, and object storages answer after 0.02 to 0.2 s.
 REQUESTS_PER_CORE = 64
 MAX_REQUESTS = 256
 MERGED_GAP = 32 << 10  # bytes between two images that one request still fetches together
@@ -49,8 +49,8 @@ class DataSet:
     """A data set, opened by one process.
 
     cache_bytes: the most that the node's cache takes of its disk. Without any, each process keeps the index
-        of a data set on S3 in memory.
-    whole: whether shards on S3 are also fetched whole into the cache.
+        of a remote data set in memory.
+    whole: whether remote shards are also fetched whole into the cache.
     """
 
     path: str
@@ -111,7 +111,7 @@ class DataSet:
                 else:
                     if self.whole:
                         _fetch_beside(location, of, self.cache_bytes)
-                    read = _requests().submit(_from_s3, location, of, begin, size)
+                    read = _requests().submit(_from_afar, location, of, begin, size)
                     requests, fetched = requests + 1, fetched + size
                 images += [partial(_part, read.result, place[1] - begin, place[2]) for place in run]
         checked: list[Image] = [partial(_checked, *each) for each in zip(images, crc32.tolist(), strict=True)]
@@ -130,7 +130,7 @@ class DataSet:
 
 
 def fetch_whole(manifest: Manifest, *, cache_bytes: float, reads: float, nodes: int) -> tuple[bool, str]:
-    """Returns whether whole shards on S3 are fetched into the nodes' caches, and why.
+    """Returns whether whole remote shards are fetched into the nodes' caches, and why.
 
     `reads` is how often the training images are read. By ranges, the nodes fetch the data set `reads` times
     together. Whole, each of the `nodes` fetches it once, because any node may read any shard; its cache must
@@ -154,7 +154,7 @@ class _Index(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _index(data: DataSet, split: str) -> _Index:
-    """Maps the index of a split, which is first copied from S3, once for all processes of the node."""
+    """Maps the index of a split; a remote one is first copied, once for all processes of the node."""
     file, kind = data.manifest.index_of(split), record_type(data.manifest.labels, data.manifest.fields)
     location, name = locate(data.path, file), f"{file.sha256}.index"
     if storage.is_local(location):
@@ -224,7 +224,7 @@ def _from_cache(file: BinaryIO, location: str, offset: int, size: int) -> bytes:
     return content
 
 
-def _from_s3(location: str, shard: Shard, offset: int, size: int) -> bytes:
+def _from_afar(location: str, shard: Shard, offset: int, size: int) -> bytes:
     found = None
     try:
         found = storage.read_range(location, offset, size)
@@ -248,7 +248,7 @@ def _etag(location: str, etag: str | None) -> str | None:
 @lru_cache(maxsize=1)
 def _requests() -> ThreadPoolExecutor:
     threads = min(MAX_REQUESTS, REQUESTS_PER_CORE * torch.get_num_threads())
-    return ThreadPoolExecutor(threads, thread_name_prefix="s3")
+    return ThreadPoolExecutor(threads, thread_name_prefix="ranges")
 
 
 _fetching: set[str] = set()  # whole shards that this process has begun to fetch

@@ -57,7 +57,7 @@ IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "backg
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
-READERS = 16  # files that an actor reads at a time, because S3 answers slowly
+READERS = 16  # files that an actor reads at a time, because object storages answer slowly
 SCHEMA = pa.schema(
     [
         ("key", pa.string()),

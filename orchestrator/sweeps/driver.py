@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,11 +95,13 @@ def with_data(run: RunConfig) -> RunConfig:
 
 
 def open_store(root: str, uri: str | None = None) -> Tracking:
-    """The MLflow store of a storage. Raises UsageError if it cannot be opened."""
-    artifacts = storage.join(storage.absolute(root), "mlartifacts")
-    if storage.is_local(root):
-        artifacts = Path(artifacts).as_uri()  # in a plain path MLflow replaces %XX
-    return open_tracking(store_uri(root, uri), artifacts=artifacts)
+    """The MLflow store of a storage. A database on a disk has its files on a disk: in the storage, or beside
+    itself, for MLflow knows other object storages than we do. Raises UsageError if it cannot be opened.
+    """
+    uri = store_uri(root, uri)
+    at = storage.absolute(root) if storage.is_local(root) else os.path.dirname(uri.removeprefix("sqlite:///"))
+    artifacts = Path(at, "mlartifacts").absolute().as_uri()  # in a plain path MLflow replaces %XX
+    return open_tracking(uri, artifacts=artifacts)
 
 
 def _silent(*_: object) -> None: ...

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -50,7 +51,7 @@ class Hooks(Protocol):
         """Called a few times a second: running trials may have reported something in their directories."""
 
 
-def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
+def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
     """Runs the jobs of the queue until it is empty; a failing trial does not stop the others.
 
     Raises:
@@ -61,12 +62,13 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
     scheduler = FrontierScheduler.of_queue(queue)
     if scheduler.fetch() is None:
         return  # Tune would wait for something to do
+    state = tempfile.TemporaryDirectory(prefix="ray-tune-")  # Tune's: a sweep's own is in its directory
     try:
         with notice.saving():
             ray.tune.run(
                 ray.tune.with_resources(train_trial, _reserved),
                 name="tune",
-                storage_path=RunDir.of(base).path,
+                storage_path=state.name,
                 scheduler=scheduler,
                 search_alg=NewTrials(scheduler),
                 num_samples=-1,
@@ -86,6 +88,8 @@ def run_jobs(base: RunConfig, queue: TrialQueue, hooks: Hooks) -> None:
         with suppress(Exception):
             scheduler.controller._actor_manager.cleanup()
         raise
+    finally:
+        state.cleanup()
     if notice.given():
         raise notice.Stopped(scheduler.saved)
 

@@ -316,7 +316,7 @@ def check_shared_files(nodes: Nodes, root: str, data: str) -> str:
     _refuse(
         blind,
         nodes,
-        f"{root} is not shared by all nodes: use `storage` s3://bucket/prefix, or a common mount",
+        f"{root} is not shared by all nodes: use `storage` s3://bucket/prefix (gs://, az://) or a mount",
     )
     digest = open_manifest(data).digest()
     other = {name: f"found {node.data}, here {digest}" for name, node in nodes.items() if node.data != digest}

@@ -165,7 +165,7 @@ class SweepRun:
         self.watch.start(self)
         if complete := sum(state.outcome is not None for state in self.queue.states.values()):
             self.watch.say(f"{complete} of {len(trials)} trials are complete already")
-        run_jobs(self.sweep.base, self.queue, self)
+        run_jobs(self.queue, self)
         self._tell_predictions()
 
     def began(self, job: Job) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ def on_workers(function: Callable[[dict[str, Any]], None], run: RunConfig, confi
     refused = RunDir.of(run).refused
     storage.delete(refused)
     feeds = start_feeds(run, pin_to_this_node())
+    # Ray's controller, which runs on this node, keeps its state here; ours is in the run's directory.
+    scratch = tempfile.TemporaryDirectory(prefix="ray-train-")
     try:
         Trainer(
             _work,
@@ -58,8 +61,8 @@ def on_workers(function: Callable[[dict[str, Any]], None], run: RunConfig, confi
                 placement_strategy=placement(run),
             ),
             run_config=ray.train.RunConfig(
-                name=f"{run.name}/ray",
-                storage_path=run.storage,
+                name=run.name,
+                storage_path=scratch.name,
                 failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
             ),
         ).fit()
@@ -70,6 +73,7 @@ def on_workers(function: Callable[[dict[str, Any]], None], run: RunConfig, confi
     finally:
         for feed in feeds:
             ray.kill(feed)
+        scratch.cleanup()
 
 
 def _work(call: Mapping[str, Any]) -> None:

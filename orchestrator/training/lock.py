@@ -1,9 +1,9 @@
 """Keeps two processes from working in the directory of one run or sweep.
 
-On a local path the lock is one of the file system, which ends with the process. On S3 it is an object that
-its holder renews: a lease. Each write is conditional on the ETag of the one before, so of two processes one
-succeeds, and no two clocks are compared: a holder counts as dead if another process sees no new ETag for
-`LEASE_S` seconds of its own clock.
+On a local path the lock is one of the file system, which ends with the process. In an object storage it is
+an object that its holder renews: a lease. Each write is conditional on the version of the one before, so of
+two processes one succeeds, and no two clocks are compared: a holder counts as dead if another process sees no
+new version for `LEASE_S` seconds of its own clock.
 """
 
 import fcntl
@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 
 from orchestrator import storage
 from orchestrator.errors import UsageError
+from orchestrator.storage import Version
 from orchestrator.training import notice
 from orchestrator.training.run_directory import LOCK
 
@@ -40,12 +41,12 @@ def locked(directory: str, *, fresh: bool = False) -> Iterator[str | None]:
 
     With `fresh`, a directory that is there is moved aside first, and its new name is yielded.
 
-    If a holder was away for longer than its lease on S3, another process may have taken over: then the block
-    is interrupted, as by Ctrl-C, and this process writes nothing in the directory any more.
+    If a holder was away for longer than its lease, another process may have taken over: then the block is
+    interrupted, as by Ctrl-C, and this process writes nothing in the directory any more.
 
     Raises:
-        InUse: if another process works there, which takes up to `LEASE_S` / 9 to see on S3; or if
-            another process has taken over.
+        InUse: if another process works there, which takes up to `LEASE_S` / 9 to see in an
+            object storage; or if another process has taken over.
     """
     aside = None
     if fresh:
@@ -60,12 +61,14 @@ def move_aside(directory: str) -> str | None:
     """Renames the directory to a free name, and returns that name; None if it is empty.
 
     Raises:
-        UsageError: on S3, which has no rename.
+        UsageError: in an object storage, which has no rename.
     """
     if set(storage.names(directory)) <= {LOCK}:
         return None
     if not storage.is_local(directory):
-        raise UsageError(f"`mode=fresh` cannot move {directory} aside: S3 has no rename; use another `name`")
+        raise UsageError(
+            f"`mode=fresh` cannot move {directory} aside: an object storage has no rename; use another `name`"
+        )
     aside = next(path for n in range(1, 1_000_000) if not os.path.exists(path := f"{directory}.old-{n}"))
     os.rename(directory, aside)
     return aside
@@ -91,7 +94,7 @@ def _file_lock(directory: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def _lease(directory: str, path: str) -> Iterator[None]:
-    """A lease on S3, which a thread renews."""
+    """A lease in an object storage, which a thread renews."""
     lease = _Lease(directory, path)
     lease.take()
     storage.allow_writes(directory)
@@ -138,16 +141,16 @@ class _Lease:
         self._directory, self._path = directory, path
         self._holder = uuid.uuid4().hex
         self._renewals = 0
-        self._etag: str | None = None  # of what this process wrote, or may replace
+        self._version: Version | None = None  # of what this process wrote, or may replace
 
     def take(self) -> None:
         """Makes this process the holder. Raises InUse if another process is, and lives."""
         while True:
             try:
-                self._etag = storage.write_if(self._path, self._content(), self._etag)
+                self._version = storage.write_if(self._path, self._content(), self._version)
                 return
-            except (FileExistsError, FileNotFoundError):
-                self._etag = self._free()
+            except FileExistsError:
+                self._version = self._free()
 
     def renew(self) -> None:
         """Raises InUse if another process has taken over."""
@@ -159,36 +162,39 @@ class _Lease:
     def _write(self, content: bytes) -> None:
         while True:
             try:
-                self._etag = storage.write_if(self._path, content, self._etag)
+                self._version = storage.write_if(self._path, content, self._version)
                 return
-            except FileNotFoundError:  # deleted by hand
-                self._etag = None
             except FileExistsError:
-                there, self._etag = storage.read_with_etag(self._path)
-                # Of this process: an attempt that came late, or whose answer was lost.
-                if json.loads(there).get("holder") != self._holder:
-                    raise InUse(
-                        f"another process has taken over {self._directory}, because this one was away for"
-                        f" more than {LEASE_S:.0f} s: it stops, and writes nothing there any more"
-                    ) from None
+                pass
+            try:
+                there, self._version = storage.read_with_version(self._path)
+            except FileNotFoundError:  # deleted by hand
+                self._version = None
+                continue
+            # Of this process: an attempt that came late, or whose answer was lost.
+            if json.loads(there).get("holder") != self._holder:
+                raise InUse(
+                    f"another process has taken over {self._directory}, because this one was away for more"
+                    f" than {LEASE_S:.0f} s: it stops, and writes nothing there any more"
+                )
 
-    def _free(self) -> str | None:
-        """Waits until the lock can be taken, and returns its ETag; None if it is gone.
+    def _free(self) -> Version | None:
+        """Waits until the lock can be taken, and returns its version; None if it is gone.
 
         Raises:
             InUse: as soon as the holder renews the lock.
         """
-        seen, since = "", 0.0
+        seen, since = Version(), 0.0
         while True:
             try:
-                content, etag = storage.read_with_etag(self._path)
+                content, version = storage.read_with_version(self._path)
             except FileNotFoundError:
                 return None
             other = json.loads(content)
             if other.get("holder") in (None, self._holder):
-                return etag
+                return version
             if not seen:
-                seen, since = etag, time.monotonic()
+                seen, since = version, time.monotonic()
                 log.warning(
                     "%s is locked by a process on %s, which may have been killed: waiting up to %.0f s for a"
                     " sign of life of it",
@@ -196,17 +202,17 @@ class _Lease:
                     other["host"],
                     LEASE_S,
                 )
-            elif etag != seen:
+            elif version != seen:
                 raise InUse(
                     f"a process on {other.get('host')} works in {self._directory}: wait for it, or end it"
                 )
             elif time.monotonic() - since > LEASE_S:
                 log.warning("no sign of life for %.0f s: taking over %s", LEASE_S, self._directory)
-                return etag
+                return version
             time.sleep(LEASE_S / 45)
 
     def _content(self) -> bytes:
-        """Returns other bytes at each call, so that the ETag changes."""
+        """Returns other bytes at each call, so that the version changes."""
         self._renewals += 1
         return json.dumps(
             {"holder": self._holder, "host": socket.gethostname(), "renewals": self._renewals}

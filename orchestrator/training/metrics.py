@@ -71,7 +71,7 @@ METRICS = {
     "data/wait_frac": ("fraction", "training time in which the workers waited for images"),
     "data/fingerprint": ("-", "hash of the samples read so far and of their places; equal for equal orders"),
     "data/bad_images": ("-", "images that could not be decoded"),
-    "data/s3_requests": ("-", "requests for parts of shards on S3"),
+    "data/s3_requests": ("-", "requests for parts of shards in an object storage"),
     "data/s3_gb": ("GB", "bytes that these requests fetched"),
     "checkpoint/age_s": ("s", "since a checkpoint was saved, or the workers began"),
     "checkpoint/failed": ("-", "checkpoints that could not be written"),
@@ -237,7 +237,7 @@ class SampleTracker:
         return int(sum_over_ranks(self._sum.clone())), sorted(self._bad)
 
     def traffic(self) -> dict[str, float]:
-        """Returns the requests for ranges of shards on S3, ``data/s3_requests``, and what they fetched,
+        """Returns the requests for ranges of shards elsewhere, ``data/s3_requests``, and what they fetched,
         ``data/s3_gb``, since the workers started; nothing if there were none. All workers call it together.
         """
         requests, size = sum_over_ranks(self._traffic.clone()).tolist()

@@ -1,6 +1,6 @@
 """Files of JSON lines that grow while a run trains: its reports (`metrics.jsonl`), its log, system metrics.
 
-S3 cannot append, so a file there is a series of numbered segments: metrics-000001.jsonl and so on.
+Object storages cannot append: a file there is a series of numbered segments, metrics-000001.jsonl and so on.
 """
 
 import json
@@ -21,7 +21,7 @@ Metrics = dict[str, float]
 
 log = logging.getLogger(__name__)
 METRICS, LOG, SYSTEM = "metrics", "log", "system"  # names of line files
-SEGMENT_S = 10.0  # between uploads of a line file to S3
+SEGMENT_S = 10.0  # between uploads of a line file to an object storage
 POLL_S, S3_POLL_S = 0.2, 5.0  # between looks at what another process writes
 
 
@@ -43,8 +43,8 @@ class LineWriter:
     """Appends JSON lines to the file `name` of a directory. Only one process may write at a time; its threads
     may append and flush together.
 
-    On a local path a line is in the file when `add` returns, and on the disk after `flush`. On S3 it is there
-    after `flush`, which `append` calls every `SEGMENT_S` seconds.
+    On a local path a line is in the file when `add` returns, and on the disk after `flush`. In an object
+    storage it is there after `flush`, which `append` calls every `SEGMENT_S` seconds.
     """
 
     def __init__(self, directory: str, name: str) -> None:
@@ -62,7 +62,7 @@ class LineWriter:
             os.ftruncate(self._file, file.read().rfind(b"\n") + 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds a line, on S3 without writing it. Raises OSError if a local disk is full."""
+        """Adds a line, in an object storage without writing it. Raises OSError if a local disk is full."""
         line = json.dumps(record).encode() + b"\n"
         if self._file < 0:
             self._waiting.append(line)
@@ -163,7 +163,7 @@ class LogFile(logging.Handler):
     """Writes log lines to `log.jsonl` of a run's directory.
 
     A thread flushes them every `SEGMENT_S` seconds, so that training waits for no upload. A line that cannot
-    be written does not end training: on S3 it waits for the next flush.
+    be written does not end training: in an object storage it waits for the next flush.
     """
 
     def __init__(self, directory: str) -> None:

@@ -118,7 +118,7 @@ def check_shared(root: str) -> None:
     if missing:
         raise UsageError(
             f"{root} is not shared by all nodes: {', '.join(missing)} cannot see what is written there. Use"
-            " `storage` s3://bucket/prefix, or a directory that every node mounts"
+            " `storage` s3://bucket/prefix (gs://, az://), or a directory that every node mounts"
         )
 
 

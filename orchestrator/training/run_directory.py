@@ -1,7 +1,7 @@
 """The directory of a run: the only record of what happened there, and of what became of it.
 
     RUN/config.json           its config, the digest of its data, and a key that names this start of the run
-    RUN/metrics.jsonl         every report; on S3, which cannot append, metrics-000001.jsonl and so on
+    RUN/metrics.jsonl         every report; in an object storage metrics-000001.jsonl and so on
     RUN/checkpoints/step-N/   a checkpoint exists once its manifest does
     RUN/paused-N.json         the state of the run when it paused at step N
     RUN/result.json           how it ended
@@ -246,7 +246,7 @@ class RunDir(Directory):
         if storage.size(self.file(CONFIG)) is None:
             raise UsageError(
                 f"{socket.gethostname()} does not see {self.path}: with several nodes use `storage`"
-                " s3://bucket/prefix, or a directory that every node mounts"
+                " s3://bucket/prefix (gs://, az://), or a directory that every node mounts"
             )
 
 
@@ -342,8 +342,8 @@ def new_key() -> str:
 
 
 def _trained(directory: str) -> bool:
-    """Returns whether there is more than plugins, Ray's files and what attempts left that never trained."""
+    """Returns whether there is more than plugins and what attempts left that never trained."""
     return any(
-        size > 0 and name not in UNTRAINED and not name.startswith(("ray/", f"{FOLDER}/"))
+        size > 0 and name not in UNTRAINED and not name.startswith(f"{FOLDER}/")
         for name, size in storage.files(directory).items()
     )

@@ -14,7 +14,9 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
+from orchestrator import storage, stores
 from tests.jobs.small_sweep import ARMS
+from tests.orchestrator.clouds import azure, environment, google
 from tests.parts import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +32,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     return found
 
 
-def start(home: Path, **env: str) -> subprocess.Popen[bytes]:
-    command = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
+def start(home: Path, *interpreter: str, **env: str) -> subprocess.Popen[bytes]:
+    job = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
+    command = [*interpreter, *job]
     home.mkdir(exist_ok=True)
     with (home / "log.txt").open("ab") as log:
         return subprocess.Popen(
@@ -108,6 +111,45 @@ def test_the_driver_and_a_worker_are_killed(tmp_path, undisturbed):
     trainers(driver)[0].kill()
     assert driver.wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
     assert state(f"sqlite:///{home}/mlflow.db") == undisturbed
+
+
+# Runs a file as the interpreter does, with leases of 9 seconds.
+SHORT_LEASES = """
+import runpy, sys
+from orchestrator.training import lock
+lock.LEASE_S, sys.argv = 9.0, sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("scheme", "cloud"), [("gs", google), ("az", azure)])
+def test_the_driver_is_killed_with_all_files_in_a_cloud(scheme, cloud, tmp_path, undisturbed, monkeypatch):
+    home, root = tmp_path / "home", f"{scheme}://bucket/runs"
+    uri = f"sqlite:///{home}/mlflow.db"
+    with cloud() as (proxy, make_bucket):
+        make_bucket("bucket")
+        env = environment(scheme, proxy.url)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        stores.forget()
+
+        def results() -> int:
+            return sum(name.endswith("/result.json") for name in storage.files(f"{root}/small/trials"))
+
+        def driver() -> subprocess.Popen[bytes]:
+            places = {"MOE_FRONTIER_HOME": root, "MLFLOW_TRACKING_URI": uri}
+            return start(home, "-c", SHORT_LEASES, **env, **places)
+
+        first = driver()
+        until(lambda: results() >= 2, first, home)
+        kill_driver(first)
+        assert 2 <= results() < ARMS
+        assert driver().wait(timeout=900) == 0, (home / "log.txt").read_text()[-3000:]
+        assert results() == ARMS
+    stores.forget()
+    assert state(uri) == undisturbed
+    assert not any(file.name.startswith(("small", "runs")) for file in home.iterdir())
 
 
 @pytest.mark.slow

@@ -1,53 +1,68 @@
-"""An S3 server on this machine, behind a proxy that fails on demand."""
+"""Servers of object storages on this machine, behind proxies that fail on demand."""
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
 
-from orchestrator import storage
-from tests.orchestrator.buckets import Bucket, connect_anew
+from orchestrator import stores
+from tests.orchestrator import clouds
+from tests.orchestrator.buckets import Bucket
+from tests.orchestrator.clouds import Make
 from tests.orchestrator.faulty_proxy import FaultyProxy
 
 NUMBERS = count(1)
 
 
 @pytest.fixture(scope="session")
-def s3_proxy() -> Iterator[FaultyProxy]:
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    proxy = FaultyProxy(*server.get_host_and_port())
-    yield proxy
-    proxy.close()
-    server.stop()
+def amazon() -> Iterator[tuple[FaultyProxy, Make]]:
+    with clouds.amazon() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[tuple[FaultyProxy, Make]]:
+    with clouds.google() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[tuple[FaultyProxy, Make]]:
+    with clouds.azure() as server:
+        yield server
 
 
 @pytest.fixture
-def bucket(s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """An empty one. A request is tried three times."""
-    environment = {
-        "AWS_ENDPOINT_URL": s3_proxy.url,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage, "ATTEMPTS", 3)
-    connect_anew()
-    bucket = Bucket(f"bucket-{next(NUMBERS)}", s3_proxy, environment)
-    storage._s3().create_bucket(Bucket=bucket.name)
-    s3_proxy.requests.clear()
-    yield bucket
-    connect_anew()
+def bucket_of(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Bucket]]:
+    """Makes an empty bucket of the storage with a scheme. A request is tried three times."""
+
+    def make(scheme: str) -> Bucket:
+        proxy, make_bucket = request.getfixturevalue({"s3": "amazon", "gs": "google", "az": "azure"}[scheme])
+        bucket = Bucket(f"bucket-{next(NUMBERS)}", proxy, clouds.environment(scheme, proxy.url), scheme)
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        stores.forget()
+        make_bucket(bucket.name)
+        proxy.requests.clear()
+        return bucket
+
+    monkeypatch.setattr(stores, "ATTEMPTS", 3)
+    yield make
+    stores.forget()
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest, bucket_of: Callable[[str], Bucket]) -> Bucket:
+    """Of S3, unless the parameter is another scheme."""
+    return bucket_of(getattr(request, "param", "s3"))
 
 
 @pytest.fixture(params=["local", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A folder that does not exist yet."""
-    return request.getfixturevalue("bucket").uri("root") if request.param == "s3" else str(tmp_path / "root")
+    """A folder that does not exist yet, on a disk or in the object storage that the parameter names."""
+    if request.param == "local":
+        return str(tmp_path / "root")
+    return request.getfixturevalue("bucket_of")(request.param).uri("root")

@@ -1,6 +1,7 @@
-"""A proxy before an S3 server that fails on demand, on this machine alone."""
+"""A proxy before a server of an object storage that fails on demand, on this machine alone."""
 
 import http.client
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ Kind = Literal[
     "cut upload",  # the connection is closed in the middle of what is sent
     "cut download",  # the same of what comes
     "short",  # half of what is sent arrives, and all seems well
+    "lost answer",  # what is asked for is done, and the connection is closed
+    "refused deletion",  # in the answer to a request for several, whose status is 200
     "silent",  # no answer
 ]
 
 
 class FaultyProxy:
-    """An HTTP proxy in front of an S3 endpoint, which fails requests as a test asks.
+    """An HTTP proxy in front of an endpoint, which fails requests as a test asks.
 
     url: the proxy's own.
     requests: "PUT /bucket/key", in the order of their arrival.
@@ -96,17 +99,25 @@ class _Handler(BaseHTTPRequestHandler):
             return self.hang_up()
         if fault == "busy":
             return self.reply(503, [], b"<Error><Code>SlowDown</Code><Message>busy</Message></Error>")
+        if fault == "refused deletion":
+            keys = re.findall(rb"<Key>.*?</Key>", body)
+            errors = (b"<Error>%s<Code>AccessDenied</Code><Message>no</Message></Error>" % k for k in keys)
+            return self.reply(200, [], b"<DeleteResult>%s</DeleteResult>" % b"".join(errors))
         if fault == "short":
             body = body[: len(body) // 2]
-        passed = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+        passed = {
+            name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP - {"date"}
+        }
         connection = http.client.HTTPConnection(*upstream, timeout=30)
         connection.request(self.command, self.path, body=body or None, headers=passed)
         response = connection.getresponse()
         content = response.read()
+        if fault == "lost answer":
+            return self.hang_up()
         self.proxy.sent += len(content)
         headers = [(name, value) for name, value in response.getheaders() if name.lower() not in HOP_BY_HOP]
         if self.command == "HEAD":
-            headers.append(("Content-Length", response.headers["Content-Length"]))
+            headers.append(("Content-Length", response.headers.get("Content-Length", "0")))
         self.reply(response.status, headers, content, cut=fault == "cut download")
         connection.close()
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from orchestrator import storage
+from orchestrator import storage, stores
 from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.config import CheckpointConfig
 from tests.orchestrator.checkpoint.counted import fill, odd, wrong
@@ -86,7 +86,7 @@ def _lead(plans: Mapping[str, Plan], connection) -> None:
 def _lives(plan: Plan) -> list[Life]:
     os.environ |= plan.environment
     if not storage.is_local(plan.directory):
-        storage._s3()  # making the client takes long; it does not connect yet
+        stores.s3()  # making the client takes long; it does not connect yet
     return [_one_life(plan, number) for number in range(plan.lives)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator import storage
+from orchestrator import stores
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data import packing
@@ -18,7 +18,7 @@ from orchestrator.data.images import encode_png
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source
 from orchestrator.data.stream import in_process, open_stream
-from tests.orchestrator.buckets import Bucket, connect_anew
+from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.data.test_stream import equal
 from tests.orchestrator.faulty_proxy import Kind
 
@@ -42,8 +42,8 @@ def pack_digits(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def stormy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[Kind]]]:
     """The digits on S3 in 15 shards, and the faults so far."""
     pack_digits(bucket.uri("digits"), monkeypatch)
-    monkeypatch.setattr(storage, "ATTEMPTS", 8)
-    connect_anew()
+    monkeypatch.setattr(stores, "ATTEMPTS", 8)
+    stores.forget()
     failed: list[Kind] = []
     cut: set[str] = set()
     draws = random.Random(0)

@@ -35,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The trials of a sweep's jobs, each of which ends with an accuracy that rises with its width."""
     names = []
 
-    def run_jobs(base: Any, queue: TrialQueue, hooks: Hooks) -> None:
+    def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
         while job := queue.next():
             hooks.began(job)
             run = job.trial.run

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -72,12 +72,15 @@ def write_lock(directory: str, holder: str) -> bytes:
     return content
 
 
-@pytest.fixture
-def directory(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """On S3, whose leases are short."""
+@pytest.fixture(params=["s3", "gs", "az"])
+def directory(
+    request: pytest.FixtureRequest, bucket_of: Callable[[str], Bucket], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """In an object storage, whose leases are short."""
     monkeypatch.setattr(lock_file, "LEASE_S", 1.0)
-    yield bucket.uri("sweep")
-    storage.allow_writes(bucket.uri("sweep"))
+    directory = bucket_of(request.param).uri("sweep")
+    yield directory
+    storage.allow_writes(directory)
 
 
 def test_a_lease_is_free_once_its_block_has_ended(directory: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +101,7 @@ def test_a_holder_that_renews_its_lease_is_never_taken_for_dead(
     with locked(directory):
         monkeypatch.setattr(time, "time", real)
         with (
-            pytest.raises(UsageError, match=r"a process on .* works in s3://.*: wait for it, or end it"),
+            pytest.raises(UsageError, match=r"a process on .* works in .*://.*: wait for it, or end it"),
             locked(directory),
         ):
             pass
@@ -151,7 +154,7 @@ def test_who_lost_the_lease_stops_and_writes_nothing(
                         write()
 
     try:
-        with pytest.raises(InUse, match=r"another process has taken over s3://.* it stops"):
+        with pytest.raises(InUse, match=r"another process has taken over .*://.* it stops"):
             work()
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -171,8 +174,18 @@ def test_a_renewal_whose_answer_was_lost_is_no_other_process(directory: str) -> 
         assert json.loads(storage.read_bytes(f"{directory}/lock"))["host"] == ours["host"]
 
 
-def test_nothing_is_moved_aside_on_s3(bucket: Bucket) -> None:
+def test_nothing_is_moved_aside_in_an_object_storage(bucket: Bucket) -> None:
     storage.write_bytes(bucket.uri("run", "result.json"), b"{}")
-    with pytest.raises(UsageError, match="S3 has no rename"), locked(bucket.uri("run"), fresh=True):
+    with (
+        pytest.raises(UsageError, match="an object storage has no rename"),
+        locked(bucket.uri("run"), fresh=True),
+    ):
         pass
     assert storage.names(bucket.uri("run")) == ["lock", "result.json"]
+
+
+def test_a_lock_that_was_deleted_by_hand_comes_back(directory: str) -> None:
+    with locked(directory):
+        storage.delete(f"{directory}/lock")
+        time.sleep(0.5)
+        assert storage.names(directory) == ["lock"]

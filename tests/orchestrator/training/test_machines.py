@@ -31,7 +31,13 @@ def test_an_expert_parallel_group_across_machines_loses_its_network(digits, empt
     undisturbed worker.
     """
     run = override(RunConfig(), {**CHANGES, "data.path": digits, "storage": str(tmp_path), "name": "wired"})
-    env = os.environ | {"RAY_TMPDIR": DISK, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    # also temporary files, where Ray Train keeps its state, are of one machine
+    env = os.environ | {
+        "RAY_TMPDIR": DISK,
+        "TMPDIR": DISK,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": str(ROOT),
+    }
     env.pop("RAY_ADDRESS")
     log = tmp_path / "log.txt"
     with machines(2) as (head, other), log.open("w") as output:

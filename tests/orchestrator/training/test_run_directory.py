@@ -90,8 +90,6 @@ def test_a_run_that_never_trained_leaves_its_name_free(tmp_path: Path) -> None:
     for name in ("error.txt", "refused.txt", "lock"):
         (directory / name).write_text("x")
     (directory / "metrics.jsonl").touch()
-    (directory / "ray").mkdir()
-    (directory / "ray" / "snapshot.json").write_text("{}")
     second = acquire_run_dir(run_at(tmp_path, train__lr=0.5), DIGEST)
     assert second.key != first.key
     assert second.config["train"]["lr"] == 0.5
