@@ -113,7 +113,8 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
     orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
     orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
-    orchestrator.training.launch orchestrator.training.resources orchestrator.training.torch_trainer
+    orchestrator.training.heartbeat orchestrator.training.launch orchestrator.training.resources
+    orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.stores

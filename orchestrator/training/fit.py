@@ -5,6 +5,7 @@ lost a run continues with fewer workers, and with all of them once nodes are bac
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training import notice
 from orchestrator.training.gauges import Gauges
+from orchestrator.training.heartbeat import Heart, Pulse
 from orchestrator.training.launch import on_workers
 from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
 from orchestrator.training.resources import (
@@ -48,6 +50,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 4  # without progress between them
 PROBE_S = 2  # enough for the cluster to grant resources that are free
+# What gloo and NCCL say when another worker is gone.
+BROKEN_BY_ANOTHER = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE)
 ASK_S = 1.0  # between steps after which workers agree whether to stop
 
 
@@ -118,9 +122,9 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
         with notice.saving():
             train_worker(run, report=report, read=in_process, until=until, should_stop=_asked(own))
     else:
-        missing = MissingWorkers()
-        with _following(run, report, missing) as failed:
-            fit_on_workers(run, missing, until, failed)
+        missing, pulse = MissingWorkers(), Pulse(run.name)
+        with _following(run, report, missing, pulse) as failed:
+            fit_on_workers(run, missing, pulse, until, failed)
     result = own.result() or (own.pause(until) if until else None)
     if result is None:
         raise notice.Stopped({run.name: max(manifests.steps(own.checkpoints), default=0)})
@@ -138,10 +142,11 @@ def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | 
 
 
 def fit_on_workers(
-    run: RunConfig, missing: "MissingWorkers", until: int | None, failed: list[BaseException]
+    run: RunConfig, missing: "MissingWorkers", pulse: Pulse, until: int | None, failed: list[BaseException]
 ) -> None:
     """Trains on Ray Train workers: on all of `scale.workers`, or after `scale.wait_s` on as many as there are
-    until the others are available. When one dies, all are started again from the last checkpoint.
+    until the others are available. When one dies, all are started again from the last checkpoint; when it
+    dies with its machine, without end.
 
     Raises:
         UsageError: for an error in a worker that another attempt would repeat.
@@ -164,15 +169,30 @@ def fit_on_workers(
         missing.want(run, absent)
         try:
             with notice.saving():
-                _train_on(now, until)
+                _train_on(now, until, pulse)
         except (TrainingFailedError, RayError) as error:
-            newest = max(manifests.steps(own.checkpoints), default=0)
-            died, saved = (died + 1 if newest <= saved else 1), newest
+            newest, gone = max(manifests.steps(own.checkpoints), default=0), pulse.gone()
+            died, saved = (0 if newest > saved else died) + (not gone), newest
             if died == ATTEMPTS or failed:
                 raise
-            log.warning("%s: %s; all workers restart from step %d", run.name, reason_of(error), newest)
+            why = f"lost {gone}" if gone else cause_of(error)
+            again = max(pulse.step - newest, 0)
+            text = "%s: %s; all workers restart from step %d and repeat %d steps"
+            log.warning(text, run.name, why, newest, again)
         finally:
+            pulse.end()
             missing.want(run, 0)
+
+
+def cause_of(error: BaseException) -> str:
+    """The reason of a failed attempt: that of the worker that failed first by itself, and not of those whose
+    connection to it broke.
+    """
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    reasons = {rank: reason_of(each).partition(". Some common causes")[0] for rank, each in failures.items()}
+    own = {rank: why for rank, why in reasons.items() if not BROKEN_BY_ANOTHER.search(why)}
+    rank, why = next(iter((own or reasons).items()), (None, reason_of(error)))
+    return why if rank is None else f"rank {rank}: {why}"
 
 
 def resize(run: RunConfig, workers: int) -> RunConfig | None:
@@ -253,9 +273,12 @@ def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
 
 
 @contextmanager
-def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Iterator[list[BaseException]]:
-    """Passes the workers' reports to `report` and their log lines to our log, from a thread. Asks the workers
-    to stop on a notice, when missing workers are available, or when `report` raises.
+def _following(
+    run: RunConfig, report: Report, missing: MissingWorkers, pulse: Pulse
+) -> Iterator[list[BaseException]]:
+    """Passes the workers' reports to `report` and their log lines to our log, from a thread, and says when
+    they stand still. Asks them to stop on a notice, when missing workers are available, or when `report`
+    raises.
 
     Yields a list that receives what `report` raises; the error is raised again when the block ends.
     """
@@ -271,6 +294,7 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
         for row in reports.new():
             if "metrics" in row:
                 report(row["step"], row["metrics"])
+                pulse.step = row["step"]
                 if missing.available():
                     own.ask_to_stop()
 
@@ -282,6 +306,7 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
                 if last or time.monotonic() > due:
                     read()
                     due = time.monotonic() + poll_s(own.path)
+                pulse.look()
                 if notice.given():
                     own.ask_to_stop(for_good=True)
             except BaseException as error:
@@ -301,9 +326,9 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
             raise failed[0]
 
 
-def _train_on(run: RunConfig, until: int | None) -> None:
+def _train_on(run: RunConfig, until: int | None, pulse: Pulse) -> None:
     """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
-    on_workers(_train_worker_on_ray, run, {"until": until})
+    on_workers(_train_worker_on_ray, run, {"until": until, "register": pulse.begin(run.scale.workers)})
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
@@ -311,12 +336,13 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     own = RunDir.of(run)
     own.check_visible()
     rank = ray.train.get_context().get_world_rank()
+    heart = Heart(config["register"], rank)
     train_worker(
         run,
         report=Gauges(run.name, rank).report,
         read=by_ray_data(config["feeds"]),
         until=config["until"],
-        should_stop=_agreed(_asked(own) if rank == 0 else lambda: False, run.scale.workers),
+        should_stop=heart.counting(_agreed(_asked(own) if rank == 0 else lambda: False, run.scale.workers)),
     )
 
 

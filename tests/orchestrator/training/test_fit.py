@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from ray.exceptions import RayError
+from ray.train import WorkerGroupError
 
 from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
@@ -27,6 +28,7 @@ from orchestrator.training import notice
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,
+    cause_of,
     check_data,
     fit,
     fit_on_workers,
@@ -34,6 +36,7 @@ from orchestrator.training.fit import (
     resize,
     start,
 )
+from orchestrator.training.heartbeat import Pulse
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
@@ -267,6 +270,16 @@ def test_a_batch_holds_at_most_all_images(run, digits):
         check_data(override(run, {"data.batch_size": images + 1, "data.lanes": 1}))
 
 
+def test_the_cause_is_the_worker_that_failed_by_itself():
+    broken = RuntimeError("[..gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1024")
+    full = OSError("no space left on device")
+    assert (
+        cause_of(WorkerGroupError("", {0: broken, 1: full, 2: broken})) == "rank 1: no space left on device"
+    )
+    assert "Connection closed" in cause_of(WorkerGroupError("", {0: broken}))
+    assert cause_of(RuntimeError("lines\nand a reason")) == "and a reason"
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     """Workers die in every attempt. The run goes on while attempts save checkpoints, else ATTEMPTS times."""
@@ -281,7 +294,7 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     monkeypatch.setattr(fit_file.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
     monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
-        fit_on_workers(run, MissingWorkers(), None, [])
+        fit_on_workers(run, MissingWorkers(), Pulse(run.name), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 
