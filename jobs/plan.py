@@ -1,7 +1,8 @@
-"""Plan how a model is split over devices, compute what models cost, or check whether a sweep can run.
+"""Plan how a model is split over devices, try a layout, compute what models cost, or check a sweep.
 
   python jobs/plan.py soft-B/16-128e --devices 64 --set data.batch_size=1024
   python jobs/plan.py --set model.moe.router.kind=soft --set train.compute_dtype=float32
+  python jobs/plan.py soft-H/14-256e --dry-run --workers 256 --ep 32 --set data.batch_size=4096
   python jobs/plan.py --cost                                        # every row of the papers
   python jobs/plan.py --cost S/16 vmoe-B/32 --json > costs.json     # these models
   python jobs/plan.py --check                                       # a laptop, or a head node
@@ -10,6 +11,10 @@
 A plan has memory and traffic of a rank on every layout, and the best layout. Costs stand beside what the
 papers print. Both are computed from the config: nothing is trained and no weights are made. docs/planning.md
 has the formulae, and how far they were from measured memory.
+
+--dry-run takes a step of the first worker with the code that trains, on tensors without memory and without
+its peers: what does not divide fails here, and memory and traffic are those of the step. --dry-run --help
+lists its flags. Exit code 1 if the memory does not suffice.
 
 --check takes the flags of jobs/pareto_sweep.py, and --json; --check --help lists them. Every sweep runs the
 same checks before it starts. Exit code 1 if a check fails. docs/checks.md lists the checks.
@@ -81,6 +86,23 @@ class PlanFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRunFlags:
+    model: str = flag("debug", "by name, e.g. soft-H/14-256e", positional=True, nargs="?")
+    dry_run: bool = flag(False, "take a step without memory and without peers")
+    workers: int = flag(8, "GPUs, with a worker each (scale.workers)")
+    ep: str = flag("auto", "number of workers that share one set of experts, or auto (scale.ep)")
+    memory: float = flag(80.0, "memory of a device", metavar="GIB")
+    set: tuple[tuple[str, Any], ...] = flag(
+        (),
+        "any field of train.py, e.g. train.microbatch=8 (repeatable)",
+        metavar="FIELD=VALUE",
+        read=assignment,
+        nargs="+",
+    )
+    plugin: tuple[str, ...] = PLUGIN
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckFlags(SweepFlags):
     check: bool = flag(False, "check what the sweep needs")
     json: bool = flag(False, "print the findings as one document on stdout")
@@ -89,6 +111,8 @@ class CheckFlags(SweepFlags):
 def main() -> None:
     if "--check" in sys.argv:
         return check(parse(CheckFlags, __doc__))
+    if "--dry-run" in sys.argv:
+        return try_layout(parse(DryRunFlags, __doc__))
     exits = "Exit code 1 if no layout fits."
     flags = parse(PlanFlags, __doc__, epilog=f"{LAYOUTS}\n{exits}\n\nWith --cost:\n{COSTS}")
     if flags.cost:
@@ -149,6 +173,31 @@ def summary(run: RunConfig) -> str:
         f" {run.compute_dtype()}, {run.train.optimizer.kind}, {run.scale.workers} devices,"
         f" {run.scale.workers_per_node} to a node"
     )
+
+
+def try_layout(flags: DryRunFlags) -> None:
+    """Prints what a step of the first worker holds and sends; exits with 1 if its device cannot hold it."""
+    with command(f"dry run of {flags.model} on {flags.workers} workers", plugins=flags.plugin):
+        from orchestrator.codec import override
+        from orchestrator.config import RunConfig
+        from orchestrator.sweeps.estimate import GIB, memory_problem, resolve_auto
+        from orchestrator.training.dry_run import dry_run
+
+        mesh = {"scale.workers": flags.workers, "scale.ep": flags.ep}
+        changes = {"scale.use_gpu": True} | dict(flags.set) | mesh
+        run = resolve_auto(override(RunConfig(model=preset(flags.model)), changes))
+        print(f"{summary(run)}\ndp={flags.workers // run.ep()}, ep={run.ep()}", flush=True)
+        found = dry_run(run)
+        print(f"\n{'':18}{'GiB':>9}")
+        peaks = {f"peak, {phase}": size for phase, size in found.peaks.items()}
+        for part, size in {"parameters": found.parameters, "optimizer": found.optimizer, **peaks}.items():
+            print(f"{part:18}{size / GIB:9.2f}")
+        print(f"\n{'collective':18}{'ranks':>9}{'stride':>9}{'count':>9}{'GB sent':>11}")
+        for (kind, ranks, stride), (count, sent) in found.collectives.items():
+            print(f"{kind:18}{ranks:9}{stride:9}{count:9}{sent / 1e9:11.3f}")
+        print(f"\nthe dry run took {found.seconds:.0f} s")
+        if problem := memory_problem(max(found.peaks.values()) / GIB, flags.memory):
+            raise UsageError(f"{flags.model} {problem}")
 
 
 def memory_table(found: Sequence[Layout], memory_gib: float) -> str:

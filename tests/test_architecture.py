@@ -120,7 +120,8 @@ boto3: orchestrator.stores
 obstore: orchestrator.stores
 pyarrow.fs:
 torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
-    orchestrator.sweeps.machines orchestrator.training.metrics orchestrator.training.worker
+    orchestrator.sweeps.machines orchestrator.training.dry_run orchestrator.training.metrics
+    orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests

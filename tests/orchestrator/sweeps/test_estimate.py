@@ -29,7 +29,7 @@ from orchestrator.sweeps.estimate import (
     memory_problem,
     resolve_auto,
 )
-from tests.moe.fake_ranks import fake_ranks
+from orchestrator.training.dry_run import fake_ranks
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4}
 CHOICE = {"model.moe.router.kind": "expert_choice", "model.moe.num_experts": 4, "model.num_classes": 12}
