@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
@@ -165,8 +165,7 @@ class Recorder(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
             recorder._resize(storage, size)
-            if storage._cdata in recorder._storages:
-                recorder._hold(storage)
+            recorder._hold(storage)
 
         # FSDP frees gathered weights by a call that is no operation.
         torch.UntypedStorage.resize_ = resize
@@ -181,7 +180,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # they come again as the tensors they hold
         if func is torch.ops.profiler._record_function_enter_new.default and args[0] in STEP_PHASES:
             self.phase = args[0]
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1  # for a number that the host reads, as an optimiser's count of steps
         out = func(*args, **(kwargs or {}))
         self.add(tree_leaves(out))
@@ -193,14 +192,13 @@ class Recorder(TorchDispatchMode):
         """Counts the storages of tensors that are neither views nor changed in place."""
         for value in values:
             if isinstance(value, Tensor) and value.device.type != "meta":
-                if (storage := value.untyped_storage())._cdata not in self._storages:
-                    self._hold(storage)
+                self._hold(value.untyped_storage())
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        before = self._storages.pop(key, (None, 0))
-        self._storages[key] = before[0] or ref(storage, partial(self._release, key)), size
-        self.live += size - before[1]
+        held, before = self._storages.get(key) or (ref(storage, partial(self._release, key)), 0)
+        self._storages[key] = held, size
+        self.live += size - before
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
 
     def _release(self, key: int, _: Any) -> None:

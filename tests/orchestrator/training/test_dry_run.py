@@ -58,17 +58,18 @@ def measure(run: RunConfig) -> dict[str, Any]:
     the storages of all tensors at most, by phase of the second step; and what torch's allocator had given at
     most in both steps, which includes what kernels allocate for themselves.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocator, Recorder() as recorder:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocator:
         model = build_model(run, torch.device("cpu"), seed=None)
-        recorder.add(map(local_part, [*model.parameters(), *model.buffers()]))
         set_weights(model, 0)
         optimizer = run.train.optimizer.build(model)
         if run.train.ema:
             Average(run.train.ema, optimizer)
         batch = fake_batch(run)
-        for step in range(2):
-            recorder.peaks.clear()
-            train_step(model, optimizer, batch, run, step=step)
+        with Recorder() as recorder:
+            recorder.add([*map(local_part, (*model.parameters(), *model.buffers())), *batch.tensors()])
+            for step in range(2):
+                recorder.peaks.clear()
+                train_step(model, optimizer, batch, run, step=step)
     allocated = peak = 0
     for event in sorted(allocator.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
@@ -103,8 +104,6 @@ def test_equals_workers(workers: int, tmp_path: Path) -> None:
     for name, changes in CASES.items():
         found, first = dry_run(run_of(workers, changes)), real[0][name]
         assert (found.parameters, found.optimizer) == (first["parameters"], first["optimizer"]), name
-        print(workers, name, {p: f"{found.peaks[p] / first['peaks'][p] - 1:+.2%}" for p in found.peaks})
-        print([f"{max(found.peaks.values()) / each[name]['allocated'] - 1:+.2%}" for each in real])
         for phase in STEP_PHASES:
             assert found.peaks[phase] == pytest.approx(first["peaks"][phase], rel=0.1), (name, phase)
         allocated = min(each[name]["allocated"] for each in real)
