@@ -49,6 +49,15 @@ ok: parameters and GFLOP within 1 % of the paper, exaFLOP within 2.5 %; paramete
 half of the printed figure's last digit. Exit code 1 if a row is out. Models without a row
 have ImageNet's 1000 classes. active: parameters that a token meets (Soft MoE: all)."""
 
+FIELDS = flag(
+    (),
+    "any field of train.py, e.g. train.microbatch=8 (repeatable)",
+    metavar="FIELD=VALUE",
+    read=assignment,
+    nargs="+",
+)
+MEMORY = flag(80.0, "memory of a device", metavar="GIB")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
@@ -60,16 +69,10 @@ class PlanFlags:
     )
     devices: int = flag(8, "GPUs, with a worker each")
     devices_per_node: int = flag(8, "devices of a node")
-    memory: float = flag(80.0, "memory of a device", metavar="GIB")
+    memory: float = MEMORY
     intra: float = flag(450.0, "rate from a device to its node", metavar="GB_PER_S")
     inter: float = flag(50.0, "rate from a device to other nodes", metavar="GB_PER_S")
-    set: tuple[tuple[str, Any], ...] = flag(
-        (),
-        "any field of train.py, e.g. train.microbatch=8 (repeatable)",
-        metavar="FIELD=VALUE",
-        read=assignment,
-        nargs="+",
-    )
+    set: tuple[tuple[str, Any], ...] = FIELDS
     plugin: tuple[str, ...] = PLUGIN
     cost: bool = flag(False, "print parameters and FLOPs of models instead")
     json: bool = flag(False, "print the costs as a list of rows, figures in full")
@@ -91,14 +94,8 @@ class DryRunFlags:
     dry_run: bool = flag(False, "take a step without memory and without peers")
     workers: int = flag(8, "GPUs, with a worker each (scale.workers)")
     ep: str = flag("auto", "number of workers that share one set of experts, or auto (scale.ep)")
-    memory: float = flag(80.0, "memory of a device", metavar="GIB")
-    set: tuple[tuple[str, Any], ...] = flag(
-        (),
-        "any field of train.py, e.g. train.microbatch=8 (repeatable)",
-        metavar="FIELD=VALUE",
-        read=assignment,
-        nargs="+",
-    )
+    memory: float = MEMORY
+    set: tuple[tuple[str, Any], ...] = FIELDS
     plugin: tuple[str, ...] = PLUGIN
 
 
@@ -142,9 +139,6 @@ def plan(model: str, flags: PlanFlags) -> None:
 
 def planned_run(model: str, flags: PlanFlags) -> RunConfig:
     """The run of `train.py` with as many workers as devices."""
-    from orchestrator.codec import override
-    from orchestrator.config import RunConfig
-
     assigned = dict(flags.set)
     for field, instead in {
         "scale.workers": "use --devices",
@@ -158,7 +152,15 @@ def planned_run(model: str, flags: PlanFlags) -> RunConfig:
         "scale.workers_per_node": flags.devices_per_node,
         "scale.ep": "auto",
     }
-    return override(RunConfig(model=preset(model)), {"scale.use_gpu": True} | assigned | mesh)
+    return on_gpus(model, assigned | mesh)
+
+
+def on_gpus(model: str, changes: dict[str, Any]) -> RunConfig:
+    from moe.codec import to_dict
+    from orchestrator.codec import override
+    from orchestrator.config import RunConfig
+
+    return override(RunConfig(), {"model": to_dict(preset(model)), "scale.use_gpu": True} | changes)
 
 
 def summary(run: RunConfig) -> str:
@@ -178,14 +180,11 @@ def summary(run: RunConfig) -> str:
 def try_layout(flags: DryRunFlags) -> None:
     """Prints what a step of the first worker holds and sends; exits with 1 if its device cannot hold it."""
     with command(f"dry run of {flags.model} on {flags.workers} workers", plugins=flags.plugin):
-        from orchestrator.codec import override
-        from orchestrator.config import RunConfig
         from orchestrator.sweeps.estimate import GIB, memory_problem, resolve_auto
         from orchestrator.training.dry_run import dry_run
 
         mesh = {"scale.workers": flags.workers, "scale.ep": flags.ep}
-        changes = {"scale.use_gpu": True} | dict(flags.set) | mesh
-        run = resolve_auto(override(RunConfig(model=preset(flags.model)), changes))
+        run = resolve_auto(on_gpus(flags.model, dict(flags.set) | mesh))
         print(f"{summary(run)}\ndp={flags.workers // run.ep()}, ep={run.ep()}", flush=True)
         found = dry_run(run)
         print(f"\n{'':18}{'GiB':>9}")

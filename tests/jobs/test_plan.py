@@ -1,6 +1,7 @@
 """`jobs/plan.py` as a user runs it."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,56 @@ def test_where_auto_does_not_fit(call: Call) -> None:
 )
 def test_mistakes(call: Call, args: list[str], message: str) -> None:
     error, lines = planned(call, *args)
+    assert error.startswith("error: ")
+    assert message in error
+    assert "\n" not in error
+    assert not lines
+
+
+@pytest.mark.smoke
+def test_dry_run_of_54_billion(call: Call) -> None:
+    """0.98e9 bytes of parameters on each of 256 workers: 53.7e9 / 256 of experts, and a part of the rest."""
+    began = time.process_time()
+    layout = ("--workers", "256", "--ep", "32", "--set", "data.batch_size=4096")
+    error, lines = planned(call, "soft-H/14-256e", "--dry-run", *layout)
+    assert not error
+    assert time.process_time() - began < 60
+    assert lines[2] == "dp=8, ep=32"
+    rows = [line.split() for line in lines]
+    assert ["parameters", "0.79"] in rows
+    assert ["optimizer", "1.58"] in rows
+    assert [row[1] for row in rows if row[:1] == ["peak,"]] == ["forward", "backward", "optimizer"]
+    assert ["all_to_all", "32", "1", "64", "0.650"] in rows  # of 16 blocks
+
+
+def test_dry_run_says_what_does_not_fit(call: Call) -> None:
+    small = ("--dry-run", "--workers", "4", "--set", "train.compute_dtype=float32")
+    error, lines = planned(call, "debug", *small)
+    assert not error
+    assert lines[-1].startswith("the dry run took ")
+    error, lines = planned(call, "debug", *small, "--memory", "0.0001")
+    assert error.startswith("error: debug needs 0.00")
+    assert "GiB per device, and 90% of its 0.0001 GiB are 9e-05: use more workers" in error
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["soft-S/16-128e", "--workers", "6"], "data.batch_size=64 does not divide over workers=6"),
+        (["soft-S/16-128e", "--workers", "8", "--ep", "3"], "ep=3 does not divide workers=8"),
+        (
+            ["soft-S/16-128e", "--workers", "32", "--set", "model.moe.num_experts=48", "--ep", "32"],
+            "num_experts=48 does not divide over ep=32; use one of [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]",
+        ),
+        (
+            ["soft-S/16-128e", "--workers", "56", "--ep", "8", "--set", "data.batch_size=56"],
+            "rows in each expert, which dp=7 does not divide to shard them; use one of [1, 2, 3, 4, 6, 8, 12",
+        ),
+        (["lit-S/16"], "set task.kind=contrastive"),
+    ],
+)
+def test_layouts_that_are_refused(call: Call, args: list[str], message: str) -> None:
+    error, lines = planned(call, "--dry-run", *args)
     assert error.startswith("error: ")
     assert message in error
     assert "\n" not in error
