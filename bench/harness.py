@@ -1,7 +1,8 @@
-"""Options of the commands in this folder, and functions in processes of their own."""
+"""Options of the commands in this folder, tables in pages, and functions in processes of their own."""
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, set_start_method
@@ -24,6 +25,11 @@ def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
             how = {"type": type(default[0]) if default else str, "nargs": "*"}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
     return parser.parse_args()
+
+
+def with_block(page: str, name: str, block: str) -> str:
+    """Returns the page with the text of a block replaced."""
+    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{block}\n\n\2", page, flags=re.DOTALL)
 
 
 def processes(count: int = 1, setup: Callable[..., object] | None = None, *given: Any) -> ProcessPoolExecutor:

@@ -1,6 +1,7 @@
 """A dry run of every preset at full size, and the estimate of the same layout beside it.
 
   python bench/layouts.py [--models NAME ..] [--out FILE]
+  python bench/layouts.py --page     # fills the tables of docs/scale.md from the file
 
 A model has 8 GPUs up to 1.5 billion parameters, 64 up to 15 billion, and 512 above; those of docs/scale.md
 have its numbers of GPUs. Batches are of 1024 images on 8 GPUs, else of 4096; `ep` is what `auto` takes.
@@ -13,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, Record, options
+from bench.harness import RESULTS, ROOT, Record, options, with_block
 from bench.provenance import provenance
 from moe.cost import num_params
 from moe.presets import PRESETS
@@ -22,6 +23,7 @@ from orchestrator.config import RunConfig
 from orchestrator.sweeps.estimate import GIB, checkpoint_bytes, layout, resolve_auto
 from orchestrator.training.dry_run import dry_run
 
+PAGE = ROOT / "docs/scale.md"
 GPUS = {  # of docs/scale.md
     "soft-S/16-128e": (8,),
     "soft-B/16-128e": (8, 64),
@@ -31,16 +33,17 @@ GPUS = {  # of docs/scale.md
 
 
 def main() -> None:
-    args = options(__doc__, models=(), out=str(RESULTS / "layouts.json"))
+    args = options(__doc__, models=(), page=False, out=str(RESULTS / "layouts.json"))
+    if args.page:
+        rows = json.loads(Path(args.out).read_text())["rows"]
+        PAGE.write_text(with_tables(PAGE.read_text(), rows))
+        return
     result, rows = provenance("torch"), list[Record]()
     for name in args.models or PRESETS:
         for gpus in GPUS.get(name, (usual(name),)):
-            rows.append(measure(name, run_of(name, gpus)))
+            rows.append(measure(run_of(name, gpus)) | {"model": name})
             print(json.dumps(rows[-1]), flush=True)
-    errors = sorted(abs(row["estimate"]["peak GiB"] / row["peak GiB"] - 1) for row in rows)
-    result["estimates"] = {"median error": errors[len(errors) // 2], "largest error": errors[-1]}
-    result["seconds"] = sum(row["dry run s"] for row in rows)
-    Path(args.out).write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
+            Path(args.out).write_text(json.dumps(result | {"rows": rows}, indent=1) + "\n")
 
 
 def usual(name: str) -> int:
@@ -58,7 +61,7 @@ def run_of(name: str, gpus: int) -> RunConfig:
     return resolve_auto(override(RunConfig(), {"model": to_dict(PRESETS[name])} | changes))
 
 
-def measure(name: str, run: RunConfig) -> Record:
+def measure(run: RunConfig) -> Record:
     began = time.perf_counter()
     found, ep = dry_run(run), run.ep()
     seconds, estimated = time.perf_counter() - began, layout(run, ep)
@@ -66,7 +69,6 @@ def measure(name: str, run: RunConfig) -> Record:
     for collective, (_, size) in found.collectives.items():
         sent[collective.kind] += size / 1e9
     return {
-        "model": name,
         "gpus": run.scale.workers,
         "batch": run.data.batch_size,
         "dp": estimated.dp,
@@ -87,6 +89,41 @@ def measure(name: str, run: RunConfig) -> Record:
         },
         "dry run s": seconds,
     }
+
+
+def with_tables(page: str, rows: list[Record]) -> str:
+    """Returns the page with its two tables filled: of its layouts, and of every model."""
+    layouts = [
+        "| model | GPUs | batch | parameters | checkpoint | ep | dp | GiB | GB | link s | link s, ep=8 |",
+        "|---|" + 10 * "--:|",
+        *(
+            f"| {of['model']} | {of['gpus']} | {of['batch']:,} | {of['parameters'] / 1e9:.2f} B"
+            f" | {of['checkpoint GB']:.0f} GB | {of['ep']} | {of['dp']} | {of['peak GiB']:.1f}"
+            f" | {sum(of['GB sent'].values()):.2f} | {_figure(of['estimate']['link s'])}"
+            f" | {_figure(of['estimate']['link s, ep=8'])} |"
+            for of in rows
+            if of["model"] in GPUS
+        ),
+    ]
+    models = [
+        "| model | GPUs | dp x ep | parameters, M | state, GiB | peak, GiB | calls | sent, GB"
+        " | estimate, % | s |",
+        "|---|" + 9 * "--:|",
+    ]
+    for of in rows:
+        state, peaks = of["parameters GiB"] + of["optimizer GiB"], of["peaks GiB"].values()
+        error = 100 * of["estimate"]["peak GiB"] / of["peak GiB"] - 100
+        models.append(
+            f"| {of['model']} | {of['gpus']} | {of['dp']} x {of['ep']} | {of['parameters'] / 1e6:,.1f}"
+            f" | {state:.2f} | {' / '.join(f'{peak:.1f}' for peak in peaks)} | {of['collectives']}"
+            f" | {sum(of['GB sent'].values()):.2f} | {error:+.0f} | {of['dry run s']:.0f} |"
+        )
+    page = with_block(page, "layouts", "\n".join(layouts))
+    return with_block(page, "models", "\n".join(models))
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ between `<!-- NAME -->` and `<!-- end -->` is replaced.
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from bench.harness import RESULTS, ROOT, options
+from bench.harness import RESULTS, ROOT, options, with_block
 from bench.provenance import provenance
 from bench.stopping import PARTS, judge, load_curves
 from orchestrator.codec import override
@@ -334,11 +333,6 @@ BLOCKS: dict[str, Callable[[Table], str]] = {
     "stopped": stopped_block,
     "time": time_block,
 }
-
-
-def with_block(page: str, name: str, block: str) -> str:
-    """Returns the page with the text of a block replaced."""
-    return re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\g<1>\n{block}\n\n\2", page, flags=re.DOTALL)
 
 
 def main() -> None:
