@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,11 +119,7 @@ def dry_run(run: RunConfig) -> DryRun:
 
 
 def start_state(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimiser's state, by an update without a gradient.
-
-    Where a sharded tensor meets an operation for the first time, torch computes its shape from fake tensors
-    of the whole size, which nothing holds. Of an update these are past, too, after this one.
-    """
+    """Makes an optimiser's state, by an update without a gradient."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
@@ -154,7 +151,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.phase = 0, STEP_PHASES[0]
+        self.live, self.phase, self.muted = 0, STEP_PHASES[0], False
         self.peaks: dict[str, int] = {}
         self.collectives: dict[Collective, tuple[int, int]] = {}
         self._storages: dict[int, tuple[Any, int]] = {}
@@ -169,10 +166,12 @@ class Recorder(TorchDispatchMode):
 
         # FSDP frees gathered weights by a call that is no operation.
         torch.UntypedStorage.resize_ = resize
+        ShardingPropagator._fake_mode_lock = Muted(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
+        ShardingPropagator._fake_mode_lock = nullcontext()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +189,7 @@ class Recorder(TorchDispatchMode):
 
     def add(self, values: Iterable[Any]) -> None:
         """Counts the storages of tensors that are neither views nor changed in place."""
-        for value in values:
+        for value in () if self.muted else values:
             if isinstance(value, Tensor) and value.device.type != "meta":
                 self._hold(value.untyped_storage())
 
@@ -213,6 +212,21 @@ class Recorder(TorchDispatchMode):
         of = Collective(kind, n, members[1] - members[0] if n > 1 else 1)
         count, total = self.collectives.get(of, (0, 0))
         self.collectives[of] = count + 1, total + round(sent(n) * whole)
+
+
+class Muted:
+    """Mutes a recorder while torch asks, with fake tensors of the whole size that nothing holds, for the shape
+    of an operation on sharded tensors.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __enter__(self) -> None:
+        self.recorder.muted = True
+
+    def __exit__(self, *_: object) -> None:
+        self.recorder.muted = False
 
 
 def bytes_of(tensors: Any) -> int:
