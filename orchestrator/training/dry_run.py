@@ -215,8 +215,8 @@ class Recorder(TorchDispatchMode):
 
 
 class Muted:
-    """Mutes a recorder while torch asks, with fake tensors of the whole size that nothing holds, for the shape
-    of an operation on sharded tensors.
+    """Mutes a recorder while torch asks fake tensors of the whole size, which nothing holds, for the shape of
+    an operation on sharded tensors.
     """
 
     def __init__(self, recorder: Recorder) -> None:

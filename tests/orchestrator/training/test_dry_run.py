@@ -127,6 +127,14 @@ def test_collectives_by_hand() -> None:
     assert {of.kind for of in found} == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
 
 
+@pytest.mark.smoke
+def test_shares_of_large_experts() -> None:
+    """On 512 workers: no tensor of a whole stack of experts (1 GiB in bfloat16) is counted."""
+    scale = {"scale.workers": 512, "scale.ep": 128, "data.batch_size": 4096, "scale.use_gpu": True}
+    run = override(RunConfig(model=PRESETS["soft-L/16-128e"]), scale)
+    assert max(dry_run(run).peaks.values()) == pytest.approx(layout(run, 128).peak(), rel=0.1)
+
+
 @pytest.mark.parametrize("kind", [member.kind for member in members(RouterConfig)])
 def test_every_router(kind: str) -> None:
     run = run_of(4, {"model.moe.router.kind": kind, "model.moe.num_experts": 4, "scale.ep": 2}, images=1)
