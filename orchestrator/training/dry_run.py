@@ -160,9 +160,9 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> "Recorder":
         recorder = self
 
-        def resize(storage: torch.UntypedStorage, size: int) -> None:
-            recorder._resize(storage, size)
-            recorder._hold(storage)
+        def resize(self: torch.UntypedStorage, size: int) -> None:
+            recorder._resize(self, size)
+            recorder._hold(self)
 
         # FSDP frees gathered weights by a call that is no operation.
         torch.UntypedStorage.resize_ = resize
@@ -214,12 +214,13 @@ class Recorder(TorchDispatchMode):
         self.collectives[of] = count + 1, total + round(sent(n) * whole)
 
 
-class Muted:
+class Muted(nullcontext[None]):
     """Mutes a recorder while torch asks fake tensors of the whole size, which nothing holds, for the shape of
     an operation on sharded tensors.
     """
 
     def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
         self.recorder = recorder
 
     def __enter__(self) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from moe.cost import param_shapes
-from moe.models.vit import ViT
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.estimate import layout
@@ -82,7 +81,7 @@ def test_peak_of_a_step(router: str, fields: dict[str, Any]) -> None:
 def test_what_autograd_keeps(router: str, head: dict[str, Any]) -> None:
     """Within 8 %: attention on CPUs returns a layout that has to be copied, attention on GPUs does not."""
     run = override(RunConfig(), ROUTERS[router] | head)
-    model = ViT(run.model)
+    model = run.model.build()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # referenced, or an address could come twice
 

@@ -3,7 +3,7 @@
 import gc
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,7 +71,8 @@ def measure(run: RunConfig) -> dict[str, Any]:
                 recorder.peaks.clear()
                 train_step(model, optimizer, batch, run, step=step)
     allocated = peak = 0
-    for event in sorted(allocator.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    events: list[Any] = cast(Any, allocator.profiler).kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             allocated += event.nbytes()
             peak = max(peak, allocated)
