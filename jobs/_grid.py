@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs._cli import Evaluation, check_out, connect, models_of, print_table, results_of
+from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def evaluate_grid(
-    references: Sequence[str], grid: Sequence[str], on: Evaluation, *, repeats: int, out: str | None
+    references: Sequence[str],
+    grid: Sequence[str],
+    on: Evaluation,
+    by: Workers,
+    *,
+    repeats: int,
+    out: str | None,
 ) -> None:
     """Measures, records and draws what the models can do at every point of the grid; an empty grid stands for
     the default of each model's router.
@@ -33,6 +41,8 @@ def evaluate_grid(
         check_out(out, own=FILES)
     store, root = on.places.open_store(), on.places.root()
     tasks = tasks_of(references, grid, on, store)
+    sharding = by.sharding([task.model for task in tasks], on)
+    tasks = [replace(task, sharding=sharding) for task in tasks]
     connect()
     check_shared(root)
     rows = measure_points(tasks, repeats=repeats)

@@ -94,10 +94,10 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
-    jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
+    jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
 jobs._cli: jobs._flags orchestrator
-jobs._grid: jobs._cli orchestrator
+jobs._grid: jobs._cli jobs._sharded orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
 jobs._sweep_plan: jobs._cli orchestrator
@@ -109,6 +109,7 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 # Library: where it may be imported. pkgutil finds the papers.
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
+    orchestrator.evaluation.sharded
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.preflight
     orchestrator.sweeps.scheduler orchestrator.sweeps.search orchestrator.training.cluster
     orchestrator.training.fit orchestrator.training.gauges orchestrator.training.launch

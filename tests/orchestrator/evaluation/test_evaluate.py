@@ -172,11 +172,11 @@ def test_results_hold_for_the_weights_and_images_that_they_were_found_for(traine
 
 def test_a_digest_sees_every_bit():
     model = torch.nn.Linear(2, 2)
-    before = evaluate.weights_sha256(model)
-    assert evaluate.weights_sha256(model) == before
+    before = evaluate.hash_of_bits(model)
+    assert evaluate.hash_of_bits(model) == before
     with torch.no_grad():
         model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
-    assert evaluate.weights_sha256(model) != before
+    assert evaluate.hash_of_bits(model) != before
 
 
 def test_models_take_turns_in_rounds(trained_home: Path, digits: str):
