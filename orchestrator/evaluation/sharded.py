@@ -71,7 +71,8 @@ class Sharding:
         """
         run = self.check(model, batch_size)
         scale = replace(run.scale, use_gpu=most_resources().get("GPU", 0) > 0)
-        run = replace(run, scale=scale, storage=self.root, name=f"evaluation/workers-{uuid4().hex}")
+        folder = storage.join(self.root, "evaluation")
+        run = replace(run, scale=scale, storage=folder, name=f"workers-{uuid4().hex}")
         check_resources(run)
         queue = Queue(actor_options={"num_cpus": 0})
         config = {"model": model, "function": function, "dtype": self.dtype, "queue": queue}
