@@ -95,12 +95,13 @@ def measure_points(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row
             f" {found[0]['weights'][:12]} unchanged, {time.monotonic() - began:.0f} s",
             flush=True,
         )
+    turns = sum(1 if task.sharding else ROUNDS for task in tasks)
     for done, (task, timed) in enumerate(benchmark_all(tasks, repeats=repeats), start=1):
         location = task.model.location
         rows[location] = [row | time for row, time in zip(rows[location], timed, strict=True)]
         ms, (low, high) = [row[TIME] for row in timed], (timed[0][name] for name in QUARTILES)
         print(
-            f"[{done:2}/{len(tasks) * ROUNDS}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
+            f"[{done:2}/{turns}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
             f" {ms[0]:.4g} ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
             flush=True,
         )

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, check_out, command, connect, model_of
-from jobs._sharded import DTYPE, EP, Dtype, start
 from jobs._flags import MODEL, POINT, flag, parse
+from jobs._sharded import DTYPE, EP, Dtype, start
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def predict(flags: PredictFlags) -> None:
     """
     from orchestrator import storage
     from orchestrator.data.transparency import colour
-    from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation import predict
+    from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
     point, background = parse_point(flags.set), colour(flags.background) if flags.background else None

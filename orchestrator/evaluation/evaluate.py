@@ -276,17 +276,16 @@ def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row
 
 
 def benchmark_all(tasks: Sequence[EvalTask], *, repeats: int) -> Iterator[tuple[EvalTask, list[Row]]]:
-    """Times the operating points of each task, as `in_rounds`, in one process that holds one model, or on the
-    workers that hold it together.
+    """Times the operating points of each task, as `in_rounds`, in one process that holds one model. Workers
+    that hold a model together time all rounds as one, because they start for longer than they compute.
     """
-    clock: Any = _Clock.options(num_gpus=_gpus()).remote() if any(not t.sharding for t in tasks) else None
-
-    def measure(task: EvalTask) -> list[Latency]:
+    for task in tasks:
         if task.sharding:
-            return task.on_model(_times, repeats=repeats)
-        return _result(clock.time.remote(task, repeats))
-
-    yield from in_rounds(tasks, measure)
+            timed = task.on_model(_times, repeats=ROUNDS * repeats)
+            yield task, [_time_row([latency]) for latency in timed]
+    if alone := [task for task in tasks if not task.sharding]:
+        clock: Any = _Clock.options(num_gpus=_gpus()).remote()
+        yield from in_rounds(alone, lambda task: _result(clock.time.remote(task, repeats)))
 
 
 def in_rounds(

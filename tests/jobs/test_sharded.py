@@ -19,7 +19,7 @@ def test_every_figure(cluster: None, home: Path, digits: str, call: Call, tmp_pa
     out = tmp_path / "figures.json"
 
     def reports(*flags: str) -> list[dict]:
-        stopped, _ = call(evaluate.main, SOFT, TOKEN, "--repeats", "1", "--out", str(out), *flags)
+        stopped, _ = call(evaluate.main, SOFT, "--repeats", "1", "--out", str(out), *flags)
         assert stopped == ""
         return json.loads(out.read_text())
 

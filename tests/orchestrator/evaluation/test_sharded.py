@@ -23,7 +23,8 @@ from orchestrator.evaluation.predict import Predictor, list_parts, predict_toget
 from orchestrator.evaluation.sharded import Sharding
 from orchestrator.training.fewshot import few_shots
 from tests.lanes import mostly_slow
-from tests.moe.parity import default_dtype, spawn
+from tests.moe.parity import default_dtype, one_rank, spawn
+from tests.moe.parts import images
 from tests.orchestrator.tasks.test_contrastive import small_run
 
 LAYOUTS = {2: (1, 2), 4: (1, 2, 4)}  # ranks -> ep
@@ -31,16 +32,25 @@ SMALL = {"model.width": 16, "model.depth": 4, "model.moe.num_experts": 4}
 TOKENS = {"model.moe.router.kind": "token_choice", "model.moe.router.k": 2, "model.moe.images_per_group": 2}
 DRAWN = RoutingOverrides(experts=2, subset_seed=3)
 POINTS = (AS_TRAINED, RoutingOverrides(experts=2), DRAWN, RoutingOverrides(random_blocks=(3,)))
+EXPERTS = {"model.moe.router.kind": "expert_choice"}
 CASES = {
     "soft": ({**SMALL, "model.moe.router.kind": "soft"}, POINTS),
     "token": (SMALL | TOKENS, (*POINTS, RoutingOverrides(k=1, capacity_factor=0.5, priority="max"))),
-    "expert": (
-        {**SMALL, "model.moe.router.kind": "expert_choice"},
-        (*POINTS, RoutingOverrides(capacity_factor=0.5)),
-    ),
+    "expert": (SMALL | EXPERTS, (*POINTS, RoutingOverrides(capacity_factor=0.5))),
 }
-WORDS = "zero,one,two,three,a,photo,of,the,digit,zero one".split(",")  # that the towers know
-NAMES = ClassNames(classes=tuple(WORDS), templates=("a photo of {}", "{}"))
+WORDS = ("zero", "one", "two", "three", "a", "photo", "of", "the", "digit", "zero one")  # that towers know
+NAMES = ClassNames(classes=WORDS, templates=("a photo of {}", "{}"))
+
+
+def exported(name: str, folder: Path) -> ModelRef:
+    """A model of random weights, none of which is zero: no figure is that of chance."""
+    run = small_run("soft") if name == "towers" else override(RunConfig(), CASES[name][0])
+    model, path = run.model.build(seed=0), f"{folder}/{name}.safetensors"
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    write_file(path, model.state_dict(), {"config": json.dumps(to_dict(run))})
+    return read_model(path)
 
 
 @contextmanager
@@ -133,15 +143,22 @@ def test_figures_are_those_of_the_whole_model(ranks: int, captioned: str, tmp_pa
     with exact():
         found = {}
         for name in (*CASES, "towers"):
-            run = small_run("soft") if name == "towers" else override(RunConfig(), CASES[name][0])
-            model = run.model.build(seed=0)
-            for parameter in model.parameters():  # no figure is that of chance
-                if not parameter.any():
-                    torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
-            write_file(
-                f"{tmp_path}/{name}.safetensors", model.state_dict(), {"config": json.dumps(to_dict(run))}
-            )
-            ref = read_model(f"{tmp_path}/{name}.safetensors")
+            ref = exported(name, tmp_path)
             found[name] = captioned, figures(name, ref, ref.load(), captioned)
         torch.save(found, tmp_path / "figures")
     spawn(ranks, worker, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_points_in_bfloat16_are_those_of_forward_passes(name: str, tmp_path: Path):
+    points, pixels = CASES[name][1], images(8)
+    with one_rank("cpu") as mesh:
+        model = exported(name, tmp_path).load_sharded(mesh, torch.bfloat16)
+        together = model.at_points(pixels, None, points)
+        with torch.no_grad():
+            alone = [model(pixels, routing_overrides=point).logits for point in points]
+    for found, expected in zip(together, alone, strict=True):
+        assert found["logits"].dtype == torch.float32
+        assert torch.equal(found["logits"], expected)
+    whole = exported(name, tmp_path).load()(pixels).logits
+    assert 0 < (alone[0] - whole).abs().max() < 0.05 * whole.abs().max()
