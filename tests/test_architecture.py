@@ -118,7 +118,7 @@ mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.stores
 pyarrow.fs:
-torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
+torch.distributed: bench moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
     orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
