@@ -9,10 +9,8 @@ import logging
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 from uuid import uuid4
 
+from jobs import _signals
 from jobs._flags import PLUGIN, flag
 from orchestrator.errors import UsageError
 
@@ -31,20 +30,23 @@ if TYPE_CHECKING:
     from orchestrator.tracking.find import RunWriter
     from orchestrator.tracking.store import Tracking
 
-STOP_S = 2.5  # from a signal to the forced end, which loses nothing
 WORTH_A_CLUSTER = 8  # tasks: starting Ray takes longer than packing or indexing a few shards
 FLAGS = {"hours": "budget-hours", "usd": "budget-usd", "retrain": "confirm"}  # that have another name
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C; `ray job stop`, Kubernetes and batch systems
-
-_arrived = 0  # the signal that has arrived, if any
 
 
 @contextmanager
 def command(
-    doing: str, places: Places | None = None, *, plugins: Sequence[str] = (), to: TextIO | None = None
+    doing: str,
+    places: Places | None = None,
+    *,
+    plugins: Sequence[str] = (),
+    grace: float | None = None,
+    to: TextIO | None = None,
 ) -> Iterator[None]:
     """Prints what begins, before libraries are loaded; turns a user's mistake into one line and exit code 1,
-    Ctrl-C into exit code 130 and SIGTERM into 143, at most `STOP_S` seconds after the signal.
+    and a signal into exit code 128 + its number: 130 for Ctrl-C, 143 for SIGTERM.
+
+    What trains saves first, within `grace` seconds; a second signal ends the process at once.
 
     Args:
         places: where the command will write. A local storage is tried first, because that needs no large
@@ -54,8 +56,8 @@ def command(
     print(f"{doing}: loading libraries ..", flush=True, file=to)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    _stop_soon_on_signals()
+    before = _signals.handlers()
+    _signals.heed(grace or _signals.default_grace_s())
     try:
         if places:
             places.check_local()
@@ -66,14 +68,14 @@ def command(
         yield
     except (UsageError, OSError) as error:
         sys.exit(f"error: {with_flags(str(error))}")
-    except KeyboardInterrupt:
-        print("Interrupted. Run the same command again to continue.", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        saved = f": {interrupt}" if str(interrupt) else ""
+        print(f"Interrupted{saved}. Run the same command again to continue.", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Libraries would take seconds to release what ends with this process anyway.
-        os._exit(128 + (_arrived or signal.SIGINT))
+        os._exit(_signals.exit_code())
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _signals.give_back(before)
 
 
 def with_flags(message: str) -> str:
@@ -85,25 +87,6 @@ def with_flags(message: str) -> str:
     return re.sub(r"`(?:mode=)?(\w+)`", flag_of, message)
 
 
-def _stop_soon_on_signals() -> None:
-    """Lets the first signal unwind the program, which informs MLflow, within `STOP_S`; a second signal ends
-    the process at once.
-    """
-    for number in SIGNALS:
-        signal.signal(number, _stop_soon)
-
-
-def _stop_soon(number: int, _: Any) -> None:
-    global _arrived
-    if _arrived:
-        os._exit(128 + number)
-    _arrived = number
-    timer = threading.Timer(STOP_S, os._exit, (128 + number,))
-    timer.daemon = True
-    timer.start()
-    raise KeyboardInterrupt
-
-
 def connect() -> None:
     """Joins the cluster of $RAY_ADDRESS or of this machine, else starts a cluster here; once in a process."""
     import ray
@@ -113,7 +96,7 @@ def connect() -> None:
     if not ray.is_initialized():
         cluster.connect(partial(print, flush=True))
         # Ray has replaced the handlers by its own.
-        _stop_soon_on_signals()
+        _signals.heed()
 
 
 def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:

@@ -50,6 +50,12 @@ def flag(
 
 
 PLUGIN = flag((), "file of your own that defines routers, models or optimisers (repeatable)", metavar="FILE")
+GRACE = flag(
+    None,
+    "seconds from a signal to the forced end, in which training saves; default: 25, of a submitted job half a"
+    " second less than $RAY_JOB_STOP_WAIT_TIME_S",
+    read=lambda text: positive(text),
+)
 
 
 def parse(flags: type[T], doc: str | None, *, epilog: str = "") -> T:

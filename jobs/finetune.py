@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import Places, command, connect, failed, model_of, print_table, source_labels
-from jobs._flags import MODEL, assignment, flag, parse
+from jobs._flags import GRACE, MODEL, assignment, flag, parse
 from jobs.train import RunFlags
 from orchestrator.errors import UsageError
 from orchestrator.names import run_name
@@ -67,6 +67,7 @@ class FineTuneFlags:
     ep: str | None = flag(None, "number of workers that share one set of experts, or auto (scale.ep)")
     batch_size: int = flag(64, "images per forward pass of the probe", least=1)
     fresh: bool = flag(False, "move an earlier run aside and start over")
+    grace: float | None = GRACE
     places: Places
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class FineTuneFlags:
 
 def main() -> None:
     flags = parse(FineTuneFlags, __doc__)
-    with command(f"fine-tuning {flags.model}", flags.places):
+    with command(f"fine-tuning {flags.model}", flags.places, grace=flags.grace):
         if reasons := finetune(flags):
             sys.exit(failed(reasons))
 

@@ -226,7 +226,7 @@ def main() -> None:
     if flags.run.list or flags.run.asks_for_fields():
         doing, places = "listing" if flags.run.list else "fields of", None
     what = f"{doing} the sweep {flags.run.name or flags.sweep} (scale {flags.scale})"
-    with command(what, places, plugins=flags.run.places.plugin):
+    with command(what, places, plugins=flags.run.places.plugin, grace=flags.run.grace):
         sweep(flags)
 
 

@@ -231,6 +231,7 @@ def check(flags: CheckFlags) -> None:
                 open_store=places.open_store,
                 retrain=bool(flags.retrain()),
                 verify=flags.run.verify,
+                machines=True,
             )
         failed = sum(not finding.ok for finding in findings)
         if flags.json:

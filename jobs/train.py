@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, command, connect, source_labels
-from jobs._flags import MODEL, assignment, flag, parse
+from jobs._flags import GRACE, MODEL, assignment, flag, parse
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.names import run_name
 
@@ -59,6 +59,7 @@ class RunFlags:
     verify: bool = flag(False, "read all shards and check their SHA-256 before training")
     resume: bool = flag(False, "fail if there is no earlier run to continue")
     fresh: bool = flag(False, "move an earlier run aside and start over")
+    grace: float | None = GRACE
     places: Places
 
     def __post_init__(self) -> None:
@@ -204,7 +205,7 @@ def main() -> None:
     doing, places = f"training {flags.name or 'train'}", flags.places
     if flags.list or flags.asks_for_fields():
         doing, places = "listing" if flags.list else "train: fields", None
-    with command(doing, places, plugins=flags.places.plugin):
+    with command(doing, places, plugins=flags.places.plugin, grace=flags.grace):
         train(flags)
 
 

@@ -5,6 +5,7 @@ which reads from this process: however this one ends, the machine and all that r
 """
 
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -89,3 +90,10 @@ def machines(count: int) -> Iterator[Sequence[Machine]]:
             stack.enter_context(holder)  # closes its stdin and waits
             found.append(Machine(number, holder, found[0] if found else None))
         yield found
+
+
+def start_ray(machine: Machine, env: dict[str, str], *where: str) -> None:
+    """Starts a node of two CPUs: the head, or one that joins ``--address=..``."""
+    ports = ("--min-worker-port=0", "--max-worker-port=0", "--num-cpus=2", "--object-store-memory=100000000")
+    ray = str(Path(sys.executable).with_name("ray"))
+    machine.run(ray, "start", *where, f"--node-ip-address={machine.address}", *ports, env=env)

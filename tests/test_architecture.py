@@ -96,7 +96,8 @@ papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
     jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
-jobs._cli: jobs._flags orchestrator
+jobs._cli: jobs jobs._flags jobs._signals orchestrator
+jobs._signals: orchestrator.training.notice
 jobs._grid: jobs._cli jobs._sharded orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
@@ -110,16 +111,17 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
     orchestrator.evaluation.sharded
-    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.preflight
-    orchestrator.sweeps.scheduler orchestrator.sweeps.search orchestrator.training.cluster
-    orchestrator.training.fit orchestrator.training.gauges orchestrator.training.launch
-    orchestrator.training.resources orchestrator.training.torch_trainer
+    orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
+    orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
+    orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
+    orchestrator.training.heartbeat orchestrator.training.launch orchestrator.training.resources
+    orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.stores
 pyarrow.fs:
 torch.distributed: bench moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
-    orchestrator.training.metrics orchestrator.training.worker
+    orchestrator.sweeps.machines orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests

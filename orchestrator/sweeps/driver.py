@@ -29,7 +29,8 @@ from orchestrator.sweeps.baseline import linear_baseline
 from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.build import judged_runs, raised_reference, say_raised
 from orchestrator.sweeps.estimate import resolve_auto
-from orchestrator.sweeps.preflight import preflight, require
+from orchestrator.sweeps.findings import require
+from orchestrator.sweeps.preflight import preflight
 from orchestrator.sweeps.progress import StepLines, SweepProgress
 from orchestrator.sweeps.publish import publish, wait_for_report
 from orchestrator.sweeps.queue import Job, Policy, RunToCompletion

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import reason_of
 from orchestrator.sweeps.queue import Job, TrialQueue
 from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
+from orchestrator.training import notice
 from orchestrator.training.fit import fit
 from orchestrator.training.resources import is_inline, run_resources
 from orchestrator.training.run_directory import RunDir
@@ -49,7 +52,11 @@ class Hooks(Protocol):
 
 
 def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
-    """Runs the jobs of the queue until it is empty; a failing trial does not stop the others."""
+    """Runs the jobs of the queue until it is empty; a failing trial does not stop the others.
+
+    Raises:
+        Stopped: after a notice, once the running trials have saved and stopped.
+    """
     os.environ.update(TUNE_ENV)
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     scheduler = FrontierScheduler.of_queue(queue)
@@ -57,23 +64,24 @@ def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
         return  # Tune would wait for something to do
     state = tempfile.TemporaryDirectory(prefix="ray-tune-")  # Tune's: a sweep's own is in its directory
     try:
-        ray.tune.run(
-            ray.tune.with_resources(train_trial, _reserved),
-            name="tune",
-            storage_path=state.name,
-            scheduler=scheduler,
-            search_alg=NewTrials(scheduler),
-            num_samples=-1,
-            reuse_actors=True,  # reused processes import torch once, not once per trial
-            max_failures=RESTARTS,
-            raise_on_failed_trial=False,
-            callbacks=[Follow(scheduler, hooks)],
-            trial_dirname_creator=_trial_id,
-            trial_name_creator=_trial_id,
-            verbose=0,
-            # In a notebook Tune would choose a reporter that erases what the cell has shown, even so.
-            progress_reporter=ray.tune.CLIReporter(),
-        )
+        with notice.saving():
+            ray.tune.run(
+                ray.tune.with_resources(train_trial, _reserved),
+                name="tune",
+                storage_path=state.name,
+                scheduler=scheduler,
+                search_alg=NewTrials(scheduler),
+                num_samples=-1,
+                reuse_actors=True,  # reused processes import torch once, not once per trial
+                max_failures=RESTARTS,
+                raise_on_failed_trial=False,
+                callbacks=[Follow(scheduler, hooks)],
+                trial_dirname_creator=_trial_id,
+                trial_name_creator=_trial_id,
+                verbose=0,
+                # In a notebook Tune would choose a reporter that erases what the cell has shown, even so.
+                progress_reporter=ray.tune.CLIReporter(),
+            )
     except BaseException:
         # After Ctrl-C Tune would hold its processes and their devices for as long as the driver lives, and no
         # public call ends them. The cluster may be gone.
@@ -82,6 +90,8 @@ def run_jobs(queue: TrialQueue, hooks: Hooks) -> None:
         raise
     finally:
         state.cleanup()
+    if notice.given():
+        raise notice.Stopped(scheduler.saved)
 
 
 def _trial_id(trial: TuneTrial) -> str:
@@ -102,6 +112,8 @@ def train_trial(config: Mapping[str, Any]) -> None:
     run: RunConfig = config["run"]
     try:
         result = fit(run, until=config["until"])
+    except notice.Stopped as stopped:
+        result = stopped
     except Exception as error:
         storage.write_bytes(RunDir.of(run).error_file, traceback.format_exc().encode())
         result = reason_of(error)
@@ -151,10 +163,18 @@ class NewTrials(Searcher):
 
 
 class Follow(ray.tune.Callback):
-    """Tells the driver that a process began, and that time has passed: Tune tells its callbacks alone."""
+    """Tells the driver that a process began, and that time has passed: Tune tells its callbacks alone.
+
+    Gives SIGUSR1 back to the command: Tune would end the sweep on it as if all trials were done.
+    """
 
     def __init__(self, scheduler: FrontierScheduler, hooks: Hooks) -> None:
         self.scheduler, self.hooks = scheduler, hooks
+        self.handler = signal.getsignal(signal.SIGUSR1)
+
+    def setup(self, *_: Any, **info: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self.handler)
 
     def on_trial_start(self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any) -> None:
         self.hooks.began(self.scheduler.job_of(trial))

@@ -6,7 +6,7 @@ On one node all checks run in this process; on several nodes one task per node l
 import hashlib
 import math
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,8 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.claims import comparisons, parse_claim, why_nothing
 from orchestrator.frontier.points import Point
 from orchestrator.sweeps.estimate import GIB, layout, memory_problem
+from orchestrator.sweeps.findings import Finding, run_check
+from orchestrator.sweeps.machines import check_machines
 from orchestrator.sweeps.sweep import Sweep, Trial, settings
 from orchestrator.tracking.store import Tracking
 from orchestrator.training.fit import check_data, check_start
@@ -42,19 +44,6 @@ SAME_VERSIONS = (
     "Install the same versions on every node: pip install --constraint constraints.txt --editable .;"
     " send the code with `ray job submit --working-dir .`"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The result of one check.
-
-    Attributes:
-        message: what is there, or what is wrong and what to do about it.
-    """
-
-    check: str
-    ok: bool
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +77,7 @@ def preflight(
     open_store: Callable[[], Tracking],
     retrain: bool = False,
     verify: bool = False,
+    machines: bool = False,
 ) -> list[Finding]:
     """Runs all checks. The cluster is joined only if all checks that need none have passed.
 
@@ -96,12 +86,13 @@ def preflight(
         open_store: opens the tracking store for writing, as the sweep does.
         retrain: whether the best arm will be trained again on two workers.
         verify: also compare the SHA-256 of all shards.
+        machines: also measure the network between nodes, and look at their clocks and disks.
     """
     base = sweep.base
     findings = [
-        _run("sweep", lambda: _check_sweep(sweep, verify=verify)),
-        _run("storage", lambda: _check_storage(base.storage)),
-        _run("tracking", lambda: _check_tracking(open_store)),
+        run_check("sweep", lambda: _check_sweep(sweep, verify=verify)),
+        run_check("storage", lambda: _check_storage(base.storage)),
+        run_check("tracking", lambda: _check_tracking(open_store)),
     ]
     if not all(finding.ok for finding in findings):
         return findings
@@ -114,10 +105,11 @@ def preflight(
     declared = {node_name(node): node["Resources"] for node in alive}
     return [
         *findings,
-        _run("versions", lambda: check_versions(nodes)),
-        _run("shared files", lambda: check_shared_files(nodes, base.storage, base.data.path)),
-        _run("GPUs", lambda: check_gpus(nodes, declared, wanted=base.scale.use_gpu)),
-        _run("trials", lambda: check_trials(sweep, nodes, declared, retrain=retrain)),
+        run_check("versions", lambda: check_versions(nodes)),
+        run_check("shared files", lambda: check_shared_files(nodes, base.storage, base.data.path)),
+        run_check("GPUs", lambda: check_gpus(nodes, declared, wanted=base.scale.use_gpu)),
+        run_check("trials", lambda: check_trials(sweep, nodes, declared, retrain=retrain)),
+        *(check_machines(alive, use_gpu=base.scale.use_gpu) if machines else ()),
     ]
 
 
@@ -210,20 +202,6 @@ def check_retrain(sweep: Sweep) -> None:
                 check_resources(sweep.retrain_config(trial))
             except UsageError as error:
                 raise UsageError(f"retraining {trial.arm}: {error}; `retrain` 0 leaves it out") from None
-
-
-def require(findings: Iterable[Finding]) -> None:
-    """Raises UsageError if a check failed, with all that failed."""
-    failed = [f"{finding.check}: {finding.message}" for finding in findings if not finding.ok]
-    if failed:
-        raise UsageError("\n  ".join(["the sweep cannot start:", *failed]) if len(failed) > 1 else failed[0])
-
-
-def _run(check: str, work: Callable[[], str]) -> Finding:
-    try:
-        return Finding(check=check, ok=True, message=work())
-    except (UsageError, OSError) as error:
-        return Finding(check=check, ok=False, message=str(error))
 
 
 def _check_sweep(sweep: Sweep, *, verify: bool) -> str:

@@ -200,12 +200,18 @@ class TrialQueue:
     def done(self, name: str, outcome: Outcome) -> None:
         """Records that the running job of a trial ended, for good or with a pause."""
         state = self.states[name]
+        self.release(name)
+        self.ended(Job(state=state, until=state.until), self.record(name, outcome))
+
+    def release(self, name: str) -> None:
+        """Lets a trial wait again, whose job has stopped before its end; does nothing if none runs."""
+        state = self.states[name]
         # A process may also die after its trial has paused.
         if state.running:
             state.running = False
             self.num_running -= 1
             self._take(state.need, +1)
-        self.ended(Job(state=state, until=state.until), self.record(name, outcome))
+            self._idle = False
 
     def record(self, name: str, outcome: Outcome) -> Outcome:
         """Records the outcome or a pause of a trial, also of an earlier process. Returns what it recorded: a

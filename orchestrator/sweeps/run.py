@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from orchestrator import storage
 from orchestrator.checkpoint.manager import drop_optimizer
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -33,8 +32,8 @@ from orchestrator.sweeps.queue import (
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
-from orchestrator.training.fit import POLL_S, S3_POLL_S
-from orchestrator.training.metrics_file import METRICS, LineReader, Metrics
+from orchestrator.training import notice
+from orchestrator.training.metrics_file import METRICS, LineReader, Metrics, poll_s
 from orchestrator.training.resources import most_resources, run_resources
 from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.sweep_directory import SweepDir
@@ -145,7 +144,7 @@ class SweepRun:
             cluster_resources=most_resources(),
             quality=sweep.quality,
             max_concurrent=max_concurrent,
-            admits=budget.admits,
+            admits=lambda job, state: not notice.given() and budget.admits(job, state),
             more=self._draw,
             ended=self._ended,
         )
@@ -178,10 +177,15 @@ class SweepRun:
         reports.new()  # skips the lines of earlier attempts
 
     def follow(self) -> None:
-        """Passes on what running trials have reported in their directories, and the status now and then."""
+        """Passes on what running trials have reported in their directories, and the status now and then.
+        After a notice it asks them to save and stop, again and again: one that just starts may miss it.
+        """
         now = time.monotonic()
-        if now - self._followed_s < (POLL_S if storage.is_local(self._directory.path) else S3_POLL_S):
+        if now - self._followed_s < poll_s(self._directory.path):
             return
+        if notice.given():
+            running = (RunDir.of(self.queue.states[name].trial.run) for name in self._reports)
+            list(self._readers.map(lambda run: run.ask_to_stop(for_good=True), running))
         self._pass_on([*self._reports])
         self._followed_s = time.monotonic()
         if now - self._status_s > STATUS_EVERY_S:
@@ -283,7 +287,7 @@ class SweepRun:
                 search.tell(waiting[arm].trial.arm, quality, waiting[arm].cost)
 
     def _draw(self) -> list[TrialState]:
-        if not self.search:
+        if not self.search or notice.given():
             return []
         self._tell_predictions()
         known = {state.trial.arm for state in self.queue.states.values()}

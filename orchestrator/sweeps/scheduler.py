@@ -15,10 +15,13 @@ from ray.tune.schedulers import TrialScheduler
 from orchestrator.errors import reason_of
 from orchestrator.sweeps.queue import Job, TrialQueue, TrialState
 from orchestrator.sweeps.stopping import EarlyStopping
+from orchestrator.training.notice import Stopped
 from orchestrator.training.run_directory import Result
 
 TrialConfig = Mapping[str, Any]
-OUTCOME = "outcome"  # key of a report with which a function says itself how its job ended: an `Outcome`
+OUTCOME = (
+    "outcome"  # key of a report with which a function says itself how its job ended: `Outcome` or `Stopped`
+)
 
 
 class FrontierScheduler(TrialScheduler):
@@ -76,6 +79,7 @@ class FrontierScheduler(TrialScheduler):
         self._trials: dict[str, Trial] = {}  # by the name of the state
         self._states: dict[str, TrialState] = {}  # by Tune's trial id
         self._due: list[Job] = []  # admitted but not started
+        self.saved: dict[str, int] = {}  # the last step of trials that were asked to stop
 
     @classmethod
     def of_queue(cls, queue: TrialQueue) -> "FrontierScheduler":
@@ -131,6 +135,10 @@ class FrontierScheduler(TrialScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
         state, reported = self._states[trial.trial_id], result.get(OUTCOME)
+        if isinstance(reported, Stopped):
+            self.queue.release(state.name)
+            self.saved |= reported.saved
+            return self.PAUSE
         outcome = reported or self._at_rung(state, result)
         if result.get("done") or not isinstance(outcome, Result) or outcome.status != "paused":
             return self.CONTINUE  # at its end the function returns by itself

@@ -5,8 +5,10 @@ lost a run continues with fewer workers, and with all of them once nodes are bac
 """
 
 import logging
+import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import gcd, lcm
 from typing import Any
@@ -30,9 +32,11 @@ from orchestrator.data.ray_data import by_ray_data
 from orchestrator.data.sequences import SEQUENCE
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
+from orchestrator.training import notice
 from orchestrator.training.gauges import Gauges
+from orchestrator.training.heartbeat import Heart, Pulse
 from orchestrator.training.launch import on_workers
-from orchestrator.training.metrics_file import LOG, METRICS, LineReader
+from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
 from orchestrator.training.resources import (
     CPU_FOR_DATA,
     is_inline,
@@ -46,8 +50,9 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 4  # without progress between them
 PROBE_S = 2  # enough for the cluster to grant resources that are free
-POLL_S = 0.2  # between readings of what the workers have written
-S3_POLL_S = 5.0
+# What gloo and NCCL say when another worker is gone.
+BROKEN_BY_ANOTHER = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe", re.IGNORECASE)
+ASK_S = 1.0  # between steps after which workers agree whether to stop
 
 
 def check_data(run: RunConfig, *, verify: bool = False) -> None:
@@ -106,19 +111,23 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
     Raises:
         UsageError: for missing data, or another config in the run's directory.
         ray.train.TrainingFailedError: when workers died more often than they are replaced.
+        Stopped: if it was asked to save and stop, by a notice or in its directory.
     """
     run = start(run)
     own = RunDir.of(run)
     if (result := own.result()) is not None:
         return result
+    storage.delete(own.stop)
     if is_inline(run):
-        train_worker(run, report=report, read=in_process, until=until)
+        with notice.saving():
+            train_worker(run, report=report, read=in_process, until=until, should_stop=_asked(own))
     else:
-        missing = MissingWorkers()
-        with _following(run, report, missing) as failed:
-            fit_on_workers(run, missing, until, failed)
+        missing, pulse = MissingWorkers(), Pulse(run.name)
+        with _following(run, report, missing, pulse) as failed:
+            fit_on_workers(run, missing, pulse, until, failed)
     result = own.result() or (own.pause(until) if until else None)
-    assert result is not None, "workers ended without a result"
+    if result is None:
+        raise notice.Stopped({run.name: max(manifests.steps(own.checkpoints), default=0)})
     return result
 
 
@@ -133,10 +142,11 @@ def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | 
 
 
 def fit_on_workers(
-    run: RunConfig, missing: "MissingWorkers", until: int | None, failed: list[BaseException]
+    run: RunConfig, missing: "MissingWorkers", pulse: Pulse, until: int | None, failed: list[BaseException]
 ) -> None:
     """Trains on Ray Train workers: on all of `scale.workers`, or after `scale.wait_s` on as many as there are
-    until the others are available. When one dies, all are started again from the last checkpoint.
+    until the others are available. When one dies, all are started again from the last checkpoint; when it
+    dies with its machine, without end.
 
     Raises:
         UsageError: for an error in a worker that another attempt would repeat.
@@ -145,8 +155,9 @@ def fit_on_workers(
     own, died, saved = RunDir.of(run), 0, -1
     while True:
         # A report that fails sets `failed` and then makes this file, so none is missed in this order.
+        ends = notice.given() or own.asked_for_good()
         storage.delete(own.stop)
-        if failed or own.result() or (until and own.pause(until)):
+        if ends or failed or own.result() or (until and own.pause(until)):
             return
         now = run if can_schedule(run, within_s=run.scale.wait_s) else largest_schedulable(run)
         if now is None:
@@ -157,15 +168,31 @@ def fit_on_workers(
             log.warning("%s continues without %d of %d workers", run.name, absent, run.scale.workers)
         missing.want(run, absent)
         try:
-            _train_on(now, until)
+            with notice.saving():
+                _train_on(now, until, pulse)
         except (TrainingFailedError, RayError) as error:
-            newest = max(manifests.steps(own.checkpoints), default=0)
-            died, saved = (died + 1 if newest <= saved else 1), newest
+            newest, gone = max(manifests.steps(own.checkpoints), default=0), pulse.gone()
+            died, saved = (0 if newest > saved else died) + (not gone), newest
             if died == ATTEMPTS or failed:
                 raise
-            log.warning("%s: %s; all workers restart from step %d", run.name, reason_of(error), newest)
+            why = f"lost {gone}" if gone else cause_of(error)
+            again = max(pulse.step - newest, 0)
+            text = "%s: %s; all workers restart from step %d and repeat %d steps"
+            log.warning(text, run.name, why, newest, again)
         finally:
+            pulse.end()
             missing.want(run, 0)
+
+
+def cause_of(error: BaseException) -> str:
+    """The reason of a failed attempt: that of the worker that failed first by itself, and not of those whose
+    connection to it broke.
+    """
+    failures: Mapping[int, BaseException] = getattr(error, "worker_failures", {})
+    reasons = {rank: reason_of(each).partition(". Some common causes")[0] for rank, each in failures.items()}
+    own = {rank: why for rank, why in reasons.items() if not BROKEN_BY_ANOTHER.search(why)}
+    rank, why = next(iter((own or reasons).items()), (None, reason_of(error)))
+    return why if rank is None else f"rank {rank}: {why}"
 
 
 def resize(run: RunConfig, workers: int) -> RunConfig | None:
@@ -246,9 +273,12 @@ def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
 
 
 @contextmanager
-def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Iterator[list[BaseException]]:
-    """Passes the workers' reports to `report` and their log lines to our log, from a thread. Asks the workers
-    to stop when missing workers are available or when `report` raises.
+def _following(
+    run: RunConfig, report: Report, missing: MissingWorkers, pulse: Pulse
+) -> Iterator[list[BaseException]]:
+    """Passes the workers' reports to `report` and their log lines to our log, from a thread, and says when
+    they stand still. Asks them to stop on a notice, when missing workers are available, or when `report`
+    raises.
 
     Yields a list that receives what `report` raises; the error is raised again when the block ends.
     """
@@ -264,19 +294,24 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
         for row in reports.new():
             if "metrics" in row:
                 report(row["step"], row["metrics"])
+                pulse.step = row["step"]
                 if missing.available():
-                    storage.write_bytes(own.stop, b"")
+                    own.ask_to_stop()
 
     def follow() -> None:
-        poll_s = POLL_S if storage.is_local(own.path) else S3_POLL_S
-        last = False
+        last, due = False, time.monotonic()
         while not last:
-            last = ended.wait(poll_s)
+            last = ended.wait(POLL_S)
             try:
-                read()
+                if last or time.monotonic() > due:
+                    read()
+                    due = time.monotonic() + poll_s(own.path)
+                pulse.look()
+                if notice.given():
+                    own.ask_to_stop(for_good=True)
             except BaseException as error:
                 failed.append(error)
-                storage.write_bytes(own.stop, b"")
+                own.ask_to_stop()
                 return
 
     # A daemon: a process whose main thread has ended must not wait for a run in another thread.
@@ -291,9 +326,9 @@ def _following(run: RunConfig, report: Report, missing: MissingWorkers) -> Itera
             raise failed[0]
 
 
-def _train_on(run: RunConfig, until: int | None) -> None:
+def _train_on(run: RunConfig, until: int | None, pulse: Pulse) -> None:
     """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
-    on_workers(_train_worker_on_ray, run, {"until": until})
+    on_workers(_train_worker_on_ray, run, {"until": until, "register": pulse.begin(run.scale.workers)})
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
@@ -301,16 +336,49 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     own = RunDir.of(run)
     own.check_visible()
     rank = ray.train.get_context().get_world_rank()
-
-    def should_stop() -> bool:
-        """Returns the same on all workers: whether the driver asks, or a node of theirs is to be removed."""
-        asked = rank == 0 and storage.size(own.stop) is not None
-        return bool(sum_over_ranks(torch.tensor(float(asked)))) or ray.train.get_preemption_info() is not None
-
+    heart = Heart(config["register"], rank)
     train_worker(
         run,
         report=Gauges(run.name, rank).report,
         read=by_ray_data(config["feeds"]),
         until=config["until"],
-        should_stop=should_stop,
+        should_stop=heart.counting(_agreed(_asked(own) if rank == 0 else lambda: False, run.scale.workers)),
     )
+
+
+def _asked(own: RunDir) -> Callable[[], bool]:
+    """Returns a function to be called after each step: whether this process has got a notice, or the run's
+    directory asks to stop. It looks there from time to time.
+    """
+    due, found = time.monotonic(), False
+
+    def asked() -> bool:
+        nonlocal due, found
+        if not found and time.monotonic() > due:
+            found = storage.size(own.stop) is not None
+            due = time.monotonic() + poll_s(own.path)
+        return found or notice.given()
+
+    return asked
+
+
+def _agreed(asked: Callable[[], bool], workers: int) -> Callable[[], bool]:
+    """Returns a function that all workers call after each step, and that returns the same on all: whether one
+    of them is asked to stop, or a node of theirs is to be removed. They exchange that about every `ASK_S`
+    seconds, because all wait for the slowest.
+    """
+    steps, wait, since = 0, 1, time.monotonic()
+
+    def should_stop() -> bool:
+        nonlocal steps, wait, since
+        steps += 1
+        if steps < wait:
+            return False
+        mine = torch.tensor([float(asked()), time.monotonic() - since])
+        asking, seconds = sum_over_ranks(mine).tolist()
+        # The next time is the same on all; steps that were fast may become slow.
+        wait = max(1, min(2 * steps, int(ASK_S * steps * workers / seconds)))
+        steps, since = 0, time.monotonic()
+        return bool(asking) or ray.train.get_preemption_info() is not None
+
+    return should_stop

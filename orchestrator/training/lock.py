@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from orchestrator import storage
 from orchestrator.errors import UsageError
 from orchestrator.storage import Version
+from orchestrator.training import notice
 from orchestrator.training.run_directory import LOCK
 
 IN_USE = "another process works in {}: wait for it, or end it"
@@ -108,6 +109,7 @@ def _lease(directory: str, path: str) -> Iterator[None]:
                 storage.refuse_writes(directory)
                 lost.append(error)
                 log.error("%s", error)
+                notice.refuse()
                 if worker is threading.main_thread() and worker.ident:
                     # Unlike `_thread.interrupt_main` this also ends a system call that the thread waits in.
                     signal.pthread_kill(worker.ident, signal.SIGINT)

@@ -67,7 +67,8 @@ def run_steps(
         evaluates, saves = (step % every == 0 or step == until for every in (eval_every, save_every))
         reports = evaluates or step % config.report_every == 0
         metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=reports or saves)
-        if not (reports or saves):
+        asked = should_stop()
+        if not (reports or saves or asked):
             continue
         with meter.paused():
             values = _sum_over_workers(metrics)
@@ -80,7 +81,7 @@ def run_steps(
                     report(step, values)
             if not math.isfinite(loss):
                 raise Diverged(f"train/loss is {loss} at step {step}")
-            stopping = reports and (should_stop() or good_enough(run, values))
+            stopping = asked or (reports and good_enough(run, values))
             if saves or stopping:
                 try:
                     with phase("checkpoint"):

@@ -22,6 +22,11 @@ Metrics = dict[str, float]
 log = logging.getLogger(__name__)
 METRICS, LOG, SYSTEM = "metrics", "log", "system"  # names of line files
 SEGMENT_S = 10.0  # between uploads of a line file to an object storage
+POLL_S, S3_POLL_S = 0.2, 5.0  # between looks at what another process writes
+
+
+def poll_s(directory: str) -> float:
+    return POLL_S if storage.is_local(directory) else S3_POLL_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +32,7 @@ class _Times(threading.local):
     """What this thread, which trains a run, has spent: seconds by phase, and events of a GPU to be read."""
 
     def __init__(self) -> None:
-        self.seconds = Counter[str]()
+        self.seconds = defaultdict[str, float](float)
         self.events = deque[tuple[str, torch.cuda.Event, torch.cuda.Event]]()
 
     def read_events(self) -> None:
@@ -42,6 +42,7 @@ class _Times(threading.local):
 
 
 _times = _Times()
+_phase = ""  # of the last thread that trains; a worker has one
 
 
 @contextmanager
@@ -49,12 +50,15 @@ def phase(name: str) -> Iterator[None]:
     """Names a part of a step, and takes its time, on a GPU by events of its stream, without waiting. While a
     profile is taken, it waits for the GPU at its end, so that parts do not overlap.
     """
+    global _phase
+    before, _phase = _phase, name
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if torch.cuda.is_initialized() else []
     began = time.perf_counter()
     with record_function(name):
         if events:
             events[0].record()
         yield
+        _phase = before
         if events:
             events[1].record()
             _times.events.append((name, events[0], events[1]))
@@ -63,6 +67,11 @@ def phase(name: str) -> Iterator[None]:
             _times.seconds[name] += time.perf_counter() - began
         if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
             device_sync()
+
+
+def current_phase() -> str:
+    """Returns the phase that this process is in; empty between phases, where it waits for images."""
+    return _phase
 
 
 def phase_seconds() -> dict[str, float]:

@@ -162,6 +162,13 @@ class RunDir(Directory):
         """Where this file appears, the workers of the run save and stop."""
         return self.file(STOP)
 
+    def ask_to_stop(self, *, for_good: bool = False) -> None:
+        """Lets the workers of the run save and stop; unless for good, they start again from there."""
+        storage.write_bytes(self.stop, b"for good" if for_good else b"")
+
+    def asked_for_good(self) -> bool:
+        return bool(storage.size(self.stop))
+
     @property
     def refused(self) -> str:
         """The error of a worker that the user can correct."""

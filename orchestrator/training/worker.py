@@ -99,7 +99,7 @@ def train_worker(
 ) -> None:
     """Trains to the end of the run, or to step `until`, where it pauses: the same call continues from there.
 
-    The first worker reports, and writes the result. After each report all workers call `should_stop`, which
+    The first worker reports, and writes the result. After each step all workers call `should_stop`, which
     returns the same for all; if true, they save and return without a result.
     """
     Worker(run, report, read).train(min(until or run.train.steps, run.train.steps), should_stop)

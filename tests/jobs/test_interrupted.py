@@ -1,14 +1,19 @@
-"""Ctrl-C, and the signal of `ray job stop` and Kubernetes: MLflow knows it, and so does the user."""
+"""Signals: Ctrl-C, SIGTERM of `ray job stop` and Kubernetes, SIGUSR1 of Slurm. Training saves first."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 
+from jobs import _signals
 from tests.jobs.bare import run_bare
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +35,7 @@ with command("waiting"):
 """
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_command_says_how_to_go_on(sent):
     done = run_bare("-c", INTERRUPT, str(int(sent)))
     assert done.returncode == 128 + sent
@@ -38,33 +43,139 @@ def test_a_command_says_how_to_go_on(sent):
 
 
 @pytest.mark.parametrize(
-    "sent",
+    ("submitted", "wait", "grace_s"), [(False, "", 25), (True, "", 2.5), (True, "60", 59.5)]
+)
+def test_the_grace_is_what_the_sender_leaves(submitted, wait, grace_s, monkeypatch):
+    """`ray job stop` kills after 3 seconds, or after $RAY_JOB_STOP_WAIT_TIME_S."""
+    monkeypatch.setattr(os, "environ", {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"} if submitted else {})
+    if wait:
+        os.environ["RAY_JOB_STOP_WAIT_TIME_S"] = wait
+    assert _signals.default_grace_s() == grace_s
+
+
+SAVES = """
+import os, signal, sys, time
+from jobs._cli import command
+from orchestrator.training import notice
+with command("training", grace=float(sys.argv[2])), notice.saving():
+    for number in sys.argv[3:]:
+        os.kill(os.getpid(), int(number))
+    time.sleep(float(sys.argv[1]))
+    raise notice.Stopped({"a": 7})
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "grace", "signals", "code", "said"),
     [
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.smoke),
+        (0.1, 20, [signal.SIGUSR1], 138, "Interrupted: a is saved at step 7. Run the same command again"),
+        (20, 0.1, [signal.SIGTERM], 143, "Not saved within 0.1 s. Run the same command again"),
+        (20, 20, [signal.SIGTERM, signal.SIGINT], 130, "SIGTERM: saving within 20 s; a second signal ends"),
     ],
 )
-def test_a_run_of_two_workers_is_told_to_stop(sent, tmp_path):
-    command = ["jobs/train.py", "--name", "run", "--workers", "2", "--set", "train.steps=5000"]
-    process = subprocess.Popen(
+def test_the_first_signal_saves_and_the_second_ends(seconds, grace, signals, code, said):
+    began = time.monotonic()
+    done = run_bare("-c", SAVES, str(seconds), str(grace), *(str(int(number)) for number in signals))
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert time.monotonic() - began < 15
+
+
+def start(home: Path, *command: str) -> subprocess.Popen[str]:
+    places = {"MOE_FRONTIER_HOME": str(home), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
         [sys.executable, "-c", START, *command],
         cwd=ROOT,
-        env=os.environ
-        | {"MOE_FRONTIER_HOME": str(tmp_path), "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
+        env=os.environ | places,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert process.stdout
+
+
+def interrupted(process: subprocess.Popen[str], sent: signal.Signals, after: Path) -> str:
+    """Sends the signal once the file has a report of step 20 or later. Returns what the command said."""
     try:
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
+        while max(steps_in(after), default=0) < 20:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
         process.send_signal(sent)
-        assert process.wait(timeout=3) == 128 + sent
-        assert "Interrupted. Run the same command again to continue." in process.stdout.read()
+        said, _ = process.communicate(timeout=100)
     finally:
-        process.kill()  # else a run of 5000 steps goes on beside the other tests
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert run.info.status == "KILLED"
+        process.kill()  # else it would train beside the other tests
+    assert process.returncode == 128 + sent, said
+    return said
+
+
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def steps_in(file: Path) -> list[int]:
+    return [row["step"] for row in rows_in(file) if "metrics" in row]
+
+
+def statuses(home: Path) -> set[str]:
+    client = MlflowClient(f"sqlite:///{home}/mlflow.db")
+    return {
+        run.info.status for run in client.search_runs([e.experiment_id for e in client.search_experiments()])
+    }
+
+
+FIELDS = ("train.steps=400", "train.report_every=10", "checkpoint.every=400")
+
+
+@pytest.mark.parametrize(
+    ("sent", "workers"),
+    [
+        pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.smoke),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.smoke),
+    ],
+)
+def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_path):
+    command = ("jobs/train.py", "--name", "run", "--workers", str(workers), "--grace", "90", "--set", *FIELDS)
+    file = tmp_path / "run" / "metrics.jsonl"
+    said = interrupted(start(tmp_path, *command), sent, file)
+    found = re.search(r"Interrupted: run is saved at step (\d+). Run the same command again", said)
+    assert found, said
+    assert 20 < int(found[1]) < 400
+    assert statuses(tmp_path) == {"KILLED"}
+    again = start(tmp_path, *command)
+    said, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, said
+    assert [row["resumed"] for row in rows_in(file) if "resumed" in row] == [int(found[1])]
+    assert steps_in(file) == [*range(10, 401, 10)]
+
+
+@pytest.mark.smoke
+def test_a_sweep_saves_its_running_trials(tmp_path):
+    """Two train at the time of the signal; the others have not begun."""
+    sweep = tmp_path / "sweep.py"
+    sweep.write_text(SWEEP)
+    command = ("jobs/pareto_sweep.py", "--sweep", f"{sweep}:make", "--confirm", "0", "--grace", "90")
+    home = tmp_path / "home"
+    said = interrupted(start(home, *command), signal.SIGUSR1, home / "small/trials/a/metrics.jsonl")
+    saved = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
+    assert {"a"} <= saved.keys() < {"a", "b", "c"}, said
+    assert statuses(home) == {"KILLED"}
+    again = start(home, *command)
+    said, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, said
+    for arm in "abc":
+        file = home / f"small/trials/{arm}/metrics.jsonl"
+        resumed = [row["resumed"] for row in rows_in(file) if "resumed" in row]
+        assert resumed == ([int(saved[arm])] if arm in saved else [])
+        assert steps_in(file) == [*range(10, 401, 10)]
+
+
+SWEEP = f"""
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.sweeps.sweep import Sweep
+
+def make():
+    fields = dict(field.split("=") for field in {FIELDS})
+    arms = {{name: {{"model.mlp_dim": 32 * size}} for size, name in enumerate("abc", 1)}}
+    return Sweep(base=override(RunConfig(), {{"name": "small"}} | fields), arms=arms)
+"""

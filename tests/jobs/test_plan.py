@@ -130,7 +130,7 @@ def test_a_row_that_is_out_fails(call: Call, monkeypatch: pytest.MonkeyPatch) ->
 def test_checks_of_a_healthy_laptop(call: Call) -> None:
     code, out = call(plan.main, "--check")
     assert code == ""
-    assert out.splitlines()[-1] == "0 of 7 checks failed"
+    assert out.splitlines()[-1] == "0 of 10 checks failed"
     assert "ok    tracking" in out
 
 

@@ -16,8 +16,8 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.sweeps import preflight as preflight_file
+from orchestrator.sweeps.findings import Finding, require
 from orchestrator.sweeps.preflight import (
-    Finding,
     NodeFacts,
     check_gpus,
     check_shared_files,
@@ -25,7 +25,6 @@ from orchestrator.sweeps.preflight import (
     check_versions,
     examine,
     preflight,
-    require,
 )
 from orchestrator.sweeps.sweep import Sweep
 from tests.orchestrator.buckets import Bucket

@@ -15,16 +15,20 @@ import numpy as np
 import psutil
 import pytest
 from ray.exceptions import RayError
+from ray.train import WorkerGroupError
 
+from orchestrator.checkpoint import manifest as manifests
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.errors import UsageError
 from orchestrator.training import fit as fit_file
+from orchestrator.training import notice
 from orchestrator.training.fit import (
     ATTEMPTS,
     MissingWorkers,
+    cause_of,
     check_data,
     fit,
     fit_on_workers,
@@ -32,6 +36,7 @@ from orchestrator.training.fit import (
     resize,
     start,
 )
+from orchestrator.training.heartbeat import Pulse
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
@@ -120,6 +125,34 @@ def test_four_workers_equal_one(run, tmp_path):
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
     four = trained(run, tmp_path / "four.jsonl", name="four", **{"scale.workers": 4, "scale.ep": 2})
     assert_same(alone, four)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.smoke)])
+def test_a_notice_saves_and_no_step_is_repeated(workers, run, monkeypatch):
+    """Between two reports, with no checkpoint near."""
+    changes = {
+        "train.steps": 400,
+        "train.report_every": 20,
+        "checkpoint.every": 400,
+        "scale.workers": workers,
+    }
+    run = override(run, changes)
+    monkeypatch.setattr(notice, "_given", False)
+    assert not notice.give(), "nothing trains yet"
+
+    def report(step: int, metrics: dict[str, float]) -> None:
+        assert notice.give()
+
+    with pytest.raises(notice.Stopped) as stopped:
+        fit(run, report)
+    (step,) = stopped.value.saved.values()
+    assert 20 < step < 400
+    assert manifests.steps(RunDir.of(run).checkpoints) == [step]
+    monkeypatch.setattr(notice, "_given", False)
+    assert fit(run).step == 400
+    rows = [json.loads(line) for line in Path(RunDir.of(run).path, "metrics.jsonl").read_text().splitlines()]
+    assert [row["resumed"] for row in rows if "resumed" in row] == [step]
+    assert [row["step"] for row in rows if "metrics" in row] == [*range(20, 401, 20)]
 
 
 @pytest.mark.smoke  # workers are started twice
@@ -237,6 +270,16 @@ def test_a_batch_holds_at_most_all_images(run, digits):
         check_data(override(run, {"data.batch_size": images + 1, "data.lanes": 1}))
 
 
+def test_the_cause_is_the_worker_that_failed_by_itself():
+    broken = RuntimeError("[..gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1024")
+    full = OSError("no space left on device")
+    assert (
+        cause_of(WorkerGroupError("", {0: broken, 1: full, 2: broken})) == "rank 1: no space left on device"
+    )
+    assert "Connection closed" in cause_of(WorkerGroupError("", {0: broken}))
+    assert cause_of(RuntimeError("lines\nand a reason")) == "and a reason"
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     """Workers die in every attempt. The run goes on while attempts save checkpoints, else ATTEMPTS times."""
@@ -251,7 +294,7 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     monkeypatch.setattr(fit_file.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
     monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
-        fit_on_workers(run, MissingWorkers(), None, [])
+        fit_on_workers(run, MissingWorkers(), Pulse(run.name), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 

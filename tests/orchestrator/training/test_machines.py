@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from orchestrator.config import RunConfig
 from orchestrator.training.fit import fit
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
-from tests.machines import DISK, ROOT, Machine, machines
+from tests.machines import DISK, ROOT, machines, start_ray
 
 STEPS = 20
 CHANGES = {
@@ -24,12 +23,6 @@ CHANGES = {
     "train.steps": STEPS,
 }
 NEVER_S = 240
-
-
-def start_ray(machine: Machine, env: dict[str, str], *where: str) -> None:
-    ports = ("--min-worker-port=0", "--max-worker-port=0", "--num-cpus=2", "--object-store-memory=100000000")
-    ray = str(Path(sys.executable).with_name("ray"))
-    machine.run(ray, "start", *where, f"--node-ip-address={machine.address}", *ports, env=env)
 
 
 @pytest.mark.smoke

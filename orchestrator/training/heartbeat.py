@@ -1,0 +1,189 @@
+"""What each worker of a run is doing, which it says every few seconds, so that the driver can say why a run
+stands still, and which machine is gone when it fails.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from orchestrator.training.profile import current_phase
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 5.0
+SILENT_S = 3 * BEAT_S  # after which a worker counts as not heard
+STILL_S = 30.0  # without a step, until the driver says so for the first time
+ANSWER_S = 1.0  # for a machine to take a connection
+
+
+class Beat(NamedTuple):
+    """The last word of a worker.
+
+    Attributes:
+        node, address: id and address of its node.
+        steps: taken since it began.
+        phase: of its step (`profile.phase`); empty while it waits for images.
+        heard_s: seconds since it was heard.
+    """
+
+    node: str
+    address: str
+    steps: int
+    phase: str
+    heard_s: float = 0.0
+
+
+Beats = Mapping[int, Beat]  # by rank
+
+
+class Register:
+    """What was heard of the workers of one attempt; an actor, to which they and the driver speak."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[float, Beat]] = {}
+
+    def beat(self, rank: int, beat: Beat) -> None:
+        self._heard[rank] = time.monotonic(), beat
+
+    def beats(self) -> Beats:
+        now = time.monotonic()
+        return {rank: beat._replace(heard_s=now - at) for rank, (at, beat) in sorted(self._heard.items())}
+
+
+class Heart:
+    """Tells the register what this worker does, from a thread: a worker that waits for others says so, and
+    one whose process or machine has stopped is silent.
+    """
+
+    def __init__(self, register: Any, rank: int) -> None:
+        self._register, self._rank, self._steps = register, rank, 0
+        self._place = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        threading.Thread(target=self._beat, daemon=True, name="heart").start()
+
+    def counting(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Returns the same function, which is called after each step, and counts the calls."""
+
+        def counted() -> bool:
+            self._steps += 1
+            return should_stop()
+
+        return counted
+
+    def _beat(self) -> None:
+        with suppress(Exception):  # this process ends
+            while True:
+                self._register.beat.remote(self._rank, Beat(*self._place, self._steps, current_phase()))
+                time.sleep(BEAT_S)
+
+
+class Pulse:
+    """The driver's view of the workers of a run, attempt by attempt.
+
+    Attributes:
+        step: the last that was reported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.step = name, 0
+        self.register: Any = None
+        self._beats: Beats = {}
+        self._workers = 0
+        self._began_s = self._due_s = self._next_s = 0.0
+
+    def begin(self, workers: int) -> Any:
+        """Begins an attempt of so many workers; returns the register that they are to be given."""
+        self._beats, self._workers = {}, workers
+        self.register = ray.remote(num_cpus=0)(Register).remote()
+        return self.register
+
+    def end(self) -> None:
+        """Ends an attempt. What was heard last is kept."""
+        if self.register is not None:
+            ray.kill(self.register)
+        self.register = None
+
+    def look(self) -> None:
+        """Logs where the workers are when all were heard, and later why they stand still, if they do."""
+        now = time.monotonic()
+        if now < self._next_s or (beats := self._read()) is None:
+            return
+        self._next_s = now + BEAT_S
+        before, self._beats = self._beats, beats
+        if len(beats) == self._workers > len(before):
+            log.info("%s: %d workers on %s", self.name, self._workers, places(beats))
+        if steps_of(beats) != steps_of(before) or not beats:
+            if before and self._due_s > self._began_s + STILL_S:  # it was said
+                log.info("%s goes on after %.0f s", self.name, now - self._began_s)
+            self._began_s, self._due_s = now, now + STILL_S
+        elif now > self._due_s and (why := standstill(beats)):
+            log.warning("%s: no step for %.0f s: %s", self.name, now - self._began_s, why)
+            self._due_s = now + (now - self._began_s)  # after twice the time
+
+    def _read(self) -> Beats | None:
+        register = self.register
+        with suppress(RayError):  # of a register that has ended, or does not answer
+            return ray.get(register.beats.remote(), timeout=BEAT_S) if register else None
+        return None
+
+    def gone(self) -> str:
+        """Names the machines of the last attempt that are dead, or take no connection, with their ranks;
+        empty if all answer.
+        """
+        with suppress(RayError):
+            nodes = {node["NodeID"]: node for node in ray.nodes()}
+            lost = {id for id in {beat.node for beat in self._beats.values()} if not _answers(nodes.get(id))}
+            return places({rank: beat for rank, beat in self._beats.items() if beat.node in lost})
+        return ""
+
+
+def steps_of(beats: Beats) -> int:
+    return sum(beat.steps for beat in beats.values())
+
+
+def standstill(beats: Beats) -> str:
+    """Says who keeps the others waiting: those that were not heard, else what each does. Empty while all
+    evaluate, which takes no steps.
+    """
+    silent = {rank: beat for rank, beat in beats.items() if beat.heard_s > SILENT_S}
+    if silent:
+        since = max(beat.heard_s for beat in silent.values())
+        return f"nothing was heard for {since:.0f} s from {places(silent)}"
+    doing: dict[str, list[int]] = {}
+    for rank, beat in beats.items():
+        doing.setdefault(beat.phase, []).append(rank)
+    if set(doing) == {"evaluate"}:
+        return ""
+    parts = (
+        f"{_ranks(ranks)} in {phase}" if phase else f"{_ranks(ranks)} without images"
+        for phase, ranks in sorted(doing.items(), key=lambda each: len(each[1]))
+    )
+    return "; ".join(parts)
+
+
+def places(beats: Beats) -> str:
+    """Names the machines of workers: ``10.0.0.1 (rank 0), 10.0.0.2 (ranks 1, 2)``."""
+    found: dict[str, list[int]] = {}
+    for rank, beat in beats.items():
+        found.setdefault(beat.address, []).append(rank)
+    return ", ".join(f"{address} ({_ranks(ranks)})" for address, ranks in found.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _answers(node: Mapping[str, Any] | None) -> bool:
+    """Returns whether Ray counts a node as alive and its port is open."""
+    if node is None or not node["Alive"]:
+        return False
+    with suppress(OSError):
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+        return True
+    return False
