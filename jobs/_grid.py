@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jobs._cli import Evaluation, check_out, connect, models_of, print_table, results_of
+from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
 
 
 def evaluate_grid(
-    references: Sequence[str], grid: Sequence[str], on: Evaluation, *, repeats: int, out: str | None
+    references: Sequence[str],
+    grid: Sequence[str],
+    on: Evaluation,
+    by: Workers,
+    *,
+    repeats: int,
+    out: str | None,
 ) -> None:
     """Measures, records and draws what the models can do at every point of the grid; an empty grid stands for
     the default of each model's router.
@@ -33,6 +41,8 @@ def evaluate_grid(
         check_out(out, own=FILES)
     store, root = on.places.open_store(), on.places.root()
     tasks = tasks_of(references, grid, on, store)
+    sharding = by.sharding([task.model for task in tasks], on)
+    tasks = [replace(task, sharding=sharding) for task in tasks]
     connect()
     check_shared(root)
     rows = measure_points(tasks, repeats=repeats)
@@ -85,12 +95,13 @@ def measure_points(tasks: list[EvalTask], *, repeats: int) -> dict[str, list[Row
             f" {found[0]['weights'][:12]} unchanged, {time.monotonic() - began:.0f} s",
             flush=True,
         )
+    turns = sum(1 if task.sharding else ROUNDS for task in tasks)
     for done, (task, timed) in enumerate(benchmark_all(tasks, repeats=repeats), start=1):
         location = task.model.location
         rows[location] = [row | time for row, time in zip(rows[location], timed, strict=True)]
         ms, (low, high) = [row[TIME] for row in timed], (timed[0][name] for name in QUARTILES)
         print(
-            f"[{done:2}/{len(tasks) * ROUNDS}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
+            f"[{done:2}/{turns}] {task.model.name:24} round {timed[0]['rounds']}, as trained"
             f" {ms[0]:.4g} ({low:.4g} - {high:.4g}), all points {min(ms):.4g} .. {max(ms):.4g} ms per image",
             flush=True,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jobs._cli import Evaluation, check_file, models_of, print_table, print_unrecorded, results_of
+from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,18 +20,26 @@ MOST_PIXELS = 2e8  # values of the images that others are compared with by their
 
 
 def evaluate_zero_shot(
-    references: Sequence[str], file: str, on: Evaluation, point: RoutingOverrides, *, per_class: bool
+    references: Sequence[str],
+    file: str,
+    on: Evaluation,
+    by: Workers,
+    point: RoutingOverrides,
+    *,
+    per_class: bool,
 ) -> list[dict[str, Any]]:
     """Classifies by the names and templates of a file, records and prints. Returns the figures for JSON."""
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.evaluation.evaluate import images_of
     from orchestrator.evaluation.image_text import nearest_pixels, read_class_names, zero_shot_scores
 
     names, store, reports = read_class_names(file), on.places.open_store(), []
     for model in with_text(references, on, store):
         path = on.path(model)
         here = names.for_data(path)
-        scores = zero_shot_scores(model.load(default_device()), on.images(model, path, {}), here, point)
+        read = partial(images_of, model, path=path, split=on.split, batch_size=on.batch_size, fields={})
+        find = partial(zero_shot_scores, names=here, point=point)
+        scores = by.measure(model, lambda loaded, read=read, find=find: find(loaded, read()), on)
         found = {name: each.metrics() for name, each in scores.items()}
         pixels, other = None, "train" if on.split == "val" else "val"
         if open_manifest(path).rows(other) * 3 * model.run.model.image_size**2 <= MOST_PIXELS:
@@ -68,13 +78,15 @@ def evaluate_zero_shot(
     return reports
 
 
-def evaluate_retrieval(references: Sequence[str], on: Evaluation, page: str | None) -> list[dict[str, Any]]:
+def evaluate_retrieval(
+    references: Sequence[str], on: Evaluation, by: Workers, page: str | None
+) -> list[dict[str, Any]]:
     """Finds captions by images and images by captions, records and prints. Returns the figures for JSON.
 
     page: where to write the page of examples, of the first model.
     """
     from orchestrator import storage
-    from orchestrator.evaluation.evaluate import default_device
+    from orchestrator.evaluation.evaluate import images_of
     from orchestrator.evaluation.image_text import CAPTIONS, embed_pairs
     from orchestrator.evaluation.retrieval import chance_recall, image_ranks, recalls, text_ranks
     from orchestrator.evaluation.retrieval_page import retrieval_page
@@ -84,7 +96,9 @@ def evaluate_retrieval(references: Sequence[str], on: Evaluation, page: str | No
     store, reports = on.places.open_store(), []
     for model in with_text(references, on, store):
         path = on.path(model)
-        pairs = embed_pairs(model.load(default_device()), on.images(model, path, CAPTIONS))
+        where = {"path": path, "split": on.split, "batch_size": on.batch_size, "fields": CAPTIONS}
+        read = partial(images_of, model, **where)
+        pairs = by.measure(model, lambda loaded, read=read: embed_pairs(loaded, read()), on)
         images, texts = len(pairs.image_ID), len(pairs.captions)
         metrics, chance = dict[str, float](), dict[str, float]()
         for name, ranks, candidates in (("i2t", image_ranks, texts), ("t2i", text_ranks, images)):

@@ -7,6 +7,7 @@
   python jobs/evaluate.py sweep:quickstart --grid
   python jobs/evaluate.py vmoe soft --grid routing.capacity=0.3,0.5,1 routing.priority=none,max --out DIR
   python jobs/evaluate.py soft --shots 1,5 --data /data/flowers --data /data/pets --seeds 5
+  python jobs/evaluate.py large --workers 8 --ep 8 --dtype bfloat16
   python jobs/evaluate.py lit --zero-shot flowers.toml --data /data/flowers
   python jobs/evaluate.py lit --retrieval --data /data/captioned --page found.html
 
@@ -21,6 +22,8 @@ out. Run the same command again to continue after an interruption.
 --shots fits a linear classifier to the frozen features: the train split of each data set gives the shots, and
 its val split is tested. To measure it during training, use `--set train.fewshot={}` there.
 
+--workers N lets N workers hold one model together, as in training; every mode can do that.
+
 --zero-shot and --retrieval are for models of images and texts: see docs/image_text.md.
 """
 
@@ -29,6 +32,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -46,6 +50,7 @@ from jobs._cli import (
 from jobs._flags import MODELS, POINT, flag, numbers, parse
 from jobs._grid import evaluate_grid
 from jobs._image_text import evaluate_retrieval, evaluate_zero_shot
+from jobs._sharded import Workers
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,6 +97,7 @@ class EvaluateFlags:
         "file or URI for all figures as JSON; with --grid a directory or URI for page and pictures",
     )
     on: Evaluation
+    by: Workers = Workers()
 
     def __post_init__(self) -> None:
         if self.random_subsets == 1 or self.random_subsets < 0:
@@ -126,7 +132,8 @@ def main() -> None:
     flags = parse(EvaluateFlags, __doc__)
     with command(f"evaluating {named(flags.model)}", flags.on.places):
         if flags.grid is not None:
-            evaluate_grid(flags.model, flags.grid, flags.on, repeats=flags.repeats or 5, out=flags.out)
+            repeats = flags.repeats or 5
+            evaluate_grid(flags.model, flags.grid, flags.on, flags.by, repeats=repeats, out=flags.out)
         elif flags.shots:
             evaluate_shots(flags)
         elif flags.zero_shot is not None or flags.retrieval:
@@ -164,9 +171,11 @@ def evaluate_texts(flags: EvaluateFlags) -> None:
         check_file("--out", out)
     if flags.zero_shot is not None:
         point = parse_point(flags.set)
-        reports = evaluate_zero_shot(flags.model, flags.zero_shot, flags.on, point, per_class=flags.per_class)
+        reports = evaluate_zero_shot(
+            flags.model, flags.zero_shot, flags.on, flags.by, point, per_class=flags.per_class
+        )
     else:
-        reports = evaluate_retrieval(flags.model, flags.on, flags.page)
+        reports = evaluate_retrieval(flags.model, flags.on, flags.by, flags.page)
     if out:
         storage.write_bytes(out, json.dumps(reports, indent=1).encode())
         print(f"figures  {flags.out}")
@@ -193,19 +202,25 @@ def evaluate_model(
     """
     from moe.cost import forward_gflops_2mac
     from orchestrator.data.manifest import open_manifest
-    from orchestrator.evaluation.evaluate import default_device, evaluate_at, latencies, timed_inputs
+    from orchestrator.evaluation.evaluate import EvalTask, figures
     from orchestrator.evaluation.points import point_key, point_name
     from orchestrator.frontier.points import as_shown
 
     path, split = flags.on.path(model), flags.on.split
     model.check_classes(path)
 
-    vit = model.load(default_device())
     drawn = [replace(point, subset_seed=seed) for seed in range(flags.random_subsets)]
-    scores, *random_scores = evaluate_at(vit, model.run.task, flags.on.images(model, path), [point, *drawn])
-    batch = next(flags.on.images(model, path))
-    (latency,) = latencies(vit, timed_inputs(model.run.task, batch), [point], repeats=flags.repeats or 10)
-    metrics = scores.metrics() | model.run.task.of_model(vit, batch, point)
+    task = EvalTask(
+        model=model,
+        points=(point, *drawn),
+        path=path,
+        split=split,
+        batch_size=flags.on.batch_size,
+        results="",
+        sharding=flags.by.sharding([model], flags.on),
+    )
+    (scores, *random_scores), latency, further = task.on_model(figures, repeats=flags.repeats or 10)
+    metrics = scores.metrics() | further
     metrics |= {
         "forward_gflops_2mac": forward_gflops_2mac(model.run.model, point),
         "ms_per_image": latency.median,
@@ -234,6 +249,7 @@ def evaluate_model(
         "point": point_name(point),
         "data": path,
         "split": split,
+        "dtype": flags.by.dtype,
         "images": scores.images(),
         "unread": scores.unread,
         "metrics": metrics,
@@ -304,8 +320,7 @@ def classify(
         UsageError: for shots or data that cannot be used.
     """
     from orchestrator.config import FewShotConfig
-    from orchestrator.evaluation.evaluate import default_device
-    from orchestrator.training.fewshot import FewShot, rare_classes, short_names
+    from orchestrator.training.fewshot import few_shots, rare_classes, short_names
 
     paths, shots, batch_size = flags.on.paths(model), flags.shots or (), flags.on.batch_size
     try:
@@ -317,7 +332,7 @@ def classify(
         if few := rare_classes(model.run_on(path, batch_size=batch_size), max(shots)):
             print(f"{name}: {few}", flush=True)
     run = model.run_on(model.run.data.path, batch_size=batch_size)
-    result = FewShot(run, config).measure(model.load(default_device()), default_device())
+    result = flags.by.measure(model, partial(few_shots, run=run, config=config), flags.on)
     if model.run_id:
         record_shots(store, model.run_id, model.step, sets, result)
     return result

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, check_out, command, connect, model_of
 from jobs._flags import MODEL, POINT, flag, parse
+from jobs._sharded import DTYPE, EP, Dtype, start
 from orchestrator.errors import UsageError
 
 if TYPE_CHECKING:
+    from pyarrow import Table
+
     from orchestrator.checkpoint.models import ModelRef
     from orchestrator.evaluation.image_text import ClassNames
     from orchestrator.evaluation.predict import ImagePart
@@ -43,6 +47,8 @@ class PredictFlags:
     workers: int | None = flag(
         None, "processes, with a GPU or a CPU each; default: as many as the cluster has", least=1
     )
+    ep: int | None = flag(None, f"let all workers hold one model together: {EP}", least=1)
+    dtype: Dtype = flag("float32", DTYPE)
     set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
     background: str | None = flag(
         None, "colour under transparent pixels, as in packing; default: alpha is dropped"
@@ -56,6 +62,10 @@ class PredictFlags:
     features: bool = flag(False, "write the input of the model's head in place of predictions")
     fresh: bool = flag(False, "delete the predictions in --out and start over")
     places: Places
+
+    def __post_init__(self) -> None:
+        if self.ep is None and self.dtype != "float32":
+            raise UsageError(f"--dtype {self.dtype} does nothing without --ep")
 
 
 def main() -> None:
@@ -72,6 +82,7 @@ def predict(flags: PredictFlags) -> None:
     """
     from orchestrator import storage
     from orchestrator.data.transparency import colour
+    from orchestrator.evaluation import predict
     from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
@@ -101,6 +112,7 @@ def predict(flags: PredictFlags) -> None:
         "background": list(background) if background else None,
         "features": flags.features or None,  # as plans of earlier versions have it
         "names": [list(names.classes), list(names.templates)] if names else None,
+        "dtype": flags.dtype if flags.dtype != "float32" else None,
         "classes": names.classes if names else model.classes,
     }
     plan, done = begin(out, plan, fresh=flags.fresh)
@@ -110,7 +122,8 @@ def predict(flags: PredictFlags) -> None:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
         settings |= {"background": background, "features": flags.features, "names": names}
-        predict_parts(flags, missing, out, left, batch_size=flags.batch_size, **settings)
+        tables = predicted(flags, missing, batch_size=flags.batch_size, **settings)
+        follow(predict.write_parts(out, tables), left)
     print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
 
@@ -136,19 +149,28 @@ def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:
     return names
 
 
-def predict_parts(
-    flags: PredictFlags, missing: list[ImagePart], out: str, left: int, **settings: Any
-) -> None:
-    """Predicts the missing parts, with a line about progress every few seconds; names the bad images."""
+def predicted(flags: PredictFlags, missing: list[ImagePart], **settings: Any) -> Iterator[Table]:
+    """Tables of the missing parts, by models that are whole or one that all workers hold together."""
     from orchestrator.evaluation import predict
-    from orchestrator.sweeps.progress import duration
 
+    if flags.ep:
+        layout = {"workers": flags.workers or flags.ep, "ep": flags.ep, "dtype": flags.dtype}
+        batch_size = flags.batch_size * layout["workers"]
+        sharding = start([settings["model"]], batch_size, root=flags.places.root(), **layout)
+        return predict.predict_together(missing, sharding, **settings)
     connect()
     log.info("Ray's line about constructor arguments is harmless: this process keeps them")
     workers, each = predict.pool_size(flags.workers)
+    return predict.predict_in_pool(missing, workers=workers, each=each, **settings)
+
+
+def follow(written: Iterator[Table], left: int) -> None:
+    """Prints a line about progress every few seconds while parts are written; names the bad images."""
+    from orchestrator.sweeps.progress import duration
+
     images, bad = 0, []
     began = printed = time.monotonic()
-    for rows in predict.predict(missing, out, workers=workers, each=each, **settings):
+    for rows in written:
         images, now = images + len(rows), time.monotonic()
         bad += [f"{row['key']}: {row['error']}" for row in rows.to_pylist() if row["error"]]
         if now - printed > EVERY_S or images == left:

@@ -153,7 +153,8 @@ class MoELayer(nn.Module):
             keys_GS = split(mix(keys_B, self.salt), tokens).view(valid_GS.shape)
         if overrides.random_blocks and self.block in overrides.random_blocks:
             # Evaluation has no keys: the position in the batch seeds the random logits.
-            random_B = torch.arange(B, device=x_BSD.device) if keys_B is None else keys_B
+            first = overrides.first_group * self.images_per_group
+            random_B = torch.arange(first, first + B, device=x_BSD.device) if keys_B is None else keys_B
             random_GS = split(mix(random_B, ~self.salt), tokens).view(valid_GS.shape)
         if overrides.subset_seed is not None:
             # Each layer draws subsets of its own.

@@ -221,6 +221,9 @@ class Model(nn.Module, ABC, Generic[C]):
             if seed is not None:
                 init_weights(self, seed)
 
+    # Names of methods beside `forward` for which a sharded module gathers its weights; units may have it too.
+    computes: ClassVar[tuple[str, ...]] = ()
+
     @abstractmethod
     def add_layers(self) -> None:
         """Makes the layers that `config` describes, as other modules do in their constructor."""

@@ -28,6 +28,8 @@ class RoutingOverrides(Config):
         subset_seed: draws as many `experts` at random instead, for each layer and each group by its place in
             the batch: the baseline of algorithm 1 (section 4.4).
         random_blocks: indices of MoE blocks whose router is replaced by random logits, N(0, 1) per token.
+        first_group: how many groups of the batch lie on the ranks before this one, so that what is drawn by
+            the place in the batch does not depend on the number of ranks.
     """
 
     k: int | None = None
@@ -36,6 +38,7 @@ class RoutingOverrides(Config):
     experts: int | tuple[int, ...] | None = None
     subset_seed: int | None = None
     random_blocks: tuple[int, ...] = ()
+    first_group: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,7 +83,7 @@ class RoutingOverrides(Config):
             return None
         if isinstance(self.experts, int):
             if self.subset_seed is not None:
-                groups = torch.arange(len(weight_GE), device=weight_GE.device)
+                groups = torch.arange(len(weight_GE), device=weight_GE.device) + self.first_group
                 weight_GE = uniform(split(mix(groups, self.subset_seed), weight_GE.shape[-1]))
             best_GK = weight_GE.argsort(dim=-1, descending=True, stable=True)[:, :k]
             return torch.zeros_like(weight_GE, dtype=torch.bool).scatter(1, best_GK, True)

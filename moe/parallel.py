@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
@@ -175,6 +180,8 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            for name in getattr(module, "computes", ()):
+                register_fsdp_forward_method(module, name)
 
 
 def _compile(block: nn.Module, options: ParallelConfig) -> None:
@@ -274,9 +281,14 @@ def gather(rows: Tensor) -> Tensor:
     return _Gather.apply(rows) if dist.is_initialized() else rows
 
 
+def this_rank() -> tuple[int, int]:
+    """Returns this rank and the number of ranks; (0, 1) for a single process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def first_row(rows: int) -> int:
     """Returns where this rank's rows begin among those that `gather` returns, of as many from each rank."""
-    return dist.get_rank() * rows if dist.is_initialized() else 0
+    return this_rank()[0] * rows
 
 
 class _Gather(Function):

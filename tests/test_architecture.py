@@ -94,11 +94,11 @@ orchestrator.evaluation: moe orchestrator.checkpoint orchestrator.codec orchestr
     orchestrator.tracking orchestrator.training
 papers: moe orchestrator papers
 jobs: jobs._cli jobs._describe jobs._flags jobs._grid jobs._image_text jobs._list jobs._main
-    jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
+    jobs._sharded jobs._sweep_plan jobs.evaluate jobs.pareto_sweep jobs.train moe orchestrator
 jobs._flags:
 jobs._cli: jobs jobs._flags jobs._signals orchestrator
 jobs._signals: orchestrator.training.notice
-jobs._grid: jobs._cli orchestrator
+jobs._grid: jobs._cli jobs._sharded orchestrator
 jobs._list: jobs._cli moe orchestrator
 jobs._describe: moe orchestrator
 jobs._sweep_plan: jobs._cli orchestrator
@@ -110,6 +110,7 @@ EVERYWHERE = "orchestrator.errors"  # imports nothing itself
 # Library: where it may be imported. pkgutil finds the papers.
 LIBRARIES = read("""
 ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orchestrator.evaluation.predict
+    orchestrator.evaluation.sharded
     orchestrator.sweeps.driver orchestrator.sweeps.engine orchestrator.sweeps.machines
     orchestrator.sweeps.preflight orchestrator.sweeps.scheduler orchestrator.sweeps.search
     orchestrator.training.cluster orchestrator.training.fit orchestrator.training.gauges
@@ -119,7 +120,7 @@ mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.stores
 pyarrow.fs:
-torch.distributed: moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
+torch.distributed: bench moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
     orchestrator.sweeps.machines orchestrator.training.dry_run orchestrator.training.metrics
     orchestrator.training.worker
 argparse: bench jobs._flags

@@ -147,6 +147,8 @@ class Block(nn.Module):
     `drop_path` is the rate of this block.
     """
 
+    computes: ClassVar = ("attended", "routed")
+
     def __init__(
         self,
         width: int,
@@ -208,6 +210,14 @@ class Block(nn.Module):
         x_BSD = self.add(x_BSD, y_BSD, 1, kept_2B)
         return with_experts(x_BSD, routing, return_routing=return_routing)
 
+    def attended(self, x_BSD: Tensor) -> Tensor:
+        """Returns the block's input with what attention adds to it, in evaluation."""
+        return self.add(x_BSD, self.attention(self.norm1(x_BSD)), 0)
+
+    def routed(self, x_BSD: Tensor, valid_B: Tensor, overrides: RoutingOverrides) -> Tensor:
+        """Returns the block's output from that of `attended`, in evaluation of a block with experts."""
+        return self.add(x_BSD, self.mlp(self.norm2(x_BSD), valid_B, None, overrides), 1)
+
     def kept(self, keys_B: Tensor | None) -> Tensor | None:
         """Returns (2, B), what drop path multiplies the outputs of an image's attention and MLP with: 0, or
         1 / (1 - rate); None if it is off.
@@ -248,6 +258,7 @@ class ViT(Model[ViTConfig]):
     """The module of a `ViTConfig`."""
 
     undecayed: ClassVar = ("position_SD",)
+    computes: ClassVar = ("at_points",)
 
     def add_layers(self) -> None:
         config, activation = self.config, self.config.activation()

@@ -23,40 +23,38 @@ def at_points(
 ) -> list[Tensor]:
     """Returns for each point the logits of ``model(images, valid_B, routing_overrides=point)``, (B, classes).
 
-    The model must not be split over processes. Points with equal outputs share a tensor.
+    Points with equal outputs share a tensor. Of a sharded model, each half of a block gathers its weights
+    when it is called.
 
     Raises ValueError if the model has no such routing, or its router refuses a value.
     """
     for point in points:
         model.config.check_overrides(point)
-    moe, B = model.config.moe, len(images)
+    B = len(images)
     images, valid_BP, _ = model.whole_groups(images, valid_B)
     blocks: list[tuple[int, Block]] = list(enumerate(model.blocks))  # pyright: ignore[reportAssignmentType]
     logits: dict[int, Tensor] = {}
 
     def routing_at(point: RoutingOverrides, block: int) -> object:
         """Returns the settings of a point in a block. Points with equal settings have equal outputs there."""
-        if moe is None or block not in model.config.moe_blocks():
-            return None
-        router = point.apply(moe.router.eval_config())
+        assert model.config.moe
+        router = point.apply(model.config.moe.router.eval_config())
         return router, point.experts, point.subset_seed, block in point.random_blocks
-
-    def second_half(block: "Block", x_BSD: Tensor, point: RoutingOverrides) -> Tensor:
-        if not isinstance(block.mlp, MoELayer):
-            return block.add(x_BSD, block.mlp(block.norm2(x_BSD)), 1)
-        return block.add(x_BSD, block.mlp(block.norm2(x_BSD), valid_BP, None, point), 1)
 
     def run_from(x_BSD: Tensor, first: int, members: list[int]) -> None:
         """Runs the blocks from `first` on for the points with the indices `members`."""
         for index, block in blocks[first:]:
-            x_BSD = block.add(x_BSD, block.attention(block.norm1(x_BSD)), 0)
+            if not isinstance(block.mlp, MoELayer):
+                x_BSD = block(x_BSD, valid_BP).x
+                continue
+            x_BSD = block.attended(x_BSD)
             branches: dict[object, list[int]] = {}
             for member in members:
                 branches.setdefault(routing_at(points[member], index), []).append(member)
             *others, members = branches.values()
             for branch in others:
-                run_from(second_half(block, x_BSD, points[branch[0]]), index + 1, branch)
-            x_BSD = second_half(block, x_BSD, points[members[0]])
+                run_from(block.routed(x_BSD, valid_BP, points[branch[0]]), index + 1, branch)
+            x_BSD = block.routed(x_BSD, valid_BP, points[members[0]])
         answer = model.head(model.pooled(model.norm(x_BSD[:B])))
         logits.update((member, answer) for member in members)
 

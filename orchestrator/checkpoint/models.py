@@ -4,10 +4,14 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe.model import Model
+from moe.parallel import build_sharded
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
@@ -49,16 +53,29 @@ class ModelRef:
         except (RuntimeError, TypeError) as error:
             raise UsageError(f"{self.location} describes a model that cannot be built: {error}") from None
         model.to_empty(device=device or torch.device("cpu"))
-        report = start_from(model, self.location)
+        return self._filled(model)
+
+    def load_sharded(self, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> Model:
+        """Returns the model in evaluation mode, of which each rank of a mesh reads and holds its share. All
+        ranks call it together. Raises as `load` does.
+        """
+        set_threads(self.run.model, IMAGES_PER_PASS)
+        model = build_sharded(self.run.model, mesh, seed=None, compute_dtype=compute_dtype)
+        return self._filled(model, dist.new_group(backend="gloo"))  # pyright: ignore[reportArgumentType]
+
+    def _filled(self, model: Model, group: dist.ProcessGroup | None = None) -> Model:
+        report = start_from(model, self.location, group=group)
         if len(report.transfer.copied) < len(model.state_dict()) or report.transfer.unused:
             raise UsageError(f"{self.location} does not hold the model that its config describes; {report}")
         return model.eval()
 
-    def run_on(self, path: str, *, batch_size: int) -> RunConfig:
-        """The config of this model's run with other images, in one process and without augmentation.
+    def run_on(self, path: str, *, batch_size: int, **scale: Any) -> RunConfig:
+        """The config of this model's run with other images and without augmentation, in one process or with
+        the fields `scale` of a `ScaleConfig`.
 
         Raises:
-            UsageError: if the batch does not hold whole routing groups.
+            UsageError: if the batch does not hold whole routing groups for each worker, or the workers cannot
+                share the model.
         """
         was = self.run.data
         try:
@@ -69,9 +86,12 @@ class ModelRef:
                 **was.eval_settings(),
             )
             train = replace(self.run.train, microbatch=None)
-            return replace(self.run, data=data, scale=ScaleConfig(), train=train)
+            return replace(self.run, data=data, scale=ScaleConfig(**scale), train=train)
         except ValueError as error:
-            raise UsageError(f"`batch_size` {batch_size}: {error}") from None
+            settings = ", ".join(
+                f"`{name}` {value}" for name, value in [*scale.items(), ("batch_size", batch_size)]
+            )
+            raise UsageError(f"{settings}: {error}") from None
 
     def check_classes(self, path: str) -> None:
         """Checks that the labels of a data set mean the classes that this model learned.

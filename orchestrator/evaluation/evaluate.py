@@ -11,7 +11,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -22,7 +23,10 @@ from torch import Tensor, nn
 from moe.cost import forward_gflops_2mac
 from moe.model import Model
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.parallel import first_row, local_part, sum_over_ranks, this_rank
 from orchestrator import storage
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.codec import to_dict
 from orchestrator.data.batch import Batch, normalize
@@ -31,6 +35,7 @@ from orchestrator.data.manifest import open_manifest
 from orchestrator.data.stream import Split, in_order, in_process, prefetched
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.points import point_name
+from orchestrator.evaluation.sharded import Sharding
 from orchestrator.tasks import TaskConfig
 from orchestrator.tasks.base import Heads
 from orchestrator.threads import one_thread
@@ -40,10 +45,22 @@ WARM_UP = 3  # untimed passes of each operating point
 ROUNDS = 3  # of timing
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def on_model(
+    model: ModelRef, function: Callable[[Model], T], sharding: Sharding | None, *, batch_size: int
+) -> T:
+    """Returns what `function` finds of the loaded model: in this process, or on all workers that hold it
+    together, which share batches of `batch_size`.
+    """
+    if sharding is None:
+        return function(model.load(default_device()))
+    return sharding.measure(model, function, batch_size=batch_size)
 
 
 def images_of(
@@ -52,14 +69,14 @@ def images_of(
     path: str,
     split: Split,
     batch_size: int,
-    device: torch.device,
+    device: torch.device | None = None,
     fields: Mapping[str, Field] | None = None,
 ) -> Iterator[Batch]:
     """Yields every image of a split once, as the model sees it in evaluation, with `fields`, by default those
-    of its task; the last batch is padded.
+    of its task; the last batch is padded. Each rank reads its share of every batch.
     """
-    stream = in_order(model.run_on(path, batch_size=batch_size), split, fields=fields)
-    return prefetched(in_process(stream, stream.steps()), device)
+    stream = in_order(model.run_on(path, batch_size=batch_size), split, *this_rank(), fields=fields)
+    return prefetched(in_process(stream, stream.steps()), device or default_device())
 
 
 class Scores:
@@ -80,6 +97,12 @@ class Scores:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.unread += len(batch.bad)
 
+    def of_all_ranks(self) -> "Scores":
+        """Sums over ranks, and moves to the CPU. All ranks call it together."""
+        self.sums = {name: sum_over_ranks(value).cpu() for name, value in self.sums.items()}
+        self.unread = int(sum_over_ranks(torch.tensor(self.unread)))
+        return self
+
     def images(self) -> int:
         return int(self.sums["samples"])
 
@@ -96,7 +119,8 @@ def evaluate_at(
     batches: Iterable[Batch],
     points: Sequence[RoutingOverrides] = (AS_TRAINED,),
 ) -> list[Scores]:
-    """The scores at each operating point, in one pass over the images that computes shared parts once.
+    """The scores at each operating point, in one pass over the images that computes shared parts once. All
+    ranks call it together, and have the same scores.
 
     Raises:
         UsageError: if the task refuses the images, the model has no such routing, or none of the images can
@@ -105,14 +129,24 @@ def evaluate_at(
     scores, beside = [Scores(task) for _ in points], task.before_scores(model)
     for batch in batches:
         try:
-            at_points = model.at_points(task.inputs(batch), batch.valid, points)
+            here = [on_this_rank(point, model, len(batch)) for point in points]
+            at_points = model.at_points(task.inputs(batch), batch.valid, here)
         except ValueError as error:
             raise UsageError(str(error)) from None
         for point_scores, heads in zip(scores, at_points, strict=True):
             point_scores.add({**heads, **beside}, batch)
+    scores = [point_scores.of_all_ranks() for point_scores in scores]
     if not all(point_scores.images() for point_scores in scores):
         raise UsageError("none of the images of the split can be decoded")
     return scores
+
+
+def on_this_rank(point: RoutingOverrides, model: Model, images: int) -> RoutingOverrides:
+    """Returns the point for this rank's `images` of a batch, so that it draws what one process would draw."""
+    if not point.random_blocks and point.subset_seed is None:
+        return point
+    group = model.config.moe.images_per_group if model.config.moe else 1
+    return replace(point, first_group=first_row(images) // group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +186,10 @@ def latencies(
     """The latency of each operating point on these images (B, 3, H, W), with one CPU thread.
 
     `WARM_UP` passes come first, and each timed pass waits for the device at its begin and end. The points
-    take turns, so that a change of the machine's speed affects all of them alike.
+    take turns, so that a change of the machine's speed affects all of them alike. Ranks that hold a model
+    together pass as many images each at a time, and all count.
     """
+    count = len(images) * this_rank()[1]
     ms: list[list[float]] = [[] for _ in points]
     with one_thread():
         for turn in range(WARM_UP + repeats):
@@ -163,20 +199,22 @@ def latencies(
                 model(images, routing_overrides=point)
                 device_sync()
                 if turn >= WARM_UP:
-                    taken.append(1000 * (time.perf_counter() - began) / len(images))
+                    taken.append(1000 * (time.perf_counter() - began) / count)
     device = device_name(images.device)
-    return [Latency(ms=tuple(taken), batch=len(images), device=device) for taken in ms]
+    return [Latency(ms=tuple(taken), batch=count, device=device) for taken in ms]
 
 
 def device_name(device: torch.device) -> str:
     """The device that `latencies` measures on."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, 1 thread"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, 1 thread"
+    ranks = this_rank()[1]
+    return f"{name}, {ranks} workers" if ranks > 1 else name
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTask:
     """A model, and the operating points and images to evaluate it with. `results` is a folder or a URI that
-    all nodes see, where results are stored.
+    all nodes see, where results are stored. Without `sharding` one process holds the model.
     """
 
     model: ModelRef
@@ -185,6 +223,7 @@ class EvalTask:
     split: Split
     batch_size: int
     results: str
+    sharding: Sharding | None = None
 
     def key(self, weights: str) -> str:
         """A digest that equal tasks on equal weights and images have in common."""
@@ -197,11 +236,26 @@ class EvalTask:
             "split": self.split,
             "batch_size": self.batch_size,
         }
+        if self.sharding and self.sharding.dtype != "float32":
+            task["dtype"] = self.sharding.dtype
         return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()[:32]
 
     def images(self) -> Iterator[Batch]:
-        where: Any = {"path": self.path, "split": self.split, "batch_size": self.batch_size}
-        return images_of(self.model, device=default_device(), **where)
+        return images_of(self.model, path=self.path, split=self.split, batch_size=self.batch_size)
+
+    def on_model(self, function: Callable[..., T], **arguments: Any) -> T:
+        """Returns ``function(model, task, ..)``, as `on_model`."""
+        call = partial(function, task=self, **arguments)
+        return on_model(self.model, call, self.sharding, batch_size=self.batch_size)
+
+
+def figures(model: Model, task: EvalTask, repeats: int) -> tuple[list[Scores], Latency, dict[str, float]]:
+    """Returns the scores at each point; the time, and the task's further figures, at the first."""
+    kind, point = task.model.run.task, task.points[0]
+    scores = evaluate_at(model, kind, task.images(), task.points)
+    batch = next(task.images())
+    (latency,) = latencies(model, timed_inputs(kind, batch), [point], repeats=repeats)
+    return scores, latency, kind.of_model(model, batch, on_this_rank(point, model, len(batch)))
 
 
 def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row]]]:
@@ -211,17 +265,27 @@ def evaluate_all(tasks: Sequence[EvalTask]) -> Iterator[tuple[EvalTask, list[Row
     Raises:
         UsageError: if data or weights are damaged or incomplete.
     """
-    evaluate: Any = _evaluate
-    running = {evaluate.options(num_gpus=_gpus()).remote(task): task for task in tasks}
+    for task in tasks:
+        if task.sharding:
+            yield task, _rows(task)
+    evaluate: Any = _evaluate.options(num_gpus=_gpus())  # pyright: ignore[reportAttributeAccessIssue]
+    running = {evaluate.remote(task): task for task in tasks if not task.sharding}
     while running:
         (done,), _ = ray.wait(list(running))
         yield running.pop(done), _result(done)
 
 
 def benchmark_all(tasks: Sequence[EvalTask], *, repeats: int) -> Iterator[tuple[EvalTask, list[Row]]]:
-    """Times the operating points of each task, as `in_rounds`, in one process that holds one model."""
-    clock: Any = _Clock.options(num_gpus=_gpus()).remote()
-    yield from in_rounds(tasks, lambda task: _result(clock.time.remote(task, repeats)))
+    """Times the operating points of each task, as `in_rounds`, in one process that holds one model. Workers
+    that hold a model together time all rounds as one, because they start for longer than they compute.
+    """
+    for task in tasks:
+        if task.sharding:
+            timed = task.on_model(_times, repeats=ROUNDS * repeats)
+            yield task, [_time_row([latency]) for latency in timed]
+    if alone := [task for task in tasks if not task.sharding]:
+        clock: Any = _Clock.options(num_gpus=_gpus()).remote()
+        yield from in_rounds(alone, lambda task: _result(clock.time.remote(task, repeats)))
 
 
 def in_rounds(
@@ -253,24 +317,26 @@ def _time_row(turns: Sequence[Latency]) -> Row:
     }
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 over the names and bytes of all tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+def weights_sha256(location: str) -> str:
+    """Returns a SHA-256 of the weights of an exported file, or of a checkpoint, whose manifest has those of
+    its files: they are compared when the weights are loaded.
+    """
+    if location.endswith(SUFFIX):
+        return manifests.hashed(location).sha256
+    return manifests.read(location).weights_digest()
 
 
-@ray.remote(num_cpus=1)
-def _evaluate(task: EvalTask) -> list[Row]:
-    model = task.model.load(default_device())
-    weights = weights_sha256(model)
+def hash_of_bits(model: nn.Module) -> list[int]:
+    """Returns a number for each tensor, or for this rank's part of it, that changes with every single bit."""
+    parts = map(local_part, model.state_dict().values())
+    return [int(torch.hash_tensor(part).view(torch.int64)) for part in parts if part.numel()]
+
+
+def _rows(task: EvalTask) -> list[Row]:
+    weights = weights_sha256(task.model.location)
     file = storage.join(task.results, f"{task.key(weights)}.json")
     if storage.size(file) is not None:
         return json.loads(storage.read_bytes(file))
-    all_scores = evaluate_at(model, task.model.run.task, task.images(), task.points)
-    assert weights_sha256(model) == weights, "evaluation changed the weights"
     rows = [
         {
             "point": point_name(point),
@@ -278,18 +344,31 @@ def _evaluate(task: EvalTask) -> list[Row]:
             "cost/forward_gflops_2mac": forward_gflops_2mac(task.model.run.model, point),
             "weights": weights,
         }
-        for point, scores in zip(task.points, all_scores, strict=True)
+        for point, scores in zip(task.points, task.on_model(_unchanged_scores), strict=True)
     ]
     storage.write_bytes(file, json.dumps(rows).encode())
     return rows
 
 
+_evaluate = ray.remote(num_cpus=1)(_rows)
+
+
+def _unchanged_scores(model: Model, task: EvalTask) -> list[Scores]:
+    before = hash_of_bits(model)
+    scores = evaluate_at(model, task.model.run.task, task.images(), task.points)
+    assert hash_of_bits(model) == before, "evaluation changed the weights"
+    return scores
+
+
+def _times(model: Model, task: EvalTask, repeats: int) -> list[Latency]:
+    inputs = timed_inputs(task.model.run.task, next(task.images()))
+    return latencies(model, inputs, task.points, repeats=repeats)
+
+
 @ray.remote(num_cpus=1)
 class _Clock:
     def time(self, task: EvalTask, repeats: int) -> list[Latency]:
-        model = task.model.load(default_device())
-        inputs = timed_inputs(task.model.run.task, next(task.images()))
-        return latencies(model, inputs, task.points, repeats=repeats)
+        return task.on_model(_times, repeats=repeats)
 
 
 def _result(reference: Any) -> Any:

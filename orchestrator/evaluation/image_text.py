@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from moe.model import Model
 from moe.models.two_towers import ImageText
 from moe.models.zero_shot import check_names, embed_classes, unit
 from moe.overrides import AS_TRAINED, RoutingOverrides
+from moe.parallel import first_row, gather, this_rank
 from moe.tokenizers import canonical
 from orchestrator import storage
 from orchestrator.data.batch import Batch, normalize
@@ -25,7 +27,7 @@ from orchestrator.data.fields import BytesField
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.text import captions_of
 from orchestrator.errors import UsageError
-from orchestrator.evaluation.evaluate import Scores
+from orchestrator.evaluation.evaluate import Scores, on_this_rank
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.tasks.contrastive import text_of
 
@@ -77,14 +79,18 @@ def read_class_names(path: str) -> ClassNames:
 def zero_shot_scores(
     model: Model, batches: Iterable[Batch], names: ClassNames, point: RoutingOverrides = AS_TRAINED
 ) -> dict[str, Scores]:
-    """Returns the scores of a classifier of all templates, under ``all``, and of each template alone."""
+    """Returns the scores of a classifier of all templates, under ``all``, and of each template alone. All
+    ranks call it together, and have the same scores.
+    """
     sets = {"all": names.templates} | {template: (template,) for template in names.templates}
     weights = {name: embed_classes(model, names.classes, templates) for name, templates in sets.items()}
     found = {name: Scores(ClassificationConfig()) for name in sets}
     for batch in batches:
-        image = unit(model(normalize(batch["image"]), batch.valid, routing_overrides=point).heads["image"])
+        here = on_this_rank(point, model, len(batch))
+        image = unit(model(normalize(batch["image"]), batch.valid, routing_overrides=here).heads["image"])
         for name, scores in found.items():
             scores.add({"logits": image @ weights[name].T}, batch)
+    found = {name: scores.of_all_ranks() for name, scores in found.items()}
     if not found["all"].images():
         raise UsageError("none of the images of the split can be decoded")
     return found
@@ -107,22 +113,23 @@ class EmbeddedPairs(NamedTuple):
 
 @torch.no_grad()
 def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
-    """Embeds every image that can be decoded, and all its captions, which batches have as `CAPTIONS`. Raises
-    UsageError if there is none.
+    """Embeds every image that can be decoded, and all its captions, which batches have as `CAPTIONS`. All
+    ranks call it together, and have all pairs. Raises UsageError if there is none.
     """
     text = text_of(model.config)
     images, texts, owners, keys, captions = [], [], [], [], []
     for batch in batches:
-        rows = (batch.valid > 0).nonzero()[:, 0]
-        stored = batch["text"][rows].cpu().numpy()
+        image = gather(unit(model(normalize(batch["image"]), batch.valid).heads["image"]))
+        rows = (gather(batch.valid) > 0).nonzero()[:, 0]
+        stored = gather(batch["text"])[rows].cpu().numpy()
         own = [captions_of(row.tobytes().rstrip(b"\0")) for row in stored]
         owners += [len(keys) + i for i, some in enumerate(own) for _ in some]
         found = [caption for some in own for caption in some]
         tokens = text.tokenizer.encode(found, text.length).to(rows.device)
-        images.append(unit(model(normalize(batch["image"]), batch.valid).heads["image"][rows]))
-        texts += [unit(model(ImageText(None, part)).heads["text"]) for part in tokens.split(len(batch))]
+        images.append(image[rows].cpu())
+        texts += [_embedded(model, part, len(batch)).cpu() for part in tokens.split(len(image))]
         captions += found
-        keys += batch.key[rows].tolist()
+        keys += gather(batch.key)[rows].tolist()
     if not keys:
         raise UsageError("none of the images of the split can be decoded")
     numbers = {words: number for number, words in enumerate(dict.fromkeys(map(canonical, captions)))}
@@ -130,6 +137,15 @@ def embed_pairs(model: Model, batches: Iterable[Batch]) -> EmbeddedPairs:
     return EmbeddedPairs(
         torch.cat(images), torch.cat(texts), torch.tensor(owners), torch.tensor(words), captions, keys
     )
+
+
+def _embedded(model: Model, tokens_TL: Tensor, share: int) -> Tensor:
+    """Returns the texts' embeddings, of length 1, of which each rank computes its share of so many."""
+    count, mine = len(tokens_TL), slice(first_row(share), first_row(share) + share)
+    padding = share * this_rank()[1] - count
+    tokens = F.pad(tokens_TL, (0, 0, 0, padding))[mine]
+    valid = F.pad(torch.ones(count, device=tokens.device), (0, padding))[mine]
+    return gather(unit(model(ImageText(None, tokens), valid).heads["text"]))[:count]
 
 
 def nearest_pixels(train: Iterable[Batch], test: Iterable[Batch]) -> float:

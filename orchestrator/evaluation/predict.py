@@ -14,10 +14,10 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from threading import Semaphore
 from typing import Any
 
@@ -31,8 +31,10 @@ import torch
 from ray.exceptions import RayTaskError
 from torch import Tensor
 
+from moe.model import Model
 from moe.models.zero_shot import ZeroShot
 from moe.overrides import RoutingOverrides
+from moe.parallel import this_rank
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import MANIFEST
@@ -46,6 +48,7 @@ from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
+from orchestrator.evaluation.sharded import Sharding
 from orchestrator.tasks.classification import TOP
 from orchestrator.threads import CORES
 from orchestrator.training.resources import most_resources
@@ -53,7 +56,17 @@ from orchestrator.training.resources import most_resources
 # Says whose predictions a folder holds. Readers of parquet skip names that begin with `_`.
 PLAN = "_plan.json"
 # Of a plan: may not change.
-IDENTITY = ("model_sha256", "images_sha256", "split", "routing", "group", "background", "features", "names")
+IDENTITY = (
+    "model_sha256",
+    "images_sha256",
+    "split",
+    "routing",
+    "group",
+    "background",
+    "features",
+    "names",
+    "dtype",
+)
 PART = re.compile(r"part-(\d{6,})\.parquet")
 FEWEST, MOST, PARTS = 64, 4096, 256  # images of a part, and about how many parts there should be
 READ_TOGETHER = 256  # images of a shard, whose reading begins at once
@@ -173,13 +186,15 @@ class Predictor:
         background: Colour | None,
         features: bool = False,
         names: ClassNames | None = None,
+        shared: Model | None = None,
     ) -> None:
-        """Loads the model. Raises UsageError if it is damaged."""
+        """Loads the model, unless it is `shared` with other workers. Raises UsageError if it is damaged."""
         self.schema = FEATURES if features else SCHEMA
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
         self.background = background
         self.device = default_device()
-        loaded = model.load(self.device)
+        self.shared = shared is not None
+        loaded = shared or model.load(self.device)
         self.model = loaded if names is None else ZeroShot(loaded, names.classes, names.templates).eval()
         was = model.run.data
         self.transform = Transform(size=model.run.model.image_size, **was.eval_settings())
@@ -193,12 +208,15 @@ class Predictor:
             UsageError: if a shard is damaged, or the model has no such routing.
             OSError: if reading fails.
         """
-        tables = []
-        for part in parts.to_pylist():
-            rows = [row for batch in self._batches(part) for row in self._predict(batch)]
-            number = pa.array([part["number"]] * len(rows), pa.int64())
-            tables.append(pa.Table.from_pylist(rows, self.schema).append_column("part", number))
-        return pa.concat_tables(tables)
+        return pa.concat_tables([self.table(part) for part in parts.to_pylist()])
+
+    def table(self, part: ImagePart | None, passes: int = 0) -> pa.Table:
+        """As a call, of one part or none, with at least so many forward passes."""
+        batches = self._batches(part) if part else ()
+        padded = zip_longest(batches, range(passes), fillvalue=())
+        rows = [row for batch, _ in padded for row in self._predict(batch)]
+        number = pa.array([part["number"] if part else 0] * len(rows), pa.int64())
+        return pa.Table.from_pylist(rows, self.schema).append_column("part", number)
 
     def _batches(self, part: ImagePart) -> Iterator[list[tuple[str, Tensor | BadImage]]]:
         """Yields batches of images with their keys, (3, size, size) uint8.
@@ -244,11 +262,12 @@ class Predictor:
         except PermissionError:
             return BadImage("permission denied")
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _predict(self, batch: Sequence[tuple[str, Tensor | BadImage]]) -> Iterator[dict[str, Any]]:
-        size = self.transform.size
-        pixels = torch.zeros(len(batch), 3, size, size, dtype=torch.uint8)
-        valid = torch.zeros(len(batch))  # a bad image takes no capacity from its group
+        # Workers that share a model exchange blocks of equal size.
+        count, size = self.batch_size if self.shared else len(batch), self.transform.size
+        pixels = torch.zeros(count, 3, size, size, dtype=torch.uint8)
+        valid = torch.zeros(count)  # a bad image takes no capacity from its group
         for i, (_, image) in enumerate(batch):
             if isinstance(image, Tensor):
                 pixels[i], valid[i] = image, 1
@@ -258,7 +277,8 @@ class Predictor:
             found = run(*inputs, routing_overrides=self.point)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        rows = self._features(found) if isinstance(found, Tensor) else self._top(found.logits)
+        features = isinstance(found, Tensor)
+        rows = self._features(found[: len(batch)]) if features else self._top(found.logits[: len(batch)])
         for (key, image), row in zip(batch, rows, strict=True):
             yield {"key": key, "error": str(image)} if isinstance(image, BadImage) else {"key": key, **row}
 
@@ -292,20 +312,35 @@ def pool_size(workers: int | None) -> tuple[int, dict[str, float]]:
     return workers or room, {"num_gpus": 1.0, "num_cpus": max(1.0, share)}
 
 
-def predict(
-    parts: Sequence[ImagePart], out: str, *, workers: int, each: Mapping[str, float], **settings: Any
+def write_parts(out: str, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Writes the file of each part, of which a table of predictions has all rows, and yields these.
+
+    Raises:
+        OSError: if writing fails.
+    """
+    for table in tables:
+        schema = FEATURES if "features" in table.column_names else SCHEMA
+        for number in table["part"].unique().to_pylist():  # a part is never split over tables
+            rows = table.filter(pc.field("part") == number).select(schema.names).cast(schema)
+            content = pa.BufferOutputStream()
+            pq.write_table(rows, content, compression="zstd")
+            storage.write_bytes(storage.join(out, file_of(number)), content.getvalue().to_pybytes())
+            yield rows
+
+
+def predict_in_pool(
+    parts: Sequence[ImagePart], *, workers: int, each: Mapping[str, float], **settings: Any
 ) -> Iterator[pa.Table]:
-    """Predicts the parts in any order, writes the file of each part, and yields its rows.
+    """Predicts the parts in any order by actors that hold a model each.
 
     Args:
         each: the resources of an actor.
         settings: the arguments of `Predictor`.
 
     Raises:
-        UsageError, OSError: as `Predictor`; OSError also if writing fails.
+        UsageError, OSError: as `Predictor`.
     """
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs each execution at length
-    schema = FEATURES if settings.get("features") else SCHEMA
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     context.raise_original_map_exception = True
@@ -319,13 +354,24 @@ def predict(
         num_gpus=each.get("num_gpus"),
     )
     try:
-        tables: Any = predictions.iter_batches(batch_size=None, batch_format="pyarrow")
-        for table in tables:
-            for number in table["part"].unique().to_pylist():  # a part is never split over tables
-                rows = table.filter(pc.field("part") == number).select(schema.names).cast(schema)
-                content = pa.BufferOutputStream()
-                pq.write_table(rows, content, compression="zstd")
-                storage.write_bytes(storage.join(out, file_of(number)), content.getvalue().to_pybytes())
-                yield rows
+        yield from predictions.iter_batches(batch_size=None, batch_format="pyarrow")  # pyright: ignore[reportReturnType]
     except RayTaskError as error:
         raise error.cause from None
+
+
+def predict_together(
+    parts: Sequence[ImagePart], sharding: Sharding, model: ModelRef, *, batch_size: int, **settings: Any
+) -> Iterator[pa.Table]:
+    """Predicts the parts in any order by workers that hold one model together, each another part. Arguments
+    and errors are those of `predict_in_pool` and `Sharding.answers`.
+    """
+    settings |= {"model": model, "batch_size": batch_size}
+    passes = -(-max(part["stop"] - part["first"] for part in parts) // batch_size)
+
+    def work(loaded: Model, put: Callable[[pa.Table], None]) -> None:
+        predictor, (rank, ranks) = Predictor(**settings, shared=loaded), this_rank()
+        for first in range(0, len(parts), ranks):
+            mine = parts[first + rank] if first + rank < len(parts) else None
+            put(predictor.table(mine, passes))
+
+    yield from sharding.answers(model, work, batch_size=batch_size * sharding.workers)

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe.model import Model, ModelConfig
 from moe.models.decoder import BYTES
 from moe.overrides import RoutingOverrides
+from moe.parallel import sum_over_ranks
 from orchestrator.data.batch import Batch
 from orchestrator.data.fields import Field
 from orchestrator.data.sequences import SEQUENCE, SequenceField, length_of
@@ -86,8 +87,9 @@ class NextTokenConfig(TaskConfig):
             inputs[:, place + 1 :] = 0
             alone.append(bits_of(inputs)[:, place])
         whole = bits_of(self.inputs(batch))[:, places]
+        count = sum_over_ranks(batch.valid.sum())
         return {
-            f"{name}_bits_per_byte": float(found.mean(1) @ batch.valid / batch.valid.sum())
+            f"{name}_bits_per_byte": float(sum_over_ranks(found.mean(1) @ batch.valid) / count)
             for name, found in (("prefix", torch.stack(alone, 1)), ("whole", whole))
         }
 

@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moe.parallel import sum_over_ranks
+from moe.model import Model
+from moe.parallel import sum_over_ranks, this_rank
 from orchestrator import storage
 from orchestrator.config import FewShotConfig, RunConfig
 from orchestrator.data.batch import normalize
@@ -146,6 +147,11 @@ class FewShot:
             for name, by_shots in by_set.items():
                 accuracy[name, shots] = tuple(by_shots[shots][:, best].tolist())
         return FewShotResult(strength=strength, accuracy=accuracy)
+
+
+def few_shots(model: Model, run: RunConfig, config: FewShotConfig) -> FewShotResult:
+    """Returns the figures of a model; all workers that hold it together call this together."""
+    return FewShot(run, config, *this_rank()).measure(model, next(model.parameters()).device)
 
 
 class _Shots:

@@ -29,9 +29,15 @@ RAY_TRAIN_ENV = {  # inherited by the controller and its workers
 }
 
 
-def on_workers(function: Callable[[dict[str, Any]], None], run: RunConfig, config: Mapping[str, Any]) -> None:
+def on_workers(
+    function: Callable[[dict[str, Any]], None],
+    run: RunConfig,
+    config: Mapping[str, Any],
+    *,
+    with_feeds: bool = True,
+) -> None:
     """Calls `function` in all workers of the run, which torch.distributed connects, with `config`, the `run`
-    and the `feeds` that decode its images (`by_ray_data`).
+    and the `feeds` that decode its images (`by_ray_data`), if it uses them.
 
     Nothing is returned: the first worker writes what there is to know. Its log lines go to the run's
     directory.
@@ -44,7 +50,7 @@ def on_workers(function: Callable[[dict[str, Any]], None], run: RunConfig, confi
     gpu = run.scale.use_gpu
     refused = RunDir.of(run).refused
     storage.delete(refused)
-    feeds = start_feeds(run, pin_to_this_node())
+    feeds = start_feeds(run, pin_to_this_node()) if with_feeds else []
     # Ray's controller, which runs on this node, keeps its state here; ours is in the run's directory.
     scratch = tempfile.TemporaryDirectory(prefix="ray-train-")
     try:

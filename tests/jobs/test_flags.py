@@ -136,6 +136,8 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (plan.PlanFlags, "S/16 B/16", "2 models: layouts are planned for one, --cost compares several"),
         (plan.PlanFlags, "--cost --set train.lr=1", "--set does nothing with --cost"),
         (predict.PredictFlags, "soft --images a", "the following arguments are required: --out"),
+        (predict.PredictFlags, "soft --images a --out b --dtype bfloat16", "does nothing without --ep"),
+        (evaluate.EvaluateFlags, "soft --ep 2", "--ep 2 does nothing without --workers"),
         (study.StudyFlags, "k --stop-at 0.9", "--stop-at is a flag of the study specialisation, not of k"),
         (finetune.FineTuneFlags, "soft", "name the images by --data, or by --suite, and not by both"),
         (finetune.FineTuneFlags, "soft --data d --suite s", "by --suite, and not by both"),

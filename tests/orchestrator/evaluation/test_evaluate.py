@@ -24,6 +24,7 @@ from orchestrator.evaluation.evaluate import (
     evaluate_at,
     latencies,
 )
+from orchestrator.evaluation.sharded import Sharding
 from orchestrator.tasks import ClassificationConfig
 from tests.orchestrator.training.batches import make_batch, with_fields
 
@@ -167,16 +168,20 @@ def test_results_hold_for_the_weights_and_images_that_they_were_found_for(traine
     others = [replace(task, split="train"), replace(task, points=POINTS), replace(task, batch_size=4)]
     keys = {task.key("other weights"), *(one.key("weights") for one in (task, *others))}
     assert len(keys) == 5
-    assert replace(task, results="/elsewhere").key("weights") == task.key("weights")
+    together = Sharding(workers=2, root="")
+    for same in (replace(task, results="/elsewhere"), replace(task, sharding=together)):
+        assert same.key("weights") == task.key("weights")
+    rounded = replace(task, sharding=replace(together, dtype="bfloat16"))
+    assert rounded.key("weights") not in keys
 
 
 def test_a_digest_sees_every_bit():
     model = torch.nn.Linear(2, 2)
-    before = evaluate.weights_sha256(model)
-    assert evaluate.weights_sha256(model) == before
+    before = evaluate.hash_of_bits(model)
+    assert evaluate.hash_of_bits(model) == before
     with torch.no_grad():
         model.weight[1, 1] = torch.nextafter(model.weight[1, 1], torch.tensor(9.0))
-    assert evaluate.weights_sha256(model) != before
+    assert evaluate.hash_of_bits(model) != before
 
 
 def test_models_take_turns_in_rounds(trained_home: Path, digits: str):

@@ -29,7 +29,8 @@ from orchestrator.evaluation.predict import (
     list_parts,
     part_size,
     pool_size,
-    predict,
+    predict_in_pool,
+    write_parts,
 )
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.evaluation.exported import exported
@@ -277,14 +278,14 @@ def test_the_pool_and_what_goes_wrong_in_it(
         "each": {"num_cpus": 1.0},
     }
     _, parts = list_parts(path, None, group=1)
-    tables = list(predict(parts, str(tmp_path / "out"), workers=2, **settings))
+    tables = list(write_parts(str(tmp_path / "out"), predict_in_pool(parts, workers=2, **settings)))
     assert sorted(len(table) for table in tables) == [3, 22, 64, 64]
     assert all(table.schema.equals(SCHEMA) for table in tables)
     assert sorted(storage.names(str(tmp_path / "out"))) == [file_of(n) for n in range(4)]
     with bucket.failing("busy"), pytest.raises(OSError, match="out/part-00000"):
-        list(predict(parts, bucket.uri("out"), workers=1, **settings))
+        list(write_parts(bucket.uri("out"), predict_in_pool(parts, workers=1, **settings)))
     assert bucket.all_keys() == []
     shard = next(Path(path).glob("val/*.parquet"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     with pytest.raises(UsageError, match=shard.name):
-        list(predict(parts, str(tmp_path / "again"), workers=1, **settings))
+        list(write_parts(str(tmp_path / "again"), predict_in_pool(parts, workers=1, **settings)))
