@@ -5,8 +5,9 @@ is named.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Generic, NamedTuple, Self, TypeVar
 
@@ -19,7 +20,7 @@ from moe.experts import is_expert
 from moe.init import init_weights
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
-from moe.routing import RouterConfig, Routing
+from moe.routing import Router, RouterConfig, Routing
 from moe.trace import Activations, trace
 
 
@@ -180,7 +181,8 @@ class Output(NamedTuple):
 
 
 class UnitOutput(NamedTuple):
-    """The output of a unit: x, and of its MoE layer the auxiliary loss, statistics and routing if requested.
+    """The output of a unit: x, and of its MoE layer the auxiliary loss, statistics and routing if requested,
+    and what its router counted.
 
     All but the routing are plain tensors, which FSDP hooks and activation checkpointing need.
     """
@@ -189,6 +191,7 @@ class UnitOutput(NamedTuple):
     aux: Tensor
     stats: dict[str, Tensor]
     routing: Routing | None
+    counts: Tensor | None = None
 
 
 def without_experts(x: Tensor) -> UnitOutput:
@@ -198,7 +201,8 @@ def without_experts(x: Tensor) -> UnitOutput:
 
 def with_experts(x: Tensor, routing: Routing, *, return_routing: bool) -> UnitOutput:
     """Returns the output of a unit whose MoE layer has routed so."""
-    return UnitOutput(x, routing.aux_G.mean(), dict(routing.stats), routing if return_routing else None)
+    returned = routing if return_routing else None
+    return UnitOutput(x, routing.aux_G.mean(), dict(routing.stats), returned, routing.counts)
 
 
 C = TypeVar("C", bound=ModelConfig)
@@ -248,10 +252,15 @@ class Model(nn.Module, ABC, Generic[C]):
         return found
 
     def freeze(self, *prefixes: str) -> None:
-        """Keeps the parameters whose names begin so as they are: they have no gradient and no optimiser."""
+        """Keeps the parameters whose names begin so as they are: they have no gradient and no optimiser.
+        Routers of such names keep their state too. A star in a prefix stands for any text.
+        """
         for name, param in self.named_parameters():
-            if name.startswith(prefixes):
+            if begins_so(name, prefixes):
                 param.requires_grad_(False)
+        for name, module in self.named_modules():
+            if isinstance(module, Router) and begins_so(f"{name}.", prefixes):
+                module.frozen = True
 
     @abstractmethod
     def forward(
@@ -322,14 +331,25 @@ class Model(nn.Module, ABC, Generic[C]):
         self.config.check_overrides(overrides)
         aux, layers, routings = x.new_zeros((), dtype=torch.float32), [], []
         for unit in self.units():
-            x, unit_aux, stats, routing = unit(x, valid_B, keys_B, overrides, return_stats, return_routings)
+            x, unit_aux, stats, routing, counts = unit(
+                x, valid_B, keys_B, overrides, return_stats, return_routings
+            )
             aux = aux + unit_aux
+            # Here, and not in the unit, which is compiled, and recomputed in the backward pass.
+            if counts is not None and torch.is_grad_enabled() and overrides == AS_TRAINED:
+                (layer,) = find_moe_layers(unit)
+                layer.router.count(counts)
             if stats:
                 layers.append(stats)
             if routing:
                 routings.append(routing)
         names = layers[0] if layers else ()
         return x, aux, {n: torch.stack([layer[n] for layer in layers]) for n in names}, tuple(routings)
+
+
+def begins_so(name: str, prefixes: Iterable[str]) -> bool:
+    """Returns whether a name begins with one of the prefixes, in which a star stands for any text."""
+    return any(fnmatchcase(name, f"{prefix}*") for prefix in prefixes)
 
 
 def find_moe_layers(module: nn.Module) -> list[MoELayer]:

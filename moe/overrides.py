@@ -13,7 +13,7 @@ from torch import Tensor
 from moe.config import Config
 from moe.init import mix, split, uniform
 
-Priority = Literal["none", "max", "sum"]
+Priority = Literal["none", "max", "sum", "weight"]
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", e
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple, Self
 
@@ -94,14 +94,50 @@ class RouterConfig(Family, ABC, default="token_choice"):
 
 
 class Router(nn.Module, ABC):
-    """A router's module."""
+    """A router's module.
+
+    Its state that no gradient changes is in buffers, which are saved, replicated over ranks, and not rounded
+    to less than float32. `before_step` and `after_batch` change it (`moe.router_state`).
+
+    Attributes:
+        counts: what passes of training counted since the last update, int64; None if the router counts
+            nothing. A buffer that is not saved.
+        frozen: whether training leaves the state as it is.
+    """
+
+    counts: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", None, persistent=False)
+        self.frozen = False
 
     @abstractmethod
     def draws(self) -> dict[str, Draw]:
-        """Returns the distribution of each parameter's initial values."""
+        """Returns the distribution of the initial values of each parameter and buffer."""
 
-    def anneal(self, step: int) -> None:
-        """Called before update `step` of a training, which counts from 0."""
+    def before_step(self, step: int) -> None:
+        """Called before the first forward pass of update `step` of a training, which counts from 0."""
+
+    def after_batch(self, routers: Sequence["Router"]) -> None:
+        """Called after the last backward pass of an update and before the optimiser, if the router counts.
+
+        routers: all of the model that count, this one among them; their `counts` are of the global batch.
+        """
+
+    def count(self, counts: Tensor) -> None:
+        """Adds what a pass of training counted, `Routing.counts`, unless the router is frozen."""
+        assert self.counts is not None
+        if not self.frozen:
+            self.counts += counts
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.dtype.itemsize < torch.float32.itemsize:
+                setattr(self, name, before[name].to(buffer.device))
+        return self
 
     @abstractmethod
     def forward(
@@ -136,6 +172,8 @@ class Routing(ABC):
         stats: detached scalars to log, with the keys of `routing_stats`, the same for every router; none if
             they were not requested.
         kept_GE: boolean mask of the experts whose outputs are combined; None if all are.
+        counts: what is added to the router's `counts` if this was a pass of training; None if it counts
+            nothing.
     """
 
     gates_GSE: Tensor
@@ -143,6 +181,7 @@ class Routing(ABC):
     load_GE: Tensor | None = None
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     kept_GE: Tensor | None = None
+    counts: Tensor | None = None
 
     @abstractmethod
     def only(self, expert_GK: Tensor) -> Self:
@@ -276,6 +315,7 @@ def routing_stats(
     flip_G: Tensor | None = None,
     residual_G: Tensor | None = None,
     slot_similarity_G: Tensor | None = None,
+    bias_E: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Computes detached float32 scalars over the valid tokens of all groups that are not padding alone.
 
@@ -288,6 +328,7 @@ def routing_stats(
         flip_G: share of the group's choices that router noise changed (``flip_frac``).
         residual_G: largest violation of the transport plan's constraints (``transport_residual``).
         slot_similarity_G: mean cosine between the dispatch weights of two slots.
+        bias_E: what balances the choices; its largest less its smallest is ``bias_range``.
     """
     gates_GSE, load_GE = gates_GSE.detach(), at_least_fp32(load_GE.detach())
     # A bfloat16 mask would round the counts.
@@ -295,7 +336,7 @@ def routing_stats(
     tokens = valid_GS.sum().clamp(min=1)
     filled_G = valid_GS.amax(1)
     groups = filled_G.sum().clamp(min=1)
-    mean_G = load_GE.mean(-1)
+    mean_G, load_E = load_GE.mean(-1), (load_GE * filled_G.unsqueeze(-1)).sum(0)
 
     def over_tokens(value_GS: Tensor) -> Tensor:
         return (value_GS * valid_GS).sum() / tokens
@@ -310,11 +351,13 @@ def routing_stats(
         "load_cv": over_groups(load_GE.std(-1, correction=0) / mean_G.clamp(min=1e-9)),
         "load_min": over_groups(load_GE.amin(-1)),
         "load_max": over_groups(load_GE.amax(-1)),
+        "max_violation": (load_E.max() - load_E.mean()) / load_E.mean().clamp(min=1e-9),
         "seats_mean": over_tokens(seats_GS.float()),
         "seats_max": over_groups((seats_GS * valid_GS).amax(1)),
         "gate_entropy_nats": over_tokens(-(gates_GSE * gates_GSE.clamp(min=1e-30).log()).sum(-1)),
         "flip_frac": over_groups(flip_G),
         "transport_residual": over_groups(residual_G),
         "slot_similarity": over_groups(slot_similarity_G),
+        "bias_range": over_groups(None) if bias_E is None else bias_E.max() - bias_E.min(),
     }
     return {name: value.float() for name, value in stats.items()}

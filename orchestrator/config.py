@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, SupportsIndex
 
 from moe.config import Bound, Config, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from moe.cost import param_shapes
-from moe.model import ModelConfig
+from moe.model import ModelConfig, begins_so
 from moe.parallel import ParallelConfig, check_layout
 from moe.presets import PRESETS
 from orchestrator.errors import UsageError
@@ -167,7 +167,8 @@ class TrainConfig(Config):
             new router starts with none.
         init_without: prefix of tensor names that are drawn nevertheless: ``head`` for fine-tuning.
         freeze: prefixes of the names of tensors that are not trained, as ``image.`` for the image tower of
-            two towers: they are neither decayed nor counted in the gradient's norm.
+            two towers: they are neither decayed nor counted in the gradient's norm. A star stands for any
+            text: ``*.router.`` freezes all routers, with what balances their experts.
         trunk: checkpoint folder of another run that this run continues with its optimiser and its place in
             the data, as a cooldown does. None: the run starts at step 0.
         report_every: steps between reports.
@@ -316,7 +317,7 @@ class RunConfig(Config):
             )
         self.task.check(self.model)
         for prefix in self.train.freeze:
-            if not any(name.startswith(prefix) for name in param_shapes(self.model)):
+            if not any(begins_so(name, [prefix]) for name in param_shapes(self.model)):
                 raise ValueError(
                     f"train.freeze: no tensor of the model has a name that begins with {prefix!r}"
                 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.config import PositiveFloat, PositiveInt
@@ -128,6 +129,18 @@ class ChoiceRouter(Router):
         )
 
 
+def best_of(value_GSE: Tensor, candidate_GSE: Tensor, capacity: int) -> Tensor:
+    """Returns each expert's candidates of the largest values (none negative), best first, ties to the earlier
+    token, as token_GEC.
+    """
+    candidate_GES, S = candidate_GSE.transpose(1, 2), candidate_GSE.shape[1]
+    # The others come last.
+    preference_GES = torch.where(candidate_GES, value_GSE.detach().transpose(1, 2), -1.0)
+    picked_GEC = preference_GES.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
+    token_GEC = torch.where(candidate_GES.gather(2, picked_GEC), picked_GEC, S)
+    return F.pad(token_GEC, (0, capacity - S), value=S) if capacity > S else token_GEC
+
+
 def gather_routing(
     token_GEC: Tensor,
     *,
@@ -139,6 +152,8 @@ def gather_routing(
     aux_G: Tensor,
     residual_G: Tensor | None = None,
     flip_G: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> GatherRouting:
     """Makes a routing of filled slots: weights, expert subset and statistics.
 
@@ -154,7 +169,12 @@ def gather_routing(
         seated_GEC = seated_GEC & kept_GE.unsqueeze(-1)
         weight_GEC = weight_GEC * seated_GEC
     routing = GatherRouting(
-        token_GEC=token_GEC, weight_GEC=weight_GEC, gates_GSE=gates_GSE, aux_G=aux_G, kept_GE=kept_GE
+        token_GEC=token_GEC,
+        weight_GEC=weight_GEC,
+        gates_GSE=gates_GSE,
+        aux_G=aux_G,
+        kept_GE=kept_GE,
+        counts=counts,
     )
     if chosen_GSE is None:
         return routing
@@ -170,5 +190,6 @@ def gather_routing(
         valid_GS=valid_GS,
         flip_G=flip_G,
         residual_G=residual_G,
+        bias_E=bias_E,
     )
     return replace(routing, load_GE=load_GE, stats=stats)

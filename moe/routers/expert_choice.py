@@ -13,7 +13,7 @@ from torch import Tensor
 from moe.config import NonNegativeFloat
 from moe.overrides import RoutingOverrides
 from moe.routers.affinity import AffinityConfig, Gating, SoftmaxConfig
-from moe.routers.choice import CapacityConfig, ChoiceRouter
+from moe.routers.choice import CapacityConfig, ChoiceRouter, best_of
 from moe.routing import at_least_fp32
 
 
@@ -90,8 +90,4 @@ class ExpertChoiceRouter(ChoiceRouter):
 
 def best_tokens(affinity_GSE: Tensor, valid_GS: Tensor, capacity: int) -> Tensor:
     """Returns each expert's best tokens, best first, ties to the earlier token, as token_GEC."""
-    valid_GES = valid_GS.bool().unsqueeze(1).expand(-1, affinity_GSE.shape[-1], -1)
-    # Padding comes last.
-    preference_GES = torch.where(valid_GES, affinity_GSE.detach().transpose(1, 2), -1.0)
-    picked_GEC = preference_GES.argsort(dim=-1, descending=True, stable=True)[..., :capacity]
-    return torch.where(valid_GES.gather(2, picked_GEC), picked_GEC, valid_GS.shape[1])
+    return best_of(affinity_GSE, valid_GS.bool().unsqueeze(-1).expand_as(affinity_GSE), capacity)

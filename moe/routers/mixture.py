@@ -91,7 +91,7 @@ class MixtureConfig(RouterConfig):
 
 
 class MixtureRouter(Router):
-    """The router; its temperature is a buffer, which `anneal` changes in training and checkpoints keep."""
+    """The router; its temperature is a buffer that `before_step` changes and checkpoints keep."""
 
     temperature: Tensor
 
@@ -119,7 +119,7 @@ class MixtureRouter(Router):
             "log_temperature": logarithm,
         }
 
-    def anneal(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Sets the temperature of update `step`."""
         self.temperature.fill_(self.config.temperature_at(step))
 

@@ -12,7 +12,7 @@ gradient of the standard deviation at zero variance is NaN.
 
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class TokenChoiceConfig(CapacityConfig):
     affinity: SoftmaxConfig | SinkhornConfig = SoftmaxConfig()
     combine: Literal["softmax", "affinity"] = "softmax"
     topk: Literal["after", "before"] = "after"
-    priority: Priority = "none"
+    priority: Literal["none", "max", "sum"] = "none"
     noise_std: NonNegativeFloat = 1.0  # V-MoE section 2.3
     # The authors' released configs.
     importance_weight: NonNegativeFloat = 0.005
@@ -71,19 +71,7 @@ class TokenChoiceConfig(CapacityConfig):
     def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
         if self.affinity.sees_group and (self.k < num_experts or self.combine == "affinity"):
             return self.affinity.sees_group
-        if self.slots(num_tokens=num_tokens, num_experts=num_experts) >= num_tokens:
-            return ""
-        way_out = f"capacity_factor={num_experts / self.k:g}, which drops no token"
-        if self.priority != "none":
-            return (
-                f"priority={self.priority!r} seats the best tokens of the group first: use none, or {way_out}"
-            )
-        if self.k > 1:
-            return (
-                f"with k={self.k} the second choice of a token is seated after the first choices of later"
-                f" tokens: use k=1, or {way_out}"
-            )
-        return ""
+        return seating_leaks(self, num_tokens=num_tokens, num_experts=num_experts)
 
     def active_experts(self, num_experts: int) -> float:
         return self.k
@@ -98,8 +86,7 @@ class TokenChoiceRouter(ChoiceRouter):
         return top_experts(plan_GSE, config.k)
 
     def chosen(self, choice: Tensor, valid_GS: Tensor) -> Tensor:
-        valid_GSK = at_least_fp32(valid_GS).unsqueeze(-1).expand(choice.shape)
-        return valid_GSK.new_zeros(*valid_GS.shape, self.num_experts).scatter(-1, choice, valid_GSK)
+        return chosen_by(choice, valid_GS, self.num_experts)
 
     def seat(
         self,
@@ -137,6 +124,31 @@ class TokenChoiceRouter(ChoiceRouter):
         if config.z_weight:
             aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
         return aux_G
+
+
+def seating_leaks(config: Any, *, num_tokens: int, num_experts: int) -> str:
+    """Returns why the seats of a token may depend on later tokens, as `RouterConfig.leaks_future`, for a
+    config with k and priority.
+    """
+    if config.slots(num_tokens=num_tokens, num_experts=num_experts) >= num_tokens:
+        return ""
+    way_out = f"capacity_factor={num_experts / config.k:g}, which drops no token"
+    if config.priority != "none":
+        return (
+            f"priority={config.priority!r} seats the best tokens of the group first: use none, or {way_out}"
+        )
+    if config.k > 1:
+        return (
+            f"with k={config.k} the second choice of a token is seated after the first choices of later"
+            f" tokens: use k=1, or {way_out}"
+        )
+    return ""
+
+
+def chosen_by(expert_GSK: Tensor, valid_GS: Tensor, num_experts: int) -> Tensor:
+    """Returns chosen_GSE: 1 for each expert that a valid token chose."""
+    valid_GSK = at_least_fp32(valid_GS).unsqueeze(-1).expand(expert_GSK.shape)
+    return valid_GSK.new_zeros(*valid_GS.shape, num_experts).scatter(-1, expert_GSK, valid_GSK)
 
 
 def top_experts(affinity_GSE: Tensor, k: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moe.init import mix
 from moe.model import Model, Output
 from moe.parallel import accumulate, sum_over_ranks, update
-from moe.routing import Router
+from moe.router_state import after_batch, before_step
 from orchestrator.checkpoint.manager import NotFiniteError
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, concatenated
@@ -116,13 +116,12 @@ def train_step(
     rate = run.train.schedule.rate(step, peak=run.train.lr, total=run.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_scale", 1.0)
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.anneal(step)
+    before_step(model, step)
     optimizer.zero_grad(set_to_none=True)
     parts = batch.split(run.images_per_pass())
     backward = _backward_of_batch if run.task.scope == "batch" and len(parts) > 1 else _backward_of_samples
     passes = backward(model, parts, run, stats)
+    after_batch(model)
     with phase("optimizer"):
         grad_norm = update(model, optimizer, run.train.clip_norm)
     metrics = {n: torch.stack([each[n] for each in passes if n in each]).sum() for n in passes[0]}

@@ -87,12 +87,14 @@ METRICS = {
     "moe/load_cv": ("-", "standard deviation of the experts' load, divided by its mean"),
     "moe/load_min": ("tokens", "load of the least used expert"),
     "moe/load_max": ("tokens", "load of the most used expert"),
+    "moe/max_violation": ("-", "load of the most used expert in a forward pass over the mean load, less 1"),
     "moe/seats_mean": ("slots", "slots that hold a token"),
     "moe/seats_max": ("slots", "the most slots that hold one token"),
     "moe/gate_entropy_nats": ("nats", "entropy of a token's gates over the experts"),
     "moe/flip_frac": ("fraction", "choices that router noise changed"),
     "moe/transport_residual": ("-", "largest violation of a transport plan's constraints"),
     "moe/slot_similarity": ("-", "mean cosine between the dispatch weights of two slots"),
+    "moe/bias_range": ("-", "largest less smallest bias that balances the choices of experts"),
     "system/*": ("-", "load of the driver's machine, under the names of MLflow's system metrics"),
 }
 

@@ -20,6 +20,7 @@ from moe.init import mix
 from moe.model import Model, ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, accumulate, build_sharded, make_mesh, sum_over_ranks, update
+from moe.router_state import after_batch, before_step
 
 BATCH, SEED = 8, 3
 PLAIN = ParallelConfig()
@@ -90,9 +91,11 @@ def train(model: Model, case: Case, mine: slice, microbatches: int = 1) -> Train
     # at 1e-2 Adam alone amplifies float32 rounding past the tolerance
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, fused=True)
     losses, norms = [], []
-    for batch in batches(case):
+    for step, batch in enumerate(batches(case)):
         optimizer.zero_grad()
+        before_step(model, step)
         losses.append(forward_backward(model, case, batch, mine, microbatches))
+        after_batch(model)
         norms.append(update(model, optimizer, MAX_NORM).item())
     losses = sum_over_ranks(torch.stack(losses)).tolist()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()} if exact else {}
@@ -150,6 +153,8 @@ def compare(got: Trained, expected: Trained, mine: slice, tolerance: float, case
         close(ours, theirs[mine], 100 * tolerance, f"logits of the padded batch, {case}")
     for name, buffer in expected.buffers.items():
         close(got.buffers[name], buffer, 100 * tolerance, f"{name}, {case}")
+        if ".router." in name:  # made of integer counts
+            assert torch.equal(got.buffers[name], buffer), f"{name}, {case}"
     assert set(got.stats) == set(expected.stats), case
 
 

@@ -61,7 +61,7 @@ def test_the_articles_other_parts():
     torch.testing.assert_close(got, expected)
     got.square().sum().backward()
     assert router.log_temperature.grad.abs() > 0
-    router.anneal(1000)
+    router.before_step(1000)
     torch.testing.assert_close(layer(X, torch.ones(G))[1].gates_GSE, routing.gates_GSE)
 
 
@@ -71,14 +71,14 @@ def test_temperature_by_hand():
     assert MixtureConfig(temperature=0.7).temperature_at(10**6) == 0.7  # no decay
 
 
-def test_anneal_changes_the_temperature_and_checkpoints_keep_it():
+def test_before_step_changes_the_temperature_and_checkpoints_keep_it():
     """A compiled router sees the change too: the temperature is a buffer, not a constant of the graph."""
     router, restored = (build(temperature=2.0, temperature_decay=0.5) for _ in range(2))
     compiled = torch.compile(router, fullgraph=True, backend="eager")
     assert router.temperature.item() == 2.0
     assert "temperature" not in dict(router.named_parameters())
     before = compiled(X, ONES).gates_GSE
-    router.anneal(3)
+    router.before_step(3)
     assert router.temperature.item() == 0.25
     after = router(X, ONES).gates_GSE
     torch.testing.assert_close(after, (before.log() * 2.0 / 0.25).softmax(-1))

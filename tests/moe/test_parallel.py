@@ -19,8 +19,16 @@ from moe.models import AstroformerConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, build_sharded, build_whole, check_layout, make_mesh, update
 from moe.presets import PRESETS
-from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import (
+    ExpertChoiceConfig,
+    MixtureConfig,
+    ReLUConfig,
+    SoftConfig,
+    TokenChoiceConfig,
+    TopKConfig,
+)
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.balance import QuantileConfig, SignConfig
 from tests.lanes import mostly_slow
 from tests.moe.parity import (
     BATCH,
@@ -49,6 +57,15 @@ TOKENS = TokenChoiceConfig(
 )
 EXPERTS = ExpertChoiceConfig(capacity_factor=1.5, noise_std=1.0)
 SINKHORN = TokenChoiceConfig(k=2, affinity=SinkhornConfig(), combine="affinity")
+LOSS_FREE = TopKConfig(
+    k=2,
+    score="sigmoid",
+    normalise=True,
+    balance=SignConfig(rate=0.1),
+    balance_weight=0.1,
+    balance_level="batch",
+    z_weight=0.01,
+)
 FAMILIES = {
     "dense": vit_config(None),
     "soft": vit_config(SOFT),
@@ -93,6 +110,9 @@ ONCE = {
         ),
         after=RoutingOverrides(experts=2, random_blocks=(3,)),
     ),
+    "loss-free": Case(config=vit_config(LOSS_FREE, images_per_group=2, expert_dropout=0.1), steps=6),
+    "quantile": Case(config=vit_config(TopKConfig(k=2, score="sigmoid", balance=QuantileConfig())), steps=6),
+    "relu": Case(config=vit_config(ReLUConfig(k=2, coefficient=1e-3), layers=(0, 1)), steps=6),
     "overridden": Case(
         config=vit_config(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),
         overrides=RoutingOverrides(k=1, capacity_factor=0.6, priority="max", experts=3),

@@ -15,11 +15,15 @@ from moe.routers import (
     ExpertChoiceConfig,
     HashConfig,
     MixtureConfig,
+    ReLUConfig,
     RouterConfig,
     SoftConfig,
     TokenChoiceConfig,
+    TopKConfig,
 )
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.balance import QuantileConfig, SignConfig
+from moe.routers.choice import CapacityConfig
 from moe.routing import Routing
 from tests.moe import parts
 from tests.moe.parts import build_layer, build_router, randn
@@ -52,6 +56,16 @@ VARIANTS = (
     MixtureConfig(level="hierarchical", clusters=2),
     MixtureConfig(gate="mlp", scale_inputs=True, learn_temperature=True, temperature=2.0),
     TokenChoiceConfig(k=2, topk="before"),
+    TopKConfig(
+        k=2, normalise=True, balance_weight=0.01, balance_level="group", z_weight=1e-3, priority="max"
+    ),
+    TopKConfig(score="sigmoid", balance=SignConfig(), capacity_factor=0.7),
+    TopKConfig(k=2, score="sigmoid", normalise=True, balance=QuantileConfig(), priority="sum"),
+    TopKConfig(k=3, score="sqrtsoftplus", normalise=True, balance_weight=0.1, balance_level="pass"),
+    TopKConfig(k=2, balance_weight=0.1, balance_level="batch", balance=SignConfig(), priority="none"),
+    TopKConfig(k=2, cosine=True, projection=5, temperature=0.5, normalise=True),
+    TopKConfig(cosine=True, capacity_factor=0.7, capacity_rounding="ceil"),
+    ReLUConfig(k=2, coefficient=0.1, capacity_rounding="ceil"),
     HashConfig(by="content", capacity_factor=1.0, capacity_rounding="ceil"),
 )
 
@@ -167,11 +181,12 @@ def test_slots_hold_at_most_one_token(config, data):
     assert D_GSEC.sum(3).max() <= (C if isinstance(config, SoftConfig) else 1) + 1e-5, (
         "one expert, one token, twice"
     )
-    assert C_GSEC.sum((2, 3)).max() <= 1 + 1e-5
+    if not isinstance(config, ReLUConfig):
+        assert C_GSEC.sum((2, 3)).max() <= 1 + 1e-5
     if not isinstance(config, MixtureConfig):  # where all have a place of their own, padding has, too
         some_valid = valid.any(1)  # a group of padding alone may mix anything, as long as it is finite
         assert D_GSEC[some_valid][valid[some_valid] == 0].eq(0).all(), "padding sits in a slot"
-    if isinstance(config, (TokenChoiceConfig, ExpertChoiceConfig)):
+    if isinstance(config, CapacityConfig):
         assert D_GSEC.unique().tolist() in ([0.0], [0.0, 1.0], [1.0]), "whole tokens"
         assert C_GSEC[D_GSEC == 0].eq(0).all(), "a token gets the output of a slot it does not sit in"
 
@@ -214,7 +229,8 @@ def test_groups_are_independent(config, noise):
         alone = x[g : g + 1]
         routing = router(alone, torch.ones(1, S), None if some_keys is None else some_keys[g : g + 1])
         torch.testing.assert_close(through(together, x)[g : g + 1], through(routing, alone))
-        torch.testing.assert_close(together.aux_G[g : g + 1], routing.aux_G)
+        if getattr(config, "balance_level", "") != "pass":
+            torch.testing.assert_close(together.aux_G[g : g + 1], routing.aux_G)
         torch.testing.assert_close(together.load_GE[g : g + 1], routing.load_GE)
 
 
@@ -266,6 +282,7 @@ def test_bfloat16_stays_bfloat16_and_is_routed_in_float32(config, noise):
             c
             for c in VARIANTS
             if not isinstance(c, TokenChoiceConfig | HashConfig) and getattr(c, "dispatch", "") != "identity"
+            if getattr(c, "priority", "") != "none"
             if c != ExpertChoiceConfig(affinity=SPARSE, capacity_factor=2.0)  # not converged: sums decide
         ),
     ],
@@ -336,8 +353,8 @@ def test_stats_are_the_same_names_for_all_and_count_what_is_there(config, noise)
     valid[0, 11:] = 0
     routing = build(config)(x.requires_grad_(), valid, keys(G, S, noise))
     assert " ".join(routing.stats) == (
-        "unchosen_frac dropped_frac load_mean load_cv load_min load_max seats_mean seats_max"
-        " gate_entropy_nats flip_frac transport_residual slot_similarity"
+        "unchosen_frac dropped_frac load_mean load_cv load_min load_max max_violation seats_mean"
+        " seats_max gate_entropy_nats flip_frac transport_residual slot_similarity bias_range"
     )
     for name, value in routing.stats.items():
         assert value.shape == (), name

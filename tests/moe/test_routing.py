@@ -49,7 +49,8 @@ def example(**fields) -> dict[str, float]:
 
 def test_stats_by_hand():
     """No expert chooses the third of three real tokens, and the second has no seat; seats are 1, 0, 2. Loads
-    are (2, 0), with mean 1 and deviation 1, and (1, 1). Two tokens have entropy ln 2, the other 0."""
+    are (2, 0), with mean 1 and deviation 1, and (1, 1), together (3, 1). Two tokens have entropy ln 2, the
+    other 0."""
     assert example() == pytest.approx(
         {
             "unchosen_frac": 1 / 3,
@@ -58,12 +59,14 @@ def test_stats_by_hand():
             "load_cv": (1 + 0) / 2,
             "load_min": (0 + 1) / 2,
             "load_max": (2 + 1) / 2,
+            "max_violation": 3 / 2 - 1,
             "seats_mean": 1,
             "seats_max": (1 + 2) / 2,
             "gate_entropy_nats": 2 / 3 * math.log(2),
             "flip_frac": 0,
             "transport_residual": 0,
             "slot_similarity": 0,
+            "bias_range": 0,
         }
     )
 
@@ -84,6 +87,7 @@ def test_groups_of_padding_are_left_out():
     stats = example(valid_GS=torch.tensor([[1.0, 1.0], [0.0, 0.0]]), **values)
     assert stats["load_cv"] == pytest.approx(1)
     assert stats["load_max"] == 2
+    assert stats["max_violation"] == 1
     assert stats["seats_max"] == 1
     assert stats["dropped_frac"] == pytest.approx(1 / 2)
     assert [stats[name] for name in OF_GROUPS.values()] == pytest.approx([0.3] * 3)

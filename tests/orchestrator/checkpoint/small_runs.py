@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from moe.init import mix
 from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh, sum_over_ranks, update
-from moe.routers.mixture import MixtureRouter
+from moe.router_state import after_batch, before_step
 from orchestrator.checkpoint.files import state_of
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
@@ -70,14 +70,13 @@ def train(
         rng = torch.Generator().manual_seed(step)
         images = torch.randn(BATCH, 3, 8, 8, generator=rng).to(dtype)[mine]
         labels = torch.randint(0, 10, (BATCH,), generator=rng)[mine]
-        for module in model.modules():
-            if isinstance(module, MixtureRouter):
-                module.anneal(step)
+        before_step(model, step)
         optimizer.zero_grad(set_to_none=True)
         output = model(images, keys_B=mix(torch.arange(BATCH), step)[mine])
         share = len(labels) / BATCH
         loss = F.cross_entropy(output.logits, labels, reduction="sum") / BATCH + output.aux * share
         loss.backward()
+        after_batch(model)
         update(model, optimizer, 0.5)
         losses.append(sum_over_ranks(loss.detach().double()).item())
     return losses
