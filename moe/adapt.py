@@ -75,7 +75,7 @@ def plan_transfer(saved: Shapes, model: Shapes, below: str = "") -> Transfer:
         source = name if name in saved else _mlp_of(name)
         if source not in saved:
             initial[name] = "not in the checkpoint"
-        elif saved[source] == shape:
+        elif source == name and saved[name] == shape:
             copied.append(name)
         elif conversion := _conversion(name, source, saved, model):
             converted[name] = conversion
@@ -111,7 +111,12 @@ def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
 
 
 def _mlp_of(name: str) -> str:
-    """Name of the tensor in a dense block that corresponds to the experts' tensor `name`."""
+    """Name of the tensor in a dense block that corresponds to the experts' or the shared MLP's tensor
+    `name`.
+    """
+    block, shared, part = name.partition(".shared.")
+    if shared:
+        return f"{block}.{part}"
     block, _, part = name.partition(".experts.")
     return f"{block}.{_MLP.get(part, '')}"
 
@@ -126,8 +131,39 @@ def _conversion(name: str, source: str, there: Shapes, here: Shapes) -> Conversi
         how = f"resized from {old_grid} x {old_grid} to {new_grid} x {new_grid} patches"
         resize = partial(resize_position, old_grid=old_grid, new_grid=new_grid, class_token=class_token)
         return Conversion(source, how, resize)
-    if source != name and old == new[:0:-1]:
-        return Conversion(
-            source, "each expert a copy of the block's MLP", lambda mlp: mlp.t().expand(new[0], *new[1:])
-        )
-    return None
+    return _of_mlp(name, source, there, here) if source != name else None
+
+
+def _of_mlp(name: str, source: str, there: Shapes, here: Shapes) -> Conversion | None:
+    """Experts of the size of an MLP are its copies. Smaller ones are slices of its hidden units: the shared
+    MLP has the first, experts in turn those behind it, and each its share of the output's bias. All slices
+    together are the MLP.
+    """
+    block, layer, kind = source.rsplit(".", 2)
+    if f"{block}.up.bias" not in there or f"{block}.experts.b_in_EF" not in here:
+        return None
+    hidden, shared = there[f"{block}.up.bias"][0], here.get(f"{block}.shared.up.bias", (0,))[0]
+    num_experts, own = here[f"{block}.experts.b_in_EF"]
+    new, of_expert = here[name], ".experts." in name
+    if of_expert and own == hidden:
+        fits, how = there[source] == new[:0:-1], "each expert a copy of the block's MLP"
+        return Conversion(source, how, lambda mlp: mlp.t().expand(new)) if fits else None
+    slices, rest = divmod(hidden - shared, own)
+    if rest or slices < of_expert:
+        return None
+    begins = [shared + own * (expert % max(slices, 1)) for expert in range(num_experts)]
+
+    def of(mlp: Tensor, begin: int, length: int) -> Tensor:
+        if (layer, kind) == ("down", "bias"):
+            return mlp * (length / hidden)
+        return mlp.narrow(int(layer == "down"), begin, length)
+
+    def convert(mlp: Tensor) -> Tensor:
+        if not of_expert:
+            return of(mlp, 0, shared)
+        return torch.stack([of(mlp, begin, own).t() for begin in begins])
+
+    if convert(torch.empty(there[source], device="meta")).shape != torch.Size(new):
+        return None
+    part = f"one of {slices} slices" if of_expert else f"the first {shared} hidden units"
+    return Conversion(source, f"{part} of the block's MLP", convert)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import Config, DropoutRate, PositiveInt
-from moe.dense import Activation
+from moe.dense import MLP, Activation
 from moe.experts import Experts, chosen_alone, run_chosen
 from moe.init import init_weights, mix, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import RouterConfig, TokenChoiceConfig
 
 MAX_BLOCKS = 1 << 16
+SHARED_SALT = -1  # of keys for dropout of the shared MLP; noise has the salts from 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,11 @@ class MoEConfig(Config):
         images_per_group: number of images that are routed together and compete for capacity. Results depend
             on it, and not on the number of ranks.
         expert_dim: hidden units per expert; None: as many as the dense MLPs have.
+        shared_dim: hidden units of an MLP beside the experts that every token passes through (the shared
+            expert of DeepSeek-MoE, Dai et al. 2024, https://arxiv.org/abs/2401.06066); None: there is none.
         equal_init: all experts of a layer start from the same weights, as in V-MoE's released configs.
-        expert_dropout: dropout after both layers of an expert; V-MoE fine-tunes with 0.1.
+        expert_dropout: dropout after both layers of an expert, and of the shared MLP; V-MoE fine-tunes with
+            0.1.
         residual: False removes the skip connection around the experts (Implicit Bias in Soft MoE, section
             4.4.1), so that a model cannot ignore them.
     """
@@ -39,6 +43,7 @@ class MoEConfig(Config):
     images_per_group: PositiveInt = 1
     router: RouterConfig = TokenChoiceConfig()
     expert_dim: PositiveInt | None = None
+    shared_dim: PositiveInt | None = None
     equal_init: bool = False
     expert_dropout: DropoutRate = 0.0
     residual: bool = True
@@ -112,6 +117,11 @@ class MoELayer(nn.Module):
                 dropout=config.expert_dropout,
                 equal_init=config.equal_init,
             )
+            self.shared = (
+                MLP(dim, config.shared_dim, dropout=config.expert_dropout, activation=activation)
+                if config.shared_dim
+                else None
+            )
         if device.type != "meta":
             self.to_empty(device=device)
             if seed is not None:
@@ -161,12 +171,16 @@ class MoELayer(nn.Module):
             overrides = replace(overrides, subset_seed=overrides.subset_seed * MAX_BLOCKS + self.block)
         routing = self.router(x_GSD, valid_GS, keys_GS, overrides, random_GS, return_stats)
         if keys_B is None and (k := chosen_alone(self.experts, routing, overrides)):
-            y_BSD = run_chosen(self.experts, routing, x_GSD, k).reshape(x_BSD.shape)
-            return (y_BSD, routing) if return_routing else y_BSD
-        x_END = routing.dispatch(x_GSD)
-        keys_EN = None
-        if keys_GS is not None and self.experts.dropout:
-            E, N, _ = x_END.shape
-            keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
-        y_BSD = routing.combine(self.experts(x_END, keys_EN)).reshape(x_BSD.shape)
+            y_GSD = run_chosen(self.experts, routing, x_GSD, k)
+        else:
+            x_END = routing.dispatch(x_GSD)
+            keys_EN = None
+            if keys_GS is not None and self.experts.dropout:
+                E, N, _ = x_END.shape
+                keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
+            y_GSD = routing.combine(self.experts(x_END, keys_EN))
+        y_BSD = y_GSD.reshape(x_BSD.shape)
+        if self.shared is not None:
+            keys_BS = None if keys_GS is None else mix(keys_GS.reshape(B, tokens), SHARED_SALT)
+            y_BSD = y_BSD + self.shared(x_BSD, keys_BS)
         return (y_BSD, routing) if return_routing else y_BSD

@@ -35,8 +35,8 @@ class Trace(NamedTuple):
     """One image's forward pass: multiply-adds by part, those of the largest operation, and activations in
     float32.
 
-    Parts are ``router``, ``experts`` and ``dispatch_combine`` of all MoE layers, and the rest by the names of
-    the model's children.
+    Parts are ``router``, ``experts``, ``shared`` and ``dispatch_combine`` of all MoE layers, and the rest by
+    the names of the model's children.
     """
 
     macs: dict[str, float]
@@ -113,6 +113,7 @@ def trace(config: "ModelConfig") -> Trace:
     ]
     for layer in (module for module in model.modules() if isinstance(module, MoELayer)):
         parts += [("dispatch_combine", layer), ("router", layer.router), ("experts", layer.experts)]
+        parts += [("shared", layer.shared)] if layer.shared else []
     for name, part in parts:
         part.register_forward_pre_hook(partial(begin_part, name))
         part.register_forward_hook(end_part)

@@ -52,6 +52,8 @@ def encoder_macs(
     if config.moe:
         router, layer = config.moe.router, _layer_shape(config)
         parts["experts"] = num_moe * config.expert_rows(overrides) * 2 * D * config.expert_dim()
+        if config.moe.shared_dim:
+            parts["shared"] = num_moe * S * 2 * D * config.moe.shared_dim
         parts["router"] = num_moe * router.gate_macs(layer)
         parts["dispatch_combine"] = num_moe * router.mix_macs(layer, overrides.num_kept(layer.experts))
     return parts
@@ -87,6 +89,7 @@ def encoder_activations(config: "Encoder", number: int, *, outside: float) -> Ac
         found.append(number * (attention_norms + 2 * hidden[block]))  # before and after GELU
         if block in config.moe_blocks():
             assert config.moe
+            found[-1] += number * 2 * S * (config.moe.shared_dim or 0)
             rows, mixing = config.moe.router.saved(_layer_shape(config))
             found[-1] += number * rows * D + FP32 * (mixing + (S * D if number < FP32 else 0))
     return Activations(saved=found, stream=number * S * D, widest=number * max(hidden))

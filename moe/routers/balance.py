@@ -120,9 +120,13 @@ class QuantileConfig(BalanceConfig):
         E = len(bias_E)
         low, width = self._bins(bias_E)
         tokens = counts_RE[:, 0].sum()
-        needed_E = low + width * (quantile_bin(counts_RE, tokens * (k / E)) + 0.5)
+        needed_E = low + width * (quantile_bin(counts_RE, self.rank(tokens, k / E)) + 0.5)
         mixed_E = self.ema * bias_E + (1 - self.ema) * needed_E.to(bias_E)
         return torch.where((tokens > 0) & (k < E), mixed_E - mixed_E.mean(), bias_E)
+
+    def rank(self, tokens: Tensor, share: float) -> Tensor:
+        """Returns how many tokens need less than the next bias."""
+        return tokens * share
 
     def _bins(self, bias_E: Tensor) -> tuple[Tensor, Tensor]:
         """Returns where the bins begin, and their width; scores in 0..1 need no bias outside of them."""

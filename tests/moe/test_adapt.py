@@ -8,7 +8,7 @@ import torch
 from moe.adapt import plan_transfer, resize_position
 from moe.models.vit import ViT, ViTConfig
 from moe.presets import PRESETS
-from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from tests.moe.parts import each_kind, upcycle, vit_config
 
 DEBUG = PRESETS["debug"]
@@ -70,6 +70,38 @@ def test_where_weights_sum_to_one_it_is_the_dense_model(router):
     state = dense()
     expected = output(DEBUG, state)
     torch.testing.assert_close(output(vit_config(router), upcycle(state, vit_config(router))), expected)
+
+
+@pytest.mark.parametrize(("shared", "own", "slices"), [(64, 32, 2), (None, 32, 4), (32, 96, 1)])
+def test_shared_mlp_and_slices_together_are_the_mlp(shared, own, slices):
+    """Any run of as many experts as there are slices, for 6 experts in all."""
+    state = dense()
+    config = vit_config(TopKConfig(), num_experts=6, expert_dim=own, shared_dim=shared)
+    model, plain = ViT(config), ViT(DEBUG)
+    model.load_state_dict(upcycle(state, config))
+    plain.load_state_dict(state)
+    layer, mlp = model.blocks[1].mlp, plain.blocks[1].mlp
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(3))
+    outputs = layer.experts(x.expand(6, -1, -1))
+    for first in range(6 - slices + 1):
+        y = outputs[first : first + slices].sum(0) + (layer.shared(x) if shared else 0)
+        torch.testing.assert_close(y, mlp(x))
+
+
+def test_what_is_no_slice_is_drawn():
+    """Experts that fill the MLP are its copies, beside a shared MLP that is new; others fit nowhere."""
+    config = vit_config(TopKConfig(), shared_dim=64)
+    taken, drawn = upcycle(dense(), config), ViT(config).state_dict()
+    shared = [name for name in drawn if ".shared." in name]
+    assert len(shared) == 4
+    assert all(torch.equal(taken[name], drawn[name]) for name in shared)
+    assert not torch.equal(taken["blocks.1.mlp.experts.w_in_EDF"], drawn["blocks.1.mlp.experts.w_in_EDF"])
+    whole = upcycle(dense(), vit_config(TopKConfig(), expert_dim=32, shared_dim=128))
+    assert torch.equal(whole["blocks.1.mlp.shared.down.weight"], dense()["blocks.1.mlp.down.weight"])
+    plan = plan_transfer(SHAPES, moe(w_in_EDF=(4, 8, 12), b_in_EF=(4, 12), w_out_EFD=(4, 12, 8)))
+    assert (
+        plan.initial["blocks.0.mlp.experts.w_in_EDF"] == "(32, 8) in the checkpoint, (4, 8, 12) in the model"
+    )
 
 
 def test_models_move_to_another_resolution():

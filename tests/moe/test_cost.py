@@ -20,8 +20,17 @@ from moe.layer import MoEConfig
 from moe.models.vit import ViT, ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS
-from moe.routers import ExpertChoiceConfig, MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import (
+    ExpertChoiceConfig,
+    MixtureConfig,
+    ReLUConfig,
+    RouterConfig,
+    SoftConfig,
+    TokenChoiceConfig,
+    TopKConfig,
+)
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.balance import SignConfig
 from tests.moe.parts import vit_config
 
 ROUTER_CONFIGS: list[RouterConfig | None] = [
@@ -37,6 +46,9 @@ ROUTER_CONFIGS: list[RouterConfig | None] = [
     MixtureConfig(),
     MixtureConfig(level="image"),
     MixtureConfig(level="hierarchical"),
+    TopKConfig(k=2, score="sigmoid", balance=SignConfig()),
+    TopKConfig(cosine=True, projection=5),
+    ReLUConfig(),
 ]
 HEADS = [
     {},
@@ -61,6 +73,18 @@ def test_forward_macs_equal_the_flop_counter(router):
     identity = getattr(router, "dispatch", "") == "identity"
     config = vit_config(router, images_per_group=1 if identity else 2)
     check_flops(config)
+
+
+@each_router
+def test_forward_macs_with_a_shared_mlp_equal_the_flop_counter(router):
+    if router:
+        config = vit_config(router, shared_dim=24)
+        check_flops(config)
+        with torch.no_grad():
+            check_flops(config, RoutingOverrides(experts=2))
+        plain = vit_config(router)
+        assert num_params(config) - num_params(plain) == 32 * 24 * 2 + 24 + 32
+        assert num_active_params(config) - num_active_params(plain) == 32 * 24 * 2 + 24 + 32
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)

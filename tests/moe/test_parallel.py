@@ -111,6 +111,7 @@ ONCE = {
         after=RoutingOverrides(experts=2, random_blocks=(3,)),
     ),
     "loss-free": Case(config=vit_config(LOSS_FREE, images_per_group=2, expert_dropout=0.1), steps=6),
+    "shared": Case(config=vit_config(LOSS_FREE, shared_dim=24, expert_dim=32, expert_dropout=0.1)),
     "quantile": Case(config=vit_config(TopKConfig(k=2, score="sigmoid", balance=QuantileConfig())), steps=6),
     "relu": Case(config=vit_config(ReLUConfig(k=2, coefficient=1e-3), layers=(0, 1)), steps=6),
     "overridden": Case(

@@ -15,7 +15,7 @@ from moe.layer import MoEConfig
 from moe.models.vit import ViT, ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.presets import PRESETS, create_model
-from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, ReLUConfig, SoftConfig, TokenChoiceConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from tests.lanes import mostly_slow
 from tests.moe.parts import KINDS, build_vit, each_kind, each_model, images, randn, vit_config
@@ -49,7 +49,7 @@ def test_output(router):
     summed = sum((r.aux_G.mean() for r in requested.routings), start=torch.zeros(()))
     torch.testing.assert_close(aux, summed)
     torch.testing.assert_close(output.aux, summed)
-    assert (output.aux > 0) == isinstance(router, TokenChoiceConfig)
+    assert (output.aux > 0) == isinstance(router, TokenChoiceConfig | ReLUConfig)
 
 
 @each_kind
