@@ -10,9 +10,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from moe.config import Bound, Family, NonNegativeFloat
+from moe.config import Bound, Config, Family, NonNegativeFloat
 from moe.experts import is_expert
 from moe.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatesConfig(Config):
+    """Factors of the learning rate for the parts of a model; ``backbone`` is what is in no other part."""
+
+    router: NonNegativeFloat = 1.0
+    experts: NonNegativeFloat = 1.0
+    head: NonNegativeFloat = 1.0
+    backbone: NonNegativeFloat = 1.0
+
+    def of(self, name: str) -> float:
+        """Returns the factor of the parameter of that name."""
+        if is_expert(name):
+            return self.experts
+        parts = name.split(".")
+        return self.router if "router" in parts else self.head if "head" in parts else self.backbone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +47,7 @@ class OptimizerConfig(Family, ABC, default="adamw"):
         layer_decay: factor of the learning rate from one layer to the layer before it. The head has the whole
             rate, the last block, its experts and the norm behind it this part of it, as in timm, and the
             embeddings the smallest. None: all have the whole rate.
+        rates: factors of the learning rate for router, experts, head and backbone, on top of that.
     """
 
     weight_decay: NonNegativeFloat = 0.0
@@ -37,6 +55,7 @@ class OptimizerConfig(Family, ABC, default="adamw"):
     weight_decay_scale: NonNegativeFloat = 0.0
     decays: Literal["kernels", "all"] = "kernels"
     layer_decay: Annotated[float, Bound(">", 0), Bound("<=", 1)] | None = None
+    rates: RatesConfig = RatesConfig()
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -55,8 +74,9 @@ def expert_stacks(model: nn.Module) -> list[nn.Parameter]:
 
 
 def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the model's parameters that are trained in torch's groups, one for each weight decay, and with
-    `layer_decay` for each layer, whose rates are then to be multiplied by the group's ``lr_scale``.
+    """Returns the model's parameters that are trained in torch's groups, one for each weight decay, each
+    factor of `rates`, and with `layer_decay` each layer. A group's rate is to be multiplied by its
+    ``lr_scale``, if it has one.
 
     Kernels are parameters of two and more dimensions but those that a module lists as `undecayed`: stacked
     biases, position embeddings, soft routing.
@@ -65,18 +85,17 @@ def decay_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, An
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "undecayed", ())
     }
     above = {} if config.layer_decay is None else cast(Model, model).layers_above()
-    groups: dict[tuple[float, int | None], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
         decay = _weight_decay(config, name, is_kernel=param.ndim > 1 and param not in exempt)
-        groups.setdefault((decay, above.get(name)), []).append(param)
-    found: list[dict[str, Any]] = []
-    for (decay, layers), members in groups.items():
-        found.append({"params": members, "weight_decay": decay})
-        if config.layer_decay is not None and layers is not None:
-            found[-1]["lr_scale"] = config.layer_decay**layers
-    return found
+        scale = config.rates.of(name) * (config.layer_decay or 1.0) ** above.get(name, 0)
+        groups.setdefault((decay, scale), []).append(param)
+    return [
+        {"params": members, "weight_decay": decay, "lr_scale": scale}
+        for (decay, scale), members in groups.items()
+    ]
 
 
 def _weight_decay(config: OptimizerConfig, name: str, *, is_kernel: bool) -> float:

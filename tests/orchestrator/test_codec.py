@@ -149,7 +149,8 @@ def test_a_group_starts_from_the_default_of_its_field() -> None:
         ),
         (
             {"model.moe.router.kind": "magic", "model.moe.router.k": 1},
-            "unknown model.moe.router.kind 'magic'; known: expert_choice, hash, mixture, soft, token_choice",
+            "unknown model.moe.router.kind 'magic'; known: expert_choice, hash, mixture, relu, soft,"
+            " token_choice, top_k",
         ),
         (
             {"train.schedule.kind": ["rsqrt"]},

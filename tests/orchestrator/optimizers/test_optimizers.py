@@ -22,6 +22,7 @@ from orchestrator.config import RunConfig
 from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
 from orchestrator.optimizers.adafactor import Adafactor
 from orchestrator.optimizers.adamw import AdamW
+from orchestrator.optimizers.base import RatesConfig
 from orchestrator.schedules import CosineConfig, DeitConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 from orchestrator.training.loop import train_step
 from tests.orchestrator.training.test_loop import random_batch
@@ -182,6 +183,34 @@ def test_a_layer_below_has_a_smaller_rate(optimizer: type[OptimizerConfig]) -> N
             if layers[name] == n:
                 torch.testing.assert_close(found[name], plain[name], rtol=1e-4, atol=1e-7)
     assert all(each == decays[0.1, 0.5] for each in decays.values())
+
+
+@each_optimizer
+def test_parts_have_rates_of_their_own(optimizer: type[OptimizerConfig]) -> None:
+    """A step moves each part as a step with its rate, and times that of its layer."""
+    run = override(RunConfig(), {"train.schedule.warmup_steps": 0, "model.moe.shared_dim": 16})
+    rates = {"router": 2.0, "experts": 0.5, "head": 0.25, "backbone": 0.75}
+
+    def moved(config: OptimizerConfig, rate: float) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = ViT(run.model)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        train = replace(run.train, lr=rate, optimizer=config, clip_norm=None)
+        train_step(model, config.build(model), random_batch(8), replace(run, train=train), step=0)
+        return {name: param.detach() - before[name] for name, param in model.named_parameters()}
+
+    found = moved(optimizer(rates=RatesConfig(**rates)), 0.1)
+    layered = moved(optimizer(rates=RatesConfig(**rates), layer_decay=0.5), 0.1)
+    parts = {name: next((p for p in rates if f".{p}." in f".{name}"), "backbone") for name in found}
+    assert {*parts.values()} == {*rates}
+    assert parts["blocks.1.mlp.shared.up.weight"] == "backbone"
+    for part, factor in rates.items():
+        plain = moved(optimizer(), 0.1 * factor)
+        plain_layered = moved(optimizer(layer_decay=0.5), 0.1 * factor)
+        for name in parts:
+            if parts[name] == part:
+                torch.testing.assert_close(found[name], plain[name], rtol=1e-4, atol=1e-7)
+                torch.testing.assert_close(layered[name], plain_layered[name], rtol=1e-4, atol=1e-7)
 
 
 def test_each_of_two_towers_has_layers_of_its_own() -> None:
