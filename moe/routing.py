@@ -336,7 +336,7 @@ def routing_stats(
     tokens = valid_GS.sum().clamp(min=1)
     filled_G = valid_GS.amax(1)
     groups = filled_G.sum().clamp(min=1)
-    mean_G, load_E = load_GE.mean(-1), (load_GE * filled_G.unsqueeze(-1)).sum(0)
+    mean_G = load_GE.mean(-1)
 
     def over_tokens(value_GS: Tensor) -> Tensor:
         return (value_GS * valid_GS).sum() / tokens
@@ -351,7 +351,7 @@ def routing_stats(
         "load_cv": over_groups(load_GE.std(-1, correction=0) / mean_G.clamp(min=1e-9)),
         "load_min": over_groups(load_GE.amin(-1)),
         "load_max": over_groups(load_GE.amax(-1)),
-        "max_violation": (load_E.max() - load_E.mean()) / load_E.mean().clamp(min=1e-9),
+        "max_violation": over_groups(load_GE.amax(-1) / mean_G.clamp(min=1e-9) - 1),
         "seats_mean": over_tokens(seats_GS.float()),
         "seats_max": over_groups((seats_GS * valid_GS).amax(1)),
         "gate_entropy_nats": over_tokens(-(gates_GSE * gates_GSE.clamp(min=1e-30).log()).sum(-1)),

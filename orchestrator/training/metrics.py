@@ -87,7 +87,10 @@ METRICS = {
     "moe/load_cv": ("-", "standard deviation of the experts' load, divided by its mean"),
     "moe/load_min": ("tokens", "load of the least used expert"),
     "moe/load_max": ("tokens", "load of the most used expert"),
-    "moe/max_violation": ("-", "load of the most used expert in a forward pass over the mean load, less 1"),
+    "moe/max_violation": (
+        "-",
+        "load of the most used expert over the mean load of the routing group, less 1",
+    ),
     "moe/seats_mean": ("slots", "slots that hold a token"),
     "moe/seats_max": ("slots", "the most slots that hold one token"),
     "moe/gate_entropy_nats": ("nats", "entropy of a token's gates over the experts"),

@@ -49,7 +49,7 @@ def example(**fields) -> dict[str, float]:
 
 def test_stats_by_hand():
     """No expert chooses the third of three real tokens, and the second has no seat; seats are 1, 0, 2. Loads
-    are (2, 0), with mean 1 and deviation 1, and (1, 1), together (3, 1). Two tokens have entropy ln 2, the
+    are (2, 0), with mean 1 and deviation 1, and (1, 1). Two tokens have entropy ln 2, the
     other 0."""
     assert example() == pytest.approx(
         {
@@ -59,7 +59,7 @@ def test_stats_by_hand():
             "load_cv": (1 + 0) / 2,
             "load_min": (0 + 1) / 2,
             "load_max": (2 + 1) / 2,
-            "max_violation": 3 / 2 - 1,
+            "max_violation": ((2 / 1 - 1) + (1 / 1 - 1)) / 2,
             "seats_mean": 1,
             "seats_max": (1 + 2) / 2,
             "gate_entropy_nats": 2 / 3 * math.log(2),

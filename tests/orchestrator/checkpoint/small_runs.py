@@ -30,6 +30,7 @@ RUNS = {
     for name, fields in {
         "soft, AdamW": {"model.moe.router.noise_std": 0.5},
         "mixture, SGD": SGD,  # a router with a buffer
+        "top_k, SGD": SGD | {"model.moe.router.balance.kind": "sign", "model.moe.shared_dim": 8},
         "token_choice, SGD without momentum": SGD | {"train.optimizer.momentum": 0},
         "expert_choice, AdamW in bfloat16": {"train.optimizer.state_dtype": "bfloat16"},
         "expert_choice, Adafactor": ADAFACTOR,

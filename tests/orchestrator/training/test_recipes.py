@@ -48,6 +48,20 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model.moe.router.temperature_decay": 0.9,
     },
     "several labels": SOFT | {"task.loss": "sigmoid", "data.mixup": 0.3},
+    "loss-free, with a shared MLP": {
+        "model.moe.router.kind": "top_k",
+        "model.moe.router.score": "sigmoid",
+        "model.moe.router.balance.kind": "sign",
+        "model.moe.shared_dim": 8,
+    },
+    "quantile, with the loss of the batch before": {
+        "model.moe.router.kind": "top_k",
+        "model.moe.router.balance.kind": "quantile",
+        "model.moe.router.balance_weight": 0.1,
+        "model.moe.router.balance_level": "batch",
+    },
+    "relu": {"model.moe.router.kind": "relu", "model.moe.router.coefficient": 0.01},
+    "rates of parts": TOKENS | {"train.optimizer.rates.router": 4.0, "train.optimizer.rates.head": 0.5},
     "momentum": SOFT | {"train.optimizer.kind": "sgd", "train.optimizer.decays": "all"},
 }
 
