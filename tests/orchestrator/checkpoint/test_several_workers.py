@@ -34,12 +34,13 @@ from tests.orchestrator.checkpoint.small_runs import (
     whole_state,
 )
 
-SOFT, MIXTURE, TOKEN_CHOICE, IN_BFLOAT16, ADAFACTOR = RUNS
+SOFT, MIXTURE, TOP_K, TOKEN_CHOICE, IN_BFLOAT16, ADAFACTOR = RUNS
 RESHARDED = [  # run, saved, loaded; a layout costs seconds, because torch plans every operation on it
     (SOFT, "pairs", "pairs"),
     (SOFT, "pairs", "dp"),
     (SOFT, "plain", "pairs"),
     (MIXTURE, "pairs", "ep"),
+    (TOP_K, "pairs", "ep"),
     (TOKEN_CHOICE, "pairs", "dp"),
     (IN_BFLOAT16, "pairs", "pairs"),
     (IN_BFLOAT16, "plain", "dp"),
