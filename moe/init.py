@@ -46,6 +46,7 @@ def normal(std: float) -> Draw:
 
 
 def constant(value: float) -> Draw:
+    """Fills with one value, whatever the draw."""
     return Draw(distribution="constant", scale=value)
 
 

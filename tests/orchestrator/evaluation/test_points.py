@@ -60,7 +60,7 @@ def test_a_grid_is_a_product():
         ("routing.k=many", "routing.k=many: k must be an integer or None, got 'many'"),
         ("routing.k=1.5", "k must be an integer or None, got 1.5"),
         ("routing.k=1,2", "give one value each; a list is written"),
-        ("routing.priority=best", "priority must be 'none', 'max', 'sum' or None, got 'best'"),
+        ("routing.priority=best", "priority must be 'none', 'max', 'sum', 'weight' or None, got 'best'"),
         ("routing.experts=[1,1]", "experts must be distinct indices"),
     ],
 )
