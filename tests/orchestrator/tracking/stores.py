@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,7 +51,10 @@ class Server:
 
 
 class Postgres:
-    def __init__(self) -> None:
+    """On loopback. `enter` comes before each command, so that it runs on another machine."""
+
+    def __init__(self, enter: Sequence[str] = ()) -> None:
+        self._enter = enter
         self._bin = Path(system_program("initdb", "postgresql")).parent
         self.port = free_port()
         self.uri = f"postgresql://tester:secret@127.0.0.1:{self.port}/postgres"
@@ -61,8 +65,14 @@ class Postgres:
         password.write_text("secret")
         password.chmod(0o644)
         self._run("initdb", "-D", f"{self.folder}/data", "-U", "tester", "-A", "md5", f"--pwfile={password}")
+        self.start()
+
+    def start(self) -> None:
         options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories="
         self._control("start", "-o", options, "-l", f"{self.folder}/log")
+
+    def ask(self, query: str) -> str:
+        return self._run("psql", self.uri, "--tuples-only", "--no-align", "--command", query)
 
     def remove(self) -> None:
         self._control("stop", "-m", "immediate")
@@ -71,15 +81,15 @@ class Postgres:
     def _control(self, *arguments: str) -> None:
         self._run("pg_ctl", "-w", "-D", f"{self.folder}/data", *arguments)
 
-    def _run(self, program: str, *arguments: str) -> None:
-        """Runs as another user than root, which Postgres refuses."""
+    def _run(self, program: str, *arguments: str) -> str:
+        """Runs as another user than root, which Postgres refuses. Returns what it prints."""
         other = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
-        subprocess.run(
-            [*other, str(self._bin / program), *arguments],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            cwd=self.folder,
-        )
+        command = [*self._enter, *other, str(self._bin / program), *arguments]
+        # A file, not a pipe: a server that it starts would keep the pipe open.
+        with tempfile.TemporaryFile("w+") as said:
+            subprocess.run(command, check=True, stdout=said, cwd=self.folder)
+            said.seek(0)
+            return said.read().strip()
 
 
 Store = Sqlite | Server | Postgres
