@@ -244,14 +244,14 @@ FAULTS = [
     Fault("worker killed", "training", worker_killed, "restarts"),
     Fault("worker killed", "checkpoint", worker_killed, "restarts"),
     Fault("worker killed", "restart", worker_killed, "restarts"),
-    Fault("raylet killed", "training", raylet_killed, "restarts"),
-    Fault("power off", "checkpoint", power_off, "restarts"),
-    Fault("power off", "restart", power_off, "restarts"),
+    Fault("raylet killed", "checkpoint", raylet_killed, "restarts"),
     Fault("cable out for 10 s", "restart", cable(10), "restarts"),
     Fault("cable out for 90 s", "training", cable(90), "restarts"),
     Fault("storage full for 15 s", "checkpoint", storage_full, "restarts"),
     Fault("worker and tracking server killed", "training", both(worker_killed, tracking_killed), "restarts"),
-    Fault("power off, control server killed", "training", both(power_off, control_server_killed), "restarts"),
+    Fault(
+        "raylet, control server killed", "training", both(raylet_killed, control_server_killed), "restarts"
+    ),
     Fault("driver killed", "checkpoint", driver(signal.SIGKILL), "ends"),
     Fault("SIGTERM to the driver", "training", driver(signal.SIGTERM), "ends", most=0),
     Fault("trial killed", "sweep", worker_killed, "restarts", most=6 * EVERY),

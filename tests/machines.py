@@ -97,6 +97,8 @@ class Machine:
 
     def connect(self, address: str) -> None:
         """Gives the network of this process an address at the switch of this machine."""
+        # Connections that nobody closed keep an earlier switch, and its cable, for minutes.
+        subprocess.run(["ip", "link", "delete", "machines"], stderr=subprocess.DEVNULL, check=False)
         ours = ("type", "veth", "peer", "name", "machines", "netns", str(os.getpid()))
         self.network("ip", "link", "add", "host", *ours)
         self.network("ip", "link", "set", "host", "master", "card", "up")

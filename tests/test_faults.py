@@ -169,6 +169,7 @@ class Lab:
         noticed = next(iter(ended or [at for at, _ in lines]), None)
         row = Row(fault, noticed and noticed - struck, outcome, repeated, *self.compared(after))
         self.rows.append(row)
+        self.write(self.cluster.folder / "faults.md")
         print(f"\n{row}", *(f"{at - struck:6.1f} s  {line[:200]}" for at, line in lines), sep="\n")
         return row
 
@@ -183,25 +184,30 @@ class Lab:
             name = directory.rpartition("/")[2]
             changes = {"name": name, "storage": str(self.alone), "scale.workers": 1, "scale.ep": 1}
             run = override(read_config(RunConfig, record.config), changes)
-            fit(run, until=max(row["step"] for row in rows if "metrics" in row))
-            losses = {row.step: row.metrics["train/loss"] for row in read_metrics(RunDir.of(run).path)}
             reports = [(row["step"], row["metrics"]["train/loss"]) for row in rows if "metrics" in row]
+            losses = self.losses(run, max(step for step, _ in reports))
             differences += [abs(loss - losses[step]) / losses[step] for step, loss in reports]
         return len(differences), max(differences)
+
+    def losses(self, run: RunConfig, until: int) -> dict[int, float]:
+        own = RunDir.of(run)
+        if until > max((row.step for row in read_metrics(own.path)), default=0):
+            fit(run, until=until)
+        return {row.step: row.metrics["train/loss"] for row in read_metrics(own.path)}
 
     def twice(self) -> int:
         """How many steps are there twice, in files and in MLflow."""
         records = self.now.records().values() if self.now else ()
         return sum(map(doubled, records)) + int(self.cluster.postgres.ask(TWICE))
 
-    def write(self) -> None:
+    def write(self, page: Path) -> None:
         memory = psutil.virtual_memory().total / 2**30
         computer = f"{os.cpu_count()} cores, {memory:.0f} GiB of memory"
         minutes = (time.monotonic() - self.began_s) / 60
         steps = sum(row.compared for row in self.rows)
         head = HEAD.format(computer=computer, pace=PACE_S, every=EVERY)
         foot = FOOT.format(rows=len(self.rows), steps=steps, minutes=f"{minutes:.0f}")
-        PAGE.write_text(head + "".join(f"{row}\n" for row in self.rows) + foot)
+        page.write_text(head + "".join(f"{row}\n" for row in self.rows) + foot)
 
 
 def last(rows: Lines) -> int:
@@ -255,7 +261,7 @@ def lab(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
         lab.stop()
         if len(lab.rows) == len(FAULTS):
-            lab.write()
+            lab.write(PAGE)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
