@@ -240,7 +240,7 @@ FAULTS = [
     Fault("tracking server killed, again after 15 s", "training", tracking_killed, "goes on"),
     Fault("its Postgres silent for 20 s", "training", silent(POSTGRES), "goes on"),
     Fault("its Postgres killed, again after 10 s", "checkpoint", database_killed, "goes on"),
-    Fault("second driver of the same run", "training", second_driver, "goes on"),
+    Fault("second driver of the same run: refused", "training", second_driver, "goes on"),
     Fault("worker killed", "training", worker_killed, "restarts"),
     Fault("worker killed", "checkpoint", worker_killed, "restarts"),
     Fault("worker killed", "restart", worker_killed, "restarts"),

@@ -204,7 +204,7 @@ class Cluster:
         for node in left:
             if not node.is_on():
                 node.boot()
-            for process in node.processes(""):
+            for process in node.processes("ray"):
                 process.kill()
         self.join(*left)
 

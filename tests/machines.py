@@ -29,7 +29,8 @@ printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$0" > {DISK}/hosts
 mount --bind {DISK}/hosts /etc/hosts
 ip link set lo up
 echo booted
-exec cat"""
+cat
+exit # the shell stays, and buries processes that nobody waits for"""
 
 
 class Machine:

@@ -98,6 +98,7 @@ class Lab:
         run = self.cluster.runs[name]
         if self.now is not run:
             self.stop()
+        if run.driver is None or run.driver.process.poll() is not None:
             self.now, run.driver = run, self.cluster.start(run)
         self.until(lambda: all(last(rows) > EVERY + STEPS for rows in run.records().values()), run)
         self.goes_on(run, run.records())
