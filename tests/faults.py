@@ -200,7 +200,8 @@ def second_driver(cluster: Cluster, run: Run) -> Iterator[None]:
     """It is refused, and says why."""
     yield
     second = cluster.start(run)
-    assert second.wait() == 1, second.lines[-5:]
+    assert second.wait() == 1
+    assert any("works in" in line for _, line in second.lines), second.lines[-5:]
 
 
 def driver(number: signal.Signals) -> Act:

@@ -94,13 +94,17 @@ class Lab:
         self.began_s = time.monotonic()
 
     def use(self, name: str) -> Run:
-        """Lets this run, and no other, train. It has saved a checkpoint."""
+        """Lets this run, and no other, train. It has saved a checkpoint since it last began: deaths without
+        one between them add up.
+        """
         run = self.cluster.runs[name]
         if self.now is not run:
             self.stop()
         if run.driver is None or run.driver.process.poll() is not None:
             self.now, run.driver = run, self.cluster.start(run)
-        self.until(lambda: all(last(rows) > EVERY + STEPS for rows in run.records().values()), run)
+        self.until(
+            lambda: all(last(rows) > begun(rows) + EVERY + STEPS for rows in run.records().values()), run
+        )
         self.goes_on(run, run.records())
         return run
 
@@ -213,6 +217,11 @@ class Lab:
 
 def last(rows: Lines) -> int:
     return max(counted(rows), default=0)
+
+
+def begun(rows: Lines) -> int:
+    """The step from which the last attempt began."""
+    return next((row["resumed"] for row in reversed(rows) if "resumed" in row), 0)
 
 
 def since(before: Records, now: Records) -> Records:
