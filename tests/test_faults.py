@@ -45,8 +45,8 @@ HEAD = """# Faults
 What a run does when a machine, a network, a disk or a service fails. `make test-machines` made each of these
 faults happen, asserted what the run did, and wrote this page.
 
-The machines are namespaces of one computer ({computer}): a head with the driver, three nodes of two CPUs, and
-one with the tracking server (on Postgres), S3, and Redis, in which Ray's control server keeps its state. One
+The machines are namespaces of one computer ({computer}): a head with the driver,
+three nodes of two CPUs, and one with the tracking server (on Postgres), S3, and Redis, in which Ray's control server keeps its state. One
 run at a time trains on them: a model with 6 experts that 3 workers share, or a sweep of three trials, one of
 which has 2 workers. A step takes {pace} s and what it computes; a checkpoint is saved every {every} steps.
 
@@ -136,9 +136,10 @@ class Lab:
     def restart(self, run: Run) -> None:
         """Lets the run begin to start again."""
         assert run.driver
-        said, old = len(run.driver.lines), self.workers()
+        lines, old = run.driver.lines, self.workers()
+        said = len(lines)
         next(iter(old)).kill()
-        self.until(lambda: any("restart from" in line for _, line in run.driver.lines[said:]), run)
+        self.until(lambda: any("restart from" in line for _, line in lines[said:]), run)
         self.until(lambda: bool(self.workers() - old), run)
 
     def workers(self) -> set[psutil.Process]:
