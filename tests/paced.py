@@ -15,7 +15,7 @@ from orchestrator.optimizers import AdamWConfig
 class PacedConfig(AdamWConfig):
     """AdamW, slowly."""
 
-    kind: Literal["paced"] = "paced"
+    kind: Literal["paced"] = "paced"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().build(model)

@@ -46,9 +46,10 @@ What a run does when a machine, a network, a disk or a service fails. `make test
 faults happen, asserted what the run did, and wrote this page.
 
 The machines are namespaces of one computer ({computer}): a head with the driver,
-three nodes of two CPUs, and one with the tracking server (on Postgres), S3, and Redis, in which Ray's control server keeps its state. One
-run at a time trains on them: a model with 6 experts that 3 workers share, or a sweep of three trials, one of
-which has 2 workers. A step takes {pace} s and what it computes; a checkpoint is saved every {every} steps.
+three nodes of two CPUs, and one with the tracking server (on Postgres), S3, and Redis, in which Ray's control
+server keeps its state. One run at a time trains on them: a model with 6 experts that 3 workers share, or a
+sweep of three trials, one of which has 2 workers. A step takes {pace} s and what it computes; a checkpoint is
+saved every {every} steps.
 
 - **Moment**: between checkpoints, while one is being written, while the run starts again because a worker
   was killed, or while the trials of a sweep train. The storage is a folder that all machines share, or S3.
@@ -162,7 +163,8 @@ class Lab:
         next(act, None)
         mended, outcome, ended = run.records(), "goes on", []
         if fault.expected == "ends":
-            outcome = f"ends with {driver.wait()}; the same command goes on"
+            code = driver.wait()
+            outcome = f"ends with {code if code >= 0 else 128 - code}; the same command goes on"
             ended = [time.monotonic()]
             run.driver = self.cluster.start(run)
         restarted = fault.expected != "goes on"
