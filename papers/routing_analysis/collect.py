@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe import ExpertChoiceConfig, RoutingOverrides, TokenChoiceConfig, ViT, ViTConfig
+from moe import CapacityConfig, RoutingOverrides, TokenChoiceConfig, ViT, ViTConfig
 from moe.init import mix, split
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
@@ -35,7 +35,7 @@ EMPTY = torch.zeros(0)
 class RoutingView:
     """How a MoE layer routes the patches of B images."""
 
-    gate_BPE: Tensor  # share of each expert before any dropping; sums to 1 over E
+    gate_BPE: Tensor  # share of each expert before any dropping; sums to 1 over E, or to 0 if no gate is open
     seat_BPE: Tensor  # whether the expert sees the patch
     weight_BPE: Tensor  # of the expert's output in the patch's sum; 0 without a seat
 
@@ -351,7 +351,7 @@ def discard(model: ViT, batch: Batch, setting: RoutingOverrides, chosen: Sequenc
 
 def discards(router: object) -> bool:
     """Whether the router may discard patches. Soft routers and mixtures have room for all."""
-    return isinstance(router, TokenChoiceConfig | ExpertChoiceConfig)
+    return isinstance(router, CapacityConfig)
 
 
 def capacity_settings(

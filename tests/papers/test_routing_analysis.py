@@ -103,7 +103,9 @@ def test_views_of_every_router(router):
     routings = model(normalize(batch["image"]), batch.valid, return_routings=True).routings
     view = collect.view_of(routings[0], model.config, batch.valid)
     assert view.gate_BPE.shape == view.seat_BPE.shape == (5, 16, 4)
-    torch.testing.assert_close(view.gate_BPE.sum(-1), torch.ones(5, 16))
+    open_BP = view.gate_BPE.any(-1)
+    assert open_BP.all() or router.kind == "relu"
+    torch.testing.assert_close(view.gate_BPE.sum(-1), open_BP.float())
     assert not view.weight_BPE[~view.seat_BPE].any()
     if not collect.discards(router):
         assert not view.discarded_BP().any()

@@ -307,7 +307,7 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
     monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
     start(run)
-    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": []})
+    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": [], "register": None})
     assert stops == [True]
 
 
