@@ -17,7 +17,14 @@ from moe.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class RatesConfig(Config):
-    """Factors of the learning rate for the parts of a model; ``backbone`` is what is in no other part."""
+    """Factors of the learning rate for the parts of a model.
+
+    Attributes:
+        router: of the routers' parameters.
+        experts: of the weights of experts.
+        head: of the head.
+        backbone: of all others.
+    """
 
     router: NonNegativeFloat = 1.0
     experts: NonNegativeFloat = 1.0
