@@ -87,7 +87,8 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.smoke
+# On a busy machine the requeued job once ended before its script had begun; why is not known.
+@pytest.mark.slow  # two clusters after each other
 def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store, tmp_path):
     out, file = tmp_path / "out.txt", tmp_path / "home" / "noticed" / "metrics.jsonl"
     train = [sys.executable, "jobs/train.py", "--name", "noticed", "--workers", "2", "--ep", "2"]
