@@ -57,7 +57,7 @@ def command(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("orchestrator").setLevel(logging.INFO)
     before = _signals.handlers()
-    _signals.heed(grace or _signals.default_grace_s())
+    _signals.install(grace or _signals.default_grace_s())
     try:
         if places:
             places.check_local()
@@ -75,7 +75,7 @@ def command(
         # Libraries would take seconds to release what ends with this process anyway.
         os._exit(_signals.exit_code())
     finally:
-        _signals.give_back(before)
+        _signals.restore(before)
 
 
 def with_flags(message: str) -> str:
@@ -96,7 +96,7 @@ def connect() -> None:
     if not ray.is_initialized():
         cluster.connect(partial(print, flush=True))
         # Ray has replaced the handlers by its own.
-        _signals.heed()
+        _signals.install()
 
 
 def on_cluster(work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:

@@ -10,14 +10,14 @@ from orchestrator.training import notice
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C; `ray job stop`, Kubernetes; Slurm
 STOP_S = 2.5  # from a signal to the forced end of what has nothing to save
 GRACE_S = 25.0  # of what trains; Kubernetes kills 30 s after its signal
-RAY_STOP_S = 3.0  # as `ray job stop` does, unless it is told otherwise
+RAY_STOP_S = 3.0  # default of RAY_JOB_STOP_WAIT_TIME_S, from SIGTERM to SIGKILL
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # is set in a submitted job
 
 _arrived = 0  # the signal that has arrived, if any
 _grace_s = GRACE_S
 
 
-def heed(grace_s: float | None = None) -> None:
+def install(grace_s: float | None = None) -> None:
     """Lets the first signal stop the program: what trains saves within `grace_s` seconds, and MLflow is
     informed. A second signal ends the process at once. Is called again, without seconds, when a library has
     replaced the handlers.
@@ -32,7 +32,7 @@ def handlers() -> dict[signal.Signals, Any]:
     return {number: signal.getsignal(number) for number in SIGNALS}
 
 
-def give_back(before: dict[signal.Signals, Any]) -> None:
+def restore(before: dict[signal.Signals, Any]) -> None:
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -240,7 +240,7 @@ def _changed(location: str) -> Iterator[tuple[Any, str]]:
 
 
 def _said(error: Exception) -> str:
-    """What an error says, in one line and without its internals."""
+    """Returns an error's message in one line, without the debug output of obstore."""
     return " ".join(str(error).partition("Debug source:")[0].split())
 
 

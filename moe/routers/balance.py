@@ -1,4 +1,4 @@
-"""What balances experts: a bias in the choice that follows their load without a gradient, or a loss.
+"""Load balancing: a bias in the choice that follows the load of experts without a gradient, or a loss.
 
 Sources: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
 https://arxiv.org/abs/2408.15664, centred as in torchtitan; quantile balancing as in Megatron-Core, by counts
@@ -48,15 +48,15 @@ class BalanceConfig(Family, ABC, default="none"):
 
 @dataclass(frozen=True, kw_only=True)
 class NoBalanceConfig(BalanceConfig):
-    """No bias."""
+    """No bias: nothing is counted, and nothing changes."""
 
     kind: Literal["none"] = "none"
 
     def count(self, scores_GSE: Tensor, bias_E: Tensor, chosen_GSE: Tensor, valid_GS: Tensor) -> Tensor:
-        raise NotImplementedError
+        return chosen_GSE.new_zeros(0, chosen_GSE.shape[-1], dtype=torch.int64)
 
     def next_bias(self, bias_E: Tensor, counts_RE: Tensor, k: int) -> Tensor:
-        raise NotImplementedError
+        return bias_E
 
 
 @dataclass(frozen=True, kw_only=True)

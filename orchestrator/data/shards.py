@@ -111,7 +111,7 @@ class DataSet:
                 else:
                     if self.whole:
                         _fetch_beside(location, of, self.cache_bytes)
-                    read = _requests().submit(_from_afar, location, of, begin, size)
+                    read = _requests().submit(_from_remote, location, of, begin, size)
                     requests, fetched = requests + 1, fetched + size
                 images += [partial(_part, read.result, place[1] - begin, place[2]) for place in run]
         checked: list[Image] = [partial(_checked, *each) for each in zip(images, crc32.tolist(), strict=True)]
@@ -224,7 +224,7 @@ def _from_cache(file: BinaryIO, location: str, offset: int, size: int) -> bytes:
     return content
 
 
-def _from_afar(location: str, shard: Shard, offset: int, size: int) -> bytes:
+def _from_remote(location: str, shard: Shard, offset: int, size: int) -> bytes:
     found = None
     try:
         found = storage.read_range(location, offset, size)

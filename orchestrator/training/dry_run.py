@@ -57,7 +57,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What the first worker of a run holds and sends in a step.
+    """Memory and traffic of the first worker of a run in one step.
 
     Attributes:
         parameters, optimizer: bytes that it keeps from step to step.

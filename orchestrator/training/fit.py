@@ -34,7 +34,7 @@ from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError, reason_of
 from orchestrator.training import notice
 from orchestrator.training.gauges import Gauges
-from orchestrator.training.heartbeat import Heart, Pulse
+from orchestrator.training.heartbeat import HeartbeatMonitor, HeartbeatSender
 from orchestrator.training.launch import on_workers
 from orchestrator.training.metrics_file import LOG, METRICS, POLL_S, LineReader, poll_s
 from orchestrator.training.resources import (
@@ -122,9 +122,9 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
         with notice.saving():
             train_worker(run, report=report, read=in_process, until=until, should_stop=_asked(own))
     else:
-        missing, pulse = MissingWorkers(), Pulse(run.name)
-        with _following(run, report, missing, pulse) as failed:
-            fit_on_workers(run, missing, pulse, until, failed)
+        missing, monitor = MissingWorkers(), HeartbeatMonitor(run.name)
+        with _following(run, report, missing, monitor) as failed:
+            fit_on_workers(run, missing, monitor, until, failed)
     result = own.result() or (own.pause(until) if until else None)
     if result is None:
         raise notice.Stopped({run.name: max(manifests.steps(own.checkpoints), default=0)})
@@ -142,7 +142,11 @@ def start(run: RunConfig, mode: StartMode = "auto", labels: Mapping[str, str] | 
 
 
 def fit_on_workers(
-    run: RunConfig, missing: "MissingWorkers", pulse: Pulse, until: int | None, failed: list[BaseException]
+    run: RunConfig,
+    missing: "MissingWorkers",
+    monitor: HeartbeatMonitor,
+    until: int | None,
+    failed: list[BaseException],
 ) -> None:
     """Trains on Ray Train workers: on all of `scale.workers`, or after `scale.wait_s` on as many as there are
     until the others are available. When one dies, all are started again from the last checkpoint; when it
@@ -169,18 +173,18 @@ def fit_on_workers(
         missing.want(run, absent)
         try:
             with notice.saving():
-                _train_on(now, until, pulse)
+                _train_on(now, until, monitor)
         except (TrainingFailedError, RayError) as error:
-            newest, gone = max(manifests.steps(own.checkpoints), default=0), pulse.gone()
+            newest, gone = max(manifests.steps(own.checkpoints), default=0), monitor.gone()
             died, saved = (0 if newest > saved else died) + (not gone), newest
             if died == ATTEMPTS or failed:
                 raise
             why = f"lost {gone}" if gone else cause_of(error)
-            again = max(pulse.step - newest, 0)
+            again = max(monitor.step - newest, 0)
             text = "%s: %s; all workers restart from step %d and repeat %d steps"
             log.warning(text, run.name, why, newest, again)
         finally:
-            pulse.end()
+            monitor.end()
             missing.want(run, 0)
 
 
@@ -274,7 +278,7 @@ def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
 
 @contextmanager
 def _following(
-    run: RunConfig, report: Report, missing: MissingWorkers, pulse: Pulse
+    run: RunConfig, report: Report, missing: MissingWorkers, monitor: HeartbeatMonitor
 ) -> Iterator[list[BaseException]]:
     """Passes the workers' reports to `report` and their log lines to our log, from a thread, and says when
     they stand still. Asks them to stop on a notice, when missing workers are available, or when `report`
@@ -294,7 +298,7 @@ def _following(
         for row in reports.new():
             if "metrics" in row:
                 report(row["step"], row["metrics"])
-                pulse.step = row["step"]
+                monitor.step = row["step"]
                 if missing.available():
                     own.ask_to_stop()
 
@@ -306,7 +310,7 @@ def _following(
                 if last or time.monotonic() > due:
                     read()
                     due = time.monotonic() + poll_s(own.path)
-                pulse.look()
+                monitor.look()
                 if notice.given():
                     own.ask_to_stop(for_good=True)
             except BaseException as error:
@@ -326,9 +330,9 @@ def _following(
             raise failed[0]
 
 
-def _train_on(run: RunConfig, until: int | None, pulse: Pulse) -> None:
+def _train_on(run: RunConfig, until: int | None, monitor: HeartbeatMonitor) -> None:
     """Makes one attempt. Ray's own retries know neither the CPU for data nor fewer workers."""
-    on_workers(_train_worker_on_ray, run, {"until": until, "register": pulse.begin(run.scale.workers)})
+    on_workers(_train_worker_on_ray, run, {"until": until, "heartbeats": monitor.begin(run.scale.workers)})
 
 
 def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
@@ -336,13 +340,13 @@ def _train_worker_on_ray(config: Mapping[str, Any]) -> None:
     own = RunDir.of(run)
     own.check_visible()
     rank = ray.train.get_context().get_world_rank()
-    heart = Heart(config["register"], rank)
+    sender = HeartbeatSender(config["heartbeats"], rank)
     train_worker(
         run,
         report=Gauges(run.name, rank).report,
         read=by_ray_data(config["feeds"]),
         until=config["until"],
-        should_stop=heart.counting(_agreed(_asked(own) if rank == 0 else lambda: False, run.scale.workers)),
+        should_stop=sender.counting(_agreed(_asked(own) if rank == 0 else lambda: False, run.scale.workers)),
     )
 
 

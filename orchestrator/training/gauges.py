@@ -1,5 +1,5 @@
-"""What each worker of a run tells Prometheus, by way of Ray, which exports it from the worker's node as
-``ray_moe_<name>`` with the labels run, rank and node. The dashboard and the alerts of ``cluster/`` read it.
+"""Gauges of each worker for Prometheus. Ray exports them from the worker's node as ``ray_moe_<name>`` with
+the labels run, rank and node; the dashboard and the alerts of ``cluster/`` read them.
 """
 
 import time

@@ -1,5 +1,5 @@
-"""What each worker of a run is doing, which it says every few seconds, so that the driver can say why a run
-stands still, and which machine is gone when it fails.
+"""Heartbeats of a run's workers, by which the driver says why a run stands still, and which machine is gone
+when it fails.
 """
 
 import logging
@@ -23,8 +23,8 @@ STILL_S = 30.0  # without a step, until the driver says so for the first time
 ANSWER_S = 1.0  # for a machine to take a connection
 
 
-class Beat(NamedTuple):
-    """The last word of a worker.
+class Heartbeat(NamedTuple):
+    """The last heartbeat of a worker.
 
     Attributes:
         node, address: id and address of its node.
@@ -40,32 +40,32 @@ class Beat(NamedTuple):
     heard_s: float = 0.0
 
 
-Beats = Mapping[int, Beat]  # by rank
+Heartbeats = Mapping[int, Heartbeat]  # by rank
 
 
-class Register:
-    """What was heard of the workers of one attempt; an actor, to which they and the driver speak."""
+class HeartbeatStore:
+    """The last heartbeat of each worker of one attempt; runs as an actor."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, tuple[float, Beat]] = {}
+        self._heard: dict[int, tuple[float, Heartbeat]] = {}
 
-    def beat(self, rank: int, beat: Beat) -> None:
+    def put(self, rank: int, beat: Heartbeat) -> None:
         self._heard[rank] = time.monotonic(), beat
 
-    def beats(self) -> Beats:
+    def read(self) -> Heartbeats:
         now = time.monotonic()
         return {rank: beat._replace(heard_s=now - at) for rank, (at, beat) in sorted(self._heard.items())}
 
 
-class Heart:
-    """Tells the register what this worker does, from a thread: a worker that waits for others says so, and
-    one whose process or machine has stopped is silent.
+class HeartbeatSender:
+    """Sends this worker's heartbeats from a thread: they go on while the worker waits for others, and stop
+    with its process or machine.
     """
 
-    def __init__(self, register: Any, rank: int) -> None:
-        self._register, self._rank, self._steps = register, rank, 0
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank, self._steps = store, rank, 0
         self._place = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        threading.Thread(target=self._beat, daemon=True, name="heart").start()
+        threading.Thread(target=self._send, daemon=True, name="heartbeat").start()
 
     def counting(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Returns the same function, which is called after each step, and counts the calls."""
@@ -76,15 +76,15 @@ class Heart:
 
         return counted
 
-    def _beat(self) -> None:
-        with suppress(Exception):  # this process ends
+    def _send(self) -> None:
+        with suppress(Exception):  # of Ray, whose calls fail once this process ends
             while True:
-                self._register.beat.remote(self._rank, Beat(*self._place, self._steps, current_phase()))
+                self._store.put.remote(self._rank, Heartbeat(*self._place, self._steps, current_phase()))
                 time.sleep(BEAT_S)
 
 
-class Pulse:
-    """The driver's view of the workers of a run, attempt by attempt.
+class HeartbeatMonitor:
+    """Watches the heartbeats of a run's workers for the driver, attempt by attempt.
 
     Attributes:
         step: the last that was reported.
@@ -92,22 +92,22 @@ class Pulse:
 
     def __init__(self, name: str) -> None:
         self.name, self.step = name, 0
-        self.register: Any = None
-        self._beats: Beats = {}
+        self.store: Any = None
+        self._beats: Heartbeats = {}
         self._workers = 0
         self._began_s = self._due_s = self._next_s = 0.0
 
     def begin(self, workers: int) -> Any:
-        """Begins an attempt of so many workers; returns the register that they are to be given."""
+        """Begins an attempt of so many workers; returns the store of their heartbeats."""
         self._beats, self._workers = {}, workers
-        self.register = ray.remote(num_cpus=0)(Register).remote()
-        return self.register
+        self.store = ray.remote(num_cpus=0)(HeartbeatStore).remote()
+        return self.store
 
     def end(self) -> None:
         """Ends an attempt. What was heard last is kept."""
-        if self.register is not None:
-            ray.kill(self.register)
-        self.register = None
+        if self.store is not None:
+            ray.kill(self.store)
+        self.store = None
 
     def look(self) -> None:
         """Logs where the workers are when all were heard, and later why they stand still, if they do."""
@@ -126,10 +126,10 @@ class Pulse:
             log.warning("%s: no step for %.0f s: %s", self.name, now - self._began_s, why)
             self._due_s = now + (now - self._began_s)  # after twice the time
 
-    def _read(self) -> Beats | None:
-        register = self.register
-        with suppress(RayError):  # of a register that has ended, or does not answer
-            return ray.get(register.beats.remote(), timeout=BEAT_S) if register else None
+    def _read(self) -> Heartbeats | None:
+        store = self.store
+        with suppress(RayError):  # of a store that has ended, or does not answer
+            return ray.get(store.read.remote(), timeout=BEAT_S) if store else None
         return None
 
     def gone(self) -> str:
@@ -143,11 +143,11 @@ class Pulse:
         return ""
 
 
-def steps_of(beats: Beats) -> int:
+def steps_of(beats: Heartbeats) -> int:
     return sum(beat.steps for beat in beats.values())
 
 
-def standstill(beats: Beats) -> str:
+def standstill(beats: Heartbeats) -> str:
     """Says who keeps the others waiting: those that were not heard, else what each does. Empty while all
     evaluate, which takes no steps.
     """
@@ -167,7 +167,7 @@ def standstill(beats: Beats) -> str:
     return "; ".join(parts)
 
 
-def places(beats: Beats) -> str:
+def places(beats: Heartbeats) -> str:
     """Names the machines of workers: ``10.0.0.1 (rank 0), 10.0.0.2 (ranks 1, 2)``."""
     found: dict[str, list[int]] = {}
     for rank, beat in beats.items():

@@ -29,7 +29,7 @@ ALL_TO_ALL = ("nccl:all_to_all", "_c10d_functional::all_to_all_single", "_c10d_f
 
 
 class _Times(threading.local):
-    """What this thread, which trains a run, has spent: seconds by phase, and events of a GPU to be read."""
+    """Seconds by phase of the thread that trains a run, and GPU events that are still to be read."""
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)

@@ -36,7 +36,7 @@ from orchestrator.training.fit import (
     resize,
     start,
 )
-from orchestrator.training.heartbeat import Pulse
+from orchestrator.training.heartbeat import HeartbeatMonitor
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
@@ -294,7 +294,7 @@ def test_attempts_count_from_the_last_checkpoint(saves, run, monkeypatch):
     monkeypatch.setattr(fit_file.RunDir, "result", lambda _: len(tried) == 2 * ATTEMPTS)
     monkeypatch.setattr(fit_file.manifests, "steps", lambda _: tried if saves else [])
     with nullcontext() if saves else pytest.raises(RayError):
-        fit_on_workers(run, MissingWorkers(), Pulse(run.name), None, [])
+        fit_on_workers(run, MissingWorkers(), HeartbeatMonitor(run.name), None, [])
     assert len(tried) == (2 * ATTEMPTS if saves else ATTEMPTS)
 
 
@@ -307,7 +307,7 @@ def test_every_worker_stops_when_the_first_is_asked(run, monkeypatch):
     monkeypatch.setattr(fit_file, "sum_over_ranks", lambda asked: asked + 1)  # the first is asked
     monkeypatch.setattr(fit_file, "train_worker", lambda *_, should_stop, **__: stops.append(should_stop()))
     start(run)
-    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": [], "register": None})
+    fit_file._train_worker_on_ray({"run": run, "until": None, "feeds": [], "heartbeats": None})
     assert stops == [True]
 
 
