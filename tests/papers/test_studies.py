@@ -84,7 +84,8 @@ def test_experts_specialise():
     assert all(1 <= count <= most for count, most in zip(unique, cap, strict=True))
     assert unique == sorted(unique)
     assert result.details["every_k"]["k"] == [k for n in (2, 4, 8, 16) for k in range(1, n)]
-    assert [axes.get_title("left") for axes in result.figure.axes] == [f"{n} experts" for n in (2, 4, 8, 16)]
+    headings = [f"{n} experts; z of half of them: {z:.1f}" for n, *_, z in columns(result, *names)]
+    assert [axes.get_title("left") for axes in result.figure.axes] == headings
     assert len(png(result.figure)) > 20_000
 
 

@@ -75,9 +75,9 @@ def test_the_doctor_names_a_machine_that_cannot_be_reached(digits, tmp_path):
     env.pop("RAY_ADDRESS")
     doctor = [sys.executable, "jobs/plan.py", "--check", "--json", "--storage", str(tmp_path)]
     with machines(3) as (head, other, last):
-        last.ip("link", "add", "own", "type", "bridge")
-        last.ip("address", "add", "9.0.0.1/24", "dev", "own")  # gloo connects to the lower address
-        last.ip("link", "set", "own", "up")
+        last.network("ip", "link", "add", "own", "type", "bridge")
+        last.network("ip", "address", "add", "9.0.0.1/24", "dev", "own")  # gloo connects to the lower address
+        last.network("ip", "link", "set", "own", "up")
         start_ray(head, env, "--head", "--include-dashboard=false")
         start_ray(other, env, f"--address={head.address}:6379")
         start_ray(last, env | {"GLOO_SOCKET_IFNAME": "own"}, f"--address={head.address}:6379")
