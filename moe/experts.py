@@ -7,6 +7,7 @@ Parameter Count: Implicit Bias in Soft Mixture of Experts", algorithm 1 and sect
 each group has a subset of its own.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,7 +26,7 @@ def is_expert(name: str) -> bool:
 
 
 class Experts(nn.Module):
-    """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on any number of rows per expert (`rows`)."""
+    """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on rows of any number per expert (`rows`)."""
 
     undecayed: ClassVar = ("b_in_EF", "b_out_ED")  # biases, which are stacked
 
@@ -58,33 +59,62 @@ class Experts(nn.Module):
             "b_out_ED": zeros(),
         }
 
-    def forward(self, x_END: Tensor, keys_EN: Tensor | None = None) -> Tensor:
-        """Applies the experts; `keys_EN` (int64, one per row) seed dropout, which needs them."""
+    def forward(self, x_END: Tensor, keys_EN: Tensor | None = None, count_E: Tensor | None = None) -> Tensor:
+        """Applies the experts; `keys_EN` (int64, one per row) seed dropout, which needs them. With `count_E`
+        the rows are those of `rows`."""
+        if count_E is not None:
+            return self.rows(x_END, count_E, keys_EN)
         return self.mlps(x_END, keys_EN, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
 
-    def rows(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
+    def rows(self, x_MD: Tensor, count_E: Tensor, keys_M: Tensor | None = None) -> Tensor:
         """Applies the experts to rows sorted by expert, count_E rows each: (M, D) -> (M, D).
 
-        Only the weights of experts that have rows are read. There is no dropout: it is for evaluation.
+        Rows after those of the experts become zeros. The host waits for the counts.
         """
-        if grouped_matmul_fits(self.w_in_EDF):
-            return self.rows_in_groups(x_MD, count_E)
-        pieces = [
-            self._expert(e, x_ND) for e, x_ND in enumerate(x_MD.split(count_E.tolist())) if len(x_ND) > 0
-        ]
-        return torch.cat(pieces)
+        return self.row_mlps(
+            x_MD, count_E, keys_M, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED
+        )
 
-    def _expert(self, e: int, x_ND: Tensor) -> Tensor:
-        h_NF = activate(torch.addmm(self.b_in_EF[e], x_ND, self.w_in_EDF[e]), self.activation)
-        return torch.addmm(self.b_out_ED[e], h_NF, self.w_out_EFD[e])
+    # Its sizes are data, with which a compiler would begin anew each time.
+    @torch.compiler.disable
+    def row_mlps(
+        self, x_MD: Tensor, count_E: Tensor, keys_M: Tensor | None, w_in_EDF: Tensor, *others: Tensor
+    ) -> Tensor:
+        """Computes `rows` with the weights of all experts, or those of a rank's experts alone."""
+        M, E = len(x_MD), len(count_E)
+        # The meta device has no counts.
+        sizes = [(M + e) // E for e in range(E)] if x_MD.is_meta else count_E.tolist()
+        computed = sum(sizes)
+        x_MD, keys_M = x_MD[:computed], None if keys_M is None else keys_M[:computed]
+        if grouped_matmul_fits(w_in_EDF):
+            y_MD = self._rows_in_groups(x_MD, count_E, keys_M, w_in_EDF, *others)
+        else:
+            keys = [None] * E if keys_M is None else keys_M.unsqueeze(0).split(sizes, 1)
+            weights = (w.split(1) for w in (w_in_EDF, *others))
+            # Not `self.mlps`, which is compiled for one shape.
+            pieces = map(partial(Experts.mlps, self), x_MD.unsqueeze(0).split(sizes, 1), keys, *weights)
+            y_MD = torch.cat([*pieces], 1).squeeze(0)
+        return F.pad(y_MD, (0, 0, 0, M - computed)) if computed < M else y_MD
 
-    def rows_in_groups(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """Computes `rows` in two kernels, without a host sync for the counts."""
+    def _rows_in_groups(
+        self,
+        x_MD: Tensor,
+        count_E: Tensor,
+        keys_M: Tensor | None,
+        w_in_EDF: Tensor,
+        b_in_EF: Tensor,
+        w_out_EFD: Tensor,
+        b_out_ED: Tensor,
+    ) -> Tensor:
+        """Computes `rows` in two kernels."""
         expert_M = torch.repeat_interleave(count_E, output_size=len(x_MD))
         end_E = count_E.cumsum(0, dtype=torch.int32)
-        h_MF = F.grouped_mm(x_MD, self.w_in_EDF, offs=end_E) + self.b_in_EF[expert_M]
+        h_MF = F.grouped_mm(x_MD, w_in_EDF, offs=end_E) + b_in_EF.index_select(0, expert_M)
         h_MF = activate(h_MF, self.activation)
-        return F.grouped_mm(h_MF, self.w_out_EFD, offs=end_E) + self.b_out_ED[expert_M]
+        if keys_M is not None:
+            h_MF = dropout(h_MF, self.dropout, mix(keys_M, 0))
+        y_MD = F.grouped_mm(h_MF, w_out_EFD, offs=end_E) + b_out_ED.index_select(0, expert_M)
+        return y_MD if keys_M is None else dropout(y_MD, self.dropout, mix(keys_M, 1))
 
     def mlps(
         self,
@@ -105,22 +135,23 @@ class Experts(nn.Module):
 
 
 def grouped_matmul_fits(w_EDF: Tensor) -> bool:
-    """Returns whether torch's grouped matmul is one kernel: bfloat16, rows of 16 bytes, CUDA, SM >= 8.0."""
-    return (
-        w_EDF.is_cuda
-        and w_EDF.dtype is torch.bfloat16
-        and torch.cuda.get_device_capability(w_EDF.device) >= (8, 0)
-        and all(size % 8 == 0 for size in w_EDF.shape[1:])
-    )
+    """Returns whether torch has a grouped matmul for these weights: rows of 16 bytes; on the CPU float32 or
+    bfloat16; on CUDA bfloat16 with SM >= 8.0.
+    """
+    if any(size * w_EDF.itemsize % 16 for size in w_EDF.shape[1:]):
+        return False
+    if w_EDF.is_cuda:
+        return w_EDF.dtype is torch.bfloat16 and torch.cuda.get_device_capability(w_EDF.device) >= (8, 0)
+    return w_EDF.is_cpu and w_EDF.dtype in (torch.float32, torch.bfloat16)
 
 
 def chosen_alone(experts: Experts, routing: Routing, overrides: RoutingOverrides) -> int | None:
     """Returns the number of experts of each group to run alone, or None to run all and mask the others.
 
     Training and compiled graphs need static shapes, and experts that are spread over ranks (a subclass made
-    by `ExpertParallel` or FSDP) have their weights elsewhere.
+    by `ExpertParallel` or FSDP) have their weights elsewhere. Without slots the others have no rows.
     """
-    if routing.kept_GE is None or type(experts) is not Experts:
+    if routing.kept_GE is None or routing.count_E is not None or type(experts) is not Experts:
         return None
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None

@@ -176,9 +176,8 @@ class MoELayer(nn.Module):
             x_END = routing.dispatch(x_GSD)
             keys_EN = None
             if keys_GS is not None and self.experts.dropout:
-                E, N, _ = x_END.shape
-                keys_EN = split(split(keys_GS[:, 0], E), N // G).transpose(0, 1).flatten(1)
-            y_GSD = routing.combine(self.experts(x_END, keys_EN))
+                keys_EN = routing.keys(keys_GS, x_END)
+            y_GSD = routing.combine(self.experts(x_END, keys_EN, routing.count_E))
         y_BSD = y_GSD.reshape(x_BSD.shape)
         if self.shared is not None:
             keys_BS = None if keys_GS is None else mix(keys_GS.reshape(B, tokens), SHARED_SALT)

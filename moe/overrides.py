@@ -14,6 +14,7 @@ from moe.config import Config
 from moe.init import mix, split, uniform
 
 Priority = Literal["none", "max", "sum", "weight"]
+Dropless = Literal["dropless"]
 T = TypeVar("T")
 
 
@@ -33,7 +34,7 @@ class RoutingOverrides(Config):
     """
 
     k: int | None = None
-    capacity_factor: float | None = None
+    capacity_factor: float | Dropless | None = None
     priority: Priority | None = None
     experts: int | tuple[int, ...] | None = None
     subset_seed: int | None = None

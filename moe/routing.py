@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.config import Family
-from moe.init import Draw
+from moe.init import Draw, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 
 
@@ -31,7 +31,7 @@ class LayerShape(NamedTuple):
     tokens: int
     images: int
     experts: int
-    slots: int
+    slots: float
     dim: int
 
     def rows(self) -> float:
@@ -54,8 +54,9 @@ class RouterConfig(Family, ABC, default="token_choice"):
         """Returns the router; `init_weights` sets its weights by its `draws`."""
 
     @abstractmethod
-    def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """Returns C, the slots per expert in a group of `num_tokens`, or raises ValueError."""
+    def slots(self, *, num_tokens: int, num_experts: int) -> float:
+        """Returns C, the slots per expert in a group of `num_tokens`, or raises ValueError. Without
+        slots, C is the mean number of rows of an expert."""
 
     def eval_config(self) -> Self:
         """Returns the config in evaluation mode, where capacity may differ from training."""
@@ -174,6 +175,7 @@ class Routing(ABC):
         kept_GE: boolean mask of the experts whose outputs are combined; None if all are.
         counts: what is added to the router's `counts` if this was a pass of training; None if it counts
             nothing.
+        count_E: rows of each expert, if the experts have rows of any number; None: each has G*C slots.
     """
 
     gates_GSE: Tensor
@@ -182,6 +184,7 @@ class Routing(ABC):
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     kept_GE: Tensor | None = None
     counts: Tensor | None = None
+    count_E: Tensor | None = None
 
     @abstractmethod
     def only(self, expert_GK: Tensor) -> Self:
@@ -197,6 +200,11 @@ class Routing(ABC):
     @abstractmethod
     def combine(self, y_END: Tensor) -> Tensor:
         """Mixes slot outputs back into tokens: (E, G*C, D) -> (G, S, D)."""
+
+    def keys(self, keys_GS: Tensor, x_END: Tensor) -> Tensor:
+        """Returns a key for each row that `dispatch` returned, (E, G*C), from those of tokens."""
+        E, N, _ = x_END.shape
+        return split(split(keys_GS[:, 0], E), N // len(keys_GS)).transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True, kw_only=True)

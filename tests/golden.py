@@ -25,6 +25,7 @@ from tests.golden_gates import (
     balanced,
     capacities,
     cosine,
+    dropless,
     gate,
     log_sum_exp,
     loss_free,
@@ -106,6 +107,7 @@ FAMILIES: dict[str, Callable[[Arrays, Meta, Report], None]] = {
     "cosine": cosine,
     "relu": relu,
     "seats": seats,
+    "dropless": dropless,
     "shared": shared,
     "capacity_rules": capacities,
 }
@@ -114,7 +116,6 @@ NOT_BUILT = {  # family or case -> why
     "base": "balanced assignment: a Sinkhorn plan is its smooth form, and runs on the device",
     "calmops": "a post-norm layer with a query projection, which no other model here has",
     "hash": "balanced tables of word counts: patches have no ids",
-    "dropless": "rows of any number per expert, where slots here are fixed",
     "group_limited": "experts in groups, which only expert parallelism over nodes gains from",
     "gate__sigmoid_k1_norm_is_scale": "weights that are constant at k = 1, by which a router learns nothing",
     "shared__gated_capacity_padding": "a gate of the shared expert",

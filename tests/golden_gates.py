@@ -1,6 +1,6 @@
 """Golden cases of today's routers: gates, their balance, seats, shared experts, and rules of capacity."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from moe.routers.relu import ReLURouter, openness_loss
 from moe.routers.token_choice import chosen_by, top_experts, z_loss
 from moe.routers.top_k import MAX_SCALE, TopKRouter, cosines, score
 from moe.routing import GatherRouting, Router
+from moe.rows import RowsRouting
 from tests.golden_report import Arrays, Meta, Report
 from tests.golden_routers import EXPERT_WEIGHTS
 
@@ -226,6 +227,32 @@ def seats(z: Arrays, meta: Meta, report: Report) -> None:
     assert routing.weight_GEC.grad is not None
     gradient = _dense(routing, routing.weight_GEC.grad).gather(1, z["ids"].long()) * z["keep"]
     report.gradient("grad_weights", gradient, z["grad_weights"] * z["keep"])
+
+
+def dropless(z: Arrays, meta: Meta, report: Report) -> None:
+    """The order of the rows, the output, and the gradients of weights and experts; counts are not padded."""
+    c, experts = meta["config"], z["logits"].shape[1]
+    router = _of_logits(TopKConfig(**_fields(meta), capacity_factor="dropless"), experts)
+    routing = router(z["logits"].unsqueeze(0), z["valid"].unsqueeze(0))
+    assert isinstance(routing, RowsRouting)
+    assert routing.count_E is not None
+    for name, found in {
+        "ids": routing.expert_GSK[0],
+        "counts": routing.count_E,
+        "ends": routing.count_E.cumsum(0),
+        "order_token": routing.order_M // c["k"],
+        "order_choice": routing.order_M % c["k"],
+    }.items():
+        report.exact(name, torch.equal(found, z[name].long()))
+    report.close("weights", routing.weight_GSK[0], z["weights"])
+    mlps, weight_GSK = _experts(z), routing.weight_GSK.detach().requires_grad_()
+    rows = mlps(routing.dispatch(z["x"].unsqueeze(0)), None, routing.count_E)
+    y = replace(routing, weight_GSK=weight_GSK).combine(rows)[0]
+    report.close("y", y, z["y"])
+    (y * z["cotangent"]).sum().backward()
+    _gradients(z, mlps, report)
+    assert weight_GSK.grad is not None
+    report.gradient("grad_weights", weight_GSK.grad[0], z["grad_weights"])
 
 
 def shared(z: Arrays, meta: Meta, report: Report) -> None:

@@ -28,12 +28,13 @@ moe.tokenizers: moe.config
 moe.routing: moe.config moe.init moe.overrides
 moe.overrides: moe.config moe.init
 moe.experts: moe.dense moe.init moe.overrides moe.routing
+moe.rows: moe.init moe.routing
 moe.dense: moe.init
-moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing
+moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing moe.rows
 moe.routers.graphed:
 moe.routers.sparse_transport: moe.routers.graphed
 moe.routers.affinity: moe.config moe.init moe.routers.graphed moe.routers.sparse_transport moe.routing
-moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing
+moe.routers.choice: moe.config moe.init moe.overrides moe.routers.affinity moe.routing moe.rows
 moe.layer: moe.dense moe.config moe.experts moe.init moe.overrides moe.routers moe.routing
 moe.model: moe.config moe.experts moe.init moe.layer moe.overrides moe.routing moe.trace
 moe.trace: moe.layer moe.model

@@ -16,7 +16,7 @@ FILES = sorted(GOLDENS.glob("*.npz"))
 
 
 def test_all_files_and_families_are_there():
-    assert len(FILES) == 158
+    assert len(FILES) == 160
     assert {family_of(path) for path in FILES} == set(FAMILIES)
 
 

@@ -8,7 +8,7 @@ round(c*T/E). `round` is half to even, as in the authors' code; their later code
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ from moe.config import PositiveFloat, PositiveInt
 from moe.init import Draw, lecun_normal
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers.affinity import Gating, gating
-from moe.routing import GatherRouting, Router, RouterConfig, routing_stats
+from moe.routing import GatherRouting, Router, RouterConfig, Routing, routing_stats
+from moe.rows import RowsRouting, sort_by_expert
+
+AnyRouting = TypeVar("AnyRouting", bound=Routing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,18 +181,61 @@ def gather_routing(
     )
     if chosen_GSE is None:
         return routing
-    load_GE = chosen_GSE.sum(1)
     seats_GS = token_GEC.new_zeros(G, S + 1).scatter_add(
         1, token_GEC.flatten(1), seated_GEC.flatten(1).long()
+    )[:, :S]
+    return _with_stats(
+        routing, chosen_GSE, seats_GS, valid_GS, flip_G=flip_G, residual_G=residual_G, bias_E=bias_E
     )
-    stats = routing_stats(
+
+
+def rows_routing(
+    choice_GSK: Tensor,
+    *,
+    chosen_GSE: Tensor,
+    weights_GSE: Tensor,
+    gates_GSE: Tensor,
+    valid_GS: Tensor,
+    overrides: RoutingOverrides,
+    aux_G: Tensor,
+    bias_E: Tensor | None = None,
+    counts: Tensor | None = None,
+    return_stats: bool = True,
+) -> RowsRouting:
+    """Makes a routing that computes every choice of a valid token; the other arguments are as those of
+    `gather_routing`.
+    """
+    computed_GSK = valid_GS.bool().unsqueeze(-1).expand(choice_GSK.shape)
+    kept_GE = overrides.kept((weights_GSE * chosen_GSE).detach().sum(1))
+    if kept_GE is not None:
+        kept_GSE = kept_GE.unsqueeze(1).expand(gates_GSE.shape)
+        computed_GSK = computed_GSK & kept_GSE.gather(-1, choice_GSK)
+    order_M, count_E = sort_by_expert(choice_GSK, computed_GSK, gates_GSE.shape[-1])
+    routing = RowsRouting(
+        expert_GSK=choice_GSK,
+        weight_GSK=weights_GSE.gather(-1, choice_GSK) * computed_GSK,
+        order_M=order_M,
+        count_E=count_E,
         gates_GSE=gates_GSE,
+        aux_G=aux_G,
+        kept_GE=kept_GE,
+        counts=counts,
+    )
+    if not return_stats:
+        return routing
+    return _with_stats(routing, chosen_GSE, computed_GSK.sum(-1), valid_GS, bias_E=bias_E)
+
+
+def _with_stats(
+    routing: AnyRouting, chosen_GSE: Tensor, seats_GS: Tensor, valid_GS: Tensor, **others: Tensor | None
+) -> AnyRouting:
+    load_GE = chosen_GSE.sum(1)
+    stats = routing_stats(
+        gates_GSE=routing.gates_GSE,
         load_GE=load_GE,
         chosen_GS=chosen_GSE.sum(2),
-        seats_GS=seats_GS[:, :S],
+        seats_GS=seats_GS,
         valid_GS=valid_GS,
-        flip_G=flip_G,
-        residual_G=residual_G,
-        bias_E=bias_E,
+        **others,
     )
     return replace(routing, load_GE=load_GE, stats=stats)

@@ -6,8 +6,8 @@ Representation Collapse of Sparse MoE", https://arxiv.org/abs/2204.09179, and Tu
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from moe.config import NonNegativeFloat, PositiveFloat, PositiveInt
 from moe.init import Draw, constant, lecun_normal, normal, zeros
-from moe.overrides import AS_TRAINED, Priority, RoutingOverrides
+from moe.overrides import AS_TRAINED, Dropless, Priority, RoutingOverrides
 from moe.routers.affinity import gate_logits
 from moe.routers.balance import BalanceConfig, Level, NoBalanceConfig, frequency, frequency_loss
-from moe.routers.choice import CapacityConfig, best_of, gather_routing
+from moe.routers.choice import CapacityConfig, best_of, gather_routing, rows_routing
 from moe.routers.token_choice import (
     chosen_by,
     fill_slots,
@@ -27,7 +27,7 @@ from moe.routers.token_choice import (
     top_experts,
     z_loss,
 )
-from moe.routing import GatherRouting, LayerShape, Router, at_least_fp32
+from moe.routing import LayerShape, Router, Routing, at_least_fp32
 
 # Of the division by the sum of weights.
 EPS = 1e-20
@@ -40,6 +40,8 @@ class TopKConfig(CapacityConfig):
     """Top-k gating.
 
     Attributes:
+        capacity_factor, eval_capacity_factor: slots per assignment; or ``dropless``: no slots, every expert
+            computes all tokens that chose it (`moe.rows`).
         k: experts that each token chooses.
         score: what is made of the logits: their ``softmax`` over the experts, ``sigmoid``, or
             ``sqrtsoftplus``, sqrt(log(1 + e^z)). The k largest are chosen, and weigh the outputs.
@@ -60,6 +62,8 @@ class TopKConfig(CapacityConfig):
     """
 
     kind: Literal["top_k"] = "top_k"
+    capacity_factor: PositiveFloat | Dropless = 1.0  # pyright: ignore[reportIncompatibleVariableOverride]
+    eval_capacity_factor: PositiveFloat | Dropless | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     k: PositiveInt = 1
     score: Score = "softmax"
     normalise: bool = False
@@ -74,6 +78,7 @@ class TopKConfig(CapacityConfig):
     priority: Priority = "weight"
 
     tokens_choose: ClassVar[bool] = True
+    CAPACITIES: ClassVar = (*CapacityConfig.CAPACITIES, "dropless")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,13 +93,16 @@ class TopKConfig(CapacityConfig):
     def build(self, *, dim: int, num_experts: int) -> "TopKRouter":
         return TopKRouter(self, dim=dim, num_experts=num_experts)
 
-    def slots(self, *, num_tokens: int, num_experts: int) -> int:
-        """Returns C, the slots per expert in a group of `num_tokens`."""
+    def slots(self, *, num_tokens: int, num_experts: int) -> float:
         if self.k > num_experts:
             raise ValueError(f"k={self.k} exceeds num_experts={num_experts}")
+        if self.capacity_factor == "dropless":
+            return num_tokens * self.k / num_experts
         return self.capacity(num_tokens * self.k, num_experts)
 
     def leaks_future(self, *, num_tokens: int, num_experts: int) -> str:
+        if self.capacity_factor == "dropless":
+            return ""
         return seating_leaks(self, num_tokens=num_tokens, num_experts=num_experts)
 
     def active_experts(self, num_experts: int) -> float:
@@ -105,6 +113,12 @@ class TopKConfig(CapacityConfig):
         return [
             RoutingOverrides(k=k, capacity_factor=c) for k in ks if k <= num_experts for c in self.CAPACITIES
         ]
+
+    def saved(self, layer: LayerShape) -> tuple[float, float]:
+        rows, numbers = super().saved(layer)
+        return (
+            rows - layer.rows() if self.capacity_factor == "dropless" else rows
+        ), numbers  # nothing is added
 
     def gate_macs(self, layer: LayerShape) -> float:
         width = self.projection or layer.dim
@@ -174,10 +188,13 @@ class TopKRouter(Router):
         overrides: RoutingOverrides = AS_TRAINED,
         random_GS: Tensor | None = None,
         return_stats: bool = True,
-    ) -> GatherRouting:
+    ) -> Routing:
         config = overrides.apply(self.config if self.training else self.config.eval_config())
         E, has_bias = self.num_experts, config.balance.rows > 0
-        capacity = config.slots(num_tokens=int(x_GSD.shape[1]), num_experts=E)
+        if config.capacity_factor == "dropless" and torch.compiler.is_exporting():
+            # A graph has rows of fixed numbers: a slot for every token in each expert computes the same.
+            config = replace(config, capacity_factor=E / config.k)
+        slots = config.slots(num_tokens=int(x_GSD.shape[1]), num_experts=E)
         logits_GSE = self.logits(x_GSD, random_GS)
         scores_GSE = score(logits_GSE, config.score)
         gates_GSE = scores_GSE
@@ -186,12 +203,6 @@ class TopKRouter(Router):
         choice = top_experts(scores_GSE + self.bias_E if has_bias else scores_GSE, config.k)
         chosen_GSE = chosen_by(choice, valid_GS, E)
         weights_GSE = weigh(scores_GSE, choice, config)
-        if config.priority == "weight":
-            token_GEC = best_of(weights_GSE, chosen_GSE.bool(), capacity)
-        else:
-            first_GS = queue_priority(scores_GSE, choice, config.priority)
-            token_GEC = fill_slots(choice, valid_GS, first_GS, num_experts=E, capacity=capacity)
-
         aux_G, level = gates_GSE.new_zeros(len(gates_GSE)), config.balance_level
         counted: list[Tensor] = []
         if self.training and has_bias:
@@ -207,17 +218,23 @@ class TopKRouter(Router):
                 counted.append(unbiased_GSE.long().sum((0, 1)).unsqueeze(0))
         if config.z_weight:
             aux_G = aux_G + config.z_weight * z_loss(logits_GSE, valid_GS)
-        return gather_routing(
-            token_GEC,
-            chosen_GSE=chosen_GSE if return_stats else None,
-            weights_GSE=weights_GSE,
-            gates_GSE=gates_GSE,
-            valid_GS=valid_GS,
-            overrides=overrides,
-            aux_G=aux_G,
-            bias_E=self.bias_E if has_bias else None,
-            counts=torch.cat(counted) if counted else None,
-        )
+        rest: dict[str, Any] = {
+            "weights_GSE": weights_GSE,
+            "gates_GSE": gates_GSE,
+            "valid_GS": valid_GS,
+            "overrides": overrides,
+            "aux_G": aux_G,
+            "bias_E": self.bias_E if has_bias else None,
+            "counts": torch.cat(counted) if counted else None,
+        }
+        if config.capacity_factor == "dropless":
+            return rows_routing(choice, chosen_GSE=chosen_GSE, return_stats=return_stats, **rest)
+        if config.priority == "weight":
+            token_GEC = best_of(weights_GSE, chosen_GSE.bool(), int(slots))
+        else:
+            first_GS = queue_priority(scores_GSE, choice, config.priority)
+            token_GEC = fill_slots(choice, valid_GS, first_GS, num_experts=E, capacity=int(slots))
+        return gather_routing(token_GEC, chosen_GSE=chosen_GSE if return_stats else None, **rest)
 
 
 def score(logits_GSE: Tensor, how: Score) -> Tensor:

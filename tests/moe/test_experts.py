@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.experts import Experts, chosen_alone
+from moe.experts import Experts, chosen_alone, grouped_matmul_fits
 from moe.init import dropout, init_weights, mix
 from moe.overrides import RoutingOverrides
 from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
@@ -135,16 +135,21 @@ def test_static_shapes_where_they_are_needed():
 
 @pytest.mark.parametrize("counts", [(2, 0, 6), (0, 8, 0)])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_rows_by_expert(counts, activation):
-    """Each row is processed by the expert that it is sorted to, also with grouped matmuls."""
-    experts, x_MD, count_E = build(activation=activation), randn(8, D, seed=1), torch.tensor(counts)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rows_by_expert(counts, activation, dtype):
+    """Each row is processed by the expert that it is sorted to, one after another in float64 and grouped in
+    float32; rows of no expert become zeros."""
+    experts, x_MD = build(activation=activation).to(dtype), randn(8, D, seed=1).to(dtype)
+    count_E = torch.tensor(counts)
     expected = [
         experts(x_MD[m].expand(E, 1, D))[e, 0]
         for m, e in enumerate(e for e, count in enumerate(counts) for _ in range(count))
     ]
     with torch.no_grad():
-        torch.testing.assert_close(experts.rows(x_MD, count_E), torch.stack(expected))
-        torch.testing.assert_close(experts.rows_in_groups(x_MD, count_E), torch.stack(expected))
+        assert grouped_matmul_fits(experts.w_in_EDF) == (dtype == torch.float32)
+        x_MD = F.pad(x_MD, (0, 0, 0, 3), value=1.0)
+        expected = F.pad(torch.stack(expected), (0, 0, 0, 3))
+        torch.testing.assert_close(experts.rows(x_MD, count_E), expected)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ ROUTERS = {
     "sign": TopKConfig(k=2, score="sigmoid", balance=SignConfig(rate=0.1)),
     "quantile": TopKConfig(k=2, score="sigmoid", balance=QuantileConfig(ema=0.2)),
     "lagged": TopKConfig(k=2, balance_weight=0.1, balance_level="batch", balance=SignConfig(rate=0.1)),
+    "dropless": TopKConfig(k=2, score="sigmoid", capacity_factor="dropless", balance=SignConfig(rate=0.1)),
     "relu": ReLUConfig(k=2, coefficient=1e-3),
     "mixture": MixtureConfig(temperature=2.0, temperature_decay=0.9),
 }

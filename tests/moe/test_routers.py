@@ -25,6 +25,7 @@ from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 from moe.routers.balance import QuantileConfig, SignConfig
 from moe.routers.choice import CapacityConfig
 from moe.routing import Routing
+from moe.rows import RowsRouting
 from tests.moe import parts
 from tests.moe.parts import build_layer, build_router, randn
 
@@ -66,6 +67,8 @@ VARIANTS = (
     TopKConfig(k=2, cosine=True, projection=5, temperature=0.5, normalise=True),
     TopKConfig(cosine=True, capacity_factor=0.7, capacity_rounding="ceil"),
     ReLUConfig(k=2, coefficient=0.1, capacity_rounding="ceil"),
+    TopKConfig(k=2, score="sigmoid", normalise=True, balance=SignConfig(), capacity_factor="dropless"),
+    TopKConfig(k=3, balance_weight=0.1, capacity_factor="dropless"),
     HashConfig(by="content", capacity_factor=1.0, capacity_rounding="ceil"),
 )
 
@@ -105,6 +108,8 @@ def keys(G: int, S: int, noise: bool = True) -> Tensor | None:
 def through(routing: Routing, x_GSD: Tensor) -> Tensor:
     """Dispatches and combines, with experts that multiply by different factors."""
     x_END = routing.dispatch(x_GSD)
+    if isinstance(routing, RowsRouting):
+        return routing.combine(x_END * (1 + routing.expert_GSK.flatten()[routing.order_M, None]))
     return routing.combine(x_END * torch.arange(1, len(x_END) + 1).to(x_END)[:, None, None])
 
 
@@ -118,12 +123,26 @@ def run(
 def dense(routing: Routing, G: int, S: int, E: int) -> tuple[Tensor, Tensor]:
     """The D_GSEC and C_GSEC of Routers in Vision MoE, eq. 2, read off identity matrices.
 
-    Every token of the batch is its own unit vector, so a token seen by another group would show up.
+    Every token of the batch is its own unit vector, so a token seen by another group would show up. Rows of
+    any number are put into C = S slots, each in that of its token.
     """
     D_ENT = routing.dispatch(torch.eye(G * S).view(G, S, G * S))
+    rows = isinstance(routing, RowsRouting)
+    if rows:
+        assert D_ENT.shape == (routing.expert_GSK.numel(), G * S)
+        assert routing.count_E is not None
+        computed = int(routing.count_E.sum())
+        assert D_ENT[computed:].eq(0).all(), "a row of no expert holds a token"
+        expert_M = torch.arange(E).repeat_interleave(routing.count_E)
+        slot_M = expert_M * G * S + D_ENT[:computed].argmax(1)
+        assert len(slot_M.unique()) == computed, "one expert, one token, twice"
+        D_ENT = torch.zeros(E * G * S, G * S).index_copy(0, slot_M, D_ENT[:computed]).view(E, G * S, G * S)
     C = D_ENT.shape[1] // G
     D_GECGS = D_ENT.view(E, G, C, G, S).transpose(0, 1)
     slots = torch.eye(G * E * C).view(G, E, C, G * E * C).transpose(0, 1).flatten(1, 2)
+    if rows:
+        others = torch.full((len(routing.order_M) - computed, G * E * C), 7.0)  # weighed by 0
+        slots = torch.cat([slots.flatten(0, 1)[slot_M], others])
     C_GSGEC = routing.combine(slots).view(G, S, G, E, C)
     same = torch.eye(G, dtype=torch.bool)
     assert D_GECGS.permute(0, 3, 1, 2, 4)[~same].eq(0).all(), "a slot holds a token of another group"
@@ -170,6 +189,10 @@ def test_slots_hold_at_most_one_token(config, data):
     C = config.slots(num_tokens=num_tokens, num_experts=num_experts)
     routing = build(config, num_experts)(x, valid, some_keys)
     D_GSEC, C_GSEC = dense(routing, num_groups, num_tokens, num_experts)
+    if isinstance(routing, RowsRouting):  # C is a mean, reached where no token is padding
+        expected = C * num_experts * valid.sum() / num_tokens
+        assert routing.count_E.sum().item() == pytest.approx(expected.item())
+        C = num_tokens
     assert D_GSEC.shape[3] == C
     assert routing.aux_G.shape == (num_groups,)
     assert routing.gates_GSE.shape == (num_groups, num_tokens, num_experts)
@@ -328,6 +351,8 @@ def mixes_images(config: RouterConfig) -> bool:
     """Whether a token's output depends on the other tokens of its group."""
     if isinstance(config, SoftConfig):
         return config.dispatch != "identity"
+    if getattr(config, "capacity_factor", 1.0) == "dropless":
+        return False
     if isinstance(config, HashConfig):
         return config.by == "content"  # where the room is short; by place there is enough
     return not isinstance(config, MixtureConfig) or config.level == "image"
