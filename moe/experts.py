@@ -18,6 +18,7 @@ from moe.dense import Activation, activate
 from moe.init import Draw, dropout, mix, xavier_uniform, zeros
 from moe.overrides import RoutingOverrides
 from moe.routing import Routing
+from moe.rows import has_values, sizes_of
 
 
 def is_expert(name: str) -> bool:
@@ -82,8 +83,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Computes `rows` with the weights of all experts, or those of a rank's experts alone."""
         M, E = len(x_MD), len(count_E)
-        # The meta device has no counts.
-        sizes = [(M + e) // E for e in range(E)] if x_MD.is_meta else count_E.tolist()
+        sizes = sizes_of(count_E, M)
         computed = sum(sizes)
         x_MD, keys_M = x_MD[:computed], None if keys_M is None else keys_M[:computed]
         if grouped_matmul_fits(w_in_EDF):
@@ -142,7 +142,7 @@ def grouped_matmul_fits(w_EDF: Tensor) -> bool:
         return False
     if w_EDF.is_cuda:
         return w_EDF.dtype is torch.bfloat16 and torch.cuda.get_device_capability(w_EDF.device) >= (8, 0)
-    return w_EDF.is_cpu and w_EDF.dtype in (torch.float32, torch.bfloat16)
+    return w_EDF.is_cpu and has_values(w_EDF) and w_EDF.dtype in (torch.float32, torch.bfloat16)
 
 
 def chosen_alone(experts: Experts, routing: Routing, overrides: RoutingOverrides) -> int | None:

@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe.init import split
 from moe.routing import Routing
@@ -63,3 +64,15 @@ def sort_by_expert(expert_GSK: Tensor, computed_GSK: Tensor, num_experts: int) -
     expert_M = torch.where(computed_GSK, expert_GSK, num_experts).flatten()
     count_E = expert_M.new_zeros(num_experts + 1).scatter_add(0, expert_M, torch.ones_like(expert_M))
     return expert_M.argsort(stable=True), count_E[:-1]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor is more than a shape, as it is not in estimates of costs."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def sizes_of(counts: Tensor, rows: int) -> list[int]:
+    """Returns counts as numbers, for which the host waits; without values they are equal parts of `rows`."""
+    if has_values(counts):
+        return counts.tolist()
+    return [(rows + i) // len(counts) for i in range(len(counts))]

@@ -27,8 +27,9 @@ moe.codec: moe.config
 moe.tokenizers: moe.config
 moe.routing: moe.config moe.init moe.overrides
 moe.overrides: moe.config moe.init
-moe.experts: moe.dense moe.init moe.overrides moe.routing
+moe.experts: moe.dense moe.init moe.overrides moe.routing moe.rows
 moe.rows: moe.init moe.routing
+moe.expert_parallel: moe.experts moe.rows
 moe.dense: moe.init
 moe.routers: moe.config moe.init moe.overrides moe.routers moe.routing moe.rows
 moe.routers.graphed:
@@ -121,9 +122,9 @@ mlflow: orchestrator.tracking
 boto3: orchestrator.stores
 obstore: orchestrator.stores
 pyarrow.fs:
-torch.distributed: bench moe.batch_norm moe.parallel orchestrator.checkpoint orchestrator.optimizers
-    orchestrator.sweeps.machines orchestrator.training.dry_run orchestrator.training.metrics
-    orchestrator.training.worker
+torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchestrator.checkpoint
+    orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run
+    orchestrator.training.metrics orchestrator.training.worker
 argparse: bench jobs._flags
 optuna: orchestrator.sweeps.search
 pkgutil: jobs.study orchestrator.guests

@@ -24,6 +24,7 @@ from moe.init import mix, split
 from moe.overrides import AS_TRAINED
 from moe.routers.soft import SoftRouter
 from moe.routing import DenseRouting, GatherRouting, Routing, SoftRouting
+from moe.rows import RowsRouting
 from orchestrator.data.batch import Batch, normalize
 
 BINS = 50  # of the histogram of weights, which lie in 0..1
@@ -77,6 +78,11 @@ def seated(routing: Routing) -> tuple[Tensor, Tensor]:
         weight_GSE = weight_GSE.scatter(1, token_GCE, routing.weight_GEC.transpose(1, 2))
         seat_GSE = torch.zeros_like(weight_GSE, dtype=torch.bool).scatter(1, token_GCE, True)
         return weight_GSE[:, :S], seat_GSE[:, :S]
+    if isinstance(routing, RowsRouting):
+        weight_GSE = torch.zeros_like(routing.gates_GSE).scatter(-1, routing.expert_GSK, routing.weight_GSK)
+        return weight_GSE, torch.zeros_like(weight_GSE, dtype=torch.bool).scatter(
+            -1, routing.expert_GSK, True
+        )
     if isinstance(routing, SoftRouting):
         return routing.combine_GSEC.sum(-1), (routing.dispatch_GSEC > 0).any(-1)
     assert isinstance(routing, DenseRouting)

@@ -113,6 +113,10 @@ ONCE = {
     "loss-free": Case(config=vit_config(LOSS_FREE, images_per_group=2, expert_dropout=0.1), steps=6),
     "shared": Case(config=vit_config(LOSS_FREE, shared_dim=24, expert_dim=32, expert_dropout=0.1)),
     "quantile": Case(config=vit_config(TopKConfig(k=2, score="sigmoid", balance=QuantileConfig())), steps=6),
+    "dropless": Case(
+        config=vit_config(replace(LOSS_FREE, capacity_factor="dropless"), layers=(0, 1), expert_dropout=0.1),
+        steps=6,
+    ),
     "relu": Case(config=vit_config(ReLUConfig(k=2, coefficient=1e-3), layers=(0, 1)), steps=6),
     "overridden": Case(
         config=vit_config(TokenChoiceConfig(k=2), images_per_group=2, expert_dropout=0.1),

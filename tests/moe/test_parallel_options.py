@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe.expert_parallel import ExpertParallel
 from moe.experts import Experts
 from moe.init import init_weights
 from moe.layer import MoELayer
 from moe.models.vit import ViT
-from moe.parallel import ExpertParallel, ParallelConfig, build_sharded, make_mesh, sum_over_ranks
-from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig
+from moe.parallel import ParallelConfig, build_sharded, make_mesh, sum_over_ranks
+from moe.routers import ExpertChoiceConfig, MixtureConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from tests.moe.parity import (
     SEED,
     Case,
@@ -43,6 +44,9 @@ CONFIGS = {
         expert_dropout=0.1,
     ),
     "expert choice": vit_config(ExpertChoiceConfig(capacity_factor=1.5, noise_std=1.0), expert_dropout=0.1),
+    "dropless": vit_config(
+        TopKConfig(k=2, score="sigmoid", capacity_factor="dropless", balance_weight=0.1), expert_dropout=0.1
+    ),
     "mixture": vit_config(MixtureConfig(level="hierarchical"), expert_dropout=0.1),
 }
 CASES = {name: Case(config=config, steps=2, batch=BATCH) for name, config in CONFIGS.items()}
@@ -59,6 +63,7 @@ ALONE = [  # options one by one, and microbatches
 # |gradient - float32's| / |float32's| over all parameters; measured 0.007 to 0.010, and 0.020 to 0.027 where
 # tokens move to other experts when inputs are rounded. Losses: relative, measured 7e-4
 BF16_GRADIENT = {"dense": 0.02, "soft": 0.02, "mixture": 0.02, "token choice": 0.05, "expert choice": 0.05}
+BF16_GRADIENT["dropless"] = 0.05
 BF16_LOSS = 2e-3
 
 
@@ -77,7 +82,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 def choices(name: str) -> list[tuple[ParallelConfig, int]]:
     """Options and microbatches to try on a router."""
-    return [(ALL, 2), *(ALONE if name == "token choice" else [])]
+    return [(ALL, 2), *(ALONE if name in ("token choice", "dropless") else [])]
 
 
 def check_rounded(name: str, mesh: DeviceMesh, mine: slice, options: ParallelConfig) -> None:

@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any] | None] = {
     "token choice": {"router": {"kind": "token_choice", "k": 2, "topk": "before"}},
     "token choice, groups": {"router": {"kind": "token_choice", "priority": "max"}, "images_per_group": 2},
     "token choice, sinkhorn": {"router": {"kind": "token_choice", "affinity": {"kind": "sinkhorn"}}},
+    "dropless": {"router": {"kind": "top_k", "k": 2, "capacity_factor": "dropless"}},
     "expert choice": {"router": {"kind": "expert_choice"}},
     "expert choice, sinkhorn": {"router": {"kind": "expert_choice", "affinity": {"kind": "sinkhorn"}}},
     "expert choice, assignment": {"router": {"kind": "expert_choice", "affinity": ASSIGNMENT}},

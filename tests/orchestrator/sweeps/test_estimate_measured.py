@@ -18,6 +18,11 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "soft": {"model.moe.router.kind": "soft"},
     "soft-3": {"model.moe.router.kind": "soft", "model.moe.router.slots_per_expert": 3},
     "tokens": {"model.moe.router.kind": "token_choice", "model.moe.router.k": 2},
+    "dropless": {
+        "model.moe.router.kind": "top_k",
+        "model.moe.router.k": 2,
+        "model.moe.router.capacity_factor": "dropless",
+    },
     "experts": {"model.moe.router.kind": "expert_choice"},
     "mixture": {"model.moe.router.kind": "mixture"},
 }
@@ -38,7 +43,7 @@ def run_of(router: str, *, images: int = 16, **scale: Any) -> RunConfig:
 TWO_DIMS = {"workers": 4, "ep": 2}
 BF16 = {"dtype": "bfloat16", "activation_checkpointing": True}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((router, {}) for router in ("dense", "soft", "tokens", "experts", "mixture")),
+    *((router, {}) for router in ("dense", "soft", "tokens", "dropless", "experts", "mixture")),
     ("soft", {"activation_checkpointing": True}),
     ("tokens", {"passes": 3}),
     ("soft", BF16),
@@ -49,6 +54,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("soft", {"workers": 4, "images": 4, "passes": 2}),
     ("soft", TWO_DIMS | {"images": 4, "passes": 3, "reshard_after_forward": False}),
     ("tokens", TWO_DIMS | {"dp_replicate": 2}),
+    ("dropless", TWO_DIMS),
     ("soft", TWO_DIMS | BF16),
 ]
 
@@ -73,6 +79,7 @@ def test_peak_of_a_step(router: str, fields: dict[str, Any]) -> None:
         ("soft", {"model.pooling": "map", "model.position": "sincos2d"}),
         ("soft-3", {"model.moe.router.normalize": "none"}),
         ("tokens", {"model.moe.router.priority": "max"}),
+        ("dropless", {"model.moe.router.score": "sigmoid"}),
         ("experts", {"model.moe.router.capacity_factor": 0.6}),
         ("mixture", {"model.moe.router.level": "hierarchical"}),
     ],
