@@ -1,6 +1,7 @@
 """The one-line settings of docs/routers.md compute what the systems that they name compute."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,28 @@ from tests.moe.parts import GOLDENS, read_golden
 PAGE = (Path(__file__).parents[1] / "docs/routers.md").read_text()
 LINES = {name: sets for sets, name in re.findall(r"^--set (.+?)  # (.+)$", PAGE, re.MULTILINE)}
 GOLDENS_OF = {
-    "DeepSeek-V3": ("gate__sigmoid_k2_bias_scale2p5", "loss_free__sign_1rank", "shared__plain"),
+    "DeepSeek-V3": (
+        "gate__sigmoid_k2_bias_scale2p5",
+        "loss_free__sign_1rank",
+        "shared__plain",
+        "dropless__k2",
+    ),
     "Qwen3": ("gate__softmax_k2_renormalised", "balance_loss__softmax_k2_padding"),
     "OLMoE": ("gate__softmax_k2_plain_bias", "balance_loss__softmax_k1", "z_loss__plain"),
-    "torchtitan": ("gate__sigmoid_k3_no_norm", "loss_free__sign_centred_2ranks_2micro"),
+    "torchtitan": (
+        "gate__sigmoid_k3_no_norm",
+        "loss_free__sign_centred_2ranks_2micro",
+        "dropless__k1_empty_expert_align8",
+    ),
     "Tutel cosine": ("cosine__tutel_projection",),
     "ReMoE": ("relu__dense_to_sparse",),
 }
 # The scale is a last factor, which some files leave at 1; loss_free has normalised weights in all.
-NOT_OF_THE_SYSTEM = {"shared__plain": ("scale",), "loss_free__sign_1rank": ("scale",)}
+NOT_OF_THE_SYSTEM = {
+    "shared__plain": ("scale",),
+    "loss_free__sign_1rank": ("scale",),
+    "dropless__k2": ("scale",),
+}
 NOT_OF_THE_SYSTEM |= {"loss_free__sign_centred_2ranks_2micro": ("normalise",)}
 
 
@@ -70,6 +84,14 @@ def test_line_makes_a_model(name):
     with torch.device("meta"):
         model = config.build(seed=None)
     assert model(torch.empty(4, 3, 8, 8, device="meta")).logits.shape == (4, 10)
+
+
+def test_language_models_drop_nothing():
+    for name in ("DeepSeek-V3", "Qwen3", "OLMoE", "torchtitan"):
+        model = replace(config_of(name).model, width=8).build()
+        stats = model(torch.randn(4, 3, 8, 8), return_stats=True).stats
+        assert stats["dropped_frac"].eq(0).all(), name
+        assert stats["seats_mean"].eq(model.config.moe.router.k).all(), name  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
 def test_temperatures_and_rates_are_the_published_ones():

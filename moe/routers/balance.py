@@ -169,4 +169,4 @@ def frequency_loss(gates_GSE: Tensor, share_GE: Tensor, valid_GS: Tensor, level:
     if level == "pass":
         sum_GE, tokens_G1 = sum_GE.sum(0, keepdim=True), tokens_G1.sum(0, keepdim=True)
     loss_G = gates_GSE.shape[-1] * (share_GE * sum_GE / tokens_G1.clamp(min=1)).sum(-1)
-    return loss_G.expand(len(gates_GSE))
+    return loss_G.expand(gates_GSE.shape[0])

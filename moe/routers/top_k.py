@@ -203,7 +203,7 @@ class TopKRouter(Router):
         choice = top_experts(scores_GSE + self.bias_E if has_bias else scores_GSE, config.k)
         chosen_GSE = chosen_by(choice, valid_GS, E)
         weights_GSE = weigh(scores_GSE, choice, config)
-        aux_G, level = gates_GSE.new_zeros(len(gates_GSE)), config.balance_level
+        aux_G, level = gates_GSE.new_zeros(gates_GSE.shape[0]), config.balance_level
         counted: list[Tensor] = []
         if self.training and has_bias:
             counted = [config.balance.count(scores_GSE.detach(), self.bias_E, chosen_GSE, valid_GS)]

@@ -1,7 +1,8 @@
 """Models as graphs that run without our sources: programs of torch.export, and ONNX.
 
 The number of images is free, in whole routing groups. Routing is a part of the graph: capacity, k and the
-number of iterations are those of the model's evaluation.
+number of iterations are those of the model's evaluation. A dropless router has a slot for every token in each
+expert, which computes the same in rows of a fixed number.
 """
 
 import importlib

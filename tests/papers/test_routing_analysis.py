@@ -21,7 +21,7 @@ from moe import (
 from moe.config import members
 from moe.init import init_weights
 from moe.overrides import AS_TRAINED
-from moe.routers import RouterConfig
+from moe.routers import RouterConfig, TopKConfig
 from moe.routers.soft import SoftRouter, mean_cosine
 from moe.routers.token_choice import TokenChoiceRouter
 from moe.routing import GatherRouting
@@ -97,7 +97,7 @@ def test_groups_class_tokens_and_padding():
     assert found.tolist() == [[1, 2, 3, 4], [101, 102, 103, 104], [301, 302, 303, 304]]
 
 
-@each_router
+@pytest.mark.parametrize("router", [*KINDS, TopKConfig(k=2, capacity_factor="dropless")], ids=repr)
 def test_views_of_every_router(router):
     model, batch = build_vit(router, "token", images_per_group=2), noise_batch(6, valid=5)
     routings = model(normalize(batch["image"]), batch.valid, return_routings=True).routings
@@ -107,6 +107,8 @@ def test_views_of_every_router(router):
     assert open_BP.all() or router.kind == "relu"
     torch.testing.assert_close(view.gate_BPE.sum(-1), open_BP.float())
     assert not view.weight_BPE[~view.seat_BPE].any()
+    if getattr(router, "capacity_factor", 1) == "dropless":
+        assert view.seat_BPE.sum(-1).eq(2).all()
     if not collect.discards(router):
         assert not view.discarded_BP().any()
         torch.testing.assert_close(view.weight_BPE, view.gate_BPE)
