@@ -2,6 +2,7 @@
 
   python bench/layers.py [--rounds N] [--experts 8 32 128 256] [--dtype float32 bfloat16]
       [--routers soft token_choice expert_choice model] [--groups ..] [--out FILE]
+  python bench/layers.py --routers arms --experts 8 --dtype float32
   python bench/layers.py --out bench/results/layers-float32.json --draw docs/throughput.png
 
 One thread, D=384, H=1536, 196 tokens, 16 images (of the whole model 8), 256 slots per image. CPU seconds of a
@@ -11,6 +12,7 @@ process of its own and is asked for one timing at a time, in rotating order; med
 
 Needs `pip install -e .[bench]`. Ours runs as in our training workers, which keep freed memory
 (`keep_freed_memory`); the others run "as shipped", or with the "same allocator".
+`arms` are routers of today beside token choice with the same number of rows.
 With --draw nothing is timed: what --out holds of ours is drawn against the number of experts, as figure 6 of
 Soft MoE.
 """
@@ -28,7 +30,7 @@ from pathlib import Path
 import torch
 
 from bench.harness import Record, options, processes
-from bench.peers import DIM, HIDDEN, PEERS, SLOTS, TOKENS, build
+from bench.peers import ARMS, DIM, HIDDEN, PEERS, SLOTS, TOKENS, build
 from bench.provenance import provenance
 from papers.results import finish, panels
 
@@ -42,6 +44,7 @@ TARGETS = [  # what, experts, group, at least
     ("forward", (128, 256), "as shipped", 1.1),
 ]
 MODEL_TARGET = ("train", (128,), "as shipped", 1.2)
+ARM_TARGET = 0.9  # of the rate of token choice, for arms of fixed slots
 timed: dict[str, tuple[Callable[[], object], int]] = {}  # of the process of one implementation
 
 
@@ -81,13 +84,15 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[Record, str]]:
 def others(case: Record) -> list[str]:
     # The peers of token choice mix float32 masks with bf16 tokens and stop.
     stop = (case["router"], case["dtype"]) == ("token_choice", "bfloat16")
-    return [] if stop else list(PEERS[case["router"]])
+    return [] if stop else list(PEERS.get(case["router"], ()))
 
 
 def measure(case: Record, group: str, rounds: int) -> list[Record]:
     """Interleaved timings."""
     names, alone = ["ours", *others(case)], case["router"] == "model"
-    keeps = {name: name == "ours" or group == "same allocator" for name in names}
+    if case["router"] == "arms":
+        names = list(ARMS)
+    keeps = {name: name in ("ours", *ARMS) or group == "same allocator" for name in names}
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
 
     def worker(name: str) -> ProcessPoolExecutor:
@@ -164,7 +169,8 @@ def peak_share(record: Record, what: str) -> float:
     """Of the matmul rate in the same process and rounds; backward counts twice the forward."""
     case = record["case"]
     mixing = 3 * TOKENS * SLOTS * DIM if case["router"] == "soft" else TOKENS * DIM * case["experts"]
-    flops = 2 * case["images"] * (2 * SLOTS * DIM * HIDDEN + mixing)
+    rows = TOKENS if case["router"] == "arms" else SLOTS
+    flops = 2 * case["images"] * (2 * rows * DIM * HIDDEN + mixing)
     if case["router"] == "model":
         flops = case["images"] * (9.20e9 if record["implementation"] == "timm dense" else 8.57e9)
     flops *= 3 if what == "train" else 1
@@ -180,7 +186,9 @@ def print_group(records: list[Record]) -> None:
         for what in STEPS:
             rate, share = per_second(record, what), peak_share(record, what)
             times = per_second(ours, what) / rate
-            cells.append(f"{what} {rate:9.2f}/s {share:5.0%} of peak, ours is {times:.3f}x")
+            cells.append(
+                f"{what} {rate:9.2f}/s {share:5.0%} of peak, {ours['implementation']} is {times:.3f}x"
+            )
         print("  ".join(cells), flush=True)
 
 
@@ -203,6 +211,9 @@ def draw(records: list[Record], picture: str) -> None:
 def verdicts(records: list[Record]) -> Iterator[str]:
     """Ours against the best peer, for each target."""
     for router, dtype in dict.fromkeys((r["case"]["router"], r["case"]["dtype"]) for r in records):
+        if router == "arms":
+            yield from arm_verdicts([r for r in records if r["case"]["dtype"] == dtype], dtype)
+            continue
         for what, all_experts, group, least in [MODEL_TARGET] if router == "model" else TARGETS:
             for experts in all_experts:
                 case = {"router": router, "experts": experts, "dtype": dtype}
@@ -216,6 +227,20 @@ def verdicts(records: list[Record]) -> Iterator[str]:
                     times = rates["ours"] / best
                     met = "met   " if times >= least else "MISSED"
                     yield f"{met} {router} E={experts} {dtype} {what}, {group}: {times:.3f}x, target {least}x"
+
+
+def arm_verdicts(records: list[Record], dtype: str) -> Iterator[str]:
+    """Each arm against token choice, the median of the rounds."""
+    for record in records:
+        case, arm = record["case"], record["implementation"]
+        if case["router"] != "arms" or arm == "token":
+            continue
+        (token,) = (r for r in records if r["case"] == case and r["implementation"] == "token")
+        for what in STEPS:
+            rounds = zip(token["cpu_seconds"][what], record["cpu_seconds"][what], strict=True)
+            times = statistics.median(before / now for before, now in rounds)
+            met = "      " if arm == "dropless" else "met   " if times >= ARM_TARGET else "MISSED"
+            yield f"{met} {arm} E={case['experts']} {dtype} {what}: {times:.3f}x token choice"
 
 
 if __name__ == "__main__":

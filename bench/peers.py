@@ -8,12 +8,21 @@ tutel is missing: it is not on PyPI.
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from moe.layer import MoEConfig, MoELayer
 from moe.models.vit import ViT, ViTConfig
-from moe.routers import ExpertChoiceConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import (
+    ExpertChoiceConfig,
+    ReLUConfig,
+    RouterConfig,
+    SoftConfig,
+    TokenChoiceConfig,
+    TopKConfig,
+)
+from moe.routers.balance import QuantileConfig, SignConfig
 
 DIM, HIDDEN, TOKENS, SLOTS = 384, 1536, 196, 256  # BASELINES.md, A3
 MODEL_EXPERTS = 128
@@ -23,9 +32,18 @@ PEER_CAPACITY = SLOTS / TOKENS + 1e-6  # they round down
 class Layer(nn.Module):
     """A MoE layer without noise and statistics. Its router has float32 weights."""
 
-    def __init__(self, router: RouterConfig, experts: int, dim: int = DIM) -> None:
+    def __init__(
+        self, router: RouterConfig, experts: int, dim: int = DIM, *, small: int = 1, shared: bool = False
+    ) -> None:
+        """`small`: the part of an MLP that an expert is; `shared`: half an MLP beside the experts."""
         super().__init__()
-        self.layer = MoELayer(MoEConfig(num_experts=experts, router=router), dim=dim, hidden=4 * dim)
+        config = MoEConfig(
+            num_experts=experts,
+            router=router,
+            expert_dim=4 * dim // small,
+            shared_dim=2 * dim if shared else None,
+        )
+        self.layer = MoELayer(config, dim=dim, hidden=4 * dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.layer(x_BSD)
@@ -95,6 +113,18 @@ ROUTERS: dict[str, RouterConfig] = {
     "token_choice": TokenChoiceConfig(k=2, capacity_factor=SLOTS / TOKENS / 2),
     "expert_choice": ExpertChoiceConfig(capacity_factor=SLOTS / TOKENS),
 }
+LOSS_FREE = TopKConfig(score="sigmoid", balance=SignConfig())
+FINE = replace(LOSS_FREE, k=2, normalise=True)
+# Token choice, k = 1 and capacity 1, and today's routers in as many multiply-adds of MLPs.
+ARMS: dict[str, Callable[[int], nn.Module]] = {
+    "token": lambda experts: Layer(TokenChoiceConfig(capacity_factor=1.0), experts),
+    "sign": lambda experts: Layer(LOSS_FREE, experts),
+    "quantile": lambda experts: Layer(replace(LOSS_FREE, balance=QuantileConfig()), experts),
+    "shared": lambda experts: Layer(LOSS_FREE, 2 * experts, small=2, shared=True),
+    "fine": lambda experts: Layer(FINE, 4 * experts, small=4, shared=True),
+    "relu": lambda experts: Layer(ReLUConfig(), experts),
+    "dropless": lambda experts: Layer(replace(LOSS_FREE, capacity_factor="dropless"), experts),
+}
 # router, or a whole Soft MoE S/16 -> project -> its module of so many experts
 PEERS: dict[str, dict[str, Callable[[int], nn.Module]]] = {
     "soft": {"soft-moe": soft_moe, "soft-moe-pytorch": soft_moe_pytorch},
@@ -112,6 +142,8 @@ PEERS: dict[str, dict[str, Callable[[int], nn.Module]]] = {
 
 
 def build(router: str, implementation: str, experts: int) -> nn.Module:
+    if router == "arms":
+        return ARMS[implementation](experts)
     if implementation != "ours":
         return PEERS[router][implementation](experts)
     return our_model(experts) if router == "model" else Layer(ROUTERS[router], experts)
