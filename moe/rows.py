@@ -52,8 +52,9 @@ class RowsRouting(Routing):
         row_M = torch.empty_like(self.order_M).scatter(
             0, self.order_M, torch.arange(len(self.order_M), device=self.order_M.device)
         )
-        y_GSKD = y_END.index_select(0, row_M).view(*self.expert_GSK.shape, -1)
-        return (y_GSKD * self.weight_GSK.unsqueeze(-1).to(y_END.dtype)).sum(2)
+        G, S, K = self.expert_GSK.shape
+        weight_T1K = self.weight_GSK.reshape(G * S, 1, K).to(y_END.dtype)
+        return torch.bmm(weight_T1K, y_END.index_select(0, row_M).view(G * S, K, -1)).view(G, S, -1)
 
     def keys(self, keys_GS: Tensor, x_END: Tensor) -> Tensor:
         return split(keys_GS, self.expert_GSK.shape[-1]).flatten()[self.order_M]

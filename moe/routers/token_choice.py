@@ -10,6 +10,7 @@ caller averages. Squared coefficients of variation are var / mean^2 with the pop
 gradient of the standard deviation at zero variance is NaN.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -190,26 +191,58 @@ def fill_slots(
     Returns:
         token_GEC as in `GatherRouting`.
     """
-    G, S, K = expert_GSK.shape
+    _, S, K = expert_GSK.shape
     # Padding queues for expert E, which does not exist.
     expert_GSK = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts)
     place_GS = None if priority_GS is None else priority_GS.argsort(dim=1, descending=True, stable=True)
     if place_GS is not None:
         expert_GSK = expert_GSK.gather(1, place_GS.unsqueeze(-1).expand(-1, -1, K))
+
+    def token_of(order_GQ: Tensor) -> Tensor:
+        return order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
+
     # Q = K*S assignments, choice-major.
-    expert_GQ = expert_GSK.transpose(1, 2).flatten(1)
-    sorted_GQ, order_GQ = expert_GQ.sort(dim=1, stable=True)
-    first_GE = torch.searchsorted(
-        sorted_GQ, torch.arange(num_experts + 1, device=expert_GQ.device).expand(G, -1).contiguous()
+    queue_GQ = expert_GSK.transpose(1, 2).flatten(1)
+    return _seat_queue(queue_GQ, token_of, empty=S, num_experts=num_experts, capacity=capacity)
+
+
+def fill_by_weight(
+    expert_GSK: Tensor, weight_GSK: Tensor, valid_GS: Tensor, *, num_experts: int, capacity: int
+) -> Tensor:
+    """Seats the choices of the largest weights of each expert, best first, ties to the earlier token: what
+    `best_of` returns, by sorting the choices of the tokens instead of all tokens for each expert.
+    """
+    _, S, K = expert_GSK.shape
+    queue_GQ = torch.where(valid_GS.bool().unsqueeze(-1), expert_GSK, num_experts).flatten(1)
+    place_GQ = weight_GSK.detach().flatten(1).argsort(dim=1, descending=True, stable=True)
+    return _seat_queue(
+        queue_GQ.gather(1, place_GQ),
+        lambda order_GQ: place_GQ.gather(1, order_GQ) // K,
+        empty=S,
+        num_experts=num_experts,
+        capacity=capacity,
     )
-    seat_GQ = torch.arange(K * S, device=expert_GQ.device) - first_GE.gather(1, sorted_GQ)
+
+
+def _seat_queue(
+    queue_GQ: Tensor, token_of: Callable[[Tensor], Tensor], *, empty: int, num_experts: int, capacity: int
+) -> Tensor:
+    """Returns token_GEC of assignments to experts (num_experts: to none) that are seated in this order.
+
+    `token_of` returns the tokens of places in the queue.
+    """
+    G, Q = queue_GQ.shape
+    sorted_GQ, order_GQ = queue_GQ.sort(dim=1, stable=True)
+    first_GE = torch.searchsorted(
+        sorted_GQ, torch.arange(num_experts + 1, device=queue_GQ.device).expand(G, -1).contiguous()
+    )
+    seat_GQ = torch.arange(Q, device=queue_GQ.device) - first_GE.gather(1, sorted_GQ)
 
     # One more slot collects the dropped assignments and is then cut off.
     overflow = num_experts * capacity
     kept_GQ = (seat_GQ < capacity) & (sorted_GQ < num_experts)
     slot_GQ = torch.where(kept_GQ, sorted_GQ * capacity + seat_GQ, overflow)
-    token_GQ = order_GQ % S if place_GS is None else place_GS.gather(1, order_GQ % S)
-    token_slots = order_GQ.new_full((G, overflow + 1), S).scatter(1, slot_GQ, token_GQ)
+    token_slots = order_GQ.new_full((G, overflow + 1), empty).scatter(1, slot_GQ, token_of(order_GQ))
     return token_slots[:, :overflow].unflatten(1, (num_experts, capacity))
 
 

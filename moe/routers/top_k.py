@@ -18,9 +18,10 @@ from moe.init import Draw, constant, lecun_normal, normal, zeros
 from moe.overrides import AS_TRAINED, Dropless, Priority, RoutingOverrides
 from moe.routers.affinity import gate_logits
 from moe.routers.balance import BalanceConfig, Level, NoBalanceConfig, frequency, frequency_loss
-from moe.routers.choice import CapacityConfig, best_of, gather_routing, rows_routing
+from moe.routers.choice import CapacityConfig, gather_routing, rows_routing
 from moe.routers.token_choice import (
     chosen_by,
+    fill_by_weight,
     fill_slots,
     queue_priority,
     seating_leaks,
@@ -113,6 +114,10 @@ class TopKConfig(CapacityConfig):
         return [
             RoutingOverrides(k=k, capacity_factor=c) for k in ks if k <= num_experts for c in self.CAPACITIES
         ]
+
+    def mix_macs(self, layer: LayerShape, kept: int) -> float:
+        # The choices of a token are added by a matmul, also those that have no expert.
+        return layer.rows() * layer.dim if self.capacity_factor == "dropless" else 0
 
     def saved(self, layer: LayerShape) -> tuple[float, float]:
         rows, numbers = super().saved(layer)
@@ -230,7 +235,8 @@ class TopKRouter(Router):
         if config.capacity_factor == "dropless":
             return rows_routing(choice, chosen_GSE=chosen_GSE, return_stats=return_stats, **rest)
         if config.priority == "weight":
-            token_GEC = best_of(weights_GSE, chosen_GSE.bool(), int(slots))
+            weight_GSK = weights_GSE.gather(-1, choice)
+            token_GEC = fill_by_weight(choice, weight_GSK, valid_GS, num_experts=E, capacity=int(slots))
         else:
             first_GS = queue_priority(scores_GSE, choice, config.priority)
             token_GEC = fill_slots(choice, valid_GS, first_GS, num_experts=E, capacity=int(slots))
