@@ -74,7 +74,7 @@ class ExpertParallel(Experts):
             return _Exchange.apply(rows[: sum(sent)], *there_and_back, self.group).index_select(0, order_M)
 
         keys_here = None if keys_M is None else at_experts(keys_M)
-        y_here = self.row_mlps(at_experts(x_MD), here_RE.sum(0), keys_here, *weights_here)
+        y_here = self.row_mlps(at_experts(x_MD), here_RE.sum(0), keys_here, *weights_here)  # pyright: ignore[reportCallIssue]
         by_rank = torch.empty_like(y_here).index_copy(0, order_M, y_here)
         y_MD = _Exchange.apply(by_rank, *there_and_back[::-1], self.group)
         return F.pad(y_MD, (0, 0, 0, len(x_MD) - len(y_MD)))

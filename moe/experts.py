@@ -72,11 +72,10 @@ class Experts(nn.Module):
 
         Rows after those of the experts become zeros. The host waits for the counts.
         """
-        return self.row_mlps(
-            x_MD, count_E, keys_M, self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED
-        )
+        weights = (self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
+        return self.row_mlps(x_MD, count_E, keys_M, *weights)  # pyright: ignore[reportCallIssue]
 
-    # Its sizes are data, with which a compiler would begin anew each time.
+    # Its sizes are data, with which a compiler would begin anew each time. `disable` loses the type.
     @torch.compiler.disable
     def row_mlps(
         self, x_MD: Tensor, count_E: Tensor, keys_M: Tensor | None, w_in_EDF: Tensor, *others: Tensor

@@ -124,7 +124,7 @@ class ModelConfig(Family, ABC, default="vit"):
             return router.kind
         return f"{affinity.kind}_{router.kind}"
 
-    def slots(self, router: RouterConfig | None = None) -> int:
+    def slots(self, router: RouterConfig | None = None) -> float:
         """Returns C, the slots per expert and group of a MoE layer, here or with another router; 0 if there
         is none.
         """

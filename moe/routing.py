@@ -330,7 +330,7 @@ def routing_stats(
     Args:
         gates_GSE, load_GE: as in `Routing`.
         chosen_GS: number of experts that the token chooses or that choose it, before capacity; tokens with 0
-            are ``unchosen_frac``.
+            are ``unchosen_frac``, and its share of all experts ``open_frac``.
         seats_GS: number of slots that hold the token; tokens with 0 are ``dropped_frac``.
         valid_GS: 1 for real tokens, 0 for padding.
         flip_G: share of the group's choices that router noise changed (``flip_frac``).
@@ -367,5 +367,6 @@ def routing_stats(
         "transport_residual": over_groups(residual_G),
         "slot_similarity": over_groups(slot_similarity_G),
         "bias_range": over_groups(None) if bias_E is None else bias_E.max() - bias_E.min(),
+        "open_frac": over_tokens(chosen_GS.float()) / load_GE.shape[-1],
     }
     return {name: value.float() for name, value in stats.items()}

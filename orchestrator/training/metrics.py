@@ -98,6 +98,7 @@ METRICS = {
     "moe/transport_residual": ("-", "largest violation of a transport plan's constraints"),
     "moe/slot_similarity": ("-", "mean cosine between the dispatch weights of two slots"),
     "moe/bias_range": ("-", "largest less smallest bias that balances the choices of experts"),
+    "moe/open_frac": ("fraction", "experts that a token chooses or that choose it, before capacity"),
     "system/*": ("-", "load of the driver's machine, under the names of MLflow's system metrics"),
 }
 

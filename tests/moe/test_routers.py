@@ -379,7 +379,7 @@ def test_stats_are_the_same_names_for_all_and_count_what_is_there(config, noise)
     routing = build(config)(x.requires_grad_(), valid, keys(G, S, noise))
     assert " ".join(routing.stats) == (
         "unchosen_frac dropped_frac load_mean load_cv load_min load_max max_violation seats_mean"
-        " seats_max gate_entropy_nats flip_frac transport_residual slot_similarity bias_range"
+        " seats_max gate_entropy_nats flip_frac transport_residual slot_similarity bias_range open_frac"
     )
     for name, value in routing.stats.items():
         assert value.shape == (), name
@@ -392,6 +392,9 @@ def test_stats_are_the_same_names_for_all_and_count_what_is_there(config, noise)
     most_G = ((D_GSEC > 0).sum((2, 3)) * valid).amax(1).float()
     assert routing.stats["seats_max"].item() == pytest.approx(most_G.mean().item())
     assert routing.stats["load_max"].item() == pytest.approx(routing.load_GE.float().amax(1).mean().item())
+    if config.tokens_choose:
+        chosen = routing.load_GE.sum() / valid.sum() / E
+        assert routing.stats["open_frac"].item() == pytest.approx(chosen.item())
     entropy = -(routing.gates_GSE * routing.gates_GSE.log()).nan_to_num().sum(-1)[valid.bool()].mean()
     assert routing.stats["gate_entropy_nats"].item() == pytest.approx(entropy.item(), rel=1e-5, abs=1e-6)
     flips = noise and getattr(config, "noise_std", 0) > 0 and not isinstance(config, SoftConfig)

@@ -67,6 +67,7 @@ def test_stats_by_hand():
             "transport_residual": 0,
             "slot_similarity": 0,
             "bias_range": 0,
+            "open_frac": (1 + 1 + 0) / 3 / 2,
         }
     )
 
