@@ -91,8 +91,9 @@ class Tuning(Config):
                 f" {_listed(used)}: give it other seeds"
             )
         arms: dict[str, dict[str, Any]] = {}
-        for arm in dict.fromkeys(self.tuned_arms(sweep).values()):
+        for arm in sweep.arms:
             self._check(arm, _run_of(sweep, arm))
+        for arm in dict.fromkeys(self.tuned_arms(sweep).values()):
             for value in values or self.values:
                 arms[self.arm(arm, value)] = {**sweep.changes[arm], self.field: _number(value)}
         base = override(sweep.base, {"name": f"{sweep.base.name}-tune"})
@@ -162,7 +163,7 @@ class Tuning(Config):
             found.append(_rounded(low * low / above, 3))
         if high in best.values() and sum(value > self.values[-1] for value in values) < GROWTHS:
             found.append(_rounded(high * high / below, 3))
-        return found
+        return [value for value in found if value not in values]
 
     def applied(self, sweep: Sweep, best: Mapping[str, float]) -> Sweep:
         """Returns the sweep with the value of every arm as a change of the arm."""
@@ -176,7 +177,9 @@ class Tuned:
     """The outcome of a first round.
 
     Attributes:
+        tuning: the grid that it began with.
         values: the grid, as it has grown.
+        tried: tuned arm -> value -> the mean over its seeds, and how they ended.
         best: tuned arm -> its value.
         sweep, options: the second round, for `run_sweep`.
     """
