@@ -70,7 +70,8 @@ class Experts(nn.Module):
     def rows(self, x_MD: Tensor, count_E: Tensor, keys_M: Tensor | None = None) -> Tensor:
         """Applies the experts to rows sorted by expert, count_E rows each: (M, D) -> (M, D).
 
-        Rows after those of the experts become zeros. The host waits for the counts.
+        Rows after those of the experts are zeros, and become finite. The host waits for the counts, but where
+        CUDA has a grouped matmul.
         """
         weights = (self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
         return self.row_mlps(x_MD, count_E, keys_M, *weights)  # pyright: ignore[reportCallIssue]
@@ -82,6 +83,10 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Computes `rows` with the weights of all experts, or those of a rank's experts alone."""
         M, E = len(x_MD), len(count_E)
+        if x_MD.is_cuda and grouped_matmul_fits(w_in_EDF):
+            # The last expert computes what is left, so that no number of rows is data.
+            count_E = torch.cat([count_E[:-1], (M - count_E[:-1].sum()).unsqueeze(0)])
+            return self._rows_in_groups(x_MD, count_E, keys_M, w_in_EDF, *others)
         sizes = sizes_of(count_E, M)
         computed = sum(sizes)
         x_MD, keys_M = x_MD[:computed], None if keys_M is None else keys_M[:computed]
