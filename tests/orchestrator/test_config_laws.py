@@ -44,6 +44,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "SuiteRow": {"name": "a", "path": "b"},
     "Sweep": {"base": RunConfig(), "arms": {}},
     "Trunk": {"at": (1,), "cooldown": 1},
+    "Tuning": {"field": "train.lr", "values": (1e-3, 1e-2)},
 }
 # Bounds that configs have; a new one may stay out of this list.
 BOUNDS = """
