@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 SWEEPS = (
     "quickstart",
     "study",
+    "modern",
     "upcycle",
     "language",
     *from_papers(":SWEEPS", ()),
