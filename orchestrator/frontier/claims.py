@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 
 from scipy.special import stdtrit
 
-from orchestrator.frontier.paired import MARGIN, differences, holm, interval, meets, p_value
+from orchestrator.frontier.paired import MARGIN, holm, interval, meets, p_value, paired_differences
 from orchestrator.frontier.points import Point, is_complete
 
 FORM = (
@@ -277,19 +277,18 @@ def _at_equal_cost(found: Iterable[Comparison]) -> Iterator[tuple[Comparison, Re
     """Yields comparisons with curves and their outcomes: those of one size are decided together."""
     sizes: dict[str | None, list[tuple[Comparison, list[float]]]] = {}
     for each in found:
-        values = differences(each.more[0], each.less)
+        values = paired_differences(each.more[0], each.less)
         sizes.setdefault(_settings(each.more[0]).get("size"), []).append((each, values))
     for same in sizes.values():
         corrected = holm([p_value(values) for _, values in same])
         for (each, values), p in zip(same, corrected, strict=True):
-            low, high = interval(values)
-            outcome: Relation = "undecided"
-            if low > -MARGIN and high < MARGIN:
+            difference, outcome = interval(values), "undecided"
+            if difference.within(MARGIN):
                 outcome = "equal"
             elif p < _SIGNIFICANCE:
-                outcome = "better" if low + high > 0 else "worse"
-            mean = f"{(low + high) / 2:+.4f} ({low:+.4f} to {high:+.4f})"
-            yield each._replace(where=", ".join(filter(None, [each.where, mean]))), outcome
+                outcome = "better" if difference.mean > 0 else "worse"
+            where = ", ".join(filter(None, [each.where, f"difference {difference}"]))
+            yield each._replace(where=where), outcome
 
 
 def _nearest_groups(

@@ -7,6 +7,7 @@ the curve follows the line of the last two points.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import numpy as np
@@ -32,7 +33,7 @@ def meets(curve: Sequence[Point], point: Point) -> bool:
     return len(curve) > 1 and not apart and len({len(qualities_of(each)) for each in (*curve, point)}) == 1
 
 
-def differences(point: Point, curve: Sequence[Point]) -> list[float]:
+def paired_differences(point: Point, curve: Sequence[Point]) -> list[float]:
     """Returns, for each seed, the quality of the point minus that of the curve at its cost."""
     known = sorted(curve, key=lambda each: each.cost)
     log_costs = np.log10([each.cost for each in known])
@@ -43,14 +44,26 @@ def differences(point: Point, curve: Sequence[Point]) -> list[float]:
     return [own - (low + part * (high - low)) for own, low, high in each]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean by Student's t; of a single value, whose error is unknown, the
-    value.
-    """
-    mean, half = fmean(values), 0.0
-    if len(values) > 1:
-        half = float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / math.sqrt(len(values))
-    return mean - half, mean + half
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean, and half the width of its 95 % interval, which is nan for a single value."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if math.isnan(self.half) else f"{self.mean:.4f} +- {self.half:.4f}"
+
+    def within(self, margin: float) -> bool:
+        return abs(self.mean) + self.half < margin
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Student's t-interval of the mean: t * s / sqrt(n), with n - 1 degrees of freedom."""
+    n, half = len(values), math.nan
+    if n > 1:
+        half = float(stdtrit(n - 1, 0.975)) * stdev(values) / math.sqrt(n)
+    return Interval(mean=fmean(values), half=half)
 
 
 def p_value(values: Sequence[float]) -> float:
