@@ -17,7 +17,7 @@ differs by the factor of `NEAR` or more.
 
 With `cost` among the equal settings, every point of the first side meets the points of each kind of the
 second as a curve (`paired.py`). Differences are paired by seed, and the 5 % are those of all comparisons at a
-size together, by Holm. A difference whose 95 % interval lies within `MARGIN` of 0 is none: the two are equal,
+size together, by Holm. A difference whose 95 % interval lies within .003 of 0 is none: the two are equal,
 and the claim fails.
 
 `loses less` compares what the sides lose from the highest value of the falling setting to each lower one.
@@ -32,11 +32,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from scipy.special import stdtrit
 
-from orchestrator.frontier.paired import MARGIN, holm, interval, meets, p_value, paired_differences
+from orchestrator.frontier.paired import SIGNIFICANCE, Relation, decide, interval, meets, paired_differences
 from orchestrator.frontier.points import Point, is_complete
 
 FORM = (
@@ -49,7 +49,6 @@ NEAR = {"capacity": 1.4}
 COST = "cost"
 EVERY_POINT = ("arm", "family", "kind", COST)  # has them
 
-_SIGNIFICANCE = 0.05
 _CONDITION = r"[^=!,|]+!?=[^=!,|]+?(?:\|[^=!,|]+?)*"
 _SIDE = rf"(best\s+(?:of\s+)?)?({_CONDITION}(?:,{_CONDITION})*)"
 _NAMES = r"([^=,]+(?:,[^=,]+)*?)"
@@ -58,8 +57,6 @@ _CLAIM = re.compile(
     rf"|loses\s+less\s+than\s+{_SIDE}(?:\s+at\s+equal\s+{_NAMES})?\s+as\s+([^=,\s]+)\s+falls)\s*",
     re.DOTALL,
 )
-
-Relation = Literal["better", "worse", "equal", "undecided"]
 
 
 class Condition(NamedTuple):
@@ -280,14 +277,9 @@ def _at_equal_cost(found: Iterable[Comparison]) -> Iterator[tuple[Comparison, Re
         values = paired_differences(each.more[0], each.less)
         sizes.setdefault(_settings(each.more[0]).get("size"), []).append((each, values))
     for same in sizes.values():
-        corrected = holm([p_value(values) for _, values in same])
-        for (each, values), p in zip(same, corrected, strict=True):
-            difference, outcome = interval(values), "undecided"
-            if difference.within(MARGIN):
-                outcome = "equal"
-            elif p < _SIGNIFICANCE:
-                outcome = "better" if difference.mean > 0 else "worse"
-            where = ", ".join(filter(None, [each.where, f"difference {difference}"]))
+        outcomes = decide([values for _, values in same])
+        for (each, values), outcome in zip(same, outcomes, strict=True):
+            where = ", ".join(filter(None, [each.where, f"difference {interval(values)}"]))
             yield each._replace(where=where), outcome
 
 
@@ -323,7 +315,7 @@ def compare(more: Sequence[Point], less: Sequence[Point]) -> Relation:
     if any(variances):
         parts = [v**2 / (len(point.qualities) - 1) for v, point in zip(variances, seeded, strict=True)]
         freedom = sum(variances) ** 2 / sum(parts)  # Welch and Satterthwaite
-        quantile = float(stdtrit(freedom, 1 - _SIGNIFICANCE / 2))  # of Student's t
+        quantile = float(stdtrit(freedom, 1 - SIGNIFICANCE / 2))  # of Student's t
         margin = quantile * sum(variances) ** 0.5
     difference = sum(point.quality for point in more) - sum(point.quality for point in less)
     if abs(difference) <= margin:

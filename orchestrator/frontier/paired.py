@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
@@ -16,7 +17,10 @@ from scipy.special import stdtr, stdtrit
 from orchestrator.frontier.points import Point
 
 BEYOND = 1.2  # the factor of cost up to which a curve goes on at its ends
+SIGNIFICANCE = 0.05
 MARGIN = 0.003  # two qualities are equal if the interval of their difference lies within it
+
+Relation = Literal["better", "worse", "equal", "undecided"]
 
 
 def qualities_of(point: Point) -> tuple[float, ...]:
@@ -84,4 +88,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     for place, index in enumerate(order):
         least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
         found[index] = least
+    return found
+
+
+def decide(each: Sequence[Sequence[float]]) -> list[Relation]:
+    """Returns what each of several groups of differences says, with one chance of 5 % for all of them: that
+    their mean is ``equal`` to 0 if its interval lies within `MARGIN`, else ``better`` or ``worse`` if it is
+    significant.
+    """
+    found: list[Relation] = []
+    for values, p in zip(each, holm([p_value(values) for values in each]), strict=True):
+        mean = interval(values)
+        significant: Relation = "better" if mean.mean > 0 else "worse"
+        found.append("equal" if mean.within(MARGIN) else significant if p < SIGNIFICANCE else "undecided")
     return found
