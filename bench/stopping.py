@@ -51,7 +51,7 @@ RECORDED = {
     "routers": "curves-routers-tiny",
     "pareto": "curves-pareto-moved",
     "textures": "curves-quickstart-textures",
-    "study": "study",
+    "study": "study-one-rate",
     "clutter": "curves-clutter",
 }
 PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
