@@ -100,10 +100,13 @@ class ModelConfig(Family, ABC, default="vit"):
         """Returns the multiply-adds of one image's largest matmul or convolution."""
         return trace(self).largest
 
-    def activations(self, number: int = 4) -> Activations:
+    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         """Returns the bytes of one image's activations, by default measured on the meta device.
 
-        `number`: bytes of a number outside of routers, which compute in float32.
+        Args:
+            number: bytes of a number outside of routers, which compute in float32.
+            frozen: prefixes of tensors that are not trained. A model that computes a part of itself without
+                gradients if all of it is frozen keeps nothing for it; others need not look.
         """
         saved, stream, widest = trace(self).activations
         part = number / 4

@@ -284,4 +284,5 @@ def test_a_run_goes_on(fault: Fault, lab: Lab) -> None:
     assert row.difference < SAME
     assert lab.twice() == 0
     assert row.repeated <= fault.most
-    assert row.noticed_s is not None or fault.expected == "goes on"
+    # What happens while a run starts again may be over before it is noticed.
+    assert row.noticed_s is not None or fault.expected == "goes on" or fault.moment == "restart"

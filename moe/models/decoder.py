@@ -87,7 +87,7 @@ class DecoderConfig(ModelConfig):
     def largest_matmul(self) -> float:
         return self.length * self.width * max(self.mlp_dim, BYTES)
 
-    def activations(self, number: int = 4) -> Activations:
+    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         # tokens, the last norm's input, output and scales, logits
         outside = self.length * (2 * self.width + 3 + BYTES)
         return encoder_activations(self, number, outside=outside)

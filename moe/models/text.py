@@ -89,7 +89,7 @@ class TextConfig(ModelConfig):
     def largest_matmul(self) -> float:
         return self.length * self.width * self.mlp_dim
 
-    def activations(self, number: int = 4) -> Activations:
+    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         return encoder_activations(self, number, outside=self.length * (self.width + 2) + self.width)
 
 

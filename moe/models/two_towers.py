@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe.config import PositiveFloat, PositiveInt
 from moe.init import Draw, constant, mix
 from moe.layer import MoEConfig
-from moe.model import Model, ModelConfig, Output, unit_shapes
+from moe.model import Model, ModelConfig, Output, begins_so, unit_shapes
 from moe.models.text import TextConfig
 from moe.models.vit import ViTConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
@@ -117,8 +117,14 @@ class TwoTowersConfig(ModelConfig):
     def largest_matmul(self) -> float:
         return max(self.image.largest_matmul(), self.text.largest_matmul())
 
-    def activations(self, number: int = 4) -> Activations:
+    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         image, text = self.image.activations(number), self.text.activations(number)
+        if begins_so("image.", frozen):
+            # The images are there all the while, as they came and as they were computed with.
+            images = (4 + number) * 3 * self.image.image_size**2
+            return text._replace(saved=[images + text.saved[0], *text.saved[1:]])
+        if begins_so("text.", frozen):
+            return image
         saved = [image.saved[0] + text.saved[0], *image.saved[1:], *text.saved[1:]]
         return Activations(saved, max(image.stream, text.stream), max(image.widest, text.widest))
 

@@ -136,7 +136,7 @@ class ViTConfig(ModelConfig):
     def largest_matmul(self) -> float:
         return self.tokens() * self.width * self.mlp_dim
 
-    def activations(self, number: int = 4) -> Activations:
+    def activations(self, number: int = 4, frozen: Sequence[str] = ()) -> Activations:
         return activations(self, number)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moe.cost import forward_gflops_2mac, num_params, param_shapes, train_flops_6mac
 from moe.experts import is_expert
-from moe.model import ModelConfig, unit_shapes
+from moe.model import begins_so, unit_shapes
 from moe.parallel import check_layout
 from orchestrator.checkpoint.manifest import step_of
 from orchestrator.codec import override
@@ -211,13 +211,16 @@ class _Unit(NamedTuple):
         return self.dense * dp * ep + self.experts * dp
 
 
-def _units(model: ModelConfig, dp: int, ep: int) -> list[_Unit]:
-    """The unit outside of the blocks, then every block, on the first rank, with FSDP's padding."""
+def _units(run: RunConfig, dp: int, ep: int, *, frozen: Sequence[str] = ()) -> list[_Unit]:
+    """The unit outside of the blocks, then every block, on the first rank, with FSDP's padding; without what
+    is frozen.
+    """
     held = []
-    for shapes in unit_shapes(model):
+    for shapes in unit_shapes(run.model):
         numbers = [0, 0]
         for name, shape in shapes.items():
-            numbers[is_expert(name)] += prod(_shard(name, shape, dp, ep))
+            if not begins_so(name, frozen):
+                numbers[is_expert(name)] += prod(_shard(name, shape, dp, ep))
         held.append(_Unit(*numbers))
     return held
 
@@ -241,12 +244,13 @@ def _compute_bytes(run: RunConfig) -> int:
 def _moment_bytes(run: RunConfig, dp: int, ep: int) -> int:
     """Returns the bytes that the optimiser keeps on the first rank, with the average of the weights."""
     average = FP32 if run.train.ema else 0
-    held = {name: _shard(name, shape, dp, ep) for name, shape in param_shapes(run.model).items()}
-    return sum(
-        run.train.optimizer.state_bytes(shape, held[name], expert=is_expert(name))
-        + average * prod(held[name])
-        for name, shape in param_shapes(run.model).items()
-    )
+    found = 0
+    for name, shape in param_shapes(run.model).items():
+        if not begins_so(name, run.train.freeze):
+            held = _shard(name, shape, dp, ep)
+            found += run.train.optimizer.state_bytes(shape, held, expert=is_expert(name))
+            found += average * prod(held)
+    return found
 
 
 def _memory(run: RunConfig, ep: int) -> dict[str, float]:
@@ -255,21 +259,23 @@ def _memory(run: RunConfig, ep: int) -> dict[str, float]:
     ``buffers`` are gathered weights, gradients that are being reduced, and gradients of activations. Not
     counted: the loss, temporaries of an operation, fragmentation, communication libraries.
     """
-    model, scale, images, number = run.model, run.scale, run.images_per_pass(), _compute_bytes(run)
+    scale, images, number, frozen = run.scale, run.images_per_pass(), _compute_bytes(run), run.train.freeze
     dp, accumulates = scale.workers // ep // scale.dp_replicate, _passes(run) > 1
-    root, *blocks = units = _units(model, dp, ep)
+    root, *blocks = units = _units(run, dp, ep)
+    trained = _units(run, dp, ep, frozen=frozen)
     held = sum(map(sum, units))
     own: float = FP32 * held
     # One worker keeps copies in the type that it computes in.
     parameters = own + (number * held if scale.workers == 1 and number < FP32 else 0)
-    last = max(blocks, key=lambda unit: unit.gathered(dp, ep))
+    last = max(trained[1:], key=lambda unit: unit.gathered(dp, ep))
     last_gathered, everything = last.gathered(dp, ep), sum(unit.gathered(dp, ep) for unit in units)
+    gradients = sum(unit.gathered(dp, ep) for unit in trained) if accumulates else sum(last)
 
-    kept, *others = model.activations(number)
+    kept, *others = run.model.activations(number, frozen)
     outside, *saved = (images * size for size in kept)
     stream, widest = (images * size for size in others)
     backward = {
-        "gradients": FP32 * float(everything if accumulates else sum(last)),
+        "gradients": FP32 * float(gradients),
         "activations": outside + sum(saved),
         "buffers": stream + widest,
     }
@@ -284,7 +290,7 @@ def _memory(run: RunConfig, ep: int) -> dict[str, float]:
             number * 2 * last.experts * dp if dp > 1 else 0,  # sharded experts arrive, and are put together
             FP32 * last_gathered,  # gradients that are reduced
         )
-    update = {"gradients": own, "activations": 0.0, "buffers": 0.0}
+    update = {"gradients": FP32 * float(sum(map(sum, trained))), "activations": 0.0, "buffers": 0.0}
     peak = max(backward, update, key=lambda part: sum(part.values()))
     return {"parameters": parameters, "optimizer": _moment_bytes(run, dp, ep)} | peak
 
@@ -294,15 +300,16 @@ def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:
 
     ``all_to_all``: the rows of every MoE layer travel to their experts and back, so do their gradients, and
     with activation checkpointing the rows a second time. ``all_gather``: weights of blocks are gathered
-    forward and backward, unless a pass kept them for the next; all others once. ``reduce_scatter``, and
-    ``all_reduce`` over copies of the model: float32 gradients, once. Not counted: gradient norms, metrics,
-    column sums of Adafactor.
+    forward and, if they are trained, backward, unless a pass kept them for the next; all others once.
+    ``reduce_scatter``, and ``all_reduce`` over copies of the model: float32 gradients, once. Not counted:
+    gradient norms, metrics, column sums of Adafactor.
     """
     model, scale, number, passes = run.model, run.scale, _compute_bytes(run), _passes(run)
     dp, node = scale.workers // ep // scale.dp_replicate, min(scale.workers_per_node, scale.workers)
-    root, *blocks = _units(model, dp, ep)
-    dense, experts = (sum(unit[i] for unit in blocks) for i in (0, 1))
-    gathers = 1 + passes if scale.reshard_after_forward else 1
+    every, trained = (_units(run, dp, ep, frozen=names) for names in ((), run.train.freeze))
+    again = passes if scale.reshard_after_forward else 0
+    gathered = [sum(unit[i] for unit in every) + again * sum(unit[i] for unit in trained[1:]) for i in (0, 1)]
+    dense, experts = (sum(unit[i] for unit in trained) for i in (0, 1))
     exchanges = 6 if scale.activation_checkpointing else 4
     # The widths of all MoE layers.
     widths = sum(
@@ -313,10 +320,9 @@ def _traffic(run: RunConfig, ep: int) -> dict[str, Sent]:
     copies = _Group(scale.dp_replicate, dp * ep, node)
     return {
         "all_to_all": _Group(ep, 1, node).exchange(number * exchanges * sent),
-        "all_gather": all_ranks.gather(number * (root.dense + gathers * dense))
-        + same_experts.gather(number * gathers * experts),
-        "reduce_scatter": all_ranks.gather(FP32 * (root.dense + dense)) + same_experts.gather(FP32 * experts),
-        "all_reduce": copies.gather(2 * FP32 * (root.dense + dense + experts) / scale.dp_replicate),
+        "all_gather": all_ranks.gather(number * gathered[0]) + same_experts.gather(number * gathered[1]),
+        "reduce_scatter": all_ranks.gather(FP32 * dense) + same_experts.gather(FP32 * experts),
+        "all_reduce": copies.gather(2 * FP32 * (dense + experts) / scale.dp_replicate),
     }
 
 

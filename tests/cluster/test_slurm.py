@@ -87,9 +87,11 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-# On a busy machine the requeued job once ended before its script had begun; why is not known.
-@pytest.mark.slow  # two clusters after each other
+@pytest.mark.smoke
 def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store, tmp_path):
+    """With Slurm's two minutes before the job begins again: nodes refuse what they have just ended, so that a
+    job that is told to start at once may fail.
+    """
     out, file = tmp_path / "out.txt", tmp_path / "home" / "noticed" / "metrics.jsonl"
     train = [sys.executable, "jobs/train.py", "--name", "noticed", "--workers", "2", "--ep", "2"]
     train += ["--grace", "60", "--data", digits, "--tracking-uri", empty_store(tmp_path)]
@@ -116,7 +118,6 @@ def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store
         assert "Interrupted: noticed is saved at step " in out.read_text(), out.read_text()
         saved = int(out.read_text().partition("is saved at step ")[2].partition(".")[0])
         assert 20 <= saved < STEPS
-        ask(head, env, "scontrol", "update", f"jobid={job}", "StartTime=now")
         until("end", lambda: "COMPLETED" in ask(head, env, "scontrol", "show", "job", job), said)
     assert [row["resumed"] for row in rows(file) if "resumed" in row] == [saved]
     assert [row["step"] for row in rows(file) if "metrics" in row] == [*range(5, STEPS + 1, 5)]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moe.cost import param_shapes
-from orchestrator.codec import override
+from moe.presets import PRESETS
+from orchestrator.codec import override, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.sweeps.estimate import layout
 from orchestrator.training.dry_run import dry_run
@@ -63,6 +64,20 @@ def test_peak_of_a_step(router: str, fields: dict[str, Any]) -> None:
     assert abs(error) <= 0.1, f"{error:+.1%}"
     counts = 4 * len(param_shapes(run.model))  # of updates
     assert tried.optimizer - estimated.memory["optimizer"] == counts
+
+
+@pytest.mark.smoke
+def test_a_frozen_tower_of_full_size() -> None:
+    """It has no gradients and moments, and autograd keeps nothing of it."""
+    changes = {"task.kind": "contrastive", "train.freeze": ["image."], "data.batch_size": 1024}
+    run = override(RunConfig(), changes | {"model": to_dict(PRESETS["lit-B/16"]), "scale.workers": 8})
+    estimated, tried = layout(run, 1), dry_run(run)
+    assert estimated.peak() == pytest.approx(max(tried.peaks.values()), rel=0.1)
+    trained = sum(not name.startswith("image.") for name in param_shapes(run.model))
+    assert tried.optimizer - estimated.memory["optimizer"] == 4 * trained
+    sent = {kind.kind: size for kind, (_, size) in tried.collectives.items()}
+    scattered = estimated.traffic["reduce_scatter"]
+    assert sent["reduce_scatter"] == round(scattered.intra + scattered.inter)
 
 
 @pytest.mark.parametrize(
