@@ -77,7 +77,8 @@ def collect(directory: str) -> dict[str, Any]:
             for name, value in of_trial(trial, train["steps"]).items():
                 entry.setdefault(name, []).append(value)
     about = {"sweep": "modern", "steps": train["steps"], "every": train["eval_every"]}
-    about |= {"seeds": record.seeds, "planned": [*record.arms]}
+    planned = dict.fromkeys(labels["arm"] for labels in record.trials.values())
+    about |= {"seeds": record.seeds, "planned": [*planned]}
     val_images = open_manifest(record.base["data"]["path"]).rows("val")
     about |= {"classes": record.base["model"]["num_classes"], "val_images": val_images}
     about |= {"operating": operating_points(directory, record), "tuned": first_round(f"{directory}-tune")}

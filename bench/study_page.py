@@ -71,6 +71,11 @@ def status_block(table: Table) -> str:
     return f"{text}. **The record is incomplete.** {'; '.join(parts)}."
 
 
+def picture_block(table: Table) -> str:
+    name = f"Validation accuracy against training FLOPs of {len(table['arms'])} arms"
+    return f"![{name}, with the frontier of all arms and that of dense models](study.png)"
+
+
 def frontier_of(table: Table) -> Frontier:
     """Returns the frontier of validation accuracy over the arms, with their operating points."""
     sweep, points, trials, others = sweep_of(table), list[Point](), list[tuple[str, str]](), list[Point]()
@@ -227,7 +232,9 @@ def operating_block(table: Table) -> str:
     found = "; ".join(f"{gain.models}: {gain}" for gain in gains(frontier) if gain.cost_name == FORWARD)
     arms, others = len(frontier.points), len(frontier.operating)
     made = markdown(("arm: setting", "forward MFLOPs per image", "validation, %"), rows)
-    return f"{made}\n\n{arms} arms as trained and {others} other settings. Gain in hypervolume: {found}."
+    name = "Validation accuracy against forward FLOPs, of arms and their other settings"
+    said = f"{arms} arms as trained and {others} other settings. Gain in hypervolume: {found}."
+    return f"{made}\n\n![{name}](study-operating.png)\n\n{said}"
 
 
 def routing_block(table: Table) -> str:
@@ -284,6 +291,7 @@ def time_block(table: Table) -> str:
 
 BLOCKS: dict[str, Callable[[Table], str]] = {
     "status": status_block,
+    "picture": picture_block,
     "runs": runs_block,
     "tuning": tuning_block,
     "differences": differences_block,
