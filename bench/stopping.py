@@ -17,7 +17,7 @@ With a budget, both of the policies that a user has leave out jobs that it does 
 
 The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on an earlier
 generator of families that is not kept, on those of `TUNING`, and on arms of equal cost; `FIRST_COST` on
-`clutter` too, which had been held out before. The families of `TEST` were looked at once, after the last
+`clutter` too, which had been held out before. `study` is the one with a single learning rate. The families of `TEST` were looked at once, after the last
 change.
 """
 
