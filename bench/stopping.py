@@ -15,10 +15,10 @@ replays, 95 %: for recorded curves they say nothing about other data.
 
 With a budget, both of the policies that a user has leave out jobs that it does not hold.
 
-The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on an earlier
-generator of families that is not kept, on those of `TUNING`, and on arms of equal cost; `FIRST_COST` on
-`clutter` too, which had been held out before. `study` is the one with a single learning rate. The families of `TEST` were looked at once, after the last
-change.
+The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets (`study`: the one
+with a single learning rate), on an earlier generator of families that is not kept, on those of `TUNING`, and
+on arms of equal cost; `FIRST_COST` on `clutter` too, which had been held out before. The families of `TEST`
+were looked at once, after the last change.
 """
 
 import json

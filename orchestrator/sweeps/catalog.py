@@ -102,18 +102,20 @@ def modern(scale: Scale) -> Sweep:
     takes about a hundred steps to balance at a rate of .01, and a thousand at .001. Claims are two-sided.
     """
     experts, of_the_papers, arms = scale.experts, _of_the_papers(scale), dict[str, Arm]()
-    rate = 1e-2 if scale.base.train.steps < 5_000 else 1e-3
+    by_sign: Arm = {"balance.kind": "sign", "balance.rate": 1e-2 if scale.base.train.steps < 5_000 else 1e-3}
+    still: Arm = by_sign | {"balance.rate": 0.0}
+    by_quantile: Arm = {"balance.kind": "quantile"}
     sigmoid = partial(grouped, "top_k", score="sigmoid")
-    lossfree = partial(sigmoid, **{"balance.kind": "sign", "balance.rate": rate})
-    whole_batch = {"balance_weight": 1e-2, "balance_level": "batch", "z_weight": 1e-3}
+    lossfree = partial(sigmoid, **by_sign)
+    whole_batch: Arm = {"balance_weight": 1e-2, "balance_level": "batch", "z_weight": 1e-3}
     today: dict[str, Arm] = {}
     for name, size in scale.sizes.items():
         half, quarter = ({f"{MOE}.expert_dim": size["model.mlp_dim"] // part} for part in (2, 4))
         shared = {f"{MOE}.shared_dim": size["model.mlp_dim"] // 2}
-        control = {"lossfree-0": sigmoid(experts, k=1, **{"balance.kind": "sign", "balance.rate": 0.0})}
+        control = {"lossfree-0": sigmoid(experts, k=1, **still)}
         today = {
             "lossfree": lossfree(experts, k=1),
-            "quantile": sigmoid(experts, k=1, **{"balance.kind": "quantile"}),
+            "quantile": sigmoid(experts, k=1, **by_quantile),
             "shared": lossfree(2 * experts, k=1) | half | shared,
             "expert-shared": expert_choice(2 * experts, 1.0) | half | shared,
             "fine": lossfree(4 * experts, k=2, normalise=True) | quarter | shared,

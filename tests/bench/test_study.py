@@ -15,6 +15,7 @@ from bench.study_page import (
     differences_block,
     load_block,
     made,
+    operating_block,
     runs_block,
     status_block,
     tuning_block,
@@ -135,6 +136,14 @@ def test_load_by_hand() -> None:
     _, _, lossfree, fine = load_block(table).splitlines()
     assert lossfree == "| w16-lossfree | 20.0 | 0.60 | 2.00 | 1.50 | 1.00 | 50.0 |"
     assert fine.endswith("| 75.0 |")
+
+
+def test_operating_points_of_the_earlier_study() -> None:
+    table = read_table(ONE_RATE)
+    assert table
+    found = operating_block(table).splitlines()
+    assert found[2] == "| **w16-token: k=1 capacity=0.15 priority=max** | 0.252 | 84.38 ± 0.14 |"
+    assert found[-1].startswith("18 arms as trained and 273 other settings. Gain in hypervolume: all models:")
 
 
 def test_the_rate_that_was_chosen_is_bold() -> None:
