@@ -183,3 +183,15 @@ def numbers(kind: Callable[[str], T], example: str) -> Callable[[str], tuple[T, 
             raise UsageError(f"{text!r}: write numbers, e.g. {example}") from None
 
     return read
+
+
+def pair(read: Callable[[str], T], example: str) -> Callable[[str], tuple[str, T]]:
+    """Reads a field and what is set beside it, as in FIELD=VALUE."""
+
+    def read_both(text: str) -> tuple[str, T]:
+        field, _, value = text.partition("=")
+        if not (field and value):
+            raise UsageError(f"{text!r}: write e.g. {example}")
+        return field, read(value)
+
+    return read_both

@@ -1,6 +1,6 @@
 """Prints what the trials of a sweep need, and what the papers' models of the same name needed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import ray
 
@@ -12,6 +12,7 @@ from orchestrator.sweeps.estimate import Estimate, estimate, memory_problem
 from orchestrator.sweeps.preflight import unfit
 from orchestrator.sweeps.progress import duration
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.sweeps.tuning import Tuned
 
 SHORT_S = 60.0  # device time of a trial below which starting and reading data take longer than training
 REASONS = 5  # of trials that do not fit, with their arithmetic; the others by name
@@ -23,23 +24,42 @@ costs of token and expert choice hold matmuls that dispatch, where ours gather. 
 contradicts its table 8 at H/14 alone."""
 
 
-def plan(sweep: Sweep, kind: str, device: Device, mfu: float) -> None:
-    """Prints what every trial needs, and which trials the device or the connected cluster cannot hold."""
-    runs = sweep.runs()
+def plan(sweep: Sweep, kind: str, device: Device, mfu: float, first: Sweep | None = None) -> None:
+    """Prints what every trial needs, and which trials the device or the connected cluster cannot hold.
+
+    Args:
+        first: the round that tunes the arms; None: there is none.
+    """
+    tried = first.runs() if first else {}
+    runs = {**tried, **sweep.runs()}
     if not runs:
         raise UsageError("no arms to plan: a search draws them one by one; bound it with --budget-hours")
     found = {name: estimate(run, flops_per_s=device.flops_per_s(mfu)) for name, run in runs.items()}
-    problems = unfit(sweep) if ray.is_initialized() else {}
+    problems = unfit(sweep) | (unfit(first) if first else {}) if ray.is_initialized() else {}
     if device.memory_gib:
         too_large = {name: memory_problem(e.memory_gib, device.memory_gib) for name, e in found.items()}
         problems |= {name: problem for name, problem in too_large.items() if problem}
-    print_plan(found, problems, device=f"{kind} at {mfu:.0%} of its peak", usd_per_hour=device.usd_per_hour)
+    at = f"{kind} at {mfu:.0%} of its peak"
+    print_plan(found, problems, device=at, usd_per_hour=device.usd_per_hour, tried=tried)
+    if tried:
+        print("the first round takes more trials if the best value of an arm lies at an end of the grid")
     if any(e.device_s < SHORT_S for e in found.values()):
         print(
             "note: models this small are bound by the start of processes and by data, which the plan leaves"
             " out: trials of seconds take some ten times as long"
         )
     print_papers(sweep, found)
+
+
+def print_tuned(tuned: Tuned) -> None:
+    """Prints the quality of every arm at every value, and the value that the arm gets."""
+    rows = []
+    for arm, points in tuned.tried.items():
+        found = [p.quality_text if p.status == "finished" else p.status for p in points.values()]
+        rows.append((arm, *found, f"{tuned.best[arm]:g}"))
+    title = f"{tuned.sweep.quality} by {tuned.tuning.field}, mean of {tuned.tuning.seeds} seeds"
+    columns = ("arm", *(f"{value:g}" for value in tuned.values), "chosen")
+    print_table(columns, rows, title=title)
 
 
 def print_spending(sweep: Sweep) -> None:
@@ -80,9 +100,16 @@ def printed_costs(sweep: Sweep) -> dict[str, tuple[float, float]]:
 
 
 def print_plan(
-    estimates: Mapping[str, Estimate], problems: Mapping[str, str], *, device: str, usd_per_hour: float
+    estimates: Mapping[str, Estimate],
+    problems: Mapping[str, str],
+    *,
+    device: str,
+    usd_per_hour: float,
+    tried: Collection[str] = (),
 ) -> None:
-    """Prints what every trial needs, the sums by family, and the trials that do not fit."""
+    """Prints what every trial needs, the sums by family, and the trials that do not fit. `tried`: the trials
+    of a first round, which has a sum of its own.
+    """
 
     def totals(members: list[Estimate]) -> tuple[str, ...]:
         device_s = sum(e.device_s for e in members)
@@ -96,7 +123,7 @@ def print_plan(
     for name, e in estimates.items():
         numbers = (f"{e.params / 1e6:.3g}M", f"{e.forward_gflops_2mac:.3g}", f"{e.memory_gib:.2f}")
         rows.append((name, e.family, e.workers, *numbers, *totals([e])))
-        groups.setdefault(e.family, []).append(e)
+        groups.setdefault("first round" if name in tried else e.family, []).append(e)
     sums = ("train FLOPs", "device time", "usd", "GB on disk")
     columns = ("trial", "family", "devices", "parameters", "forward GFLOPs", "GiB/device", *sums)
     print_table(columns, rows, title=f"plan on {device}", left=3)

@@ -2,6 +2,7 @@
 
   python jobs/pareto_sweep.py
   python jobs/pareto_sweep.py --sweep routers --seeds 3 --stop-early --budget-hours 2
+  python jobs/pareto_sweep.py --tune train.lr=3e-3,1e-2,3e-2 --tune-seeds 2 --tune-at width=16
   python jobs/pareto_sweep.py --list
   python jobs/pareto_sweep.py --sweep pareto --scale jft --plan --mfu 0.35 --device H100-80
   python jobs/pareto_sweep.py --sweep pareto --search tpe --trials 40
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import command, connect, failed, models_of, print_table, source_labels
-from jobs._flags import flag, near, numbers, parse, positive
+from jobs._flags import flag, near, numbers, pair, parse, positive
 from jobs.train import RunFlags, print_fields
 from orchestrator.errors import UsageError
 from orchestrator.guests import from_papers
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.run import SweepRun
     from orchestrator.sweeps.search import SearchOptions
     from orchestrator.sweeps.sweep import Sweep
+    from orchestrator.sweeps.tuning import Tuning
     from orchestrator.tracking.store import Tracking
 
 SWEEPS = (
@@ -89,6 +91,19 @@ class SweepFlags:
         None, "number of knees to train again on 2 workers; default: 1, with --branch-at 0", least=0
     )
     stop_early: bool = flag(False, "pass by arms that are not worth their cost (docs/early_stopping.md)")
+    tune: tuple[str, tuple[float, ...]] | None = flag(
+        None,
+        "first give every arm its best of these values, by trials on seeds of their own (docs/sweeps.md)",
+        read=pair(numbers(float, "3e-3,1e-2"), "train.lr=3e-3,1e-2"),
+        metavar="FIELD=VALUE,VALUE",
+    )
+    tune_seeds: int | None = flag(None, "trials of each arm and value; default: 2", least=1, metavar="N")
+    tune_at: tuple[str, str] | None = flag(
+        None,
+        "tune only arms with this in their model, as width=16; w32-NAME takes the value of w16-NAME",
+        read=pair(str, "width=16"),
+        metavar="FIELD=VALUE",
+    )
     search: Literal["random", "tpe", "nsga2"] | None = flag(None, "draw arms from the sweep's space")
     trials: int | None = flag(None, f"arms that a search draws; default: {TRIALS}", least=1)
     warm_start: tuple[str, ...] = flag((), "sweep that a search learns from (repeatable)", metavar="SWEEP")
@@ -120,6 +135,8 @@ class SweepFlags:
             "branch_cost": "branch_at",
             "trials": "search",
             "warm_start": "search",
+            "tune_seeds": "tune",
+            "tune_at": "tune",
         }
         for name, needed in needs.items():
             if getattr(self, name) and not getattr(self, needed):
@@ -127,6 +144,10 @@ class SweepFlags:
                 raise UsageError("{} does nothing without {}".format(*flags))
         if self.branch_at and (self.search or self.stop_early):
             raise UsageError("--branch-at plans every trial ahead: leave out --search and --stop-early")
+        if self.tune and (self.search or self.branch_at):
+            raise UsageError("--tune tries values of arms that are named: leave out --search and --branch-at")
+        if self.tune and self.tune[0] in dict(self.run.set):
+            raise UsageError(f"--tune and --set {self.tune[0]} exclude each other")
 
     def source(self) -> str:
         """Returns the source of the images that come with the project; empty if the sweep has none."""
@@ -213,6 +234,15 @@ class SweepFlags:
             raise UsageError(f"--device {kind!r} is not in {prices}: {', '.join(devices)}")
         return kind, devices[kind]
 
+    def tuning(self) -> Tuning | None:
+        """Raises UsageError for values that make no grid."""
+        from orchestrator.sweeps.tuning import Tuning
+
+        if not self.tune:
+            return None
+        field, values = self.tune
+        return Tuning(field=field, values=values, seeds=self.tune_seeds or 2, at=self.tune_at)
+
     def drawing(self) -> SearchOptions | None:
         from orchestrator.sweeps.search import SearchOptions
 
@@ -234,19 +264,21 @@ def main() -> None:
 def sweep(flags: SweepFlags) -> None:
     from jobs._describe import describe_data
     from jobs._list import description, print_sweeps
-    from jobs._sweep_plan import plan, print_spending
+    from jobs._sweep_plan import plan, print_spending, print_tuned
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
     from orchestrator.sweeps.preflight import check_sweep
     from orchestrator.sweeps.progress import SweepProgress
     from orchestrator.sweeps.queue import RunToCompletion
     from orchestrator.sweeps.stopping import EarlyStopping
+    from orchestrator.sweeps.tuning import tune
 
     if flags.run.list:
         return print_sweeps(flags.scale)
     if flags.run.asks_for_fields():
         return print_fields(flags.named_sweep().base)
-    sweep = flags.make()
+    sweep, tuning = flags.make(), flags.tuning()
+    first = tuning and tuning.first_round(sweep)
     kind, device = flags.priced(sweep)
     budget = Budget(hours=flags.budget_hours, usd=flags.budget_usd, usd_per_hour=device.usd_per_hour)
     flops_per_s = None if flags.mfu is None else device.flops_per_s(flags.mfu)
@@ -264,7 +296,7 @@ def sweep(flags: SweepFlags) -> None:
     if flags.plan and not flags.has_data():
         print(f"no --data: assuming the {sweep.base.model.num_classes:,} classes of scale {flags.scale}")
     if flags.plan or flags.mfu is not None:
-        plan(sweep, kind, device, flags.mfu or PLAN_MFU)
+        plan(sweep, kind, device, flags.mfu or PLAN_MFU, first)
         if flags.stop_early:
             print_spending(sweep)
     if flags.plan:
@@ -280,6 +312,10 @@ def sweep(flags: SweepFlags) -> None:
         flops_per_s=flops_per_s,
         labels=source_labels(),
     )
+    if tuning:
+        tuned = tune(sweep, tuning, options, store=store)
+        print_tuned(tuned)
+        sweep, options = tuned.sweep, tuned.options
     progress = SweepProgress(sweep)
     frontier = run_sweep(sweep, options, progress=progress, store=store)
     assert progress.run
@@ -304,8 +340,6 @@ def print_end(flags: SweepFlags, sweep: Sweep, frontier: Frontier, run: SweepRun
             " --budget-usd to continue."
         )
     print_frontier(frontier)
-    if frontier.note:
-        print(frontier.note)
     floor = guessing(sweep.base) if sweep.quality == sweep.base.task.quality else 0.0
     if poor := [point.arm for point in frontier.points if point.quality <= floor]:
         print(f"no better than always guessing the largest class, {floor:.4f}: {', '.join(poor)}")
@@ -343,6 +377,8 @@ def print_frontier(frontier: Frontier) -> None:
         print(f"{name}: {frontier.quality_name} {quality:.4f}{unbeaten}")
     for claim in frontier.claims:
         print(f"{claim}: {check_claim(claim, frontier.points)}")
+    if frontier.note:
+        print(frontier.note)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from orchestrator.sweeps.search import OptunaSearch, SearchOptions
     from orchestrator.sweeps.stopping import EarlyStopping
     from orchestrator.sweeps.sweep import Sweep, Trunk
+    from orchestrator.sweeps.tuning import Tuning, tune
     from orchestrator.tasks import ClassificationConfig, TaskConfig
     from orchestrator.tasks.base import Heads
     from orchestrator.training.run_directory import Result
@@ -94,6 +95,7 @@ __all__ = [
     "TrainConfig",
     "Transform",
     "Trunk",
+    "Tuning",
     "UsageError",
     "Watch",
     "decay_groups",
@@ -105,6 +107,7 @@ __all__ = [
     "override",
     "run_sweep",
     "train",
+    "tune",
 ]
 
 _NAMES = {  # module -> what it defines
@@ -145,6 +148,7 @@ _NAMES = {  # module -> what it defines
     "sweeps.search": ("OptunaSearch", "SearchOptions"),
     "sweeps.stopping": ("EarlyStopping",),
     "sweeps.sweep": ("Sweep", "Trunk"),
+    "sweeps.tuning": ("Tuning", "tune"),
     "tasks": ("ClassificationConfig", "TaskConfig"),
     "tasks.base": ("Heads",),
     "training.run_directory": ("Result",),

@@ -87,6 +87,16 @@ class Budget:
         hours = math.inf if self.hours is None else self.hours
         return 3600 * (hours if self.usd is None else min(hours, self.usd / self.usd_per_hour))
 
+    def less(self, spent_s: float) -> "Budget":
+        """Returns what is left of the budget. Raises UsageError if these device-seconds exhaust it."""
+        left_s = self.limit_s() - spent_s
+        if left_s <= 0:
+            raise UsageError(
+                f"Budget exhausted: {spent_s / 3600:.3g} of {self.limit_s() / 3600:.3g} device-hours are"
+                " spent. Run again with a larger `hours` or `usd` to continue"
+            )
+        return self if math.isinf(left_s) else Budget(hours=left_s / 3600)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:

@@ -43,6 +43,7 @@ MEASURED = (  # metric, label in the hover and the table
     ("moe/dropped_frac", "dropped tokens"),
 )
 PASSED = 12  # arms that are named
+TUNED = "tuned"  # label of a sweep: what its first round tried and chose
 WORST_FIRST: tuple[Status, ...] = ("running", "failed", "diverged", "interrupted", "stopped", "finished")
 
 
@@ -150,6 +151,7 @@ def mlflow_frontier(tracking: Tracking, name: str) -> Frontier:
         claims=list(filter(None, parent.tags.get("claims", "").split("\n"))),
         reference=json.loads(parent.tags.get("reference", "{}")),
         baselines=json.loads(parent.tags.get("baselines", "{}")),
+        labels={TUNED: parent.tags[TUNED]} if TUNED in parent.tags else {},
         status="finished" if parent.status in ("FINISHED", "FAILED") else "interrupted",
     )
     frontier = build_frontier(sweep, [_from_mlflow(run) for run in runs], live=parent.status == "RUNNING")
@@ -184,6 +186,7 @@ def build_frontier(sweep: SweepRecord, trials: Sequence[TrialRecord], *, live: b
         note = f"Points are cooldown branches of {len(by_role['trunk'])} trunks; a branch costs {share}."
     elif sweep.passed:
         note = _passed_by(sweep.passed)
+    note = " ".join(filter(None, [sweep.labels.get(TUNED), note]))
     begun = {trial.run_id for trial in trials}
     states: list[tuple[str, str]] = [(trial.labels["arm"], trial.status) for trial in by_role["trial"]]
     for name, labels in sweep.trials.items():

@@ -146,7 +146,7 @@ def train(
         check_shared(run.storage)
         check_resources(run)
     store = store or open_store(run.storage)
-    with _working_in(directory, mode, store):
+    with working_in(directory, mode, store):
         start(run, "resume" if mode == "resume" else "auto", labels)
         if not is_inline(run):
             say(f"starting {run.scale.workers} workers, which load libraries first ..")
@@ -215,7 +215,7 @@ def trained_trials(
     require(preflight(sweep, connect=ready, open_store=open_mine, retrain=bool(options.retrain)))
     store = open_mine()
     search = options.search and make_search(sweep, options.search, watch)
-    with watch, _working_in(directory, options.mode, store):
+    with watch, working_in(directory, options.mode, store):
         acquire_sweep_dir(sweep, resume=options.mode == "resume", labels=options.labels)
         with BackgroundSync(store, directory, watch.say), SystemMetrics(directory):
             status = "interrupted"
@@ -253,7 +253,7 @@ def make_search(sweep: Sweep, options: SearchOptions, watch: Watch) -> OptunaSea
 
 
 @contextmanager
-def _working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
+def working_in(directory: str, mode: Mode, store: Tracking) -> Iterator[None]:
     """Locks the directory. What was there is moved aside if `mode` is ``fresh``, and ends in MLflow.
 
     Raises:

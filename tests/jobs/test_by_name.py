@@ -67,6 +67,29 @@ def test_a_plan_of_small_models_says_what_it_leaves_out(capsys: pytest.CaptureFi
     )
 
 
+def test_a_plan_prices_the_round_that_tunes(empty_home: Path, call: Call) -> None:
+    """Six arms at w16 with 3 rates and 2 seeds, beside 18 arms with 5 seeds; nothing is trained."""
+    words = ["--sweep", "study", "--plan", "--mfu", "0.3", "--tune", "train.lr=3e-3,1e-2,3e-2"]
+    stopped, said = call(pareto_sweep.main, *words, "--tune-at", "width=16")
+    assert stopped == ""
+    rows = {line.split("│")[1].strip(): line.split("│")[2:] for line in said.splitlines() if "│" in line}
+    assert {name: int(rows[name][0]) for name in ("first round", "dense", "soft", "all")} == {
+        "first round": 36,
+        "dense": 15,
+        "soft": 30,
+        "all": 126,
+    }
+    flops = {name: float(rows[name][1]) for name in ("first round", "dense", "all")}
+    assert 0 < flops["first round"] < flops["dense"] < flops["all"]
+    assert "w16-dense@lr0.03-seed1001" in rows
+    assert "w32-dense@lr0.03-seed1001" not in rows
+    assert "the first round takes more trials if the best value of an arm lies at an end" in said
+    stopped, _ = call(pareto_sweep.main, *words, "--tune-at", "width=17")
+    assert stopped.startswith(
+        "error: no arm has model.width=17, where arms are to be tuned: the arms have 16"
+    )
+
+
 @pytest.mark.parametrize("name", ["pareto", "long_runs"])
 def test_every_published_arm_has_its_printed_cost(name: str) -> None:
     sweep = make_sweep(name, "jft")

@@ -112,6 +112,13 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
         (SweepFlags, "--trials 3", "--trials does nothing without --search"),
         (SweepFlags, "--warm-start a", "--warm-start does nothing without --search"),
         (SweepFlags, "--branch-at 9 --stop-early", "--branch-at plans every trial ahead"),
+        (SweepFlags, "--tune train.lr", "--tune: 'train.lr': write e.g. train.lr=3e-3,1e-2"),
+        (SweepFlags, "--tune train.lr=a,b", "--tune: 'a,b': write numbers, e.g. 3e-3,1e-2"),
+        (SweepFlags, "--tune-at width=16", "--tune-at does nothing without --tune"),
+        (SweepFlags, "--tune-seeds 3", "--tune-seeds does nothing without --tune"),
+        (SweepFlags, "--tune train.lr=1,2 --branch-at 9", "leave out --search and --branch-at"),
+        (SweepFlags, "--tune train.lr=1,2 --search tpe", "leave out --search and --branch-at"),
+        (SweepFlags, "--tune train.lr=1,2 --set train.lr=3", "--tune and --set train.lr exclude each other"),
         (SweepFlags, "--budget-hours -1", "--budget-hours: must be above 0, got -1"),
         (SweepFlags, "--budget-usd nan", "--budget-usd: must be above 0, got nan"),
         (

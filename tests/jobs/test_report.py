@@ -52,7 +52,7 @@ def test_a_command_that_trains_waits_for_a_report(home: Path) -> None:
     directory = f"{home}/tiny"
 
     def begin() -> None:
-        with driver._working_in(directory, "auto", open_store(home)):
+        with driver.working_in(directory, "auto", open_store(home)):
             pass
 
     with ThreadPoolExecutor() as pool:

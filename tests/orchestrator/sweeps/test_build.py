@@ -216,8 +216,12 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
     sweep = sweep_at(tmp_path, "one", seeds=(0, 1))
     ends = {"a-seed0": 0.8, "a-seed1": 0.9, "b-seed0": 0.95, "b-seed1": "stopped"}
     directory = end_sweep(sweep, ends)
-    SweepDir(directory).write(replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367))
+    tuned = "Tuned train.lr on 2 seeds."
+    record = replace(sweep_record(directory), baselines={"linear": 0.7}, val_images=367)
+    SweepDir(directory).write(replace(record, labels={"tuned": tuned}))
     first = publish(directory)
+    assert tuned in SweepDir(directory).summary()["note"]
+    assert first.note == tuned
     tracking = open_tracking(empty_store(tmp_path), artifacts=f"{tmp_path}/files")
     Sync(tracking, directory).update()
     again = mlflow_frontier(open_reader(tracking.uri), "one")
@@ -226,7 +230,7 @@ def test_mlflow_alone_gives_the_same_frontier(empty_store: Callable[[Path], str]
     ]
     assert again.hypervolume == first.hypervolume
     assert (again.baselines, again.data) == ({"linear": 0.7}, "367 images of digits (val split)")
-    assert again.subtitle == first.subtitle
+    assert (again.subtitle, again.note) == (first.subtitle, first.note)
     assert "linear <b>0.7000</b>" in (tmp_path / "one/frontier.html").read_text()
     write_files(again, str(tmp_path / "again"))
     assert (tmp_path / "again/frontier.html").stat().st_size > 1000
