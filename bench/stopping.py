@@ -15,10 +15,10 @@ replays, 95 %: for recorded curves they say nothing about other data.
 
 With a budget, both of the policies that a user has leave out jobs that it does not hold.
 
-The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets, on an earlier
-generator of families that is not kept, on those of `TUNING`, and on arms of equal cost; `FIRST_COST` on
-`clutter` too, which had been held out before. The families of `TEST` were looked at once, after the last
-change.
+The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets (`study`: the one
+with a single learning rate), on an earlier generator of families that is not kept, on those of `TUNING`, and
+on arms of equal cost; `FIRST_COST` on `clutter` too, which had been held out before. The families of `TEST`
+were looked at once, after the last change.
 """
 
 import json
@@ -51,7 +51,7 @@ RECORDED = {
     "routers": "curves-routers-tiny",
     "pareto": "curves-pareto-moved",
     "textures": "curves-quickstart-textures",
-    "study": "study",
+    "study": "study-one-rate",
     "clutter": "curves-clutter",
 }
 PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 SWEEPS = (
     "quickstart",
     "study",
+    "modern",
     "upcycle",
     "language",
     *from_papers(":SWEEPS", ()),

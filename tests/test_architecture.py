@@ -85,7 +85,8 @@ orchestrator.training: moe orchestrator.checkpoint orchestrator.codec orchestrat
 orchestrator.frontier: orchestrator.frontier
 orchestrator.frontier.pareto:
 orchestrator.frontier.points: moe.model orchestrator.frontier.pareto
-orchestrator.frontier.claims: orchestrator.frontier.points
+orchestrator.frontier.paired: orchestrator.frontier.points
+orchestrator.frontier.claims: orchestrator.frontier.paired orchestrator.frontier.points
 orchestrator.frontier.figure: orchestrator.frontier.points
 orchestrator.frontier.drawing: orchestrator.frontier.figure
 orchestrator.frontier.published: orchestrator.frontier orchestrator.guests

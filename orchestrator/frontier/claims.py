@@ -3,15 +3,22 @@
     router=expert_choice beats router=token_choice at equal size, capacity, affinity
     family=soft beats best family=token_choice|expert_choice at equal size, capacity
     priority=max loses less than priority=none at equal k as capacity falls
+    kind=soft-e16|fine beats kind=dense at equal cost
 
 A side is a list of conditions on settings, which hold together; `|` separates alternatives. `best` before it
 takes the best of its points in each cell. A cell is a combination of the settings named after `at equal` that
 has points on both sides; without `best` every pair of points in it is a comparison. Only complete points
-count. A setting that a point lacks equals nothing. Every point has the settings `arm` and `family`.
+count. A setting that a point lacks equals nothing. Every point has the settings `arm`, `family` and `kind`,
+which is the arm's name after the first dash: before it stands the name of its size.
 
 Settings are equal if they are the same. Those of `NEAR` need not be: a point of the second side meets the
 points of the first side whose number is the nearest by ratio (the smaller of two as near), and none if that
 differs by the factor of `NEAR` or more.
+
+With `cost` among the equal settings, every point of the first side meets the points of each kind of the
+second as a curve (`paired.py`). Differences are paired by seed, and the 5 % are those of all comparisons at a
+size together, by Holm. A difference whose 95 % interval lies within .003 of 0 is none: the two are equal,
+and the claim fails.
 
 `loses less` compares what the sides lose from the highest value of the falling setting to each lower one.
 
@@ -25,10 +32,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from scipy.special import stdtrit
 
+from orchestrator.frontier.paired import SIGNIFICANCE, Relation, decide, interval, meets, paired_differences
 from orchestrator.frontier.points import Point, is_complete
 
 FORM = (
@@ -38,7 +46,9 @@ FORM = (
 # Setting -> factor. Slots are whole: with 32 experts a capacity of 1 is .98 for 392 tokens and 1.306 for 49.
 NEAR = {"capacity": 1.4}
 
-_SIGNIFICANCE = 0.05
+COST = "cost"
+EVERY_POINT = ("arm", "family", "kind", COST)  # has them
+
 _CONDITION = r"[^=!,|]+!?=[^=!,|]+?(?:\|[^=!,|]+?)*"
 _SIDE = rf"(best\s+(?:of\s+)?)?({_CONDITION}(?:,{_CONDITION})*)"
 _NAMES = r"([^=,]+(?:,[^=,]+)*?)"
@@ -47,8 +57,6 @@ _CLAIM = re.compile(
     rf"|loses\s+less\s+than\s+{_SIDE}(?:\s+at\s+equal\s+{_NAMES})?\s+as\s+([^=,\s]+)\s+falls)\s*",
     re.DOTALL,
 )
-
-Relation = Literal["better", "worse", "undecided"]
 
 
 class Condition(NamedTuple):
@@ -107,7 +115,7 @@ class Verdict:
     def holds(self) -> bool | None:
         """True if every comparison holds, False if one fails, else None: undecided, or there is none."""
         found = {outcome for _, outcome in self.outcomes}
-        return False if "worse" in found else True if found == {"better"} else None
+        return False if found & {"worse", "equal"} else True if found == {"better"} else None
 
     @property
     def by_values_alone(self) -> bool:
@@ -115,7 +123,7 @@ class Verdict:
         errors_known = {outcome for comparison, outcome in self.outcomes if not has_single_seed(comparison)}
         if self.holds:
             return self.single_seeds > 0
-        return self.holds is False and "worse" not in errors_known
+        return self.holds is False and not errors_known & {"worse", "equal"}
 
     @property
     def single_seeds(self) -> int:
@@ -131,7 +139,8 @@ class Verdict:
             return "no complete comparison yet"
         word = {True: "true", False: "false", None: "undecided"}[self.holds]
         word += " of the mean values" * self.by_values_alone
-        open_ = f", {len(self.of('undecided'))} undecided" if self.of("undecided") else ""
+        counts = {name: len(self.of(name)) for name in ("equal", "undecided")}
+        open_ = "".join(f", {count} {name}" for name, count in counts.items() if count)
         one = "; 1 comparison has one seed, so it is not decided"
         more = f"; {self.single_seeds} comparisons have one seed, so they are not decided"
         single = (one if self.single_seeds == 1 else more) if self.single_seeds else ""
@@ -146,7 +155,13 @@ def parse_claim(text: str) -> Claim:
     best, better, *beaten = found.groups()
     worse, falling = (beaten[:3], None) if beaten[1] else (beaten[3:6], beaten[6])
     names = tuple(name.strip() for name in worse[2].split(",")) if worse[2] else ()
-    return Claim(_parse_side(best, better), _parse_side(*worse[:2]), names, falling)
+    claim = Claim(_parse_side(best, better), _parse_side(*worse[:2]), names, falling)
+    if COST in names and (falling or claim.better.best or claim.worse.best):
+        raise ValueError(
+            f"claim {text!r}: at equal cost all points are compared, so that none is the best, and"
+            " nothing falls"
+        )
+    return claim
 
 
 def _parse_side(best: str | None, text: str) -> Side:
@@ -159,7 +174,10 @@ def _parse_side(best: str | None, text: str) -> Side:
 
 def check_claim(text: str, points: Sequence[Point]) -> Verdict:
     """Judges all comparisons of complete points. Raises ValueError if the text is not a claim."""
-    found = comparisons(parse_claim(text), [point for point in points if is_complete(point)])
+    claim = parse_claim(text)
+    found = comparisons(claim, [point for point in points if is_complete(point)])
+    if COST in claim.equal:
+        return Verdict(claim=text, outcomes=tuple(_at_equal_cost(found)))
     return Verdict(claim=text, outcomes=tuple((each, compare(each.more, each.less)) for each in found))
 
 
@@ -170,6 +188,8 @@ def comparisons(claim: Claim, points: Iterable[Point]) -> list[Comparison]:
         ValueError: if the setting that falls is not a number.
     """
     points = list(points)
+    if COST in claim.equal:
+        return list(_with_curves(claim, points))
     if claim.falling is None:
         return [Comparison(_where(cell), (a,), (b,)) for cell, a, b in _pairs(claim, claim.equal, points)]
     found: dict[tuple[str, ...], list[tuple[float, Point, Point]]] = {}
@@ -190,11 +210,14 @@ def why_nothing(claim: Claim, points: Iterable[Point]) -> str:
     """The reason why a claim compares none of the points."""
     points = list(points)
     names = (*claim.equal, *([claim.falling] if claim.falling else []))
+    names = tuple(name for name in names if name != COST)
     for side in (claim.better, claim.worse):
         if not (members := side.of(points)):
             return f"no arm has {side.text}"
         if lacking := [name for name in names if not any(name in _settings(point) for point in members)]:
             return f"no arm with {side.text} has {', '.join(lacking)}"
+    if COST in claim.equal:
+        return f"no kind with {claim.worse.text} has two arms around the cost of one with {claim.better.text}"
     if claim.falling and any(_pairs(claim, names, points)):
         return f"{claim.falling} has one value alone"
     differing = [name for name in names if not any(_pairs(claim, (name,), points))] or names
@@ -226,6 +249,38 @@ def _pairs(
                         numbers = dict.fromkeys([_settings(a)[near], _settings(b)[near]])
                         cell[near] = " ~ ".join(numbers)
                     yield {name: cell[name] for name in names}, a, b
+
+
+def _with_curves(claim: Claim, points: Sequence[Point]) -> Iterator[Comparison]:
+    """Yields every point of the first side with each curve of the second, for each cell of the settings
+    beside the cost.
+    """
+    names = [name for name in claim.equal if name != COST]
+    cells: dict[tuple[str, ...], list[Point]] = {}
+    for point in points:
+        settings = _settings(point)
+        if all(name in settings for name in names):
+            cells.setdefault(tuple(settings[name] for name in names), []).append(point)
+    for values, members in cells.items():
+        curves: dict[str, list[Point]] = {}
+        for point in claim.worse.of(members):
+            curves.setdefault(_settings(point)["kind"], []).append(point)
+        for point, (kind, curve) in product(claim.better.of(members), curves.items()):
+            if kind != _settings(point)["kind"] and meets(curve, point):
+                yield Comparison(_where(dict(zip(names, values, strict=True))), (point,), tuple(curve))
+
+
+def _at_equal_cost(found: Iterable[Comparison]) -> Iterator[tuple[Comparison, Relation]]:
+    """Yields comparisons with curves and their outcomes: those of one size are decided together."""
+    sizes: dict[str | None, list[tuple[Comparison, list[float]]]] = {}
+    for each in found:
+        values = paired_differences(each.more[0], each.less)
+        sizes.setdefault(_settings(each.more[0]).get("size"), []).append((each, values))
+    for same in sizes.values():
+        outcomes = decide([values for _, values in same])
+        for (each, values), outcome in zip(same, outcomes, strict=True):
+            where = ", ".join(filter(None, [each.where, f"difference {interval(values)}"]))
+            yield each._replace(where=where), outcome
 
 
 def _nearest_groups(
@@ -260,7 +315,7 @@ def compare(more: Sequence[Point], less: Sequence[Point]) -> Relation:
     if any(variances):
         parts = [v**2 / (len(point.qualities) - 1) for v, point in zip(variances, seeded, strict=True)]
         freedom = sum(variances) ** 2 / sum(parts)  # Welch and Satterthwaite
-        quantile = float(stdtrit(freedom, 1 - _SIGNIFICANCE / 2))  # of Student's t
+        quantile = float(stdtrit(freedom, 1 - SIGNIFICANCE / 2))  # of Student's t
         margin = quantile * sum(variances) ** 0.5
     difference = sum(point.quality for point in more) - sum(point.quality for point in less)
     if abs(difference) <= margin:
@@ -274,7 +329,8 @@ def has_single_seed(comparison: Comparison) -> bool:
 
 def _settings(point: Point) -> dict[str, str]:
     own = {name: _canonical(value) for name, value in point.settings.items()}
-    return {"arm": point.arm, "family": point.family} | own
+    kind = point.arm.partition("-")[2] or point.arm
+    return {"arm": point.arm, "family": point.family, "kind": kind} | own
 
 
 def _canonical(value: str | float) -> str:

@@ -39,19 +39,19 @@ def moe(kind: str, num_experts: int, *, layers: str | tuple[int, ...] = "every_2
     return {f"{MOE}.{name}": value for name, value in fields.items()}
 
 
-def token_choice(
-    num_experts: int, k: int, capacity: float = 1.0, *, images: int = GROUP, **others: Any
-) -> Arm:
+def grouped(kind: str, num_experts: int, *, images: int = GROUP, **others: Any) -> Arm:
+    """An arm whose experts have slots for the tokens of some images together."""
+    return moe(kind, num_experts, **others) | {f"{MOE}.images_per_group": images}
+
+
+def token_choice(num_experts: int, k: int, capacity: float = 1.0, **others: Any) -> Arm:
     """C = round(k * T * capacity / E) slots per expert (V-MoE, section 2.4)."""
-    arm = moe("token_choice", num_experts, k=k, capacity_factor=capacity, **others)
-    return arm | {f"{MOE}.images_per_group": images}
+    return grouped("token_choice", num_experts, k=k, capacity_factor=capacity, **others)
 
 
-def expert_choice(num_experts: int, c: float, *, images: int = GROUP, **others: Any) -> Arm:
+def expert_choice(num_experts: int, c: float, **others: Any) -> Arm:
     """C = round(c * T / E) slots per expert (Routers in Vision MoE, section 3.1)."""
-    return moe("expert_choice", num_experts, capacity_factor=c, **others) | {
-        f"{MOE}.images_per_group": images
-    }
+    return grouped("expert_choice", num_experts, capacity_factor=c, **others)
 
 
 def soft(num_experts: int, slots_per_token: float, tokens: int, **others: Any) -> Arm:

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import partial
 
 from moe.model import unit_shapes
 from orchestrator.codec import flat, override
@@ -14,6 +15,7 @@ from orchestrator.sweeps.arms import (
     NamedSweep,
     expert_choice,
     families_space,
+    grouped,
     moe,
     named,
     seeds,
@@ -54,16 +56,15 @@ def quickstart(scale: Scale) -> Sweep:
     )
 
 
-@named
-def study(scale: Scale) -> Sweep:
-    """A dense model and five kinds of routing at equal cost, with five seeds; docs/study.md has its results.
+def _of_the_papers(scale: Scale) -> dict[str, Arm]:
+    """A dense model and five kinds of routing at equal cost.
 
     Source: token choice with and without priority from V-MoE (section 4), expert choice from Routers in
     Vision MoE (section 3.1), few and many experts for the same slots from Implicit Bias in Soft MoE (section
     4).
     """
     tokens, experts = scale.base.model.tokens(), scale.experts
-    kinds: dict[str, Arm] = {
+    return {
         "dense": {},
         "token": token_choice(experts, 1),
         "token-priority": token_choice(experts, 1, priority="max"),
@@ -71,10 +72,65 @@ def study(scale: Scale) -> Sweep:
         f"soft-e{experts}": soft(experts, 1, tokens, scale_init=SHARP),
         f"soft-e{2 * experts}": soft(2 * experts, 1, tokens, scale_init=SHARP),
     }
+
+
+@named
+def study(scale: Scale) -> Sweep:
+    """A dense model and five kinds of routing at equal cost, with five seeds: the papers' part of `modern`.
+
+    Source: V-MoE, Routers in Vision MoE, Implicit Bias in Soft MoE, as `_of_the_papers` says.
+    """
+    kinds = _of_the_papers(scale)
     arms = {
         f"{name}-{kind}": {**size, **arm} for name, size in scale.sizes.items() for kind, arm in kinds.items()
     }
     claims = ("family=soft beats family=dense at equal size",)
+    return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
+
+
+@named
+def modern(scale: Scale) -> Sweep:
+    """Routers of today's language models beside those of `study`, at equal cost, with five seeds;
+    docs/study.md has its results.
+
+    Source: those of `study`; loss-free balancing (Wang et al. 2024) as in torchtitan; quantile balancing as
+    in Megatron-Core; a shared expert and fine-grained experts from DeepSeek-MoE (Dai et al. 2024); ReLU gates
+    from ReMoE (Wang et al. 2024); the loss over a whole batch from Qwen3 (Qiu et al. 2025).
+
+    Design: every arm has the slots and about the hidden units of a dense model: smaller experts are more, and
+    half of the units may be a shared MLP. `lossfree-0`, whose bias stays 0, shows what the bias does. A bias
+    takes about a hundred steps to balance at a rate of .01, and a thousand at .001. Claims are two-sided.
+    """
+    experts, of_the_papers, arms = scale.experts, _of_the_papers(scale), dict[str, Arm]()
+    by_sign: Arm = {"balance.kind": "sign", "balance.rate": 1e-2 if scale.base.train.steps < 5_000 else 1e-3}
+    still: Arm = by_sign | {"balance.rate": 0.0}
+    by_quantile: Arm = {"balance.kind": "quantile"}
+    sigmoid = partial(grouped, "top_k", score="sigmoid")
+    lossfree = partial(sigmoid, **by_sign)
+    whole_batch: Arm = {"balance_weight": 1e-2, "balance_level": "batch", "z_weight": 1e-3}
+    today: dict[str, Arm] = {}
+    for name, size in scale.sizes.items():
+        half, quarter = ({f"{MOE}.expert_dim": size["model.mlp_dim"] // part} for part in (2, 4))
+        shared = {f"{MOE}.shared_dim": size["model.mlp_dim"] // 2}
+        control = {"lossfree-0": sigmoid(experts, k=1, **still)}
+        today = {
+            "lossfree": lossfree(experts, k=1),
+            "dropless": lossfree(experts, k=1, capacity_factor="dropless"),
+            "quantile": sigmoid(experts, k=1, **by_quantile),
+            "shared": lossfree(2 * experts, k=1) | half | shared,
+            "expert-shared": expert_choice(2 * experts, 1.0) | half | shared,
+            "fine": lossfree(4 * experts, k=2, normalise=True) | quarter | shared,
+            "relu": grouped("relu", experts, k=1),
+            "global": grouped("top_k", 2 * experts, k=2, normalise=True, **whole_batch) | half,
+        }
+        kinds = of_the_papers | control | today
+        arms |= {f"{name}-{kind}": {**size, **arm} for kind, arm in kinds.items()}
+    named_today = "|".join(today)
+    claims = (
+        "kind!=dense|lossfree-0 beats kind=dense at equal cost",
+        f"kind=soft-e{2 * experts} beats kind={named_today} at equal cost",
+        f"kind={named_today} beats kind=token at equal cost",
+    )
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 5), claims=claims)
 
 
@@ -135,7 +191,7 @@ def language(scale: Scale) -> Sweep:
     return Sweep(base=scale.base, arms=arms, seeds=seeds(scale, 3), claims=claims)
 
 
-SWEEPS: dict[str, NamedSweep] = {s.__name__: s for s in (quickstart, study, upcycle, language)}
+SWEEPS: dict[str, NamedSweep] = {s.__name__: s for s in (quickstart, study, modern, upcycle, language)}
 SWEEPS |= {
     name: from_papers(f".{folder}.sweeps:{name}", None) for name, folder in from_papers(":SWEEPS", {}).items()
 }

@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy import stats
 
 from moe.model import Model, ModelConfig
 from moe.overrides import RoutingOverrides
@@ -22,6 +21,7 @@ from orchestrator.checkpoint.models import ModelRef
 from orchestrator.config import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from orchestrator.data.stream import in_order
 from orchestrator.errors import UsageError
+from orchestrator.frontier.paired import Interval, interval
 from orchestrator.optimizers import SGDConfig
 from orchestrator.schedules import CosineConfig
 from orchestrator.sweeps.queue import Outcome
@@ -109,24 +109,6 @@ def _finetune_model(config: ModelConfig, image_size: int) -> ModelConfig:
 def finetune_sweep(base: RunConfig, rows: Sequence[SuiteRow], *, seeds: int) -> Sweep:
     """An arm for each data set. Raises UsageError if one is missing or the batch does not fit the model."""
     return Sweep(base=base, arms={row.name: row.changes() for row in rows}, seeds=tuple(range(seeds)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A mean, and half the width of its 95 % interval, which is nan for a single value."""
-
-    mean: float
-    half: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4f}" if np.isnan(self.half) else f"{self.mean:.4f} +- {self.half:.4f}"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Student's t-interval of the mean: t * s / sqrt(n), with n - 1 degrees of freedom."""
-    n = len(values)
-    half = stats.t.ppf(0.975, n - 1) * stats.sem(values) if n > 1 else np.nan
-    return Interval(mean=fmean(values), half=float(half))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from orchestrator import storage
 from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
-from orchestrator.frontier.claims import comparisons, parse_claim, why_nothing
+from orchestrator.frontier.claims import EVERY_POINT, comparisons, parse_claim, why_nothing
 from orchestrator.frontier.points import Point
 from orchestrator.sweeps.estimate import GIB, layout, memory_problem
 from orchestrator.sweeps.findings import Finding, run_check
@@ -147,7 +147,7 @@ def check_claims(sweep: Sweep) -> dict[str, int]:
     """
     trials = {trial.arm: trial for trial in sweep.trials().values() if trial.role == "trial"}
     points = [_planned(trial) for trial in trials.values()]
-    known = {"arm"} | {name for point in points for name in point.settings}
+    known = {*EVERY_POINT} | {name for point in points for name in point.settings}
     counts = dict[str, int]()
     for text in sweep.claims:
         try:

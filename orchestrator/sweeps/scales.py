@@ -13,6 +13,7 @@ Changes = Mapping[str, Any]  # dotted fields of a run, with their values
 UNCHANGED: Changes = MappingProxyType({})
 IMAGE_TEXT = ("lit", "laion", "augmentation_contrastive")  # sweeps of images and texts
 TASKS = {**dict.fromkeys(IMAGE_TEXT, "contrastive"), "language": "next_token"}  # of sweeps; others classify
+STUDIES = ("study", "modern")  # made for Fashion-MNIST
 ASTROFORMER = "expert_count_cifar"  # has a model of its own, at the scales whose `bases` have one for it
 
 
@@ -87,6 +88,7 @@ _STUDY = {  # for Fashion-MNIST, 28 x 28 in 16 patches: 5.6 epochs of 55,000 ima
     "train.report_every": 100,
     "train.eval_every": 150,  # the rung of early stopping, 1/8, is among them
 }
+_STUDY_SIZES = {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)}
 
 
 def in_image_tower(changes: Changes) -> dict[str, Any]:
@@ -173,19 +175,20 @@ TINY = Scale(  # digits, seconds to a minute per arm on a CPU
     experts=8,
     bases={
         "quickstart": _QUICKSTART,
-        "study": _STUDY,
+        **dict.fromkeys(STUDIES, _STUDY),
         "language": _LANGUAGE,
         ASTROFORMER: _TINY_ASTROFORMER,
     }
     | dict.fromkeys(IMAGE_TEXT, _TINY_TEXT),
     sizes_of={
         "quickstart": {"w16": vit_size(16, 2, 2), "w24": vit_size(24, 2, 2), "w32": vit_size(32, 2, 2)},
-        "study": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 4), "w48": vit_size(48, 2, 3)},
+        **dict.fromkeys(STUDIES, _STUDY_SIZES),
         "language": {"w16": vit_size(16, 2, 2), "w32": vit_size(32, 2, 2), "w48": vit_size(48, 2, 3)},
     }
     | dict.fromkeys(IMAGE_TEXT, _SMALL_TOWERS),
     data="digits",
-    data_of={"quickstart": "cluttered-digits", "study": "", "language": "python-topics"}
+    data_of={"quickstart": "cluttered-digits", "language": "python-topics"}
+    | dict.fromkeys(STUDIES, "")
     | dict.fromkeys(IMAGE_TEXT, "digits-captions"),
 )
 CIFAR = Scale(  # 32 x 32: an hour per arm on a GPU, by the planner

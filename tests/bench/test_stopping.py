@@ -99,5 +99,5 @@ def test_a_plan_prints_the_measured_range() -> None:
     printed = [int(number) for number in re.findall(r"\d+", _sweep_plan.RECORDED)]
     for seeds, (low, high) in {"all seeds": printed[:2], "one seed": printed[2:]}.items():
         ends = [rows[0]["cost"][0] for name, rows in tables.items() if name.endswith(f", {seeds}")]
-        assert len(ends) == 5
+        assert len(ends) == len(RECORDED)
         assert (low, high) == (round(100 * min(ends)), round(100 * max(ends))), seeds

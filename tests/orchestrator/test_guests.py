@@ -16,4 +16,4 @@ print(*SWEEPS, *SCALES, DRAWABLE, published("imagenet/acc1", "cost/params"))
 def test_without_the_papers_the_product_has_its_own_sweeps_and_scales() -> None:
     done = run_bare("-c", LIST)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "quickstart study upcycle language tiny cifar {} ()"
+    assert done.stdout.splitlines()[-1] == "quickstart study modern upcycle language tiny cifar {} ()"

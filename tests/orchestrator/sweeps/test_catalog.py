@@ -8,7 +8,7 @@ import pytest
 
 from moe.cost import num_expert_params, slots_per_token, train_flops_6mac
 from moe.presets import PRESETS
-from orchestrator.codec import to_dict
+from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 from orchestrator.sweeps.preflight import check_claims
@@ -127,6 +127,26 @@ def test_a_change_without_effect_is_refused_though_dense_arms_cannot_have_it(
 ) -> None:
     with pytest.raises(UsageError, match="changes nothing: every arm"):
         make_sweep(name, scale, changes)
+
+
+def test_modern_has_routers_at_equal_rows_and_hidden_units() -> None:
+    """Every arm computes the hidden units of the dense model for each token: (rows per token) * (units of an
+    expert) + the shared ones. The bias is faster in runs of less than 5,000 steps.
+    """
+    for steps, rate in ((2400, 1e-2), (5000, 1e-3)):
+        sweep = make_sweep("modern", "tiny", {"train.steps": steps, "train.seed": 2})
+        assert sweep.seeds == (10, 11, 12, 13, 14)
+        study = make_sweep("study", "tiny", {"train.steps": steps, "train.seed": 2})
+        assert study.changes.items() <= sweep.changes.items()
+        rates = {}
+        for name, run in sweep.runs().items():
+            model, moe = run.model, run.model.moe
+            if moe:
+                units = slots_per_token(model) * model.expert_dim() + (moe.shared_dim or 0)
+                assert units == model.mlp_dim, name
+                if balance := flat(moe.router).get("balance.rate"):
+                    rates.setdefault(balance, set()).add(name.split("-", 1)[1].rpartition("-")[0])
+        assert rates == {rate: {"lossfree", "shared", "fine"}}
 
 
 def test_other_base_seeds_are_other_seeds() -> None:

@@ -1,0 +1,104 @@
+"""Differences between arms at equal cost, paired by seed.
+
+An arm of another size costs something else, so quality is compared with that of a *curve*: the points of one
+kind, between which the quality of each seed is interpolated over the logarithm of the cost. Beyond its ends
+the curve follows the line of the last two points.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+from orchestrator.frontier.points import Point
+
+BEYOND = 1.2  # the factor of cost up to which a curve goes on at its ends
+SIGNIFICANCE = 0.05
+MARGIN = 0.003  # two qualities are equal if the interval of their difference lies within it
+
+Relation = Literal["better", "worse", "equal", "undecided"]
+
+
+def qualities_of(point: Point) -> tuple[float, ...]:
+    """Returns the quality of each seed."""
+    return point.qualities or (point.quality,)
+
+
+def meets(curve: Sequence[Point], point: Point) -> bool:
+    """Returns whether the curve has a quality at the cost of the point, for the same number of seeds. Costs
+    that are not known yet do not count.
+    """
+    costs = [each.cost for each in curve]
+    apart = point.cost > BEYOND * max(costs) or BEYOND * point.cost < min(costs)
+    return len(curve) > 1 and not apart and len({len(qualities_of(each)) for each in (*curve, point)}) == 1
+
+
+def paired_differences(point: Point, curve: Sequence[Point]) -> list[float]:
+    """Returns, for each seed, the quality of the point minus that of the curve at its cost."""
+    known = sorted(curve, key=lambda each: each.cost)
+    log_costs = np.log10([each.cost for each in known])
+    at = math.log10(point.cost)
+    right = min(max(1, int(np.searchsorted(log_costs, at))), len(known) - 1)
+    part = float((at - log_costs[right - 1]) / (log_costs[right] - log_costs[right - 1]))
+    each = zip(*map(qualities_of, (point, known[right - 1], known[right])), strict=True)
+    return [own - (low + part * (high - low)) for own, low, high in each]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A mean, and half the width of its 95 % interval, which is nan for a single value."""
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if math.isnan(self.half) else f"{self.mean:.4f} +- {self.half:.4f}"
+
+    def within(self, margin: float) -> bool:
+        return abs(self.mean) + self.half < margin
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Student's t-interval of the mean: t * s / sqrt(n), with n - 1 degrees of freedom."""
+    n, half = len(values), math.nan
+    if n > 1:
+        half = float(stdtrit(n - 1, 0.975)) * stdev(values) / math.sqrt(n)
+    return Interval(mean=fmean(values), half=half)
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Returns the p value of a mean of 0, two-sided, by Student's t; 0 for values without a spread."""
+    mean = fmean(values)
+    spread = stdev(values) if len(values) > 1 else 0.0
+    if not spread:
+        return float(mean == 0)
+    return 2 * float(stdtr(len(values) - 1, -abs(mean) / (spread / math.sqrt(len(values)))))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Returns p values corrected for their number (Holm 1979): one below 5 % is decided, and the chance that
+    any is decided wrongly is 5 %.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    found, least = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
+        found[index] = least
+    return found
+
+
+def decide(each: Sequence[Sequence[float]]) -> list[Relation]:
+    """Returns what each of several groups of differences says, with one chance of 5 % for all of them: that
+    their mean is ``equal`` to 0 if its interval lies within `MARGIN`, else ``better`` or ``worse`` if it is
+    significant.
+    """
+    found: list[Relation] = []
+    for values, p in zip(each, holm([p_value(values) for values in each]), strict=True):
+        mean = interval(values)
+        significant: Relation = "better" if mean.mean > 0 else "worse"
+        found.append("equal" if mean.within(MARGIN) else significant if p < SIGNIFICANCE else "undecided")
+    return found
