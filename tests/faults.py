@@ -10,7 +10,7 @@ from typing import Literal
 import psutil
 
 from tests.faulty import AHEAD, EVERY, Cluster, Run
-from tests.machines import DISK, Machine
+from tests.machines import DISK, Machine, to_each
 
 # training: between two checkpoints. checkpoint: while one is written. restart: while the run starts again,
 # because a worker was killed. sweep: while its three trials train.
@@ -160,11 +160,9 @@ def silent(service: str) -> Act:
     def act(cluster: Cluster, run: Run) -> Iterator[None]:
         found = cluster.services.processes(service)
         yield
-        for process in found:
-            process.suspend()
+        to_each(psutil.Process.suspend, found)
         time.sleep(20)
-        for process in found:
-            process.resume()
+        to_each(psutil.Process.resume, found)
 
     return act
 
@@ -181,8 +179,7 @@ def refused(cluster: Cluster, run: Run) -> Iterator[None]:
 def tracking_killed(cluster: Cluster, run: Run) -> Iterator[None]:
     found = cluster.services.processes("mlflow")
     yield
-    for process in found:
-        process.kill()
+    to_each(psutil.Process.kill, found)
     time.sleep(15)
     cluster.start_mlflow()
 
@@ -190,8 +187,7 @@ def tracking_killed(cluster: Cluster, run: Run) -> Iterator[None]:
 def database_killed(cluster: Cluster, run: Run) -> Iterator[None]:
     found = cluster.services.processes(POSTGRES)
     yield
-    for process in found:
-        process.kill()
+    to_each(psutil.Process.kill, found)
     time.sleep(10)
     cluster.postgres.start()
 

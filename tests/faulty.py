@@ -17,7 +17,7 @@ import psutil
 
 from orchestrator import storage
 from orchestrator.training.metrics_file import METRICS, LineReader
-from tests.machines import DISK, ROOT, Machine, start_ray
+from tests.machines import DISK, ROOT, Machine, start_ray, to_each
 from tests.orchestrator.tracking.stores import Postgres, wait_until
 from tests.parts import system_program
 
@@ -204,8 +204,7 @@ class Cluster:
         for node in left:
             if not node.is_on():
                 node.boot()
-            for process in node.processes("ray"):
-                process.kill()
+            to_each(psutil.Process.kill, node.processes("ray"))
         self.join(*left)
 
     def start(self, run: Run) -> Command:
