@@ -146,7 +146,7 @@ def test_modern_has_routers_at_equal_rows_and_hidden_units() -> None:
                 assert units == model.mlp_dim, name
                 if balance := flat(moe.router).get("balance.rate"):
                     rates.setdefault(balance, set()).add(name.split("-", 1)[1].rpartition("-")[0])
-        assert rates == {rate: {"lossfree", "shared", "fine"}}
+        assert rates == {rate: {"lossfree", "dropless", "shared", "fine"}}
 
 
 def test_other_base_seeds_are_other_seeds() -> None:
