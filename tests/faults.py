@@ -29,6 +29,7 @@ class Fault:
     act: Act
     expected: Outcome
     most: int = 2 * EVERY  # steps to repeat
+    may_restart: bool = False  # if a connection broke of which Ray has not heard
 
     def __str__(self) -> str:
         return f"{self.name}, {self.moment}"
@@ -228,7 +229,7 @@ FAULTS = [
     Fault("2 % of packets lost on a link, 15 s", "training", lossy_link, "goes on"),
     Fault("cable out for 10 s", "training", cable(10), "goes on"),
     Fault("cable out for 10 s", "checkpoint", cable(10), "goes on"),
-    Fault("head's cable out for 20 s", "training", head_cut_off, "goes on"),
+    Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("control server killed, again after 5 s", "training", control_server_killed, "goes on"),
     Fault("control server killed, again after 5 s", "checkpoint", control_server_killed, "goes on"),
     Fault("worker stopped (SIGSTOP) for 60 s", "training", worker_stopped, "goes on"),
@@ -254,7 +255,7 @@ FAULTS = [
     Fault("trial killed", "sweep", worker_killed, "restarts", most=6 * EVERY),
     Fault("power off", "sweep", power_off, "restarts", most=6 * EVERY),
     Fault("cable out for 10 s", "sweep", cable(10), "goes on"),
-    Fault("head's cable out for 20 s", "sweep", head_cut_off, "goes on"),
+    Fault("head's cable out for 20 s", "sweep", head_cut_off, "goes on", may_restart=True),
     Fault("tracking server killed, again after 15 s", "sweep", tracking_killed, "goes on"),
     Fault("driver killed", "sweep", driver(signal.SIGKILL), "ends", most=6 * EVERY),
     Fault("S3 silent for 20 s", "training on S3", silent("moto"), "goes on"),
