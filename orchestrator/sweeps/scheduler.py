@@ -150,10 +150,10 @@ class FrontierScheduler(TrialScheduler):
         return self.STOP if state.failed else self.PAUSE
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> None:
-        state = self._states[trial.trial_id]
-        if not state.failed:
-            outcome = result.get(OUTCOME) or self._result("finished", state.steps, result)
-            self.queue.done(state.name, outcome)
+        state, reported = self._states[trial.trial_id], result.get(OUTCOME)
+        # Tune also completes what it has paused after a notice, when it ends.
+        if not state.failed and not isinstance(reported, Stopped):
+            self.queue.done(state.name, reported or self._result("finished", state.steps, result))
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
         # Before a restart Tune calls this too, and has set the status by then.

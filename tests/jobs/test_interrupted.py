@@ -158,6 +158,7 @@ def test_a_sweep_saves_its_running_trials(tmp_path):
     said = interrupted(start(home, *command), signal.SIGUSR1, home / "small/trials/a/metrics.jsonl")
     saved = dict(re.findall(r"small/trials/(\w+) is saved at step (\d+)", said))
     assert {"a"} <= saved.keys() < {"a", "b", "c"}, said
+    assert "Traceback" not in said
     assert statuses(home) == {"KILLED"}
     again = start(home, *command)
     said, _ = again.communicate(timeout=300)

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 from ray import tune
 
 from orchestrator.frontier.pareto import hypervolume_2d
-from orchestrator.sweeps.scheduler import FrontierScheduler
+from orchestrator.sweeps.scheduler import OUTCOME, FrontierScheduler
 from orchestrator.sweeps.search import ArmSearcher, OptunaSearch
+from orchestrator.training.notice import Stopped
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -122,6 +124,16 @@ def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
     failed = [state for state in scheduler.queue.states.values() if state.failed]
     assert {state.outcome for state in failed} == {"quality is nan at step 4"}
     assert scheduler.predicted(failed[0].name) is None
+
+
+def test_what_a_notice_has_stopped_has_no_outcome(tmp_path: Path) -> None:
+    """Tune completes what is paused when it ends, with the last report."""
+    scheduler, _ = run(tmp_path, ["good0"])
+    (name, state), *_ = scheduler._states.items()
+    before = state.outcome
+    trial: Any = SimpleNamespace(trial_id=name)
+    scheduler.on_trial_complete(None, trial, {OUTCOME: Stopped({"good0": 7})})
+    assert state.outcome is before
 
 
 def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
