@@ -93,9 +93,10 @@ def modern(scale: Scale) -> Sweep:
     """Routers of today's language models beside those of `study`, at equal cost, with five seeds;
     docs/study.md has its results.
 
-    Source: those of `study`; loss-free balancing (Wang et al. 2024) as in torchtitan; quantile balancing as
-    in Megatron-Core; a shared expert and fine-grained experts from DeepSeek-MoE (Dai et al. 2024); ReLU gates
-    from ReMoE (Wang et al. 2024); the loss over a whole batch from Qwen3 (Qiu et al. 2025).
+    Source: those of `study`; loss-free balancing (Wang and others, 2024) as in torchtitan; quantile balancing
+    as in Megatron-Core; a shared expert and fine-grained experts from DeepSeek-MoE (Dai and others, 2024);
+    ReLU gates from ReMoE (Wang and others, 2024); the loss over a whole batch from Qwen3 (Qiu and others,
+    2025).
 
     Design: every arm has the slots and about the hidden units of a dense model: smaller experts are more, and
     half of the units may be a shared MLP. `lossfree-0`, whose bias stays 0, shows what the bias does;
