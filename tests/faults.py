@@ -71,7 +71,7 @@ def power_off(cluster: Cluster, run: Run) -> Iterator[None]:
 
 
 def power_off_and_on(cluster: Cluster, run: Run) -> Iterator[None]:
-    """The trials hold all CPUs of the nodes that are left, so that one cannot read images until it is back."""
+    """Until it is back, the trials hold all CPUs, so that one of them reads no images."""
     yield from power_off(cluster, run)
     time.sleep(60)
     cluster.heal()
