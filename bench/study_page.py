@@ -1,4 +1,4 @@
-"""What docs/study.md shows of the study: text between `<!-- NAME -->` and `<!-- end -->`, and pictures."""
+"""The numbers and pictures of docs/study.md: text between `<!-- NAME -->` and `<!-- end -->`, and files."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -202,7 +202,7 @@ def claims_block(table: Table) -> str:
 
 
 def load_block(table: Table) -> str:
-    """What the routers do with the tokens at the end of training, and the busiest expert on the way."""
+    """Dropped tokens, load and padding at the end of training, and the busiest expert on the way."""
     sweep, rows = sweep_of(table), []
     for arm in (arm for arm in sweep.arms if "moe/max_violation" in table["arms"].get(arm, {})):
         entry, run = table["arms"][arm], sweep.of_arm(arm, sweep.changes[arm])[0].run

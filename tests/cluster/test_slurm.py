@@ -89,8 +89,8 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.smoke
 def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store, tmp_path):
-    """With Slurm's two minutes before the job begins again: nodes refuse what they have just ended, so that a
-    job that is told to start at once may fail.
+    """Slurm waits two minutes before the job begins again, and so does the test: nodes refuse a job that they
+    have just ended.
     """
     out, file = tmp_path / "out.txt", tmp_path / "home" / "noticed" / "metrics.jsonl"
     train = [sys.executable, "jobs/train.py", "--name", "noticed", "--workers", "2", "--ep", "2"]

@@ -125,7 +125,7 @@ def test_operating_points_equal_those_of_slots(point, gradients):
 
 
 def test_capacity_is_an_operating_point():
-    """Of a dropless model a capacity, of a model with capacity none; token choice has slots alone."""
+    """A dropless model runs with a capacity, and one with a capacity dropless; token choice refuses it."""
     rows, slots = build_layer(ROWS), build_layer(replace(ROWS, capacity_factor=0.5))
     tight, free = RoutingOverrides(capacity_factor=0.5), RoutingOverrides(capacity_factor="dropless")
     x = X_BSD, torch.ones(6)

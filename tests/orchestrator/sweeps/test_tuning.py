@@ -149,7 +149,7 @@ def test_the_best_mean_is_chosen() -> None:
 
 
 def test_the_grid_grows_at_its_ends_and_at_most_twice() -> None:
-    """By the ratio of the outermost values: 3 above, 3.33 below."""
+    """The grid grows by the ratio of its two outermost values, 3 above and 3.33 below."""
     grid = RATES.values
     assert grid == (0.003, 0.01, 0.03)
     assert RATES.further(grid, {"a": 0.01}) == []
@@ -250,7 +250,7 @@ def test_a_grown_grid_is_continued(rounds: Any) -> None:
 
 
 def test_a_grid_does_not_grow_beyond_what_runs_take(rounds: Any) -> None:
-    """Of 2 and 3 steps the grid would grow to 1.33 and 4.5."""
+    """A grid of 2 and 3 steps would grow to 1.33 and 4.5, which are no numbers of steps."""
     tuning = Tuning(field="train.schedule.warmup_steps", values=(2.0, 3.0))
     tuned, made = rounds(near({"w16-a": 0.0, "w16-b": 9.0}), tuning)
     assert made.grids == [[2, 3]]
