@@ -305,7 +305,7 @@ def driver_time(trials: int = 3000) -> dict[str, float]:
     for state in states[: trials // 2 : 3]:
         state.reached[round(160 * RUNG)] = rng.uniform(0.3, 0.8)
     policy = EarlyStopping(chance=0.1)
-    queue = TrialQueue(states, policy, cluster_resources={"CPU": 8.0}, quality="quality")
+    queue = TrialQueue(states, policy, cluster_resources=lambda: {"CPU": 8.0}, quality="quality")
     jobs = [job for _ in range(8) if (job := queue.next())]
     assert queue.next() is None
     began = time.perf_counter()

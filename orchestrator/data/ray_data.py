@@ -132,7 +132,7 @@ def _import_all() -> None:
 
 
 def _first_execution() -> None:
-    ray.data.range(1).map_batches(lambda ids: ids, num_cpus=0.01).materialize()
+    ray.data.from_items([0]).map_batches(lambda ids: ids, num_cpus=0.01).materialize()
 
 
 class _Reading:
@@ -248,7 +248,10 @@ class _Reading:
         def decode(ids: Any) -> Iterator[Any]:
             yield from _decoded(plan, partial(claim, (execution, int(ids["id"][0]))), whole)
 
-        dataset = ray.data.range(tasks, override_num_blocks=tasks).map_batches(decode, batch_size=None)
+        # As much as a worker: half a CPU that one leaves decodes too. `ray.data.range` would need whole CPUs.
+        cpus = 1.0 if plan.run.scale.use_gpu else 0.5
+        numbers = ray.data.from_items([{"id": task} for task in range(tasks)], override_num_blocks=tasks)
+        dataset = numbers.map_batches(decode, batch_size=None, num_cpus=cpus)
         context = dataset.context
         context.raise_original_map_exception = True
         # Blocks of a single row are neither split nor joined.
@@ -377,7 +380,7 @@ def _wait(reference: Any) -> Any:
     except GetTimeoutError:
         free, cpus = (of().get("CPU", 0) for of in (ray.available_resources, ray.cluster_resources))
         log.warning(
-            "no images for %g s: decoding needs 1 free CPU, and %g of the cluster's %g are free",
+            "no images for %g s: %g of the cluster's %g CPUs are free, decoding needs 1, or 0.5 without GPUs",
             WARN_S,
             free,
             cpus,

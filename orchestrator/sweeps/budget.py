@@ -150,6 +150,8 @@ class BudgetTracker:
 
     def admits(self, job: Job, state: TrialState) -> bool:
         """Whether the job fits beside what is spent and what running jobs still need."""
+        if state.name in self._running:
+            return True  # it was admitted: its process died, and this is another
         running = sum(max(each.predicted_s, each.held_s()) for each in self._running.values())
         needed = self.predict_s(_flops(state, state.begins_at, job.until))
         return self.spent_s + running + needed <= self.budget.limit_s()

@@ -16,6 +16,7 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import Metrics
 
 EVERY_S = 20  # between lines about one trial, without a terminal
+STILL_S = 90  # without a report, or three times as long as between two of them, until a line says so
 
 
 def new_console() -> Console:
@@ -67,12 +68,16 @@ class RunProgress:
         self.step = 0
         self.images_per_s = 0.0
         self._first: tuple[int, float] | None = None
-        self._last_s = 0.0
+        self._last_s = time.monotonic()
+        self._still_s = STILL_S
 
     def report(self, step: int, metrics: Metrics) -> None:
-        self._last_s = time.monotonic()
+        now = time.monotonic()
         if self._first is None or "resumed/step" in metrics:
-            self._first = (step, self._last_s)
+            self._first = (step, now)
+        else:
+            self._still_s = max(self._still_s, 3 * (now - self._last_s))
+        self._last_s = now
         self.step, self.images_per_s = step, metrics.get("perf/images_per_s", self.images_per_s)
 
     def left(self) -> str:
@@ -82,6 +87,14 @@ class RunProgress:
             return ""
         left_s = (self._last_s - began_s) / (self.step - step) * (self.steps - self.step)
         return f"about {duration(left_s)} left"
+
+    def still(self) -> str:
+        """Says for how long no report came, if that is long; later not before twice the time."""
+        silent_s = time.monotonic() - self._last_s
+        if silent_s < self._still_s:
+            return ""
+        self._still_s = 2 * silent_s
+        return f"no report for {duration(silent_s)}: {self}"
 
     def __str__(self) -> str:
         if not self.step:
@@ -171,6 +184,9 @@ class SweepProgress(Watch):
         self.say(f"{done} {name:18} {ended_line(self._sweep, outcome)}")
 
     def status(self) -> None:
+        for name, (pace, _) in self._running.items():
+            if still := pace.still():
+                self.say(f"        {name:18} {still}")
         if self.run:
             self.say(f"        {status_line(self.run.snapshot())}")
 

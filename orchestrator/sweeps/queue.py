@@ -143,7 +143,8 @@ class TrialQueue:
     """Chooses the next job from the policy's, by free devices and budget.
 
     Args:
-        cluster_resources: resources of the cluster, including those that its autoscaler may add.
+        cluster_resources: returns the resources of the cluster now, including those that its autoscaler may
+            add: machines go, and others join.
         quality: metric that early stopping judges by.
         max_concurrent: highest number of jobs that run at the same time.
         admits: whether the budget holds a job beside those that run.
@@ -156,7 +157,7 @@ class TrialQueue:
         states: Iterable[TrialState],
         policy: Policy,
         *,
-        cluster_resources: Mapping[str, float],
+        cluster_resources: Callable[[], Mapping[str, float]],
         quality: str,
         max_concurrent: int | None = None,
         admits: Callable[[Job, TrialState], bool] = lambda job, state: True,
@@ -165,7 +166,7 @@ class TrialQueue:
     ) -> None:
         self.states = {state.name: state for state in states}
         self.policy = policy
-        self.free = dict(cluster_resources)
+        self.cluster_resources = cluster_resources
         self.quality = quality
         self.max_concurrent = max_concurrent or math.inf
         self.admits = admits
@@ -173,28 +174,31 @@ class TrialQueue:
         self.ended = ended
         self.out_of_budget = False
         self.num_running = 0
-        # The last answer was to wait, and nothing has happened since that could change it.
-        self._idle = False
+        # The cluster as it was when the last answer was to wait; None once something has changed since.
+        self._idle: Mapping[str, float] | None = None
         # A job waits for the budget, or for devices that no other trial may take before it.
         self._held = False
 
     def add(self, state: TrialState) -> None:
         self.states[state.name] = state
-        self._idle = False
+        self._idle = None
 
     def next(self) -> Job | None:
         """Returns the job to start now, which then counts as running. None means to wait for a running job.
         If none runs, everything is done or the budget is exhausted.
         """
-        if self._idle:
+        cluster = self.cluster_resources()
+        if self._idle == cluster:
             return None
-        can_start = self.num_running < self.max_concurrent and self._has_room()
-        if not can_start or (job := self._chosen()) is None:
-            self._idle = True
+        job = None
+        if self.num_running < self.max_concurrent:
+            free = self._free(cluster)
+            job = self._chosen(free) if self._has_room(free) else None
+        if job is None:
+            self._idle = cluster
             return None
         job.state.running, job.state.until = True, job.until
         self.num_running += 1
-        self._take(job.state.need, -1)
         return job
 
     def done(self, name: str, outcome: Outcome) -> None:
@@ -210,15 +214,14 @@ class TrialQueue:
         if state.running:
             state.running = False
             self.num_running -= 1
-            self._take(state.need, +1)
-            self._idle = False
+            self._idle = None
 
     def record(self, name: str, outcome: Outcome) -> Outcome:
         """Records the outcome or a pause of a trial, also of an earlier process. Returns what it recorded: a
         quality that is not finite is a failure.
         """
         state = self.states[name]
-        self._idle = False
+        self._idle = None
         if isinstance(outcome, Result):
             outcome = outcome.unknown_quality(self.quality) or outcome
         if isinstance(outcome, Result) and outcome.status == "paused":
@@ -233,9 +236,9 @@ class TrialQueue:
                     branch.outcome = f"its trunk {name} did not finish"
         return outcome
 
-    def _chosen(self) -> Job | None:
+    def _chosen(self, free: Mapping[str, float]) -> Job | None:
         drawn: Sequence[TrialState] = ()
-        while (job := self._admitted()) is None:
+        while (job := self._admitted(free)) is None:
             # A running trial may still make the last arm worth its cost.
             waits = self._held or (drawn and self.num_running)
             if waits or not (drawn := self.more()):
@@ -243,9 +246,12 @@ class TrialQueue:
             self.states |= {state.name: state for state in drawn}
         return job
 
-    def _admitted(self) -> Job | None:
-        """Returns the policy's first job whose trunk is complete and whose devices and budget are free."""
-        skipped: list[TrialState] = []
+    def _admitted(self, free: Mapping[str, float]) -> Job | None:
+        """Returns the policy's first job whose trunk is complete and whose devices and budget are free.
+
+        While none runs, the devices are not up: then the first job waits for them at Ray.
+        """
+        skipped: list[Job] = []
         self.out_of_budget = self._held = False
         for job in self.policy.jobs(list(self.states.values())):
             state = job.state
@@ -254,21 +260,26 @@ class TrialQueue:
             if not self.admits(job, state):
                 self.out_of_budget = self._held = True
                 continue
-            if fits(state.need, self.free):
+            if fits(state.need, free):
                 for passed in skipped:
-                    passed.skipped_count += 1
+                    passed.state.skipped_count += 1
                 return job
+            skipped.append(job)
             if state.skipped_count >= PATIENCE:
                 self._held = True
-                return None
-            skipped.append(state)
-        return None
+                break
+        return skipped[0] if skipped and not self.num_running else None
 
-    def _has_room(self) -> bool:
+    def _has_room(self, free: Mapping[str, float]) -> bool:
         """Whether any trial fits. Another arm is drawn when it can start, not before."""
         needs = {tuple(state.need.items()) for state in self.states.values()}
-        return not needs or any(fits(dict(need), self.free) for need in needs)
+        return not self.num_running or any(fits(dict(need), free) for need in needs)
 
-    def _take(self, need: Mapping[str, float], sign: int) -> None:
-        for name, amount in need.items():
-            self.free[name] = self.free.get(name, 0.0) + sign * amount
+    def _free(self, cluster: Mapping[str, float]) -> dict[str, float]:
+        """Returns the resources that no running trial needs."""
+        free = dict(cluster)
+        for state in self.states.values():
+            if state.running:
+                for name, amount in state.need.items():
+                    free[name] = free.get(name, 0.0) - amount
+        return free

@@ -44,7 +44,7 @@ def replay(
     queue = TrialQueue(
         states,
         policy,
-        cluster_resources={name: math.inf for state in states for name in state.need},
+        cluster_resources=lambda: {name: math.inf for state in states for name in state.need},
         quality="quality",
         max_concurrent=WORKERS,
         admits=lambda job, state: promised + price(state, job.until) <= budget * (1 + 1e-9),

@@ -141,7 +141,7 @@ class SweepRun:
         self.queue = TrialQueue(
             map(self.state_of, sweep.trials(self._drawn()).values()),
             policy,
-            cluster_resources=most_resources(),
+            cluster_resources=most_resources,
             quality=sweep.quality,
             max_concurrent=max_concurrent,
             admits=lambda job, state: not notice.given() and budget.admits(job, state),

@@ -41,7 +41,7 @@ class FrontierScheduler(TrialScheduler):
             at 1 again if the trainable reports no checkpoints. A report without this name is never a rung.
         arm: trials with the same value are seeds of one arm; by default trials that differ in ``seed`` alone.
         need: returns resources that a trial takes beside those that Tune reserves for it.
-        cluster_resources: by default those that are up when the first trial is added.
+        cluster_resources: returns the resources of the cluster; by default those that are up now.
         known: returns step -> quality, as an earlier sweep reached it with the config.
         budget: bound of the cost of all jobs that are started.
         chance: quality that the hypervolume counts from.
@@ -58,16 +58,20 @@ class FrontierScheduler(TrialScheduler):
             {k: config[k] for k in config if k != "seed"}
         ),
         need: Callable[[TrialConfig], Mapping[str, float]] = lambda config: {},
-        cluster_resources: Mapping[str, float] | None = None,
+        cluster_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources,
         known: Callable[[TrialConfig], Mapping[int, float]] = lambda config: {},
         budget: float = math.inf,
         chance: float = 0.0,
     ) -> None:
         super().__init__()
         self.policy = EarlyStopping(chance=chance)
-        resources = cluster_resources or {}
         self.queue = TrialQueue(
-            (), self.policy, cluster_resources=resources, quality=metric, admits=self._affords, more=self._ask
+            (),
+            self.policy,
+            cluster_resources=cluster_resources,
+            quality=metric,
+            admits=self._affords,
+            more=self._ask,
         )
         self.time_attr = time_attr
         self.cost, self.steps, self.arm, self.need, self.known = cost, steps, arm, need, known
@@ -121,9 +125,12 @@ class FrontierScheduler(TrialScheduler):
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         state = self._states.get(trial.trial_id) or self._new_state(trial)
         if state.name in self._trials:
-            # The trial's process died. Tune starts another process by itself, unless the trial was pausing.
-            if not state.running or any(job.state is state for job in self._due):
-                tune_controller._set_trial_status(trial, Trial.PAUSED)
+            # The trial's process died, perhaps with its machine. Tune would start another at once, though the
+            # trials that run may need all that is left.
+            tune_controller._set_trial_status(trial, Trial.PAUSED)
+            if state.running and not any(job.state is state for job in self._due):
+                self.spent -= state.cost * state.part(state.until)
+                self.queue.release(state.name)
             return
         self._states[trial.trial_id] = state
         self._trials[state.name] = trial
@@ -183,9 +190,6 @@ class FrontierScheduler(TrialScheduler):
 
     def _new_state(self, trial: Trial) -> TrialState:
         self.wants_more = False
-        if not self.queue.free:
-            free: Any = ray.cluster_resources()
-            self.queue.free = dict(free)
         config, reserved = trial.config, trial.placement_group_factory
         assert isinstance(reserved, PlacementGroupFactory)
         need: dict[str, float] = dict(reserved.required_resources)

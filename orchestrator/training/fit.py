@@ -272,7 +272,10 @@ class MissingWorkers:
 
 
 def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
-    bundles = [worker_resources(run)] * workers + [{"CPU": CPU_FOR_DATA}]
+    each = worker_resources(run)
+    # A task that decodes takes as much as a worker: the parts of the CPU for data may be on several nodes.
+    data = [{"CPU": each["CPU"]}] * round(CPU_FOR_DATA / each["CPU"])
+    bundles = [each] * workers + data
     return placement_group(bundles, strategy=placement(run))
 
 

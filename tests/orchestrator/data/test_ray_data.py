@@ -134,7 +134,7 @@ def test_a_worker_says_what_it_waits_for(
             time.sleep(0.05)
         remove_placement_group(all_cpus)
         assert len(batches.result()) == 2
-    assert "decoding needs 1 free CPU, and 0 of the cluster's 2 are free" in caplog.messages[0]
+    assert "0 of the cluster's 2 CPUs are free" in caplog.messages[0]
 
 
 def test_validation_beside_training(digits: str, server: Any) -> None:

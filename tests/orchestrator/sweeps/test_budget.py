@@ -161,6 +161,15 @@ def test_running_jobs_count_their_prediction_or_more(workers: int, trials: Trial
     assert not tracker.admits(job(c), c)
 
 
+def test_a_job_that_was_admitted_stays_so_when_its_process_dies(trials: Trials) -> None:
+    tracker = trials.tracker(hours=35 / 3600, flops_per_s=1e8)
+    begun, other = trials.make("begun", 2e9), trials.make("other", 1.6e9)
+    tracker.begin(job(begun))
+    trials.clock[0] = 19.0
+    assert tracker.admits(job(begun), begun)
+    assert not tracker.admits(job(other), other)  # 20 + 16
+
+
 def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
     """One trial took 1000 s and two failed after 2 s: the next one takes 1000 s, which half an hour minus
     1004 s does not hold.
@@ -218,7 +227,7 @@ def test_a_refusal_that_has_passed_leaves_the_sweep_within_its_budget(trials: Tr
     queue = TrialQueue(
         [a, b],
         RunToCompletion(),
-        cluster_resources={"CPU": 2},
+        cluster_resources=lambda: {"CPU": 2},
         quality="val/acc1",
         admits=tracker.admits,
     )

@@ -1,5 +1,7 @@
 """What the driver is told of Tune's trials, and real trials whose processes do not do as Tune expects."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.cluster_utils import Cluster
 from ray.util.placement_group import remove_placement_group
 
 from orchestrator.codec import override
@@ -16,7 +19,7 @@ from orchestrator.sweeps.budget import Budget, BudgetTracker
 from orchestrator.sweeps.driver import run_sweep
 from orchestrator.sweeps.engine import NewTrials, _reserved
 from orchestrator.sweeps.queue import Outcome, RunToCompletion, TrialQueue, new_trial_state
-from orchestrator.sweeps.run import SweepRun
+from orchestrator.sweeps.run import SweepRun, Watch
 from orchestrator.sweeps.scheduler import FrontierScheduler
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training.resources import run_resources
@@ -31,7 +34,7 @@ def suggested(**changes: Any) -> tuple[FrontierScheduler, dict[str, Any], list[O
     need = run_resources(run)
     state = new_trial_state(Trial(name="a", arm="a", changes={}, run=run), cost=1.0, need=need)
     ends: list[Outcome] = []
-    fixed: dict[str, Any] = {"cluster_resources": need, "quality": "val/acc1"}
+    fixed: dict[str, Any] = {"cluster_resources": lambda: need, "quality": "val/acc1"}
     queue = TrialQueue([state], RunToCompletion(), ended=lambda job, outcome: ends.append(outcome), **fixed)
     scheduler = FrontierScheduler.of_queue(queue)
     return scheduler, NewTrials(scheduler).suggest("tune-1"), ends
@@ -133,6 +136,40 @@ def test_trials_of_several_sizes_all_end(digits: str, tmp_path: Path) -> None:
     arms = {f"w{n}-{i}": {"scale.workers": n, "scale.ep": min(n, 2)} for i, n in enumerate(workers)}
     frontier = run_sweep(Sweep(base=base, arms=arms))
     assert {p.arm: p.status for p in frontier.points} == dict.fromkeys(arms, "finished")
+
+
+@pytest.mark.slow  # a cluster of three nodes
+@pytest.mark.usefixtures("no_cluster")
+def test_halves_of_cpus_on_two_nodes_read_images(digits: str, tmp_path: Path) -> None:
+    """The trials fit four CPUs: one each, and 0.5 + 0.5 + 1 for two workers and their images. They leave half
+    a CPU on each node.
+    """
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=2)
+        ray.init(cluster.address, logging_level="error", log_to_driver=False)
+        changes = {"name": "halves", "data.path": digits, "storage": str(tmp_path), "train.steps": 4000}
+        base = override(RunConfig(), changes | {"model.moe.num_experts": 4, "checkpoint.every": 10})
+        arms: dict[str, Any] = {f"one-{dim}": {"model.mlp_dim": dim} for dim in (32, 64)}
+        arms["two"] = {"scale.workers": 2, "scale.ep": 2, "train.steps": 20}
+        sweep = Sweep(base=base, arms=arms)
+        begin_sweep(sweep)
+        ended: list[str] = []
+
+        class Watching(Watch):
+            def ended(self, name: str, outcome: Outcome) -> None:
+                ended.append(name)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            SweepRun(
+                sweep, BudgetTracker(Budget(), str(tmp_path)), RunToCompletion(), watch=Watching()
+            ).work()
+        assert ended == ["two"]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.mark.slow  # four attempts

@@ -40,6 +40,25 @@ def test_pace_is_that_since_the_first_report(clock):
     assert pace.left() == ""
 
 
+def test_a_trial_that_stands_still_is_named(clock):
+    """After 90 s, then after twice the time; later than usual where reports take long."""
+    pace = RunProgress(100)
+    said = {}
+    for clock[0] in range(0, 400, 10):
+        if still := pace.still():
+            said[clock[0]] = still
+    assert said == {
+        90: "no report for 90 s: starting",
+        180: "no report for 3 min: starting",
+        360: "no report for 6 min: starting",
+    }
+    pace.report(20, {"perf/images_per_s": 80.0})
+    for clock[0] in (600, 900, 1200):
+        pace.report(20, {})
+        clock[0] += 290
+        assert pace.still() == ""
+
+
 def test_a_line_for_every_report_of_a_run(clock, capsys):
     lines = StepLines(override(RunConfig(), {"train.steps": 30}))
     for step in (10, 20, 30):

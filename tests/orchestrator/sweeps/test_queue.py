@@ -26,7 +26,7 @@ def state(name: str, *, workers: int = 1, cost: float = 1.0, after: str | None =
 
 
 def queue(*states: TrialState, cpus: float, **options: Any) -> TrialQueue:
-    fixed: dict[str, Any] = {"cluster_resources": {"CPU": cpus}, "quality": "val/acc1"}
+    fixed: dict[str, Any] = {"cluster_resources": lambda: {"CPU": cpus}, "quality": "val/acc1"}
     return TrialQueue(states, RunToCompletion(), **fixed, **options)
 
 
@@ -157,9 +157,36 @@ def test_an_event_that_changes_nothing_does_not_rank_again():
             return super().jobs(states)
 
     policy = Counted()
-    work = TrialQueue([state("a"), state("b")], policy, cluster_resources={"CPU": 1}, quality="val/acc1")
+    work = TrialQueue(
+        [state("a"), state("b")], policy, cluster_resources=lambda: {"CPU": 1}, quality="val/acc1"
+    )
     assert [names(work) for _ in range(5)] == [["a"], [], [], [], []]
     assert policy.calls == 1
     work.done("a", DONE)
     work.add(state("c"))
     assert names(work) == ["b"]
+
+
+def test_a_trial_whose_machine_is_lost_waits_for_room():
+    """Three trials of 2 CPUs on three machines of 2. One machine goes with its trial, and comes back."""
+    cluster = {"CPU": 6.0}
+    work = queue(*(state(name, workers=2) for name in "abcd"), cpus=0)
+    work.cluster_resources = lambda: cluster
+    assert names(work) == ["a", "b", "c"]
+    cluster = {"CPU": 4.0}
+    work.release("b")
+    assert names(work) == []
+    cluster = {"CPU": 6.0}
+    assert names(work) == ["b"]
+    work.done("a", DONE)
+    assert names(work) == ["d"]
+
+
+def test_while_no_machine_is_up_the_first_trial_waits_at_ray():
+    """The sweep is not over, and an autoscaler learns what is needed."""
+    work = queue(state("a"), state("b"), cpus=0)
+    assert names(work) == ["a"]
+    work.done("a", DONE)
+    assert names(work) == ["b"]
+    work.done("b", DONE)
+    assert names(work) == []

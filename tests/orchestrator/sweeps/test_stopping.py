@@ -178,7 +178,7 @@ def work(
     states: Sequence[TrialState], quality: Callable[[TrialState], float], **options: object
 ) -> tuple[float, Mapping[str, TrialState]]:
     """Trains as an early stopped sweep does, four trials at a time; returns the cost, and how they ended."""
-    fixed = {"cluster_resources": {"CPU": 4.0}, "quality": "q", **options}
+    fixed = {"cluster_resources": lambda: {"CPU": 4.0}, "quality": "q", **options}
     queue = TrialQueue(states, EarlyStopping(chance=0.1), **fixed)  # pyright: ignore[reportArgumentType]
     running, now, spent, tie = [], 0.0, 0.0, count()
     while True:
