@@ -15,7 +15,7 @@ Source: one formula for all routers, Liu et al. 2024, "Routers in Vision MoE", e
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,12 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig(Family, ABC, default="token_choice"):
-    """The settings of a router, and what others need to know of it before it is built.
+    """The settings of a router, and what others need to know of it before it is built."""
 
-    Attributes:
-        tokens_choose: whether tokens choose experts, so that experts may lack room for some.
-    """
-
-    tokens_choose: ClassVar[bool] = False
+    @property
+    def lacks_room(self) -> bool:
+        """Whether tokens choose their experts, which may have no slot for them."""
+        return False
 
     @abstractmethod
     def build(self, *, dim: int, num_experts: int) -> "Router":

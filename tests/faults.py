@@ -70,13 +70,6 @@ def power_off(cluster: Cluster, run: Run) -> Iterator[None]:
     machine.off()
 
 
-def power_off_and_on(cluster: Cluster, run: Run) -> Iterator[None]:
-    """Until it is back, the trials hold all CPUs, so that one of them reads no images."""
-    yield from power_off(cluster, run)
-    time.sleep(60)
-    cluster.heal()
-
-
 def cable(seconds: float) -> Act:
     def act(cluster: Cluster, run: Run) -> Iterator[None]:
         machine = victim(cluster, run)
@@ -260,7 +253,7 @@ FAULTS = [
     Fault("driver killed", "checkpoint", driver(signal.SIGKILL), "ends"),
     Fault("SIGTERM to the driver", "training", driver(signal.SIGTERM), "ends", most=0),
     Fault("trial killed", "sweep", worker_killed, "restarts", most=6 * EVERY),
-    Fault("power off, on again after 60 s", "sweep", power_off_and_on, "restarts", most=6 * EVERY),
+    Fault("power off", "sweep", power_off, "restarts", most=6 * EVERY),
     Fault("cable out for 10 s", "sweep", cable(10), "goes on"),
     Fault("head's cable out for 20 s", "sweep", head_cut_off, "goes on", may_restart=True),
     Fault("tracking server killed, again after 15 s", "sweep", tracking_killed, "goes on"),

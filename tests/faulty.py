@@ -29,7 +29,7 @@ STEPS = 3  # that show that a run goes on
 TRIAL = r"ray::.*(ImplicitFunc|train_trial)"
 WORKER = r"ray::.*TrainWorker"
 NOTICED = re.compile(
-    r"lost |restart|no step for|does not answer|answers? again|failed|died|dead|gone|waits|error|cannot|again"
+    r"lost |restart|no step for|no report for|does not answer|failed|died|dead|gone|waits|error|cannot|again"
 )
 PLUGIN = str(ROOT / "tests/paced.py")
 FIELDS = {

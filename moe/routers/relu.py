@@ -7,7 +7,7 @@ expert has C slots, for k experts a token, and keeps the tokens of its largest g
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,9 @@ class ReLUConfig(CapacityConfig):
     coefficient: PositiveFloat = 1e-8
     factor: Annotated[float, Bound(">=", 1)] = 1.2
 
-    tokens_choose: ClassVar[bool] = True
+    @property
+    def lacks_room(self) -> bool:
+        return True
 
     def build(self, *, dim: int, num_experts: int) -> "ReLURouter":
         return ReLURouter(self, dim=dim, num_experts=num_experts)

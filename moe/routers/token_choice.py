@@ -13,7 +13,7 @@ gradient of the standard deviation at zero variance is NaN.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,9 @@ class TokenChoiceConfig(CapacityConfig):
     balance_weight: NonNegativeFloat = 0.0
     z_weight: NonNegativeFloat = 0.0
 
-    tokens_choose: ClassVar[bool] = True
+    @property
+    def lacks_room(self) -> bool:
+        return True
 
     def build(self, *, dim: int, num_experts: int) -> "TokenChoiceRouter":
         return TokenChoiceRouter(self, dim=dim, num_experts=num_experts)

@@ -78,7 +78,6 @@ class TopKConfig(CapacityConfig):
     z_weight: NonNegativeFloat = 0.0
     priority: Priority = "weight"
 
-    tokens_choose: ClassVar[bool] = True
     CAPACITIES: ClassVar = (*CapacityConfig.CAPACITIES, "dropless")
 
     def __post_init__(self) -> None:
@@ -90,6 +89,10 @@ class TopKConfig(CapacityConfig):
             )
         if self.projection and not self.cosine:
             raise ValueError(f"projection={self.projection} is of tokens before their cosine: set cosine too")
+
+    @property
+    def lacks_room(self) -> bool:
+        return self.capacity_factor != "dropless"
 
     def build(self, *, dim: int, num_experts: int) -> "TopKRouter":
         return TopKRouter(self, dim=dim, num_experts=num_experts)
