@@ -4,7 +4,7 @@ Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167; epsilon and mo
 own synchronised batch norm runs on GPUs alone, and counts padding.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ class BatchNorm(nn.Module):
     running averages of their means and variances in evaluation, or if its weights are frozen.
     """
 
+    uncompiled: ClassVar = ("normalize",)  # it waits for other ranks
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight_C = nn.Parameter(torch.empty(channels))
@@ -39,12 +41,15 @@ class BatchNorm(nn.Module):
     def forward(self, x: Tensor, valid_B: Tensor) -> Tensor:
         self.seen = None
         if self.training and self.weight_C.requires_grad:
-            y, mean_C, variance_C = _normalize(x, valid_B, self.weight_C, self.bias_C)
+            y, mean_C, variance_C = self.normalize(x, valid_B)
             self.seen = mean_C, variance_C
             return y
         scale_C = at_least_fp32(self.weight_C) * (self.get_buffer("variance_C") + EPSILON).rsqrt()
         shift_C = at_least_fp32(self.bias_C) - self.get_buffer("mean_C") * scale_C
         return (x * _channels(scale_C) + _channels(shift_C)).to(x.dtype)
+
+    def normalize(self, x: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _BatchNorm.apply(x, valid_B, self.weight_C, self.bias_C)  # pyright: ignore[reportReturnType]
 
     def follow(self) -> None:
         """Moves the running averages towards the last batch. The model calls it after its forward pass,
@@ -98,9 +103,6 @@ class _BatchNorm(Function):
         gradient = gradient - valid * (_channels(bias_C) + normal * _channels(slope_C))
         grad_x = (gradient * _channels(deviation_C * weight_C)).to(x.dtype)
         return grad_x, None, own_2C[1].to(weight_C.dtype), own_2C[0].to(weight_C.dtype)
-
-
-_normalize: Any = torch.compiler.disable(_BatchNorm.apply)  # it waits for other ranks
 
 
 def _channels(values_C: Tensor) -> Tensor:

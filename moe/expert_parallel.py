@@ -4,7 +4,7 @@ Slots are static, so every rank sends equal blocks and the host never waits for 
 (`moe.rows`) are sent after their counts.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ class ExpertParallel(Experts):
     one piece, the next is being sent to them and the previous one back, in the backward pass too. The result
     is the same.
     """
+
+    # A compiled all-to-all is waited for where it starts.
+    uncompiled: ClassVar = (*Experts.uncompiled, "forward")
 
     def __init__(self, experts: Experts, mesh: DeviceMesh, *, chunks: int = 1) -> None:
         nn.Module.__init__(self)
@@ -74,7 +77,7 @@ class ExpertParallel(Experts):
             return _Exchange.apply(rows[: sum(sent)], *there_and_back, self.group).index_select(0, order_M)
 
         keys_here = None if keys_M is None else at_experts(keys_M)
-        y_here = self.row_mlps(at_experts(x_MD), here_RE.sum(0), keys_here, *weights_here)  # pyright: ignore[reportCallIssue]
+        y_here = self.row_mlps(at_experts(x_MD), here_RE.sum(0), keys_here, *weights_here)
         by_rank = torch.empty_like(y_here).index_copy(0, order_M, y_here)
         y_MD = _Exchange.apply(by_rank, *there_and_back[::-1], self.group)
         return F.pad(y_MD, (0, 0, 0, len(x_MD) - len(y_MD)))

@@ -30,6 +30,9 @@ class Experts(nn.Module):
     """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on rows of any number per expert (`rows`)."""
 
     undecayed: ClassVar = ("b_in_EF", "b_out_ED")  # biases, which are stacked
+    uncompiled: ClassVar = (
+        "row_mlps",
+    )  # its sizes are data, with which a compiler would begin anew each time
 
     def __init__(
         self,
@@ -74,10 +77,8 @@ class Experts(nn.Module):
         CUDA has a grouped matmul.
         """
         weights = (self.w_in_EDF, self.b_in_EF, self.w_out_EFD, self.b_out_ED)
-        return self.row_mlps(x_MD, count_E, keys_M, *weights)  # pyright: ignore[reportCallIssue]
+        return self.row_mlps(x_MD, count_E, keys_M, *weights)
 
-    # Its sizes are data, with which a compiler would begin anew each time. `disable` loses the type.
-    @torch.compiler.disable
     def row_mlps(
         self, x_MD: Tensor, count_E: Tensor, keys_M: Tensor | None, w_in_EDF: Tensor, *others: Tensor
     ) -> Tensor:

@@ -191,11 +191,11 @@ def _compile(block: nn.Module, options: ParallelConfig) -> None:
         # without statistics, in training and evaluation, for each batch size. Above the limit, 8 by default,
         # blocks run without compilation.
         torch._dynamo.config.recompile_limit = GRAPHS
-        for layer in find_moe_layers(block):
-            if isinstance(experts := layer.experts, ExpertParallel):
-                # A compiled all-to-all is waited for where it starts. `disable` loses the type.
-                experts.forward = torch.compiler.disable(experts.forward)  # pyright: ignore[reportAttributeAccessIssue]
-                experts.mlps = torch.compile(experts.mlps, dynamic=False)
+        for module in block.modules():
+            for name in getattr(module, "uncompiled", ()):
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+            if isinstance(module, ExpertParallel):
+                module.mlps = torch.compile(module.mlps, dynamic=False)
         block.forward = torch.compile(block.forward, dynamic=False)
 
 

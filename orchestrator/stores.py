@@ -23,8 +23,9 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from orchestrator.errors import UsageError
 
-# Attempts for each request, with pauses that double: an outage of about half a minute is survived.
-ATTEMPTS = 8
+# Attempts for each request. The pauses between them are drawn, and soon up to 3 s long: what fails at once for
+# 45 s is tried again until it works.
+ATTEMPTS, PAUSE_S = 24, 3.0
 TIMEOUT_S = 60  # without a byte
 WRITTEN = "name a local path, s3://bucket/key, gs://bucket/key or az://container/key"
 PIECE_BYTES = 16 << 20  # read or written at once
@@ -130,7 +131,7 @@ def put_whole(location: str, content: bytes, *, new: bool = False) -> None:
         except OSError:
             if not new or attempt == ATTEMPTS - 1 or time.monotonic() - began > TIMEOUT_S:
                 raise
-            time.sleep(0.1 * 2**attempt)
+            time.sleep(min(PAUSE_S, 0.1 * 2**attempt))
     if (found := head(location)) != len(content):
         if content.startswith(get(location)[0]):  # cut off, and not of another writer
             delete_objects(location)
@@ -251,7 +252,10 @@ def _version(meta: Mapping[str, Any]) -> Version:
 @cache
 def s3() -> Any:
     """The client of S3 for what obstore cannot do."""
-    retries: Any = {"mode": "standard", "total_max_attempts": ATTEMPTS}
+    retries: Any = {
+        "mode": "standard",
+        "total_max_attempts": min(8, ATTEMPTS),
+    }  # its pauses double up to 20 s
     return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries))
 
 
@@ -267,7 +271,8 @@ def _open(scheme: str, bucket: str) -> Any:
 
 
 def _options(**headers: str) -> Any:
-    pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
+    # Up to `base` times the pause before: at 2 they would not grow, on average.
+    pauses = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=PAUSE_S), "base": 8}
     return {
         "client_options": {
             "allow_http": True,

@@ -8,6 +8,7 @@ import pytest
 from orchestrator import storage, stores
 from orchestrator.errors import UsageError
 
+ATTEMPTS = stores.ATTEMPTS  # tests make fewer
 CLOUDS = ["s3", "gs", "az"]
 everywhere = pytest.mark.parametrize("root", ["local", *CLOUDS], indirect=True)
 in_every_cloud = pytest.mark.parametrize("bucket", CLOUDS, indirect=True)
@@ -138,6 +139,13 @@ def test_a_storm(bucket):
         with bucket.failing("busy", times=3, attempts=8):
             assert act() in (None, True), name
     assert storage.names(bucket.uri()) == []
+
+
+def test_a_storage_that_refuses_for_seconds(bucket):
+    """By default it is waited for."""
+    with bucket.failing("busy", for_s=6, attempts=ATTEMPTS):
+        storage.write_bytes(bucket.uri("file"), b"content")
+    assert storage.read_bytes(bucket.uri("file")) == b"content"
 
 
 @in_every_cloud
