@@ -23,8 +23,8 @@ from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from orchestrator.errors import UsageError
 
-# Attempts for each request. The pauses between them are drawn, and soon up to 3 s long: what fails at once for
-# 45 s is tried again until it works.
+# Attempts for each request. The pauses between them are drawn, and soon up to 3 s: what fails at once is
+# tried again for 45 s.
 ATTEMPTS, PAUSE_S = 24, 3.0
 TIMEOUT_S = 60  # without a byte
 WRITTEN = "name a local path, s3://bucket/key, gs://bucket/key or az://container/key"

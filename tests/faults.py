@@ -54,7 +54,7 @@ def worker_stopped(cluster: Cluster, run: Run) -> Iterator[None]:
     process = one(cluster, run)
     yield
     process.suspend()
-    time.sleep(60)
+    time.sleep(40)
     process.resume()
 
 
@@ -232,7 +232,7 @@ FAULTS = [
     Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("control server killed, again after 5 s", "training", control_server_killed, "goes on"),
     Fault("control server killed, again after 5 s", "checkpoint", control_server_killed, "goes on"),
-    Fault("worker stopped (SIGSTOP) for 60 s", "training", worker_stopped, "goes on"),
+    Fault("worker stopped (SIGSTOP) for 40 s", "training", worker_stopped, "goes on"),
     Fault("a node's disk full for 15 s", "training", full(DISK), "goes on"),
     Fault("tracking server silent for 20 s", "training", silent("mlflow"), "goes on"),
     Fault("tracking server killed, again after 15 s", "training", tracking_killed, "goes on"),

@@ -22,7 +22,7 @@ from tests.orchestrator.tracking.stores import Postgres, wait_until
 from tests.parts import system_program
 
 PACE_S = 0.4
-EVERY = 20  # steps between checkpoints
+EVERY = 10  # steps between checkpoints
 NEVER_S = 500.0
 AHEAD = "+2h"  # the clock of the last node
 STEPS = 3  # that show that a run goes on
@@ -42,7 +42,7 @@ FIELDS = {
     "data.lanes": 6,
     "model.moe.router.kind": "soft",
     "model.moe.num_experts": 6,
-    "scale.wait_s": 15,
+    "scale.wait_s": 5,
 }
 SWEEP = f"""
 from orchestrator.codec import override
