@@ -231,7 +231,6 @@ FAULTS = [
     Fault("cable out for 10 s", "checkpoint", cable(10), "goes on"),
     Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("control server killed, again after 5 s", "training", control_server_killed, "goes on"),
-    Fault("control server killed, again after 5 s", "checkpoint", control_server_killed, "goes on"),
     Fault("worker stopped (SIGSTOP) for 40 s", "training", worker_stopped, "goes on"),
     Fault("a node's disk full for 15 s", "training", full(DISK), "goes on"),
     Fault("tracking server silent for 20 s", "training", silent("mlflow"), "goes on"),
@@ -243,10 +242,8 @@ FAULTS = [
     Fault("worker killed", "checkpoint", worker_killed, "restarts"),
     Fault("worker killed", "restart", worker_killed, "restarts"),
     Fault("raylet killed", "checkpoint", raylet_killed, "restarts"),
-    Fault("cable out for 10 s", "restart", cable(10), "restarts"),
-    Fault("cable out for 90 s", "training", cable(90), "restarts"),
+    Fault("cable out for 80 s", "training", cable(80), "restarts"),
     Fault("storage full for 15 s", "checkpoint", storage_full, "restarts"),
-    Fault("worker and tracking server killed", "training", both(worker_killed, tracking_killed), "restarts"),
     Fault(
         "raylet, control server killed", "training", both(raylet_killed, control_server_killed), "restarts"
     ),

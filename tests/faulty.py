@@ -21,7 +21,7 @@ from tests.machines import DISK, ROOT, Machine, start_ray, to_each
 from tests.orchestrator.tracking.stores import Postgres, wait_until
 from tests.parts import system_program
 
-PACE_S = 0.4
+PACE_S = 0.3
 EVERY = 10  # steps between checkpoints
 NEVER_S = 500.0
 AHEAD = "+2h"  # the clock of the last node
