@@ -253,6 +253,7 @@ FAULTS = [
     Fault("power off", "sweep", power_off, "restarts", most=6 * EVERY),
     Fault("cable out for 10 s", "sweep", cable(10), "goes on"),
     Fault("head's cable out for 20 s", "sweep", head_cut_off, "goes on", may_restart=True),
+    Fault("control server killed, again after 5 s", "sweep", control_server_killed, "goes on"),
     Fault("tracking server killed, again after 15 s", "sweep", tracking_killed, "goes on"),
     Fault("driver killed", "sweep", driver(signal.SIGKILL), "ends", most=6 * EVERY),
     Fault("S3 silent for 20 s", "training on S3", silent("moto"), "goes on"),
