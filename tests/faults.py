@@ -238,10 +238,8 @@ FAULTS = [
     Fault("its Postgres silent for 20 s", "training", silent(POSTGRES), "goes on"),
     Fault("its Postgres killed, again after 10 s", "checkpoint", database_killed, "goes on"),
     Fault("second driver of the same run: refused", "training", second_driver, "goes on"),
-    Fault("worker killed", "training", worker_killed, "restarts"),
     Fault("worker killed", "checkpoint", worker_killed, "restarts"),
     Fault("worker killed", "restart", worker_killed, "restarts"),
-    Fault("raylet killed", "checkpoint", raylet_killed, "restarts"),
     Fault("cable out for 80 s", "training", cable(80), "restarts"),
     Fault("storage full for 15 s", "checkpoint", storage_full, "restarts"),
     Fault(
