@@ -30,9 +30,8 @@ class Experts(nn.Module):
     """MLPs on N rows per expert, (E, N, D) -> (E, N, D), or on rows of any number per expert (`rows`)."""
 
     undecayed: ClassVar = ("b_in_EF", "b_out_ED")  # biases, which are stacked
-    uncompiled: ClassVar = (
-        "row_mlps",
-    )  # its sizes are data, with which a compiler would begin anew each time
+    # Its sizes are data, with which a compiler would begin anew each time.
+    uncompiled: ClassVar = ("row_mlps",)
 
     def __init__(
         self,

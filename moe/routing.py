@@ -44,7 +44,7 @@ class RouterConfig(Family, ABC, default="token_choice"):
     """The settings of a router, and what others need to know of it before it is built."""
 
     @property
-    def lacks_room(self) -> bool:
+    def can_overflow(self) -> bool:
         """Whether tokens choose their experts, which may have no slot for them."""
         return False
 

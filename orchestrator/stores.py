@@ -252,10 +252,8 @@ def _version(meta: Mapping[str, Any]) -> Version:
 @cache
 def s3() -> Any:
     """The client of S3 for what obstore cannot do."""
-    retries: Any = {
-        "mode": "standard",
-        "total_max_attempts": min(8, ATTEMPTS),
-    }  # its pauses double up to 20 s
+    # Its own pauses double up to 20 s.
+    retries: Any = {"mode": "standard", "total_max_attempts": min(8, ATTEMPTS)}
     return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries))
 
 

@@ -36,7 +36,7 @@ class ReLUConfig(CapacityConfig):
     factor: Annotated[float, Bound(">=", 1)] = 1.2
 
     @property
-    def lacks_room(self) -> bool:
+    def can_overflow(self) -> bool:
         return True
 
     def build(self, *, dim: int, num_experts: int) -> "ReLURouter":

@@ -59,7 +59,7 @@ class TokenChoiceConfig(CapacityConfig):
     z_weight: NonNegativeFloat = 0.0
 
     @property
-    def lacks_room(self) -> bool:
+    def can_overflow(self) -> bool:
         return True
 
     def build(self, *, dim: int, num_experts: int) -> "TokenChoiceRouter":

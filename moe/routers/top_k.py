@@ -91,7 +91,7 @@ class TopKConfig(CapacityConfig):
             raise ValueError(f"projection={self.projection} is of tokens before their cosine: set cosine too")
 
     @property
-    def lacks_room(self) -> bool:
+    def can_overflow(self) -> bool:
         return self.capacity_factor != "dropless"
 
     def build(self, *, dim: int, num_experts: int) -> "TopKRouter":

@@ -97,7 +97,7 @@ def _finetune_model(config: ModelConfig, image_size: int) -> ModelConfig:
     moe = config.moe
     if moe:
         router = moe.router
-        if router.lacks_room:
+        if router.can_overflow:
             router = RoutingOverrides(capacity_factor=CAPACITY).apply(router)
         moe = replace(moe, router=router, expert_dropout=EXPERT_DROPOUT)
     try:

@@ -142,7 +142,7 @@ def test_a_storm(bucket):
 
 
 def test_a_storage_that_refuses_for_seconds(bucket):
-    """By default it is waited for."""
+    """The usual number of attempts outlasts 6 s in which S3 refuses every request."""
     with bucket.failing("busy", for_s=6, attempts=ATTEMPTS):
         storage.write_bytes(bucket.uri("file"), b"content")
     assert storage.read_bytes(bucket.uri("file")) == b"content"
