@@ -270,6 +270,11 @@ class ScaleConfig(ParallelConfig):
         if self.ep != "auto" and self.workers % self.ep:
             raise ValueError(f"ep={self.ep} does not divide workers={self.workers}")
 
+    @property
+    def cpus_per_worker(self) -> float:
+        """CPUs that a worker reserves. A task that decodes reserves as many, so that halves decode too."""
+        return 1.0 if self.use_gpu else 0.5
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):

@@ -248,10 +248,9 @@ class _Reading:
         def decode(ids: Any) -> Iterator[Any]:
             yield from _decoded(plan, partial(claim, (execution, int(ids["id"][0]))), whole)
 
-        # As much as a worker: half a CPU that one leaves decodes too. `ray.data.range` would need whole CPUs.
-        cpus = 1.0 if plan.run.scale.use_gpu else 0.5
+        # `ray.data.range` would need a whole CPU.
         numbers = ray.data.from_items([{"id": task} for task in range(tasks)], override_num_blocks=tasks)
-        dataset = numbers.map_batches(decode, batch_size=None, num_cpus=cpus)
+        dataset = numbers.map_batches(decode, batch_size=None, num_cpus=plan.run.scale.cpus_per_worker)
         context = dataset.context
         context.raise_original_map_exception = True
         # Blocks of a single row are neither split nor joined.

@@ -16,7 +16,6 @@ from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
 
 DECLARED = "MOE_FRONTIER_MAX_RESOURCES"  # JSON: {"CPU": 56, "GPU": 6}
-CPU_PER_WORKER = 0.5  # without a GPU
 CPU_FOR_DATA = 1  # decodes for all workers of a run; an inline worker reads its own data
 ANSWER_S = 180.0  # a busy node starts its first worker process, which loads libraries
 
@@ -44,7 +43,7 @@ def is_inline(run: RunConfig) -> bool:
 
 def worker_resources(run: RunConfig) -> dict[str, float]:
     """Returns what one worker reserves; its images are decoded on the rest of the cluster."""
-    return {"GPU": 1, "CPU": 1} if run.scale.use_gpu else {"CPU": CPU_PER_WORKER}
+    return ({"GPU": 1} if run.scale.use_gpu else {}) | {"CPU": run.scale.cpus_per_worker}
 
 
 def placement(run: RunConfig) -> str:
