@@ -1,7 +1,7 @@
 """The study on Fashion-MNIST: its table of runs, and what docs/study.md shows of it.
 
   python bench/study.py                  writes the numbers and pictures of docs/study.md
-  python bench/study.py --collect DIR    first reads what the sweep's directory has by now
+  python bench/study.py --collect DIR    first adds what the sweep's directory has by now
   python bench/study.py --test FILE      first adds what `jobs/evaluate.py --out FILE` measured
   python bench/study.py --routing DIR    first adds what `jobs/inspect_routing.py --out DIR/TRIAL` measured
 
@@ -23,7 +23,7 @@ from bench.study_table import COST, TABLE, TEST, VAL, Arms, read_table
 from orchestrator.codec import override
 from orchestrator.data.manifest import open_manifest
 from orchestrator.sweeps.build import TrialRecord, read_trials
-from orchestrator.sweeps.catalog import study
+from orchestrator.sweeps.catalog import modern, study
 from orchestrator.sweeps.operating import COSTS
 from orchestrator.sweeps.scales import Scale
 from orchestrator.sweeps.sweep import Sweep
@@ -60,6 +60,32 @@ def recipe(scale: Scale) -> Sweep:
     sweep = study(scale)
     arms = {name: sweep.changes[name] for name in ("w32-dense", "w32-soft-e16")}
     return replace(sweep, base=override(sweep.base, DEIT3), arms=arms, claims=())
+
+
+def left(scale: Scale) -> Sweep:
+    """Returns the arms of `modern` that the table lacks, or has with fewer seeds, each with the rate that its
+    kind was tuned to there.
+    """
+    sweep, table = modern(scale), read_table(TABLE)
+    assert table, f"no {TABLE}"
+    rates = {arm.partition("-")[2]: entry[RATE] for arm, entry in table["arms"].items()}
+    complete = {arm for arm, entry in table["arms"].items() if len(entry["seeds"]) == len(table["seeds"])}
+    arms = {
+        arm: {**changes, RATE: rates[arm.partition("-")[2]]}
+        for arm, changes in sweep.changes.items()
+        if arm not in complete
+    }
+    return replace(sweep, arms=arms, claims=())
+
+
+def beside(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Returns the new table with the arms of an old one, if those were trained for as many steps on the same
+    images by the same seeds.
+    """
+    if any(old.get(name) != new[name] for name in ("data_digest", "steps", "seeds")):
+        return new
+    both = {name: old[name] | new[name] for name in ("arms", "operating", "tuned")}
+    return {**old, **new, **both} | {"planned": [*dict.fromkeys(old["planned"] + new["planned"])]}
 
 
 def collect(directory: str) -> dict[str, Any]:
@@ -127,9 +153,13 @@ def first_round(directory: str) -> dict[str, dict[str, list[float]]]:
 
 
 def add_test_figures(reports: Sequence[Mapping[str, Any]], arms: Arms) -> None:
-    """Adds the accuracy of every run on the test images, from the file of `jobs/evaluate.py --out`."""
+    """Adds the accuracy of every run on the test images, from the file of `jobs/evaluate.py --out`; arms of
+    which it has no run keep theirs.
+    """
     for arm, entry in arms.items():
         named = [f"/{arm}-seed{seed}/" for seed in entry["seeds"]]
+        if not any(name in report["location"] for report in reports for name in named):
+            continue
         metrics = [next(r["metrics"] for r in reports if name in r["location"]) for name in named]
         entry[TEST] = [found["acc1"] for found in metrics]
         entry["test/loss"] = [round(found["loss"], 5) for found in metrics]
@@ -151,12 +181,11 @@ def main() -> None:
     args = options(__doc__, collect="", test="", routing="")
     table = read_table(TABLE) or {"arms": {}}
     if args.collect:
-        kept = {name: table[name] for name in ("routing",) if name in table}
-        table = kept | collect(args.collect)
+        table = beside(table, collect(args.collect))
     if args.test:
         add_test_figures(json.loads(Path(args.test).read_text()), table["arms"])
     if args.routing:
-        table["routing"] = routing_figures(Path(args.routing))
+        table["routing"] = table.get("routing", {}) | routing_figures(Path(args.routing))
     if args.collect or args.test or args.routing:
         TABLE.write_text(json.dumps(table, separators=(",", ":")) + "\n")
     write_page(table)

@@ -201,13 +201,10 @@ def second_driver(cluster: Cluster, run: Run) -> Iterator[None]:
     assert any("works in" in line for _, line in second.lines), second.lines[-5:]
 
 
-def driver(number: signal.Signals) -> Act:
-    def act(cluster: Cluster, run: Run) -> Iterator[None]:
-        assert run.driver
-        yield
-        run.driver.signal(number)
-
-    return act
+def driver_killed(cluster: Cluster, run: Run) -> Iterator[None]:
+    assert run.driver
+    yield
+    run.driver.signal(signal.SIGKILL)
 
 
 def both(*acts: Act) -> Act:
@@ -228,7 +225,6 @@ FAULTS = [
     Fault("one machine's link at 10 Mbit/s, 15 s", "training", slow_link("10mbit"), "goes on"),
     Fault("2 % of packets lost on a link, 15 s", "training", lossy_link, "goes on"),
     Fault("cable out for 10 s", "training", cable(10), "goes on"),
-    Fault("cable out for 10 s", "checkpoint", cable(10), "goes on"),
     Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("control server killed, again after 5 s", "training", control_server_killed, "goes on"),
     Fault("worker stopped (SIGSTOP) for 40 s", "training", worker_stopped, "goes on"),
@@ -245,14 +241,11 @@ FAULTS = [
     Fault(
         "raylet, control server killed", "training", both(raylet_killed, control_server_killed), "restarts"
     ),
-    Fault("driver killed", "checkpoint", driver(signal.SIGKILL), "ends"),
-    Fault("SIGTERM to the driver", "training", driver(signal.SIGTERM), "ends", most=0),
+    Fault("driver killed", "checkpoint", driver_killed, "ends"),
     Fault("trial killed", "sweep", worker_killed, "restarts", most=6 * EVERY),
     Fault("power off", "sweep", power_off, "restarts", most=6 * EVERY),
     Fault("head's cable out for 20 s", "sweep", head_cut_off, "goes on", may_restart=True),
-    Fault("control server killed, again after 5 s", "sweep", control_server_killed, "goes on"),
-    Fault("driver killed", "sweep", driver(signal.SIGKILL), "ends", most=6 * EVERY),
+    Fault("driver killed", "sweep", driver_killed, "ends", most=6 * EVERY),
     Fault("S3 silent for 20 s", "training on S3", silent("moto"), "goes on"),
     Fault("S3 refuses connections for 20 s", "checkpoint on S3", refused, "goes on"),
-    Fault("worker killed", "checkpoint on S3", worker_killed, "restarts"),
 ]

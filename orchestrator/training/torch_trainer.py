@@ -48,8 +48,8 @@ class ConnectConfig(TorchConfig):
 
 
 class _Backend(_TorchBackend):
-    """Connects workers by the network that Ray uses, and frees the devices of those that could not be
-    connected. Ray 2.60 reserves them until its job ends, so the next attempt would wait for ever.
+    """Connects workers by the network that Ray uses, until they end. It frees the devices of those that could
+    not be connected, which Ray 2.60 reserves until its job ends: the next attempt would wait for ever.
     """
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
@@ -59,6 +59,11 @@ class _Backend(_TorchBackend):
         except Exception:
             worker_group.shutdown()
             raise
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """Leaves the process group: Ray ends the processes next. It would destroy the group beside a training
+        that still runs, and a worker without a group takes its own share of a sum for the whole.
+        """
 
 
 def use_interface_of_ray() -> None:

@@ -1,12 +1,13 @@
 """The page of the study says what its tables of runs say, and what is missing in them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.harness import with_block
-from bench.study import collect, first_round
+from bench.study import add_test_figures, beside, collect, first_round, left
 from bench.study_page import (
     BLOCKS,
     EARLIER,
@@ -21,7 +22,7 @@ from bench.study_page import (
     tuning_block,
 )
 from bench.study_table import COST, ONE_RATE, TABLE, TEST, VAL, against, judged_by, outcomes, pair, read_table
-from orchestrator.sweeps.catalog import make_sweep
+from orchestrator.sweeps.catalog import SCALES, make_sweep
 
 
 @pytest.mark.parametrize("name", [name for name in (*BLOCKS, *EARLIER) if name != "replay"])  # half a minute
@@ -165,3 +166,32 @@ def test_a_trained_sweep_is_collected(trained_home: Path) -> None:
         assert ("moe/max_violation" in found) == (arm != "dense")
     assert {len(of_seed) for of_seed in table["arms"]["token"]["moe/max_violation"]} == {3}
     assert table["tuned"] == first_round(f"{trained_home}/tiny-tune") == {}
+
+
+def test_the_study_may_be_trained_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arms that a table has stay, with their figures; those that it lacks are trained at its rates."""
+    about = {"data_digest": "a", "steps": 10}
+    old = table_of(w16_dense=entry(1e11, 0.5, 0.6, 0.6), w16_token=entry(1e11, 0.5, 0.6)) | about
+    add_test_figures(reports := [report("w16-dense", seed) for seed in (10, 11, 12)], old["arms"])
+    new = table_of(w32_dense=entry(1e13, 0.7, 0.8, 0.8)) | about
+    both = beside(old, new)
+    add_test_figures(reports, both["arms"])
+    assert {arm: entry.get(TEST) for arm, entry in both["arms"].items()} == {
+        "w16-dense": [0.5, 0.5, 0.5],
+        "w16-token": None,
+        "w32-dense": None,
+    }
+    for other in ({"steps": 20}, {"data_digest": "b"}, {"seeds": [0, 1, 2]}):
+        assert beside(old | other, new) == new
+    monkeypatch.setattr("bench.study.TABLE", tmp_path / "study.json")
+    old["arms"]["w16-dense"]["train.lr"] = 0.5
+    for kind in {arm.partition("-")[2] for arm in old["planned"]}:
+        old["arms"].setdefault(f"w16-{kind}", entry(1e11, 0.5, 0.6, 0.6))
+    (tmp_path / "study.json").write_text(json.dumps(old))
+    sweep = left(SCALES["tiny"])
+    assert [arm for arm in sweep.arms if arm.startswith("w16")] == ["w16-token"]
+    assert {sweep.changes[f"{width}-dense"]["train.lr"] for width in ("w32", "w48")} == {0.5}
+
+
+def report(arm: str, seed: int) -> dict[str, Any]:
+    return {"location": f"/modern/trials/{arm}-seed{seed}/", "metrics": {"acc1": 0.5, "loss": 1.0}}

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch.distributed as dist
 from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
@@ -21,6 +22,28 @@ def test_workers_that_cannot_be_connected_free_their_devices():
     with pytest.raises(AttributeError):
         config.backend_cls().on_start(unconnected, config)
     assert freed == ["all"]
+
+
+class _Here(list[Any]):
+    """A group of workers that all are this process."""
+
+    def execute_async(self, function: Any, **options: Any) -> list[Any]:
+        return [function(**options)]
+
+
+def test_a_group_that_ends_leaves_a_training_its_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray's own backend destroys it beside the training: sums over workers then are shares of one worker."""
+    monkeypatch.setattr(ray, "get", lambda results, **_: results)
+    workers: Any = _Here([0, 1])
+    config = torch_trainer.ConnectConfig(backend="gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config.backend_cls().on_shutdown(workers, config)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch):
