@@ -133,6 +133,8 @@ class Cluster:
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": DISK,
+            "RAY_grpc_client_keepalive_time_ms": "90000",  # as in the files of clusters
+            "RAY_grpc_client_keepalive_timeout_ms": "60000",
             "TMPDIR": DISK,
         }
         self.env.pop("RAY_ADDRESS")
