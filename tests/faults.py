@@ -225,7 +225,6 @@ FAULTS = [
     Fault("one machine's link at 10 Mbit/s, 15 s", "training", slow_link("10mbit"), "goes on"),
     Fault("2 % of packets lost on a link, 15 s", "training", lossy_link, "goes on"),
     Fault("cable out for 10 s", "training", cable(10), "goes on"),
-    Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("control server killed, again after 5 s", "training", control_server_killed, "goes on"),
     Fault("worker stopped (SIGSTOP) for 40 s", "training", worker_stopped, "goes on"),
     Fault("a node's disk full for 15 s", "training", full(DISK), "goes on"),
@@ -234,6 +233,8 @@ FAULTS = [
     Fault("its Postgres silent for 20 s", "training", silent(POSTGRES), "goes on"),
     Fault("its Postgres killed, again after 10 s", "checkpoint", database_killed, "goes on"),
     Fault("second driver of the same run: refused", "training", second_driver, "goes on"),
+    # Both come before faults that make new connections: one that it broke may end a worker minutes later.
+    Fault("head's cable out for 20 s", "training", head_cut_off, "goes on", may_restart=True),
     Fault("worker killed", "checkpoint", worker_killed, "restarts"),
     Fault("worker killed", "restart", worker_killed, "restarts"),
     Fault("cable out for 80 s", "training", cable(80), "restarts"),
