@@ -52,7 +52,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model.moe.router.kind": "top_k",
         "model.moe.router.score": "sigmoid",
         "model.moe.router.balance.kind": "sign",
-        "model.moe.shared_dim": 8,
+        "model.moe.shared_dim": 24,  # at 8, rounding decides between two experts of a token
     },
     "quantile, with the loss of the batch before": {
         "model.moe.router.kind": "top_k",
