@@ -172,7 +172,8 @@ def test_the_study_may_be_trained_in_parts(tmp_path: Path, monkeypatch: pytest.M
     """Arms that a table has stay, with their figures; those that it lacks are trained at its rates."""
     about = {"data_digest": "a", "steps": 10}
     old = table_of(w16_dense=entry(1e11, 0.5, 0.6, 0.6), w16_token=entry(1e11, 0.5, 0.6)) | about
-    add_test_figures(reports := [report("w16-dense", seed) for seed in (10, 11, 12)], old["arms"])
+    reports = [report("w16-dense", seed) for seed in (10, 11, 12)]
+    add_test_figures(reports, old["arms"])
     new = table_of(w32_dense=entry(1e13, 0.7, 0.8, 0.8)) | about
     both = beside(old, new)
     add_test_figures(reports, both["arms"])
