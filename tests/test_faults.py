@@ -65,7 +65,7 @@ saved every {every} steps.
 |---|---|--:|---|--:|--:|--:|
 """
 FOOT = """
-These are {rows} faults, {steps} compared steps and {minutes} minutes. Most of a restart is the start of
+These are {rows} faults, {steps:,} compared steps and {minutes} minutes. Most of a restart is the start of
 Python on few cores.
 """
 
