@@ -30,7 +30,6 @@ from orchestrator.sweeps.sweep import Sweep
 from orchestrator.training.metrics_file import MetricsRow, read_metrics
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
 
-RATE = "train.lr"
 MEASURED = ("cost/device_s", "perf/ms_per_image")
 LOAD = ("moe/dropped_frac", "moe/load_cv", "moe/seats_mean")
 VIOLATION = "moe/max_violation"
@@ -63,28 +62,24 @@ def recipe(scale: Scale) -> Sweep:
 
 
 def left(scale: Scale) -> Sweep:
-    """Returns the arms of `modern` that the table lacks, or has with fewer seeds, each with the rate that its
-    kind was tuned to there.
-    """
+    """Returns the arms of `modern` that the table lacks, or has with fewer seeds."""
     sweep, table = modern(scale), read_table(TABLE)
     assert table, f"no {TABLE}"
-    rates = {arm.partition("-")[2]: entry[RATE] for arm, entry in table["arms"].items()}
     complete = {arm for arm, entry in table["arms"].items() if len(entry["seeds"]) == len(table["seeds"])}
-    arms = {
-        arm: {**changes, RATE: rates[arm.partition("-")[2]]}
-        for arm, changes in sweep.changes.items()
-        if arm not in complete
-    }
+    arms = {arm: changes for arm, changes in sweep.changes.items() if arm not in complete}
     return replace(sweep, arms=arms, claims=())
 
 
 def beside(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Returns the new table with the arms of an old one, if those were trained for as many steps on the same
-    images by the same seeds.
+    images by the same seeds. Arms of both, whose curves are the same, keep their test figures.
     """
     if any(old.get(name) != new[name] for name in ("data_digest", "steps", "seeds")):
         return new
     both = {name: old[name] | new[name] for name in ("arms", "operating", "tuned")}
+    for arm, entry in new["arms"].items():
+        known = old["arms"].get(arm, {})
+        both["arms"][arm] = known | entry if known.get(VAL) == entry[VAL] else entry
     return {**old, **new, **both} | {"planned": [*dict.fromkeys(old["planned"] + new["planned"])]}
 
 
@@ -99,7 +94,7 @@ def collect(directory: str) -> dict[str, Any]:
         if trial.status == "finished":
             entry = arms.setdefault(trial.labels["arm"], {COST: trial.metrics[COST]})
             entry["cost/params"] = trial.metrics["cost/params"]
-            entry[RATE] = trial.config.train.lr
+            entry["train.lr"] = trial.config.train.lr
             for name, value in of_trial(trial, train["steps"]).items():
                 entry.setdefault(name, []).append(value)
     about = {"sweep": "modern", "steps": train["steps"], "every": train["eval_every"]}

@@ -169,7 +169,7 @@ def test_a_trained_sweep_is_collected(trained_home: Path) -> None:
 
 
 def test_the_study_may_be_trained_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arms that a table has stay, with their figures; those that it lacks are trained at its rates."""
+    """Arms that a table has stay, with their figures; those that it lacks are trained."""
     about = {"data_digest": "a", "steps": 10}
     old = table_of(w16_dense=entry(1e11, 0.5, 0.6, 0.6), w16_token=entry(1e11, 0.5, 0.6)) | about
     reports = [report("w16-dense", seed) for seed in (10, 11, 12)]
@@ -182,16 +182,19 @@ def test_the_study_may_be_trained_in_parts(tmp_path: Path, monkeypatch: pytest.M
         "w16-token": None,
         "w32-dense": None,
     }
+    again = {arm: {k: v for k, v in known.items() if k != TEST} for arm, known in old["arms"].items()}
+    assert beside(old, old | {"arms": again})["arms"] == old["arms"]
+    again["w16-dense"][VAL] = [[0.1, 0.7]] * 3
+    assert TEST not in beside(old, old | {"arms": again})["arms"]["w16-dense"]
     for other in ({"steps": 20}, {"data_digest": "b"}, {"seeds": [0, 1, 2]}):
         assert beside(old | other, new) == new
     monkeypatch.setattr("bench.study.TABLE", tmp_path / "study.json")
-    old["arms"]["w16-dense"]["train.lr"] = 0.5
     for kind in {arm.partition("-")[2] for arm in old["planned"]}:
         old["arms"].setdefault(f"w16-{kind}", entry(1e11, 0.5, 0.6, 0.6))
     (tmp_path / "study.json").write_text(json.dumps(old))
     sweep = left(SCALES["tiny"])
     assert [arm for arm in sweep.arms if arm.startswith("w16")] == ["w16-token"]
-    assert {sweep.changes[f"{width}-dense"]["train.lr"] for width in ("w32", "w48")} == {0.5}
+    assert {arm[:3] for arm in sweep.arms} == {"w16", "w32", "w48"}
 
 
 def report(arm: str, seed: int) -> dict[str, Any]:
