@@ -17,8 +17,8 @@ With a budget, both of the policies that a user has leave out jobs that it does 
 
 The constants of `orchestrator/sweeps/stopping.py` were set on the first four recorded sets (`study`: the one
 with a single learning rate), on an earlier generator of families that is not kept, on those of `TUNING`, and
-on arms of equal cost; `FIRST_COST` on `clutter` too, which had been held out before. The families of `TEST`
-were looked at once, after the last change.
+on arms of equal cost; `FIRST_COST` on `clutter` too, which had been held out before. `modern`, the study with
+a rate for each arm, came later. The families of `TEST` were looked at once, after the last change.
 """
 
 import json
@@ -53,6 +53,7 @@ RECORDED = {
     "textures": "curves-quickstart-textures",
     "study": "study-one-rate",
     "clutter": "curves-clutter",
+    "modern": "study",
 }
 PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 
