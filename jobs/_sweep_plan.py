@@ -16,7 +16,7 @@ from orchestrator.sweeps.tuning import Tuned
 
 SHORT_S = 60.0  # device time of a trial below which starting and reading data take longer than training
 REASONS = 5  # of trials that do not fit, with their arithmetic; the others by name
-RECORDED = "25 to 43 % with several seeds, 36 to 68 % with one"  # of the cost of training everything
+RECORDED = "19 to 43 % with several seeds, 33 to 68 % with one"  # of the cost of training everything
 PUBLISHED = """\
 FLOPs of the whole training at 6 per multiply-add (Soft MoE counts 3, and prints half of it), chip-days of
 TPUv3, for the papers' data (JFT-4B), 224 pixels and steps, from which these trials may differ. The printed
