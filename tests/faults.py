@@ -10,7 +10,8 @@ from typing import Literal
 import psutil
 
 from tests.faulty import AHEAD, EVERY, Cluster, Run
-from tests.machines import DISK, Machine, to_each
+from tests.machines import DISK, Machine
+from tests.parts import to_each
 
 # training: between two checkpoints. checkpoint: while one is written. restart: while the run starts again,
 # because a worker was killed. sweep: while its three trials train.

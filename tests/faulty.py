@@ -17,9 +17,9 @@ import psutil
 
 from orchestrator import storage
 from orchestrator.training.metrics_file import METRICS, LineReader
-from tests.machines import DISK, ROOT, Machine, start_ray, to_each
+from tests.machines import DISK, ROOT, Machine, start_ray
 from tests.orchestrator.tracking.stores import Postgres, wait_until
-from tests.parts import system_program
+from tests.parts import system_program, to_each
 
 PACE_S = 0.3
 EVERY = 10  # steps between checkpoints

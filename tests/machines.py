@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,6 @@ class Machine:
 
     def is_on(self) -> bool:
         return self._holder.poll() is None
-
-
-def to_each(act: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
-    """Acts on each process that is still there: some end with others."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            act(process)
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""Parts that tests are made of: free ports, programs of system packages, a Ray of their own, images."""
+"""Parts that tests are made of: free ports, system programs, processes, a Ray of their own, images."""
 
 import io
 import os
 import shutil
 import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -36,6 +39,20 @@ def system_program(name: str, package: str) -> str:
 def library(name: str) -> Any:
     """A library that only tests of exports need. Without it a test skips."""
     return pytest.importorskip(name, reason=f"no {name}: pip install {name}")
+
+
+def to_each(act: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:
+    """Acts on each process that is still there: some end with others."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            act(process)
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line, which is empty once it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def png(pixels: "np.ndarray") -> bytes:

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from orchestrator import storage, stores
 from tests.jobs.small_sweep import ARMS
 from tests.orchestrator.clouds import azure, environment, google
-from tests.parts import free_port
+from tests.parts import command_of, free_port
 
 ROOT = Path(__file__).parents[2]
 State = dict[str, tuple[str, float, float, str]]
@@ -175,14 +175,7 @@ def test_the_driver_is_killed_at_random_moments_and_the_database_lost(tmp_path, 
 def trainers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Processes in which trials train."""
     family = psutil.Process(driver.pid).children(recursive=True)
-    return [one for one in family if one.is_running() and "ImplicitFunc" in " ".join(command_of(one))]
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    return [one for one in family if "ImplicitFunc" in command_of(one)]
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_a_guest(name, empty_home, call, new_process, tmp_path):
     (written,) = load_plugins([file])
     assert json.loads((run / "config.json").read_text())["config"]["plugins"] == [written]
     assert (run / "plugins" / file.name).read_bytes() == file.read_bytes()
-    before = [each["metrics"] for each in reports(run)]
+    before = reports(run)
 
     # As if it had been killed after its first checkpoint.
     (run / "result.json").unlink()
@@ -63,9 +63,9 @@ def test_a_guest(name, empty_home, call, new_process, tmp_path):
     assert call(train.main, *plugin, *settings)[0] == ""
     resumed = reports(run)[len(before) :]
     assert [each.get("resumed", each.get("step")) for each in resumed] == [2, 4]
-    after = resumed[-1]["metrics"]
-    assert math.isclose(after["train/loss"], before[-1]["train/loss"], rel_tol=1e-5)
-    assert after["data/fingerprint"] == before[-1]["data/fingerprint"]
+    once, again = before[-1]["metrics"], resumed[-1]["metrics"]
+    assert math.isclose(again["train/loss"], once["train/loss"], rel_tol=1e-5)
+    assert again["data/fingerprint"] == once["data/fingerprint"]
 
     exported, folder = tmp_path / f"{name}.safetensors", tmp_path / "folder"
     assert call(export.main, name, "--out", str(exported), *plugin)[0] == ""

@@ -1,7 +1,6 @@
 """`jobs/predict.py` as a user runs it: killed and started again, every image once."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from jobs import predict
 from orchestrator.evaluation.predict import begin, digest_of
 from tests.orchestrator.evaluation.exported import exported
-from tests.parts import png
+from tests.parts import png, to_each
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,8 +39,7 @@ def finished(job: subprocess.Popen[str]) -> str:
 
 def kill_with_its_ray(driver: subprocess.Popen[str]) -> None:
     family = [*psutil.Process(driver.pid).children(recursive=True), psutil.Process(driver.pid)]
-    for process in family:
-        process.send_signal(signal.SIGKILL)
+    to_each(psutil.Process.kill, family)
     psutil.wait_procs(family, timeout=30)
 
 

@@ -15,7 +15,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.jobs.small_sweep import ARMS
-from tests.parts import free_port
+from tests.parts import command_of, free_port, to_each
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -52,9 +52,7 @@ def head(env: dict[str, str]) -> Iterator[str]:
     command += [f"--dashboard-agent-listen-port={free_port()}"]  # the default may be another Ray's
     subprocess.run(command, env=env, check=True, capture_output=True, timeout=120)
     yield f"http://127.0.0.1:{dashboard}"
-    for process in psutil.process_iter(["cmdline"]):
-        if folder in " ".join(process.info["cmdline"] or []):
-            process.kill()
+    to_each(psutil.Process.kill, [each for each in psutil.process_iter() if folder in command_of(each)])
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -22,7 +22,7 @@ from orchestrator.data.stream import Split, in_process, open_stream
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.test_labels import check_sets, pack_sets
 from tests.orchestrator.data.test_stream import equal, pack
-from tests.parts import png
+from tests.parts import command_of, png, to_each
 
 # The cluster is about ten processes.
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
@@ -107,10 +107,11 @@ def test_blocks_ahead_are_bounded_and_a_task_that_dies_is_repeated(digits: str, 
         time.sleep(0.05)
     asked = 1 + BLOCKS_AHEAD
     assert claimed <= asked + READY_BLOCKS + BLOCKS_PER_TASK * tasks < 40
-    decoding = [p for p in psutil.Process().children(recursive=True) if "MapBatches" in " ".join(p.cmdline())]
+    decoding = [
+        each for each in psutil.Process().children(recursive=True) if "MapBatches" in command_of(each)
+    ]
     assert decoding
-    for process in decoding:
-        process.kill()
+    to_each(psutil.Process.kill, decoding)
     expected = in_process(stream, steps)
     assert all(equal(a, b) for a, b in zip([*found, *reading], expected, strict=True))
 

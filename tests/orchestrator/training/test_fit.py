@@ -40,7 +40,7 @@ from orchestrator.training.heartbeat import HeartbeatMonitor
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
-from tests.parts import png
+from tests.parts import command_of, png
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -104,7 +104,7 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
         while not ready():
             time.sleep(0.05)
         family = psutil.Process().children(recursive=True)
-        [each for each in family if "RayTrainWorker" in "".join(each.cmdline())][-1].kill()
+        [each for each in family if "RayTrainWorker" in command_of(each)][-1].kill()
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
