@@ -11,7 +11,10 @@ Regret is 1 - (hypervolume of the complete arms) / (hypervolume of all arms). A 
 seeds, and counts once all are complete. It is taken at parts of the cost of training everything, and once a
 policy has no jobs left, with the cost until then. What running trials have cost is counted, a pause costs
 nothing. Recall is the part of the frontier's arms that is complete at the end. Intervals are bootstrap over
-replays, 95 %: for recorded curves they say nothing about other data.
+replays, 95 %: for recorded curves they say nothing about other data. `best` says in which part of the replays
+the arm of the highest quality is complete at the end.
+
+The knob is the exchange rate, `EarlyStopping(loss=)`: regret and cost at the end with others.
 
 With a budget, both of the policies that a user has leave out jobs that it does not hold.
 
@@ -34,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.families import AT, STEPS, TEST, family
+from bench.families import AT, STEPS, TEST, TUNING, family
 from bench.harness import RESULTS, options
 from bench.provenance import provenance
 from bench.rivals import CheapestFirst, Oracle, Promotion, non_dominated, scalarised
@@ -55,6 +58,7 @@ RECORDED = {
     "clutter": "curves-clutter",
     "modern": "study",
 }
+LOSSES = (0.005, 0.015, 0.03, 0.05)
 PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 
@@ -102,8 +106,9 @@ class Curves:
         curve = self.quality[state.trial]
         return curve[min(curve, key=lambda at: abs(at - step))]
 
-    def resampled(self, rng: random.Random, *, single: bool) -> "Curves":
-        arms = [arm for arm in self.cost if rng.random() < 0.75]
+    def resampled(self, rng: random.Random, *, single: bool = False, part: float = 1) -> "Curves":
+        """Returns a random part of the arms under new names, with one seed, or all in a new order."""
+        arms = [arm for arm in self.cost if rng.random() < part]
         seeds = rng.sample(self.seeds, 1 if single else len(self.seeds))
         names = {arm: f"arm{i}" for i, arm in enumerate(rng.sample(arms, len(arms)))}
         return replace(
@@ -165,6 +170,12 @@ def sweep_curves(directory: str) -> Curves:
     return Curves(steps=steps, cost=whole, quality=curves, chance=task.chance(model))
 
 
+def reordered(curves: Curves) -> list[Curves]:
+    """Returns the curves with the seeds of the arms in 20 random orders."""
+    rng = random.Random(0)
+    return [curves.resampled(rng) for _ in range(20)]
+
+
 def made_up(seed: int) -> Curves:
     made = family(seed)
     names = [f"{seed}-arm{i}" for i in range(len(made.cost))]
@@ -223,6 +234,7 @@ def figures(name: str, each: Sequence[Curves]) -> dict[str, list[float]]:
         run = replayed(POLICIES[name](curves), curves, order)
         now = {"regret at end": regret(run), "cost": run.spent / curves.total}
         now["recall"] = len(front & set(run.arms(math.inf))) / len(front)
+        now["best"] = float(min(order, key=lambda arm: curves.point(arm)[1]) in run.arms(math.inf))
         for part in PARTS:
             now[f"regret at {part:g}"] = regret(run, part * curves.total)
             if name in BUDGETED:
@@ -278,12 +290,31 @@ def sets(replays: int, paths: Mapping[str, Path]) -> Iterator[tuple[str, list[Cu
     for name, path in paths.items():
         for single in (True, False):
             rng, recorded = random.Random(name), load_curves(path)
-            each = [recorded.resampled(rng, single=single) for _ in range(replays)]
+            each = [recorded.resampled(rng, single=single, part=0.75) for _ in range(replays)]
             yield f"{name}, {'one seed' if single else 'all seeds'}", each
     families = [made_up(seed) for seed in TEST]
     yield "families", families
     spans = [math.log10(max(c.cost.values()) / min(c.cost.values())) for c in families]
     yield "families of nearly equal costs", [c for c, span in zip(families, spans, strict=True) if span < 0.3]
+
+
+def ends(loss: float, each: Sequence[Curves]) -> list[float]:
+    """Returns mean regret and cost at the end of early stopping with this exchange rate."""
+    found = []
+    for curves in each:
+        run = replayed(EarlyStopping(chance=curves.chance, loss=loss), curves, [*curves.cost])
+        regret = 1 - curves.hypervolume(run.arms(math.inf)) / curves.hypervolume([*curves.cost])
+        found.append((regret, run.spent / curves.total))
+    return [round(fmean(values), 5) for values in zip(*found, strict=True)]
+
+
+def knob(replays: int, paths: Mapping[str, Path], processes: int) -> dict[str, list[list[float]]]:
+    """Returns set -> regret and cost at the end, for each of `LOSSES`, with all seeds."""
+    each = {name: found for name, found in sets(replays, paths) if name.endswith("all seeds")}
+    each = {"families for tuning": [made_up(seed) for seed in TUNING]} | each
+    with ProcessPoolExecutor(processes) as pool:
+        jobs = {name: [pool.submit(ends, loss, found) for loss in LOSSES] for name, found in each.items()}
+        return {name: [job.result() for job in of_set] for name, of_set in jobs.items()}
 
 
 def num_outcomes(curves: Curves, orders: int = 6) -> int:
@@ -325,17 +356,22 @@ def driver_time(trials: int = 3000) -> dict[str, float]:
 def main() -> None:
     args = options(__doc__, sweep="", replays=24, processes=2, out="")
     paths = {name: RESULTS / f"{file}.json" for name, file in RECORDED.items()}
-    chosen = [(args.sweep, 20 * [sweep_curves(args.sweep)])] if args.sweep else sets(args.replays, paths)
+    chosen = [(args.sweep, reordered(sweep_curves(args.sweep)))] if args.sweep else sets(args.replays, paths)
     tables = {}
     for name, each in chosen:
         tables[name] = judge(each, args.processes)
         print(f"\n{name}, {len(each)} replays\n{show(tables[name])}", flush=True)
+    turned = {} if args.sweep else knob(args.replays, paths, args.processes)
+    for name, each in turned.items():
+        row = (f"{regret:.2%} at {cost:.0%}" for regret, cost in each)
+        print(f"| {name} | {' | '.join(row)} |", flush=True)
     orders = {name: num_outcomes(load_curves(path)) for name, path in paths.items()}
     driver = driver_time()
     print("\ndifferent replays of six orders of writing:", orders)
     print("3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
     if args.out:
         about = {"workers": WORKERS, "replays": args.replays, "driver": driver, "orders": orders}
+        about |= {"losses": LOSSES, "knob": turned}
         Path(args.out).write_text(
             json.dumps(provenance() | about | {"tables": tables}, separators=(",", ":")) + "\n"
         )

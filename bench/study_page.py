@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from bench.harness import ROOT, with_block
-from bench.stopping import PARTS, judge, load_curves
+from bench.stopping import PARTS, judge, load_curves, reordered
 from bench.study_table import (
     COST,
     ONE_RATE,
@@ -26,7 +26,7 @@ from bench.study_table import (
 )
 from moe.cost import forward_gflops_2mac, slots_per_token
 from orchestrator.frontier.frontier import Frontier, gains
-from orchestrator.frontier.paired import Interval, interval
+from orchestrator.frontier.paired import Interval, decide, interval
 from orchestrator.frontier.points import UNKNOWN, Point, front_points, hypervolume
 from orchestrator.sweeps import operating
 from orchestrator.sweeps.catalog import make_sweep
@@ -187,17 +187,22 @@ def differences_block(table: Table) -> str:
 
 
 def claims_block(table: Table) -> str:
-    """The claims of the sweep, and at which widths which arms are better, worse or equal."""
+    """The claims of the sweep, at which widths which arms are better, worse or equal, and which of these are
+    so if the comparisons at all widths are decided together.
+    """
     lines = []
     for claim in make_sweep("modern", "tiny").claims:
         found = outcomes(table, claim)
+        several = len({difference.against for difference, _ in found}) > 1
         lines.append(f"- `{claim}`: of {len(found)} comparisons")
-        for outcome in ("better", "worse", "equal", "undecided"):
-            of = [difference for difference, each in found if each == outcome]
-            several = len({difference.against for difference, _ in found}) > 1
-            names = [f"{d.arm} ({d.against})" if several else d.arm for d in of]
-            named = f": {', '.join(names)}" if names and outcome != "undecided" else ""
-            lines.append(f"    - {len(of)} {outcome}{named}")
+        names = [f"{each.arm} ({each.against})" if several else each.arm for each, _ in found]
+        for outcome in ("better", "worse", "equal"):
+            of = [name for name, (_, each) in zip(names, found, strict=True) if each == outcome]
+            lines.append(f"    - {len(of)} {outcome}{': ' if of else ''}{', '.join(of)}")
+        lines.append(f"    - {sum(each == 'undecided' for _, each in found)} undecided")
+        together = decide([difference.values for difference, _ in found])
+        stand = [name for name, each in zip(names, together, strict=True) if each != "undecided"]
+        lines.append(f"    - decided with all {len(found)} together: {', '.join(stand) or 'none'}")
     return "\n".join(lines)
 
 
@@ -247,13 +252,14 @@ def replay_block(table: Table) -> str:
     whole = len(table["seeds"])
     if any(len(entry["seeds"]) < whole for entry in table["arms"].values()):
         return "Replayed once all seeds of the arms are complete."
-    rows, records = [], {record["policy"]: record for record in judge(10 * [load_curves(TABLE)])}
+    rows, records = [], {record["policy"]: record for record in judge(reordered(load_curves(TABLE)))}
     for name in POLICIES:
         mean = {what: 100 * values[0] for what, values in records[name].items() if what != "policy"}
         cells = [f"{mean[f'regret at {part:g}']:.1f}" for part in PARTS]
-        cells.append(f"{mean['regret at end']:.1f} at {mean['cost']:.0f} %")
-        rows.append((name, *cells))
-    return markdown(("scheduler", *(f"lost at {part:.0%} of the cost" for part in PARTS), "at its end"), rows)
+        cells.append(f"{mean['regret at end']:.2f} at {mean['cost']:.0f} %")
+        rows.append((name, *cells, f"{mean['recall']:.0f} %"))
+    lost = (f"lost at {part:.0%} of the cost" for part in PARTS)
+    return markdown(("scheduler", *lost, "at its end", "frontier's arms found"), rows)
 
 
 def stopped_block(table: Table) -> str:

@@ -100,4 +100,6 @@ def test_temperatures_and_rates_are_the_published_ones():
     assert isinstance(titan, TopKConfig)
     assert (tutel.projection, tutel.temperature) == (256, 0.5)
     assert titan.balance == SignConfig(rate=1e-3)
-    assert config_of("ReMoE").model.moe.router == ReLUConfig(coefficient=1e-8, factor=1.2)  # pyright: ignore[reportOptionalMemberAccess]
+    remoe = config_of("ReMoE").model.moe.router  # pyright: ignore[reportOptionalMemberAccess]
+    assert remoe == ReLUConfig(coefficient=1e-8, factor=1.2, capacity_factor=8)
+    assert remoe.slots(num_tokens=64, num_experts=8) == 64, "an expert has room for all tokens"

@@ -64,7 +64,7 @@ class SignConfig(BalanceConfig):
     """Loss-free balancing: the bias of an expert with less than the mean load rises, with more it falls.
 
     Attributes:
-        rate: by how much; 0 keeps the bias. 0.001 takes about a thousand updates to balance, 0.01 a hundred.
+        rate: by how much; 0 keeps the bias. Scores lie between 0 and 1, so 0.001 takes many updates.
         centre: take the mean off the changes, so that biases do not all grow.
     """
 

@@ -17,7 +17,7 @@ differs by the factor of `NEAR` or more.
 
 With `cost` among the equal settings, every point of the first side meets the points of each kind of the
 second as a curve (`paired.py`). Differences are paired by seed, and the 5 % are those of all comparisons at a
-size together, by Holm. A difference whose 95 % interval lies within .003 of 0 is none: the two are equal,
+size together, by Holm. Two points whose difference is within .003 of 0, at 5 % in the same way, are equal,
 and the claim fails.
 
 `loses less` compares what the sides lose from the highest value of the falling setting to each lower one.

@@ -18,7 +18,7 @@ from orchestrator.frontier.points import Point
 
 BEYOND = 1.2  # the factor of cost up to which a curve goes on at its ends
 SIGNIFICANCE = 0.05
-MARGIN = 0.003  # two qualities are equal if the interval of their difference lies within it
+MARGIN = 0.003  # two qualities are equal if a difference of as much, either way, is ruled out
 
 Relation = Literal["better", "worse", "equal", "undecided"]
 
@@ -58,9 +58,6 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.mean:.4f}" if math.isnan(self.half) else f"{self.mean:.4f} +- {self.half:.4f}"
 
-    def within(self, margin: float) -> bool:
-        return abs(self.mean) + self.half < margin
-
 
 def interval(values: Sequence[float]) -> Interval:
     """Student's t-interval of the mean: t * s / sqrt(n), with n - 1 degrees of freedom."""
@@ -79,6 +76,16 @@ def p_value(values: Sequence[float]) -> float:
     return 2 * float(stdtr(len(values) - 1, -abs(mean) / (spread / math.sqrt(len(values)))))
 
 
+def equivalence_p_value(values: Sequence[float], margin: float = MARGIN) -> float:
+    """Returns the p value of a mean that is `margin` or more away from 0: the larger one of two one-sided t
+    tests (Schuirmann 1987); 1 for a single value, whose error is not known.
+    """
+    if len(values) < 2:
+        return 1.0
+    beyond, error = abs(fmean(values)) - margin, stdev(values) / math.sqrt(len(values))
+    return float(stdtr(len(values) - 1, beyond / error)) if error else float(beyond >= 0)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Returns p values corrected for their number (Holm 1979): one below 5 % is decided, and the chance that
     any is decided wrongly is 5 %.
@@ -92,13 +99,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def decide(each: Sequence[Sequence[float]]) -> list[Relation]:
-    """Returns what each of several groups of differences says, with one chance of 5 % for all of them: that
-    their mean is ``equal`` to 0 if its interval lies within `MARGIN`, else ``better`` or ``worse`` if it is
-    significant.
+    """Returns what each of several groups of differences says: that their mean is ``equal`` to 0 within
+    `MARGIN`, or else that it is ``better`` or ``worse``. There is one chance of 5 % that any is called equal
+    wrongly, and one that any is called better or worse wrongly.
     """
+    unlike = holm([p_value(values) for values in each])
+    alike = holm([equivalence_p_value(values) for values in each])
     found: list[Relation] = []
-    for values, p in zip(each, holm([p_value(values) for values in each]), strict=True):
-        mean = interval(values)
-        significant: Relation = "better" if mean.mean > 0 else "worse"
-        found.append("equal" if mean.within(MARGIN) else significant if p < SIGNIFICANCE else "undecided")
+    for values, p_unlike, p_alike in zip(each, unlike, alike, strict=True):
+        significant: Relation = "better" if fmean(values) > 0 else "worse"
+        differs: Relation = significant if p_unlike < SIGNIFICANCE else "undecided"
+        found.append("equal" if p_alike < SIGNIFICANCE else differs)
     return found

@@ -100,8 +100,8 @@ def modern(scale: Scale) -> Sweep:
 
     Design: every arm has the slots and about the hidden units of a dense model: smaller experts are more, and
     half of the units may be a shared MLP. `lossfree-0`, whose bias stays 0, shows what the bias does;
-    `dropless`, which is `lossfree` without slots, what dropping costs. A bias takes about a hundred steps to
-    balance at a rate of .01, and a thousand at .001. Claims are two-sided.
+    `dropless`, which is `lossfree` without slots, what dropping costs. A bias moves by its rate at every
+    step, so short runs take .01 and long ones the published .001. Claims are two-sided.
     """
     experts, of_the_papers, arms = scale.experts, _of_the_papers(scale), dict[str, Arm]()
     by_sign: Arm = {"balance.kind": "sign", "balance.rate": 1e-2 if scale.base.train.steps < 5_000 else 1e-3}

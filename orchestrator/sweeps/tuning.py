@@ -82,8 +82,10 @@ class Tuning(Config):
             UsageError: for a sweep without arms, or with a trunk; for a field that an arm lacks, or that is
                 no number; as `tuned_arms`; for a seed that the sweep uses, too.
         """
-        if sweep.trunk or not sweep.arms:
-            raise UsageError(f"tuning {self.field} needs named arms without cooldown branches")
+        if not sweep.arms:
+            raise UsageError(f"{self.field} cannot be tuned: the sweep has no arms")
+        if sweep.trunk:
+            raise UsageError(f"tuning {self.field} needs arms without cooldown branches")
         seeds = tuple(range(FIRST_SEED, FIRST_SEED + self.seeds))
         if used := sorted({run.train.seed for run in sweep.runs().values()} & {*seeds}):
             raise UsageError(

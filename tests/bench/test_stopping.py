@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from bench.families import AT, TEST, TUNING, family
-from bench.harness import RESULTS
+from bench.harness import RESULTS, ROOT
 from bench.rivals import Promotion, non_dominated
-from bench.stopping import RECORDED, Curves, figures, load_curves, num_outcomes, replayed, sweep_curves
+from bench.stopping import (
+    RECORDED,
+    Curves,
+    ends,
+    figures,
+    load_curves,
+    num_outcomes,
+    replayed,
+    sweep_curves,
+)
 from jobs import _sweep_plan
 from orchestrator.sweeps.queue import RunToCompletion, TrialState
 
@@ -42,7 +51,31 @@ def test_regrets_by_hand() -> None:
     end = math.log10(1.1)
     assert found["regret at 0.1"] == [1.0]  # it is complete at 2 of 11, for the dear arm runs beside it
     assert found["regret at 0.2"] == pytest.approx([1 - 0.5 * (1 + end) / (0.5 + 0.9 * end)])
-    assert (found["regret at end"], found["cost"], found["recall"]) == ([0.0], [1.0], [1.0])
+    assert [found[name] for name in ("regret at end", "cost", "recall", "best")] == [
+        [0.0],
+        [1.0],
+        [1.0],
+        [1.0],
+    ]
+
+
+def test_the_knob_by_hand() -> None:
+    """The sixth arm costs half of everything, and gains a hundredth of quality at its own cost alone."""
+    costs = {"a": 1.0, "b": 1.1, "c": 1.2, "d": 1.3, "e": 1.4, "dear": 6.0}
+    made = curves(costs, a=0.5, b=0.5, c=0.5, d=0.5, e=0.5, dear=0.51)
+    (regret, cost), (other, whole) = ends(0.9, [made]), ends(1e-9, [made])
+    assert (other, whole) == (0.0, 1.0)
+    assert regret == pytest.approx(1 - made.hypervolume(["a"]) / made.hypervolume([*costs]), abs=1e-5)
+    assert cost < 0.6
+
+
+def test_the_page_has_the_knob() -> None:
+    record = json.loads((RESULTS / "stopping.json").read_text())
+    page = (ROOT / "docs/early_stopping.md").read_text()
+    for name, row in record["knob"].items():
+        assert f"| {name} | {' | '.join(f'{lost:.2%} at {cost:.0%}' for lost, cost in row)} |" in page
+    bests = [rows[0]["best"][0] for name, rows in record["tables"].items() if name.endswith("all seeds")]
+    assert len(bests) == len(RECORDED)
 
 
 def test_mo_asha_by_hand() -> None:

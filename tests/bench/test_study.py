@@ -22,7 +22,9 @@ from bench.study_page import (
     tuning_block,
 )
 from bench.study_table import COST, ONE_RATE, TABLE, TEST, VAL, against, judged_by, outcomes, pair, read_table
-from orchestrator.sweeps.catalog import SCALES, make_sweep
+from orchestrator.errors import UsageError
+from orchestrator.sweeps.catalog import SCALES, make_sweep, modern
+from orchestrator.sweeps.tuning import Tuning
 
 
 @pytest.mark.parametrize("name", [name for name in (*BLOCKS, *EARLIER) if name != "replay"])  # half a minute
@@ -98,12 +100,13 @@ def test_a_width_is_decided_together() -> None:
     rows = dict(line.strip("| ").split(" | ", 1) for line in lines)
     assert rows["token"] == "+1.00 (+0.25 to +1.75) | **+10.00 (+9.25 to +10.75)**"
     assert rows["expert"] == "+1.00 (+0.25 to +1.75) | +0.00 (+0.00 to +0.00), equal"
-    assert claims_block(table).splitlines()[:5] == [
+    assert claims_block(table).splitlines()[:6] == [
         f"- `{claim}`: of 4 comparisons",
         "    - 1 better: w32-token",
         "    - 0 worse",
         "    - 1 equal: w32-expert",
         "    - 2 undecided",
+        "    - decided with all 4 together: w32-token, w32-expert",
     ]
 
 
@@ -195,6 +198,10 @@ def test_the_study_may_be_trained_in_parts(tmp_path: Path, monkeypatch: pytest.M
     sweep = left(SCALES["tiny"])
     assert [arm for arm in sweep.arms if arm.startswith("w16")] == ["w16-token"]
     assert {arm[:3] for arm in sweep.arms} == {"w16", "w32", "w48"}
+    whole = dict.fromkeys(modern(SCALES["tiny"]).arms, entry(1e11, 0.5, 0.6, 0.6))
+    (tmp_path / "study.json").write_text(json.dumps(old | {"arms": whole}))
+    with pytest.raises(UsageError, match="the sweep has no arms"):
+        Tuning(field="train.lr", values=(0.1, 0.2)).first_round(left(SCALES["tiny"]))
 
 
 def report(arm: str, seed: int) -> dict[str, Any]:

@@ -9,7 +9,15 @@ import pytest
 from scipy import stats
 
 from orchestrator.frontier.claims import check_claim, comparisons, parse_claim, why_nothing
-from orchestrator.frontier.paired import holm, interval, meets, p_value, paired_differences
+from orchestrator.frontier.paired import (
+    decide,
+    equivalence_p_value,
+    holm,
+    interval,
+    meets,
+    p_value,
+    paired_differences,
+)
 from orchestrator.frontier.points import Point
 from tests.orchestrator.frontier import samples
 
@@ -52,11 +60,30 @@ def test_a_curve_ends() -> None:
 def test_intervals_and_p_values_are_students() -> None:
     found = interval([0.1, 0.2, 0.3])  # t of 2 degrees: 4.3027; standard error .1 / sqrt(3)
     assert (found.mean, found.half) == pytest.approx((0.2, 0.24842), abs=1e-4)
-    assert (found.within(0.4485), found.within(0.4484)) == (True, False)
     values = np.random.default_rng(0).normal(0.01, 0.02, 5).tolist()
     assert p_value(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert (p_value([0.1]), p_value([0.1, 0.1]), p_value([0.0, 0.0])) == (0, 0, 1)
-    assert not interval([0.0]).within(1)  # its error is not known
+
+
+def test_equivalence_is_two_one_sided_tests() -> None:
+    """.1 to .3 has a standard error of .1 / sqrt(3): .3 - .2 has t = 1.732, p = .1127 with 2 degrees."""
+    assert equivalence_p_value([0.1, 0.2, 0.3], 0.3) == pytest.approx(0.1127, abs=1e-4)
+    assert equivalence_p_value([-0.1, -0.2, -0.3], 0.3) == pytest.approx(0.1127, abs=1e-4)
+    values = np.random.default_rng(0).normal(0.001, 0.002, 5)
+    above, below = (
+        stats.ttest_1samp(values, bound, alternative=side).pvalue
+        for bound, side in ((-0.003, "greater"), (0.003, "less"))
+    )
+    assert equivalence_p_value(values.tolist()) == pytest.approx(max(above, below))
+    assert (equivalence_p_value([0.001, 0.001]), equivalence_p_value([0.003, 0.003])) == (0, 1)
+    assert equivalence_p_value([0.0]) == 1  # its error is not known
+
+
+def test_equal_is_corrected_for_the_number_of_comparisons() -> None:
+    same = [-0.0016, 0.0005, 0.0018, -0.0006]
+    assert equivalence_p_value(same) == pytest.approx(0.01337, abs=1e-5)  # 3.7 times as much is 5 %
+    assert decide([same] * 3) == ["equal"] * 3
+    assert decide([same] * 4) == ["undecided"] * 4
 
 
 def test_holm_by_hand() -> None:

@@ -96,9 +96,9 @@ def test_the_seed_is_no_setting() -> None:
 
 def test_branches_and_searches_are_not_tuned() -> None:
     sweep = sweep_of("w16-a")
-    with pytest.raises(UsageError, match="needs named arms without cooldown branches"):
+    with pytest.raises(UsageError, match="needs arms without cooldown branches"):
         RATES.first_round(replace(sweep, trunk=Trunk(at=(2,), cooldown=1)))
-    with pytest.raises(UsageError, match="needs named arms without cooldown branches"):
+    with pytest.raises(UsageError, match="the sweep has no arms"):
         RATES.first_round(replace(sweep, arms={}))
     with pytest.raises(UsageError, match="needs named arms: leave out `search`"):
         tune(sweep, RATES, SweepOptions(search=SearchOptions(sampler="random", trials=1)))
