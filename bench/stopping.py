@@ -14,7 +14,7 @@ nothing. Recall is the part of the frontier's arms that is complete at the end. 
 replays, 95 %: for recorded curves they say nothing about other data. `best` says in which part of the replays
 the arm of the highest quality is complete at the end.
 
-The knob is the exchange rate, `EarlyStopping(loss=)`: regret and cost at the end with others.
+`ours, loss=..` has another exchange rate than the default, 0.015.
 
 With a budget, both of the policies that a user has leave out jobs that it does not hold.
 
@@ -58,7 +58,6 @@ RECORDED = {
     "clutter": "curves-clutter",
     "modern": "study",
 }
-LOSSES = (0.005, 0.015, 0.03, 0.05)
 PARTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 
 
@@ -129,6 +128,9 @@ POLICIES: dict[str, Callable[[Curves], Policy]] = {
     "oracle": lambda curves: Oracle({arm: curves.point(arm) for arm in curves.cost}, curves.bound),
     "ASHA, quality alone": lambda curves: Promotion(scalarised(0.0)),
     "MO-ASHA": lambda curves: Promotion(non_dominated),
+    "ours, loss=0.005": lambda curves: EarlyStopping(chance=curves.chance, loss=0.005),
+    "ours, loss=0.03": lambda curves: EarlyStopping(chance=curves.chance, loss=0.03),
+    "ours, loss=0.05": lambda curves: EarlyStopping(chance=curves.chance, loss=0.05),
 }
 
 
@@ -292,29 +294,11 @@ def sets(replays: int, paths: Mapping[str, Path]) -> Iterator[tuple[str, list[Cu
             rng, recorded = random.Random(name), load_curves(path)
             each = [recorded.resampled(rng, single=single, part=0.75) for _ in range(replays)]
             yield f"{name}, {'one seed' if single else 'all seeds'}", each
+    yield "families for tuning", [made_up(seed) for seed in TUNING]
     families = [made_up(seed) for seed in TEST]
     yield "families", families
     spans = [math.log10(max(c.cost.values()) / min(c.cost.values())) for c in families]
     yield "families of nearly equal costs", [c for c, span in zip(families, spans, strict=True) if span < 0.3]
-
-
-def ends(loss: float, each: Sequence[Curves]) -> list[float]:
-    """Returns mean regret and cost at the end of early stopping with this exchange rate."""
-    found = []
-    for curves in each:
-        run = replayed(EarlyStopping(chance=curves.chance, loss=loss), curves, [*curves.cost])
-        regret = 1 - curves.hypervolume(run.arms(math.inf)) / curves.hypervolume([*curves.cost])
-        found.append((regret, run.spent / curves.total))
-    return [round(fmean(values), 5) for values in zip(*found, strict=True)]
-
-
-def knob(replays: int, paths: Mapping[str, Path], processes: int) -> dict[str, list[list[float]]]:
-    """Returns set -> regret and cost at the end, for each of `LOSSES`, with all seeds."""
-    each = {name: found for name, found in sets(replays, paths) if name.endswith("all seeds")}
-    each = {"families for tuning": [made_up(seed) for seed in TUNING]} | each
-    with ProcessPoolExecutor(processes) as pool:
-        jobs = {name: [pool.submit(ends, loss, found) for loss in LOSSES] for name, found in each.items()}
-        return {name: [job.result() for job in of_set] for name, of_set in jobs.items()}
 
 
 def num_outcomes(curves: Curves, orders: int = 6) -> int:
@@ -361,17 +345,12 @@ def main() -> None:
     for name, each in chosen:
         tables[name] = judge(each, args.processes)
         print(f"\n{name}, {len(each)} replays\n{show(tables[name])}", flush=True)
-    turned = {} if args.sweep else knob(args.replays, paths, args.processes)
-    for name, each in turned.items():
-        row = (f"{regret:.2%} at {cost:.0%}" for regret, cost in each)
-        print(f"| {name} | {' | '.join(row)} |", flush=True)
     orders = {name: num_outcomes(load_curves(path)) for name, path in paths.items()}
     driver = driver_time()
     print("\ndifferent replays of six orders of writing:", orders)
     print("3,000 trials:", ", ".join(f"{what} {value:.3g}" for what, value in driver.items()))
     if args.out:
         about = {"workers": WORKERS, "replays": args.replays, "driver": driver, "orders": orders}
-        about |= {"losses": LOSSES, "knob": turned}
         Path(args.out).write_text(
             json.dumps(provenance() | about | {"tables": tables}, separators=(",", ":")) + "\n"
         )

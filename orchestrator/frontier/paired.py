@@ -76,13 +76,13 @@ def p_value(values: Sequence[float]) -> float:
     return 2 * float(stdtr(len(values) - 1, -abs(mean) / (spread / math.sqrt(len(values)))))
 
 
-def equivalence_p_value(values: Sequence[float], margin: float = MARGIN) -> float:
-    """Returns the p value of a mean that is `margin` or more away from 0: the larger one of two one-sided t
+def equivalence_p_value(values: Sequence[float]) -> float:
+    """Returns the p value of a mean that is `MARGIN` or more away from 0: the larger one of two one-sided t
     tests (Schuirmann 1987); 1 for a single value, whose error is not known.
     """
     if len(values) < 2:
         return 1.0
-    beyond, error = abs(fmean(values)) - margin, stdev(values) / math.sqrt(len(values))
+    beyond, error = abs(fmean(values)) - MARGIN, stdev(values) / math.sqrt(len(values))
     return float(stdtr(len(values) - 1, beyond / error)) if error else float(beyond >= 0)
 
 

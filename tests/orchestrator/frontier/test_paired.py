@@ -66,9 +66,11 @@ def test_intervals_and_p_values_are_students() -> None:
 
 
 def test_equivalence_is_two_one_sided_tests() -> None:
-    """.1 to .3 has a standard error of .1 / sqrt(3): .3 - .2 has t = 1.732, p = .1127 with 2 degrees."""
-    assert equivalence_p_value([0.1, 0.2, 0.3], 0.3) == pytest.approx(0.1127, abs=1e-4)
-    assert equivalence_p_value([-0.1, -0.2, -0.3], 0.3) == pytest.approx(0.1127, abs=1e-4)
+    """.001 to .003 has a standard error of .001 / sqrt(3): .003 - .002 has t = 1.732, p = .1127 with 2
+    degrees.
+    """
+    assert equivalence_p_value([0.001, 0.002, 0.003]) == pytest.approx(0.1127, abs=1e-4)
+    assert equivalence_p_value([-0.001, -0.002, -0.003]) == pytest.approx(0.1127, abs=1e-4)
     values = np.random.default_rng(0).normal(0.001, 0.002, 5)
     above, below = (
         stats.ttest_1samp(values, bound, alternative=side).pvalue
