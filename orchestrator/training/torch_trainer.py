@@ -5,9 +5,13 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.constants import HEAD_NODE_RESOURCE_NAME
+from ray._private.state import actors
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import placement_group_cleaner
+from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
 
 
 class Trainer(TorchTrainer):
@@ -17,26 +21,45 @@ class Trainer(TorchTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         made = super()._create_default_callbacks()
-        return [_Cleaner() if isinstance(each, PlacementGroupCleanerCallback) else each for each in made]
+        ours = _CleanerCallback()
+        return [ours if isinstance(each, PlacementGroupCleanerCallback) else each for each in made]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         pass
 
 
-class _Cleaner(PlacementGroupCleanerCallback):
-    """Frees the workers' resources when the controller has died. Ray 2.60 asks the newest cluster on this
-    machine whether it lives, and another cluster, which does not know it, would end the training.
-    """
+class _CleanerCallback(PlacementGroupCleanerCallback):
+    """Starts a `_Cleaner` beside the controller, as Ray starts its own: on the head, outliving the job."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        super().after_controller_start(train_run_context)
-        cleaner: Any = self._cleaner
-        if cleaner:
-            ray.get(cleaner.__ray_call__.remote(_ask_this_cluster))
+        self._controller_actor_id = ray.get_runtime_context().get_actor_id()
+        remote: Any = ray.remote(_Cleaner).options(
+            num_cpus=0,
+            resources={HEAD_NODE_RESOURCE_NAME: 0.001},
+            lifetime="detached",
+            scheduling_strategy="DEFAULT",
+        )
+        self._cleaner = cleaner = remote.remote(
+            self._controller_actor_id, self._check_interval_s, self._get_actor_timeout_s, self._stop_timeout
+        )
+        cleaner.start_monitoring.remote()
 
 
-def _ask_this_cluster(_: Any) -> None:
-    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+class _Cleaner(PlacementGroupCleaner):
+    """Frees the workers' resources when the controller has died, as its own cluster knows it.
+
+    Ray 2.60 asks a dashboard. A cluster without one names the port 8265 all the same, where another cluster
+    may answer, and takes a controller that this one does not know for dead: it would end a live training.
+    """
+
+    def start_monitoring(self) -> Any:
+        module: Any = placement_group_cleaner
+        module.is_actor_alive = _is_alive
+        return super().start_monitoring()
+
+
+def _is_alive(actor_id: str, timeout: float) -> bool:
+    return actors(actor_id).get("State") != "DEAD"
 
 
 class ConnectConfig(TorchConfig):

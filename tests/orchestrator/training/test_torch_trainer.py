@@ -1,6 +1,9 @@
 """The network that workers use, and what becomes of workers that could not be connected."""
 
 import os
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +11,8 @@ import psutil
 import pytest
 import ray
 import torch.distributed as dist
-from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.util.placement_group import placement_group, placement_group_table
 
 from orchestrator.training import torch_trainer
 
@@ -59,21 +62,40 @@ def test_gloo_and_nccl_use_the_interface_of_ray(monkeypatch):
     assert chosen == [(link, f"={link}"), ("eth7", f"={link}"), (None, None)]
 
 
+class _OtherCluster(BaseHTTPRequestHandler):
+    """Its dashboard, which knows no actor of ours."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"result": true, "data": {"result": {"result": []}}}')
+
+
+class _Controller:
+    def start(self, placement_group: Any) -> Any:
+        callbacks = torch_trainer.Trainer(print)._create_default_callbacks()
+        cleaner: Any = next(each for each in callbacks if isinstance(each, PlacementGroupCleanerCallback))
+        context: Any = SimpleNamespace(run_id="a run")
+        cleaner.after_controller_start(context)
+        ray.get(cleaner._cleaner.register_placement_group.remote(placement_group))
+        return cleaner._cleaner
+
+
 @pytest.mark.smoke
 @pytest.mark.usefixtures("cluster")
-def test_another_cluster_on_the_machine_does_not_end_a_training(monkeypatch):
-    """Ray's cleaner asks the newest one whether the controller lives, and frees the workers of an unknown."""
-    callbacks = torch_trainer.Trainer(print)._create_default_callbacks()
-    cleaner: Any = next(each for each in callbacks if isinstance(each, PlacementGroupCleanerCallback))
-
-    class Asker:
-        def cluster(self) -> str:
-            return canonicalize_bootstrap_address_or_die("auto")
-
-    def start(cleaner: Any, context: None) -> None:
-        other = {"env_vars": {"RAY_ADDRESS": "192.0.2.1:6379"}}
-        cleaner._cleaner = ray.remote(Asker).options(num_cpus=0, runtime_env=other).remote()
-
-    monkeypatch.setattr(PlacementGroupCleanerCallback, "after_controller_start", start)
-    cleaner.after_controller_start(None)
-    assert ray.get(cleaner._cleaner.cluster.remote()) == ray.get_runtime_context().gcs_address
+def test_workers_are_freed_when_their_controller_has_died_and_not_before():
+    """Also if another cluster answers where Ray looks for the dashboard of this one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherCluster) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        elsewhere = {"env_vars": {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{server.server_port}"}}
+        controller: Any = ray.remote(_Controller).options(num_cpus=0, runtime_env=elsewhere).remote()
+        group = placement_group([{"CPU": 0.01}])
+        cleaner = ray.get(controller.start.remote(group))
+        time.sleep(5)
+        assert placement_group_table(group)["state"] == "CREATED"
+        ray.kill(controller)
+        while placement_group_table(group)["state"] != "REMOVED":
+            time.sleep(0.1)
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(cleaner.stop.remote())
+        server.shutdown()
