@@ -5,10 +5,10 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.constants import HEAD_NODE_RESOURCE_NAME
 from ray._private.state import actors
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.callbacks import placement_group_callback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.controller import placement_group_cleaner
 from ray.train.v2._internal.execution.controller.placement_group_cleaner import PlacementGroupCleaner
@@ -29,20 +29,12 @@ class Trainer(TorchTrainer):
 
 
 class _CleanerCallback(PlacementGroupCleanerCallback):
-    """Starts a `_Cleaner` beside the controller, as Ray starts its own: on the head, outliving the job."""
+    """Starts a `_Cleaner` beside the controller, in place of Ray's."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        self._controller_actor_id = ray.get_runtime_context().get_actor_id()
-        remote: Any = ray.remote(_Cleaner).options(
-            num_cpus=0,
-            resources={HEAD_NODE_RESOURCE_NAME: 0.001},
-            lifetime="detached",
-            scheduling_strategy="DEFAULT",
-        )
-        self._cleaner = cleaner = remote.remote(
-            self._controller_actor_id, self._check_interval_s, self._get_actor_timeout_s, self._stop_timeout
-        )
-        cleaner.start_monitoring.remote()
+        module: Any = placement_group_callback
+        module.PlacementGroupCleaner = _Cleaner
+        super().after_controller_start(train_run_context)
 
 
 class _Cleaner(PlacementGroupCleaner):

@@ -11,15 +11,7 @@ import pytest
 from bench.families import AT, TEST, TUNING, family
 from bench.harness import RESULTS, ROOT
 from bench.rivals import Promotion, non_dominated
-from bench.stopping import (
-    RECORDED,
-    Curves,
-    figures,
-    load_curves,
-    num_outcomes,
-    replayed,
-    sweep_curves,
-)
+from bench.stopping import RECORDED, Curves, figures, load_curves, num_outcomes, replayed, sweep_curves
 from jobs import _sweep_plan
 from orchestrator.sweeps.queue import RunToCompletion, TrialState
 
@@ -50,12 +42,8 @@ def test_regrets_by_hand() -> None:
     end = math.log10(1.1)
     assert found["regret at 0.1"] == [1.0]  # it is complete at 2 of 11, for the dear arm runs beside it
     assert found["regret at 0.2"] == pytest.approx([1 - 0.5 * (1 + end) / (0.5 + 0.9 * end)])
-    assert [found[name] for name in ("regret at end", "cost", "recall", "best")] == [
-        [0.0],
-        [1.0],
-        [1.0],
-        [1.0],
-    ]
+    at_end = [found[name] for name in ("regret at end", "cost", "recall", "best")]
+    assert at_end == [[0.0], [1.0], [1.0], [1.0]]
 
 
 def test_the_page_has_other_exchange_rates() -> None:
