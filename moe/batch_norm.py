@@ -4,6 +4,7 @@ Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167; epsilon and mo
 own synchronised batch norm runs on GPUs alone, and counts padding.
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ class BatchNorm(nn.Module):
         self.register_buffer("mean_C", torch.empty(channels))
         self.register_buffer("variance_C", torch.empty(channels))
         self.seen: tuple[Tensor, Tensor] | None = None
+        self.momentum = MOMENTUM
 
     def draws(self) -> dict[str, Draw]:
         return {
@@ -56,7 +58,7 @@ class BatchNorm(nn.Module):
         because activation checkpointing repeats that of a block."""
         if self.seen:
             for name, value in zip(("mean_C", "variance_C"), self.seen, strict=True):
-                self.get_buffer(name).lerp_(value, MOMENTUM)
+                self.get_buffer(name).lerp_(value, self.momentum)
             self.seen = None
 
 
@@ -65,6 +67,23 @@ def follow_batch(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BatchNorm):
             module.follow()
+
+
+@torch.no_grad()
+def renew_statistics(model: nn.Module, batches: Iterable[tuple[Any, Tensor]]) -> None:
+    """Sets the running averages of all batch norms that are trained to the plain means over some batches,
+    (inputs, valid_B) of `model`: weights that no step of training has had, as an average of weights, need
+    statistics of their own. Source: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407, section 3.2.
+    """
+    norms, training = [m for m in model.modules() if isinstance(m, BatchNorm)], model.training
+    model.train()
+    for seen, (inputs, valid_B) in enumerate(batches):
+        for norm in norms:
+            norm.momentum = 1 / (seen + 1)
+        model(inputs, valid_B)
+    for norm in norms:
+        norm.momentum = MOMENTUM
+    model.train(training)
 
 
 class _BatchNorm(Function):

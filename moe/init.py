@@ -88,6 +88,27 @@ def init_weights(
             _fill(buffer, draws[name], seed, name, tuple(buffer.shape), (slice(None),))
 
 
+def set_unsaved(module: nn.Module, device: torch.device | str | None = None) -> None:
+    """Makes every buffer of `module` that a checkpoint does not hold anew, with its first value, on `device`
+    (None: where it is). Whatever fills the rest, weights drawn or read, finds them set.
+
+    Raises ValueError if the first value of such a buffer is no constant: it would depend on a seed that a
+    checkpoint does not hold either.
+    """
+    for prefix, owner in module.named_modules():
+        for name in owner._non_persistent_buffers_set:
+            buffer = owner._buffers[name]
+            if buffer is None:
+                continue
+            draw = _draws(owner).get(name)
+            if draw is None or draw.distribution != "constant":
+                raise ValueError(
+                    f"{prefix}.{name} is a buffer that checkpoints do not hold (persistent=False), so draws()"
+                    " must give it a constant; or save it: persistent=True"
+                )
+            setattr(owner, name, torch.full_like(buffer, draw.scale, device=device))
+
+
 def _draws(owner: nn.Module) -> dict[str, Draw]:
     if hasattr(owner, "draws"):
         return owner.draws()  # pyright: ignore[reportCallIssue]  # nn.Module types every attribute as a Module

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe.config import Config, DropoutRate, PositiveInt
 from moe.dense import MLP, Activation
 from moe.experts import Experts, chosen_alone, run_chosen
-from moe.init import init_weights, mix, split
+from moe.init import init_weights, mix, set_unsaved, split
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routers import RouterConfig, TokenChoiceConfig
 
@@ -124,6 +124,7 @@ class MoELayer(nn.Module):
             )
         if device.type != "meta":
             self.to_empty(device=device)
+            set_unsaved(self)
             if seed is not None:
                 init_weights(self, seed, inside=f"blocks.{block}.mlp")
         # Keys of tokens are some 25 kernels, which nothing reads without noise and dropout.

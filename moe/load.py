@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe.codec import from_dict
+from moe.init import set_unsaved
 from moe.model import Model, ModelConfig
 
 # The files of an exported folder.
@@ -49,6 +50,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> Model:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{path} does not hold the model that its config describes: {error}") from None
+    set_unsaved(model, device)
     return model.eval()
 
 

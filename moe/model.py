@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe.config import Family
 from moe.experts import is_expert
-from moe.init import init_weights
+from moe.init import init_weights, set_unsaved
 from moe.layer import MoEConfig, MoELayer
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.routing import Router, RouterConfig, Routing
@@ -227,6 +227,12 @@ class Model(nn.Module, ABC, Generic[C]):
             self.to_empty(device=device)
             if seed is not None:
                 init_weights(self, seed)
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """As of any module; what no checkpoint holds is set (`moe.init.set_unsaved`)."""
+        super().to_empty(device=device, recurse=recurse)
+        set_unsaved(self)
+        return self
 
     # Names of methods beside `forward` for which a sharded module gathers its weights; units may have it too.
     computes: ClassVar[tuple[str, ...]] = ()

@@ -214,7 +214,8 @@ class TrainConfig(Config):
         warmup, cooldown = self.schedule.phases(self.steps)
         if warmup + cooldown > self.steps:
             raise ValueError(
-                f"warmup_steps={warmup} and cooldown_steps={cooldown} do not fit into steps={self.steps}"
+                f"train.schedule.warmup_steps={warmup} and train.schedule.cooldown_steps={cooldown} do not"
+                f" fit into train.steps={self.steps}"
             )
 
 
@@ -326,6 +327,10 @@ class RunConfig(Config):
                 raise ValueError(
                     f"train.freeze: no tensor of the model has a name that begins with {prefix!r}"
                 )
+        if all(begins_so(name, self.train.freeze) for name in param_shapes(self.model)):
+            raise ValueError(
+                f"train.freeze={list(self.train.freeze)} freezes all tensors: leave some to train"
+            )
         mixing = self.data.mixup or self.data.cutmix
         if mixing and not self.task.classifies:
             raise ValueError(
@@ -374,6 +379,10 @@ class RunConfig(Config):
         batch, workers = self.data.batch_size, self.scale.workers
         limit = max(16, batch // 8, workers)
         return self.data.lanes or max(n for n in range(workers, limit + 1, workers) if batch % n == 0)
+
+    def save_every(self) -> int:
+        """Returns the steps between two checkpoints."""
+        return self.checkpoint.every or -(-self.train.steps // 10)
 
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
         """Returns the data type of matmuls and activations."""

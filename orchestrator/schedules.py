@@ -22,8 +22,10 @@ class ScheduleConfig(Family, ABC, default="rsqrt"):
     warmup_steps: NonNegativeInt | None = None
 
     def phases(self, steps: int) -> tuple[int, int]:
-        """Returns the steps of warm-up and of cooldown in a run of `steps`."""
-        return steps // 10 if self.warmup_steps is None else self.warmup_steps, 0
+        """Returns the steps of warm-up and of cooldown in a run of `steps`. A run of one step has no warm-up,
+        whose first rate is 0."""
+        warmup = steps // 10 if self.warmup_steps is None else self.warmup_steps
+        return 0 if steps == warmup == 1 else warmup, 0
 
     def rate(self, step: int, *, peak: float, total: int) -> float:
         """Returns the rate of update `step`, which counts from 0; beyond `total` the last rate."""

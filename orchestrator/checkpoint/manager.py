@@ -288,14 +288,15 @@ def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = 
 def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:
     """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
 
-    `found` maps each step to its quality, higher is better; None or NaN if it was not measured at that step.
-    The earliest of several equal qualities is the best, as in the run's progress.
+    `found` maps each step to its quality, higher is better; None or not finite if it was not measured at that
+    step. The earliest of several equal qualities is the best, as in the run's progress. A step that is no
+    multiple of `keep.every`, as where training was cut, is not counted once there is a newer one: an
+    undisturbed run does not have it.
     """
-    latest = sorted(found)[-keep.keep_last :]
-    measured = {s: quality for s, quality in found.items() if quality is not None and not math.isnan(quality)}
-    best = sorted(measured, key=lambda step: (-measured[step], step))[: keep.keep_best]
-    multiples = [step for step in found if keep.keep_every and step % keep.keep_every == 0]
-    return {*latest, *best, *multiples}
+    regular = [step for step in sorted(found) if step % (keep.every or 1) == 0 or step == max(found)]
+    best = sorted((-q, step) for step, q in found.items() if q is not None and math.isfinite(q))
+    multiples = [step for step in regular if keep.keep_every and step % keep.keep_every == 0]
+    return {*regular[-keep.keep_last :], *(step for _, step in best[: keep.keep_best]), *multiples}
 
 
 def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collection[int] = ()) -> None:
@@ -310,6 +311,16 @@ def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collectio
     found = {s: manifest.quality() for s, manifest in whole.items() if manifest}
     for old in ours - checkpoints_to_keep(found, keep):
         manifests.remove(manifests.folder_of(directory, old))
+
+
+def best_checkpoint(directory: str) -> tuple[int, float] | None:
+    """Returns the step and the quality of the best of the checkpoints that there are; None if there is none
+    of a finite quality."""
+    qualities = ((step, quality_of(directory, step)) for step in manifests.steps(directory))
+    finite = [
+        (step, quality) for step, quality in qualities if quality is not None and math.isfinite(quality)
+    ]
+    return max(finite, key=lambda found: (found[1], -found[0]), default=None)
 
 
 def quality_of(directory: str, step: int) -> float | None:

@@ -34,6 +34,7 @@ from orchestrator.checkpoint.manifest import (
     find_checkpoint,
     on_first_rank,
 )
+from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.codec import read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
@@ -143,6 +144,7 @@ def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -
     more = {"step": str(source.step), "manifest_sha256": digest}
     if ema:
         _fill_average(tensors, source)
+        tensors = with_own_statistics(tensors, run)
         more["ema"] = json.dumps(to_dict(run.train.ema))
     if origin := _origin(run.train.init_from):
         more["initial_source"] = origin

@@ -18,6 +18,7 @@ from torch import Tensor
 from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX, fill
 from orchestrator.checkpoint.models import ModelRef
+from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.data.batch import Batch
@@ -54,7 +55,7 @@ def write_soup(
     }
     if chosen_on:
         metadata["chosen_on"] = chosen_on
-    write_file(out, average([model.location for model in models]), metadata)
+    write_file(out, average_of(models), metadata)
 
 
 def greedy(models: Sequence[T], quality_of: Callable[[Sequence[T]], float], *, ties: bool = False) -> list[T]:
@@ -76,9 +77,16 @@ def greedy(models: Sequence[T], quality_of: Callable[[Sequence[T]], float], *, t
 def quality_of_average(models: Sequence[ModelRef], images: Iterable[Batch]) -> float:
     """Returns the task's quality of the average of models that are alike."""
     model, task = models[0].load(default_device()), models[0].run.task
-    model.load_state_dict(average([each.location for each in models]))
+    model.load_state_dict(average_of(models))
     (scores,) = evaluate_at(model, task, images)
     return scores.metrics()[task.quality.removeprefix("val/")]
+
+
+def average_of(models: Sequence[ModelRef]) -> dict[str, Tensor]:
+    """Returns the tensors of the average of models that are alike. Raises UsageError as `average` does, and
+    if it cannot have running statistics of its own."""
+    tensors = average([model.location for model in models])
+    return tensors if len(models) == 1 else with_own_statistics(tensors, models[0].run)
 
 
 def average(locations: Sequence[str]) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ class Projection:
     files: tuple[str, ...] = ()
     tables: Mapping[str, Any] = field(default_factory=dict)
     result: Result | None = None
+    pauses: tuple[Result, ...] = ()
 
 
 class Unreadable(UsageError):
@@ -104,6 +105,8 @@ def project_run(
         params |= {name: f"{result.metrics[name]:.10g}" for name in CONSTANT if name in result.metrics}
         if FINGERPRINT in result.metrics:
             tags["data_fingerprint"] = f"{result.metrics[FINGERPRINT]:.0f}"
+        if result.best_checkpoint:
+            tags["best_checkpoint"] = f"{directory}/{result.best_checkpoint}"
         if result.status == "diverged":
             tags |= {"diverged": "true", "error": f"diverged at step {result.step}"}
     elif state.pauses:
@@ -125,6 +128,7 @@ def project_run(
         dataset=(str(record.config["data"]["path"]), record.data_digest),
         files=RUN_FILES,
         result=result,
+        pauses=tuple(state.pauses),
     )
 
 

@@ -12,6 +12,7 @@ import math
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Self
@@ -246,10 +247,13 @@ class Sync:
                     found.append(Metric(name, float(value), int(1000 * time_s), at))
                     last[name] = at
 
-        for row in mirror.reports.new():
-            if "metrics" in row:
-                charted = {n: v for n, v in row["metrics"].items() if n not in (*CONSTANT, FINGERPRINT)}
-                add(charted, at=row["images"], time_s=row["time_s"])
+        rows = [row for row in mirror.reports.new() if "metrics" in row]
+        for pause in wanted.pauses:  # an undisturbed run has no such report, so none of its rows says this
+            images = pause.step * int(wanted.params["data.batch_size"])
+            rows.append({"images": images, "time_s": pause.time_s, "metrics": pause.metrics})
+        for row in sorted(rows, key=itemgetter("images")):
+            charted = {n: v for n, v in row["metrics"].items() if n not in (*CONSTANT, FINGERPRINT)}
+            add(charted, at=row["images"], time_s=row["time_s"])
         for row in mirror.load.new():
             add(row["metrics"], at=int(row["time_s"] - wanted.began_s), time_s=row["time_s"])
         add(wanted.metrics, at=int(wanted.ended_s), time_s=wanted.ended_s)

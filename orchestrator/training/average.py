@@ -1,16 +1,19 @@
 """The average of a model's weights over the updates.
 
 It is a part of the optimiser's state, so that it is sharded, saved and resumed as moments are. Buffers are
-not averaged: the model's own belong to both.
+not averaged. The running statistics of batch norm belong to the weights that computed them, so the average
+gets its own where it is used; other buffers belong to both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe.batch_norm import renew_statistics
+from moe.model import Model
 from moe.parallel import local_part, weights_changed
 from orchestrator.checkpoint.files import EMA
 from orchestrator.config import EMAConfig
@@ -23,10 +26,16 @@ class Average:
 
     Attributes:
         updates: how many it has seen; a run that resumes sets its step.
+        batches: returns the inputs from which a model of ``whole_batch`` computes statistics of its own.
     """
 
-    def __init__(self, config: EMAConfig, optimizer: torch.optim.Optimizer) -> None:
-        self.config, self.optimizer, self.updates = config, optimizer, 0
+    def __init__(
+        self,
+        config: EMAConfig,
+        optimizer: torch.optim.Optimizer,
+        batches: Callable[[], Iterable[tuple[Any, Tensor]]] = tuple,
+    ) -> None:
+        self.config, self.optimizer, self.batches, self.updates = config, optimizer, batches, 0
         optimizer.register_step_post_hook(self._follow)
 
     @torch.no_grad()
@@ -45,12 +54,17 @@ class Average:
         FOREACH._foreach_lerp_(averages, weights, 1 - self.config.decay_at(self.updates))
 
     @contextmanager
-    def in_place_of_weights(self, model: nn.Module) -> Iterator[None]:
+    def in_place_of_weights(self, model: Model) -> Iterator[None]:
         """The averages are the weights of `model`, which this optimiser updates, to the end of the block."""
         self._swap(model)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
+            if model.config.whole_batch:
+                renew_statistics(model, self.batches())
             yield
         finally:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
             self._swap(model)
 
     @torch.no_grad()

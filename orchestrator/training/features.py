@@ -68,13 +68,14 @@ def with_features(stream: Stream, model: Model, device: torch.device) -> Stream:
 
 
 def _key(model: Model, stream: Stream) -> str:
-    """Returns a digest of the tower's weights, of its config, and of how images come to it."""
+    """Returns a digest of the tower's weights and buffers, of its config, and of how images come to it."""
     run, tower = stream.run, model.config.starts_from
     digest = hashlib.sha256()
-    for name, param in sorted(model.named_parameters()):
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in sorted(tensors.items()):
         if name.startswith(tower):
             digest.update(name.encode())
-            digest.update(whole(param).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(whole(tensor).cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     image = to_dict(model.config)[tower.rstrip(".")]
     about = [image, asdict(stream.transform), run.compute_dtype(), stream.data.manifest.digest()]
     digest.update(json.dumps(about).encode())

@@ -128,6 +128,8 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
     result = own.result() or (own.pause(until) if until else None)
     if result is None:
         raise notice.Stopped({run.name: max(manifests.steps(own.checkpoints), default=0)})
+    if result.status == "paused":
+        report(result.step, result.metrics)
     return result
 
 

@@ -50,39 +50,47 @@ def run_steps(
     validate: Callable[[], Metrics],
     save: Callable[[int], None],  # raises NotFiniteError
     should_stop: Callable[[], bool] = lambda: False,
+    is_best: Callable[[int], bool] = lambda step: False,
 ) -> int:
     """Takes the steps `start` + 1 .. `until`, one per batch, and returns the last step that was taken.
 
-    The last step always reports, validates and saves. After a report, training saves and ends early if
-    `should_stop` or `good_enough` says so.
+    What is reported, validated and ended by `good_enough` depends on the run's config alone, wherever it is
+    cut. The last step of the run does all of it. A step is saved if its turn has come, if training is cut or
+    ends there, or if `is_best` says so of its evaluation.
 
     Raises:
-        Diverged: if the loss is not finite at a report or a save, or the state at a save, after reporting the
-            step; nothing is saved.
+        Diverged: if the loss or a gradient norm is not finite at a report or a save, or the state at a save,
+            after reporting the step; nothing is saved.
     """
-    config = run.train
-    eval_every = config.eval_every or config.steps
-    save_every = run.checkpoint.every or -(-config.steps // 10)
+    config, norms = run.train, list[Tensor]()
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
-        evaluates, saves = (step % every == 0 or step == until for every in (eval_every, save_every))
-        reports = evaluates or step % config.report_every == 0
+        evaluates = is_due(step, config.eval_every or config.steps, config.steps)
+        reports = evaluates or is_due(step, config.report_every, config.steps)
+        saves = step == until or is_due(step, run.save_every(), config.steps)
         metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=reports or saves)
+        # A norm that overflowed trained nothing, or far too much, also between two reports.
+        norms = [torch.stack([*norms, metrics["train/grad_norm"]]).max()]
         asked = should_stop()
         if not (reports or saves or asked):
             continue
         with meter.paused():
-            values = _sum_over_workers(metrics)
-            loss = values["train/loss"]
-            if reports or not math.isfinite(loss):
+            values = _sum_over_workers(metrics | {"norm": norms.pop()})
+            norm = values.pop("norm")
+            broken = ""
+            if not math.isfinite(loss := values["train/loss"]):
+                broken = f"train/loss is {loss} at step {step}"
+            elif not math.isfinite(norm):
+                broken = f"train/grad_norm is {norm}, at step {step} or since the report before it"
+            if reports or broken:
                 values |= meter.read() | phase_seconds()
                 with phase("evaluate"):
                     values |= validate() if evaluates else {}
                 with phase("report"):
                     report(step, values)
-            if not math.isfinite(loss):
-                raise Diverged(f"train/loss is {loss} at step {step}")
-            stopping = asked or (reports and good_enough(run, values))
-            if saves or stopping:
+            if broken:
+                raise Diverged(broken)
+            stopping = asked or (evaluates and good_enough(run, values))
+            if saves or stopping or (evaluates and is_best(step)):
                 try:
                     with phase("checkpoint"):
                         save(step)
@@ -93,6 +101,11 @@ def run_steps(
             if stopping:
                 return step
     return until
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Returns whether something is due that happens every so many steps and at the last one."""
+    return step % every == 0 or step == last
 
 
 def good_enough(run: RunConfig, metrics: Metrics) -> bool:

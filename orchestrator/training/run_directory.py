@@ -59,6 +59,8 @@ class Result:
         time_s: seconds since the epoch.
         checkpoint: folder of the last checkpoint, relative to the run's directory; empty if there is none.
         weights: digest of that checkpoint's weights.
+        best_checkpoint, best_quality: the checkpoint of the best quality among those that are kept; empty and
+            None if none of them was evaluated.
         directory: the run's, as it was read from; it is not written.
     """
 
@@ -69,6 +71,8 @@ class Result:
     time_s: float = field(default=0.0, repr=False)
     checkpoint: str = ""
     weights: str = field(default="", repr=False)
+    best_checkpoint: str = ""
+    best_quality: float | None = None
     directory: str = field(default="", repr=False, compare=False)
 
     def load(self) -> Model:

@@ -11,14 +11,16 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
 from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.manager import Checkpoints
+from orchestrator.checkpoint.manager import Checkpoints, best_checkpoint
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.start import StartReport, load_moments, start_from
+from orchestrator.checkpoint.statistics import inputs_for_statistics
 from orchestrator.codec import changed_fields, flat, read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, DecodeError
@@ -63,7 +65,8 @@ class Progress:
     Attributes:
         device_s: device-seconds of training.
         reported, metrics: step and values of the last report.
-        best: the best value of the task's quality, and its step.
+        leaders: the best finite values of the task's quality, with their steps, best first; of equal values
+            the earliest.
         trunk: steps and device-seconds of the run that this run branched from.
         fingerprint, bad: what was read (`SampleTracker`).
     """
@@ -71,17 +74,29 @@ class Progress:
     device_s: float = 0.0
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
-    best: tuple[float, int] | None = None
+    leaders: list[tuple[float, int]] = field(default_factory=list)
     trunk: tuple[int, float] | None = None
     fingerprint: int = 0
     bad: list[DecodeError] = field(default_factory=list)
 
-    def after(self, step: int, metrics: Metrics, quality_name: str) -> "Progress":
-        """Returns the progress after the report of `step`."""
-        best, quality = self.best, metrics.get(quality_name)
-        if quality is not None and (best is None or quality > best[0]):
-            best = quality, step
-        return replace(self, reported=step, metrics=metrics, best=best)
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> "Progress":
+        """Returns the progress that a checkpoint holds; older ones hold the best value alone."""
+        fields = {name: value for name, value in saved.items() if name != "best"}
+        pairs = saved.get("leaders") or ([saved["best"]] if saved.get("best") else [])
+        fields["leaders"] = [(value, step) for value, step in pairs if math.isfinite(value)]
+        return cls(**fields)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        return self.leaders[0] if self.leaders else None
+
+    def after(self, step: int, metrics: Metrics, quality_name: str, keep: int = 1) -> "Progress":
+        """Returns the progress after the report of `step`, with at most `keep` leaders."""
+        leaders, quality = self.leaders, metrics.get(quality_name, math.nan)
+        if math.isfinite(quality):
+            leaders = sorted([*leaders, (quality, step)], key=lambda pair: (-pair[0], pair[1]))[:keep]
+        return replace(self, reported=step, metrics=metrics, leaders=leaders)
 
     def best_so_far(self, quality_name: str) -> str:
         if not self.best:
@@ -122,12 +137,14 @@ class Worker:
         self.device = torch.device("cuda" if run.scale.use_gpu else "cpu")
         self.model = build_model(run, self.device, seed=None)
         self.optimizer = run.train.optimizer.build(self.model)
-        self.average = Average(run.train.ema, self.optimizer) if run.train.ema else None
+        self.average = Average(run.train.ema, self.optimizer, self._first_inputs) if run.train.ema else None
         rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.first = rank == 0
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
-        self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
+        self.checkpoints = Checkpoints(
+            RunDir.of(run).checkpoints, replace(run.checkpoint, every=run.save_every())
+        )
         self.done, self.progress, self._resumed = self._begin()
         if self.average:
             self.average.updates = self.done
@@ -151,7 +168,7 @@ class Worker:
         """
         run, state = self.run, (self.model, self.optimizer)
         if (restored := self.checkpoints.restore(*state)) is not None:
-            done, progress = restored.step, Progress(**restored.progress)
+            done, progress = restored.step, Progress.read(restored.progress)
             best = progress.best_so_far(run.task.quality)
             log.info("%s: resumes from step %d of %d, %s", run.name, done, run.train.steps, best)
             return done, progress, {"resumed/step": float(done)}
@@ -159,8 +176,8 @@ class Worker:
             trunk = self.checkpoints.branch(run.train.trunk, *state)
             check_trunk(trunk.config, trunk.step, run)
             log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
-            progress = Progress(**trunk.progress)
-            return trunk.step, replace(progress, best=None, trunk=(trunk.step, progress.device_s)), {}
+            progress = Progress.read(trunk.progress)
+            return trunk.step, replace(progress, leaders=[], trunk=(trunk.step, progress.device_s)), {}
         set_weights(self.model, run.train.seed)
         if run.train.init_from:
             group = self.checkpoints.group
@@ -197,8 +214,8 @@ class Worker:
         return {name: loss for name, loss in found.items() if math.isfinite(loss)}
 
     def train(self, until: int, should_stop: Callable[[], bool]) -> None:
-        """Takes the steps to `until`, and writes the result if it gets there."""
-        run = self.run
+        """Takes the steps to `until`, and writes the result, or the pause, if it gets there."""
+        run, until = self.run, max(until, self.done)
         if self._resumed and good_enough(run, self.progress.metrics):  # only the result is missing
             until = self.done
         steps = self.samples.training(self._batches(self.training, range(self.done, until)))
@@ -219,6 +236,7 @@ class Worker:
                 validate=self.validate,
                 save=self.save,
                 should_stop=should_stop,
+                is_best=self.is_best,
             )
         except Diverged as error:
             status, reached, reason = "diverged", until, str(error)
@@ -228,11 +246,15 @@ class Worker:
             elif run.train.stop_at is not None and reached == run.train.steps:
                 best = self.progress.best_so_far(run.task.quality)
                 log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
+        step, metrics = self.progress.reported, self.progress.metrics
+        if status == "paused" and reached == until:
+            # The undisturbed run has no such evaluation, so it is in no report and in no checkpoint.
+            step, metrics = until, self._measured(until)
         self.checkpoints.finish()
         if self.metrics_file:
             self.metrics_file.close()
             if reached == until:
-                self._write_result(status, reason)
+                self._write_result(status, step, metrics, reason)
 
     def report(self, step: int, values: Metrics) -> None:
         """Completes the metrics of a step, and records and reports them."""
@@ -247,7 +269,8 @@ class Worker:
         values["checkpoint/age_s"] = time.monotonic() - self.checkpoints.saved_s
         if self.checkpoints.failures:
             values["checkpoint/failed"] = float(self.checkpoints.failures)
-        self.progress = self.progress.after(step, values | self._resumed, run.task.quality)
+        kept = max(1, run.checkpoint.keep_best)
+        self.progress = self.progress.after(step, values | self._resumed, run.task.quality, kept)
         self._resumed = {}
         if self.metrics_file:
             if bad:
@@ -256,6 +279,15 @@ class Worker:
         self._report(step, self.progress.metrics)
         images = step * run.data.batch_size
         check_bad(bad, read=images, epoch=self.training.epoch(), max_frac=run.data.max_bad_frac)
+
+    def _measured(self, step: int) -> Metrics:
+        """Returns the quality of the model at `step`, where the run pauses, and what it has cost."""
+        values = self.validate() | costs(self.run, step) | {"cost/device_s": self.meter.device_s}
+        return values | marginal_costs(self.run, step, self.meter.device_s, self.progress.trunk)
+
+    def is_best(self, step: int) -> bool:
+        """Returns whether the evaluation of `step` is among the best so far, whose checkpoints are kept."""
+        return self.run.checkpoint.keep_best > 0 and step in (each for _, each in self.progress.leaders)
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, after the reports that it contains."""
@@ -277,6 +309,10 @@ class Worker:
             values |= {n.replace("val/", "val_ema/"): v for n, v in found.items() if n.startswith("val/")}
         return values
 
+    def _first_inputs(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yields the inputs of the run's first batches, whichever step it has come to."""
+        return inputs_for_statistics(self.training, self.device)
+
     def _evaluated(self) -> Metrics:
         batches = self._batches(self.validation, self.validation.steps())
         return evaluate(self.model, self.samples.validation(batches), self.run)
@@ -284,22 +320,28 @@ class Worker:
     def _batches(self, stream: Stream, steps: range) -> Iterator[Batch]:
         return prefetched(self._read(stream, steps), self.device)
 
-    def _write_result(self, status: Ending, reason: str) -> None:
-        run, own = self.run, RunDir.of(self.run)
-        kept = manifests.steps(self.checkpoints.directory)
-        folder = manifests.folder_of(self.checkpoints.directory, kept[-1]) if kept else ""
+    def _folder(self, step: int) -> str:
+        """Returns the folder of a checkpoint, relative to the run's directory."""
+        return manifests.folder_of(self.checkpoints.directory, step).removeprefix(
+            f"{RunDir.of(self.run).path}/"
+        )
+
+    def _write_result(self, status: Ending, step: int, metrics: Metrics, reason: str) -> None:
+        kept, best = manifests.steps(directory := self.checkpoints.directory), best_checkpoint(directory)
         if status == "diverged":
-            log.warning("%s diverged: %s; %s", run.name, reason, _what_is_kept(run, kept))
+            log.warning("%s diverged: %s; %s", self.run.name, reason, _what_is_kept(self.run, kept))
         result = Result(
             status=status,
-            step=self.progress.reported,
-            metrics=self.progress.metrics,
+            step=step,
+            metrics=metrics,
             reason=reason,
             time_s=time.time(),
-            checkpoint=folder.removeprefix(f"{own.path}/"),
-            weights=manifests.read(folder).weights_digest() if kept else "",
+            checkpoint=self._folder(kept[-1]) if kept else "",
+            weights=manifests.read(manifests.folder_of(directory, kept[-1])).weights_digest() if kept else "",
+            best_checkpoint=self._folder(best[0]) if best else "",
+            best_quality=best[1] if best else None,
         )
-        own.write_result(result)
+        RunDir.of(self.run).write_result(result)
 
 
 def _what_is_kept(run: RunConfig, steps: list[int]) -> str:
