@@ -20,7 +20,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from tests.parts import png, start_ray
+from tests.parts import png, poison_memory, start_ray
 
 if TYPE_CHECKING:
     from orchestrator.data.manifest import Manifest
@@ -85,6 +85,12 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
         os.environ[f"MOE_FRONTIER_{name}"] = str(tmp_path_factory.mktemp(name.lower()))
     os.environ["RAY_ADDRESS"] = "local"
     os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> None:
+    """Memory that nobody sets is no number in any test."""
+    poison_memory()
 
 
 @pytest.fixture(scope="session")

@@ -55,6 +55,15 @@ def command_of(process: psutil.Process) -> str:
     return ""
 
 
+def poison_memory() -> None:
+    """Lets torch fill memory that it allocates with NaN or the largest integer: fresh memory is often 0,
+    which hides what is read before it is set."""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)  # else it fills nothing
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def png(pixels: "np.ndarray") -> bytes:
     from PIL import Image
 

@@ -5,6 +5,7 @@ Hugging Face storage writes and reads the files; it knows local folders only, so
 storage and come from there through a temporary folder of the node. Nothing is pickled.
 """
 
+import json
 import os
 import tempfile
 import warnings
@@ -110,6 +111,7 @@ def write(
             number = int(path.name.split("-")[3])
             kind = "weights" if number in weights else "optimizer"
             name = f"{kind}-{rank:05d}-{number:03d}.{token}{SUFFIX}"
+            sort_metadata(path)
             files[name] = hashed(str(path))
             if storage.is_local(folder):
                 storage.flush(str(path))
@@ -134,6 +136,19 @@ def write(
             no_dist=group is None,
         )
         return dict(ChainMap(*on_every_rank(lambda: move(mine), group)))
+
+
+def sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file, whose order the library leaves to chance, so that files of
+    equal tensors are equal."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, path
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def load_state(

@@ -21,6 +21,7 @@ from moe.model import Model, ModelConfig
 from moe.overrides import AS_TRAINED, RoutingOverrides
 from moe.parallel import ParallelConfig, accumulate, build_sharded, make_mesh, sum_over_ranks, update
 from moe.router_state import after_batch, before_step
+from tests.parts import poison_memory
 
 BATCH, SEED = 8, 3
 PLAIN = ParallelConfig()
@@ -204,6 +205,7 @@ def spawn(ranks: int, worker: Callable[..., None], folder: str, timeout_s: float
 
 def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str, timeout_s: float) -> None:
     torch.set_num_threads(1)
+    poison_memory()
     store, timeout = f"file://{folder}/{worker.__name__}-{ranks}", timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     worker(rank, ranks, folder)

@@ -19,8 +19,9 @@ from moe.load import load
 from moe.model import ModelConfig
 from moe.models.vit import ViTConfig
 from moe.presets import PRESETS, VITS, create_model
-from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig
+from moe.routers import ExpertChoiceConfig, SoftConfig, TokenChoiceConfig, TopKConfig
 from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.balance import SignConfig
 from tests.moe.parts import KINDS, build_vit, images
 
 MOE = Path(__file__).parents[2] / "moe"
@@ -72,6 +73,17 @@ def test_same_logits_bit_for_bit(router, export):
     assert not loaded.training
     assert torch.equal(loaded(images(4)).logits, model(images(4)).logits)
     assert all(p.requires_grad for p in loaded.parameters())
+
+
+def test_nothing_stays_without_memory(export):
+    """What an export does not hold is set too: such a model moves, and trains on."""
+    _, folder = export(TopKConfig(k=2, balance=SignConfig()))
+    loaded = load(folder).to("cpu").train()
+    counts = {name: buffer for name, buffer in loaded.named_buffers() if name.endswith("counts")}
+    assert counts
+    assert all(buffer.device.type == "cpu" and not buffer.any() for buffer in counts.values())
+    loaded(images(4), keys_B=torch.arange(4))
+    assert all(buffer.any() for buffer in counts.values())
 
 
 @pytest.mark.smoke

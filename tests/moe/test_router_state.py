@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe.init import mix
+from moe.init import Draw, constant, mix, normal, set_unsaved
 from moe.overrides import RoutingOverrides
 from moe.parallel import ParallelConfig, build_whole
 from moe.router_state import after_batch, before_step
@@ -187,3 +187,33 @@ def test_quantile_balances_the_batch_that_it_saw(k):
     assert bias_E.sum().abs() < 1e-5
     assert torch.equal(QuantileConfig(ema=1.0).next_bias(bias_E, counts, k), bias_E - bias_E.mean())
     assert torch.equal(config.next_bias(bias_E, counts, E), bias_E), "every token takes every expert"
+
+
+class Odd(nn.Module):
+    """Has buffers that no checkpoint holds."""
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.draw = draw
+        self.register_buffer("kept", torch.empty(2))
+        self.register_buffer("none", None, persistent=False)
+        self.register_buffer("scale", torch.empty(2), persistent=False)
+
+    def draws(self) -> dict[str, Draw]:
+        return {"kept": normal(1.0), "scale": self.draw}
+
+
+def test_what_no_checkpoint_holds_is_set() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Odd(constant(3.0)))
+    set_unsaved(model, "cpu")
+    assert model[0].scale.tolist() == [3.0, 3.0]
+    assert model[0].kept.is_meta
+    with pytest.raises(ValueError, match=r"0\.scale is a buffer that checkpoints do not hold .* a constant"):
+        set_unsaved(nn.Sequential(Odd(normal(1.0))))
+
+
+@each_router
+def test_a_model_without_weights_has_its_counts(router) -> None:
+    model = vit_config(router, layers=(0, 1)).build(seed=None)
+    assert not any(buffer.any() for name, buffer in model.named_buffers() if name.endswith("counts"))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,8 +45,10 @@ KEEP = st.builds(
 )
 
 
-def keep(last: int = 1, best: int = 0, every: int | None = None) -> CheckpointConfig:
-    return CheckpointConfig(asynchronous=False, keep_last=last, keep_best=best, keep_every=every)
+def keep(last: int = 1, best: int = 0, multiples: int | None = None, **fields: Any) -> CheckpointConfig:
+    return CheckpointConfig(
+        asynchronous=False, keep_last=last, keep_best=best, keep_every=multiples, **fields
+    )
 
 
 BY_HAND = [  # steps with qualities, the config, the steps that stay
@@ -54,6 +57,11 @@ BY_HAND = [  # steps with qualities, the config, the steps that stay
     ({10: math.nan, 20: 0.1, 30: None, 40: None}, keep(1, 1), {20, 40}),  # NaN is not the best
     ({10: 0.0, 20: None, 30: None}, keep(1, 1), {10, 30}),  # zero was measured
     ({100: None, 150: None, 200: None, 250: None}, keep(1, 0, 100), {100, 200, 250}),
+    ({10: math.inf, 20: 0.1, 30: None}, keep(1, 1), {20, 30}),  # nor is what is not finite
+    # Where training was cut, at 25, the checkpoint stays only while it is the newest.
+    ({10: None, 20: None, 25: None}, keep(2, every=10), {20, 25}),
+    ({10: None, 20: None, 25: None, 30: None}, keep(2, every=10), {20, 30}),
+    ({10: None, 25: 0.5, 30: None}, keep(1, 1, 5, every=10), {10, 25, 30}),  # unless it is the best
 ]
 
 

@@ -143,6 +143,7 @@ def test_ends_follow_from_the_files(tracking: Tracking, tmp_path: Path) -> None:
     Sync(tracking, directory).update(live=True)
     info = found(tracking, directory)
     assert (info.status, info.tags["paused"], "error" in info.tags) == ("RUNNING", "10", False)
+    assert info.history("val/acc1") == [(80, 0.5)]  # no report of the run says it
     info = shown(tracking, run, directory)
     assert (info.status, info.tags["stopped"], "paused" in info.tags) == ("KILLED", "10", False)
     end(run, 20, val__acc1=0.75)

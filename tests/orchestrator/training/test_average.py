@@ -1,5 +1,6 @@
 """The average of weights: what is evaluated is what is exported, on every layout and after every stop."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from orchestrator.config import EMAConfig, RunConfig
 from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import evaluate_at, images_of
+from orchestrator.evaluation.soup import average_of
 from orchestrator.optimizers import OptimizerConfig
 from orchestrator.sweeps.estimate import checkpoint_bytes, layout
 from orchestrator.training.average import Average
@@ -99,6 +101,45 @@ def test_it_goes_on_to_the_bit(run: RunConfig, optimizer: dict[str, Any]) -> Non
     one, other = weights(run, "whole", ema=True), weights(run, "train", ema=True)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert not all(map(torch.equal, one.values(), weights(run, "whole").values()))
+
+
+BATCH_NORM = {
+    "model": {
+        "kind": "astroformer",
+        "image_size": 8,
+        "num_classes": 10,
+        "stages": "CT",
+        "widths": (8, 16),
+        "depths": (1, 1),
+        "stem_width": 8,
+        "head_dim": 8,
+    },
+    "train.steps": 24,
+    "train.eval_every": 24,
+    "data.batch_size": 64,
+}
+
+
+def test_an_average_of_batch_norm_has_statistics_of_its_own(
+    run: RunConfig, digits: str, tmp_path: Path
+) -> None:
+    """Those of the weights would be wrong for it. Evaluation, export and a soup of two compute them from the
+    same images, and leave the run as it is without an average; without the images they refuse."""
+    run = override(run, BATCH_NORM)
+    reports, plain = trained(run, name="with"), trained(run, name="plain", train__ema=None)
+    assert measured(plain[24], "val/") == measured(reports[24], "val/")
+    own, averaged = weights(run, "with"), weights(run, "with", ema=True)
+    name = next(name for name in own if name.endswith("variance_C"))
+    assert not torch.equal(own[name], averaged[name])
+    model = read_model(f"{run.storage}/with.safetensors")
+    where = {"path": digits, "split": "val", "batch_size": 64, "device": torch.device("cpu")}
+    (scores,) = evaluate_at(model.load(), run.task, images_of(model, **where))  # pyright: ignore[reportArgumentType]
+    assert reports[24]["val_ema/loss"] == pytest.approx(scores.metrics()["loss"], rel=1e-5)
+    soup = average_of([model, model])
+    assert all(torch.allclose(soup[name], averaged[name], rtol=1e-5) for name in averaged)
+    gone = replace(model, run=override(model.run, {"data.path": str(tmp_path / "gone")}))
+    with pytest.raises(UsageError, match="need running statistics of their own, from the training images"):
+        average_of([gone, gone])
 
 
 def test_updates_count_and_not_microbatches(run: RunConfig) -> None:

@@ -13,7 +13,7 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.packing import write_shards
 from orchestrator.data.sources import open_source
-from orchestrator.data.stream import in_process
+from orchestrator.data.stream import in_process, open_stream
 from orchestrator.data.text import captions_as_field, read_tokenizer, save_tokenizer
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import make_sweep
@@ -152,6 +152,16 @@ def test_other_images_weights_and_precision_have_others(
     }.items():
         trained(override(replace(lit, name=name), changes))
     assert len(counts) == 3 * whole
+
+
+def test_other_buffers_have_others(lit: RunConfig) -> None:
+    """As the planes of a hash, or running statistics."""
+    stream = replace(open_stream(lit, "val", 0, 1), plan=None, fields={})
+    changes = {"model.image.moe": {"num_experts": 4, "router": {"kind": "hash", "by": "content"}}}
+    model = override(lit, changes).model.build(seed=0)
+    before = features._key(model, stream)
+    next(buffer for name, buffer in model.named_buffers() if name.endswith("planes")).neg_()
+    assert features._key(model, stream) != before
 
 
 def test_a_bad_image_has_none(lit: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

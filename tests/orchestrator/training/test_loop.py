@@ -1,5 +1,6 @@
 """The step, the loop and the evaluation, on random images and without files."""
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -143,7 +144,8 @@ def test_resumes_and_pauses_at_any_step() -> None:
     calls, reports = run_loop(small_run(**changes), start=7)
     assert calls == [("save", 8), ("report", 9), ("validate", -1), ("report", 10), ("save", 10)]
     assert reports[0]["train/lr"] == pytest.approx(1e-3, rel=1e-3)  # update 8 is before the cooldown
-    assert run_loop(small_run(**changes), until=2)[0] == [("validate", -1), ("report", 2), ("save", 2)]
+    assert run_loop(small_run(**changes), until=2)[0] == [("save", 2)]
+    assert run_loop(small_run(**changes), until=3)[0] == [("report", 3), ("save", 3)]
 
 
 def test_it_saves_where_it_ends_early() -> None:
@@ -215,6 +217,17 @@ def test_divergence_is_reported_and_ends_it() -> None:
     with pytest.raises(Diverged, match=r"train/loss is nan at step 3"):
         run_loop(run, model=model, calls=calls)
     assert calls == [("report", 3)]
+
+
+@pytest.mark.parametrize("at", [2, 4])
+def test_a_gradient_norm_that_overflows_is_a_divergence(at: int) -> None:
+    """Also between two reports: clipping makes such gradients zero, and the run would only stand still."""
+    run, calls = small_run(**{"train.steps": 10, "train.report_every": 4}), list[tuple[str, int]]()
+    model, passes = ViT(run.model), count(1)
+    model.head.weight.register_hook(lambda grad: torch.full_like(grad, 1e30) if next(passes) == at else grad)
+    with pytest.raises(Diverged, match=r"train/grad_norm is inf, at step 4 or since the report before it"):
+        run_loop(override(run, {"checkpoint.every": 8}), model=model, calls=calls)
+    assert calls == [("report", 4)]
 
 
 @pytest.mark.parametrize("report_every", [2, 100])

@@ -35,7 +35,7 @@ from orchestrator.errors import UsageError
 from orchestrator.schedules import ScheduleConfig
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import RunDir
-from orchestrator.training.worker import train_worker
+from orchestrator.training.worker import Progress, train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.checkpoint.counted import flip
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR
@@ -251,6 +251,7 @@ def test_it_starts_from_other_weights_once(run: RunConfig, caplog: pytest.LogCap
         "train.init_from": RunDir.of(dense).checkpoints,
         "train.lr": 0.0,
         "model.moe.router.kind": "soft",
+        "checkpoint.keep_best": 0,  # else it is saved at its first evaluation too
     }
     with caplog.at_level(logging.INFO, "orchestrator"):
         first = trained(override(run, changes), stop_at=9)
@@ -392,3 +393,16 @@ def test_pages_of_freed_tensors_are_used_again() -> None:
     if glibc == "False":
         pytest.skip("needs glibc")
     assert int(kept) < 0.1 * int(fresh)
+
+
+def test_the_best_is_finite_and_the_first() -> None:
+    progress = Progress()
+    for step, quality in enumerate((math.nan, 0.5, 0.9, math.inf, 0.9, 0.7), start=1):
+        progress = progress.after(step, {"q": quality}, "q", keep=2)
+    assert (progress.best, progress.leaders) == ((0.9, 3), [(0.9, 3), (0.9, 5)])
+    assert progress.after(7, {}, "q", keep=2).leaders == progress.leaders
+
+
+@pytest.mark.parametrize(("best", "leaders"), [(None, []), ([0.5, 10], [(0.5, 10)]), ([math.nan, 10], [])])
+def test_progress_of_older_checkpoints(best: Any, leaders: list[tuple[float, int]]) -> None:
+    assert Progress.read({"reported": 20, "metrics": {}, "best": best}).leaders == leaders

@@ -1,0 +1,190 @@
+"""A run that is cut anywhere, any number of times, is the undisturbed run: its reports, its checkpoints to
+the bit, its end. Of all routers, above all those that count; on one worker and two.
+"""
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moe.config import members
+from moe.routing import RouterConfig
+from orchestrator.checkpoint import manifest as manifests
+from orchestrator.codec import override
+from orchestrator.config import RunConfig
+from orchestrator.data.stream import in_process
+from orchestrator.training.metrics_file import Metrics, read_metrics
+from orchestrator.training.run_directory import RunDir
+from orchestrator.training.worker import train_worker
+from tests.lanes import mostly_slow
+from tests.moe.parity import spawn
+
+STEPS = 17  # no multiple of any interval below
+SMALL = {
+    "data.batch_size": 8,
+    "model.width": 16,
+    "model.mlp_dim": 32,
+    "model.depth": 2,
+    "model.moe.num_experts": 4,
+    "train.steps": STEPS,
+    "train.lr": 1e-2,
+    "train.report_every": 3,
+    "train.eval_every": 5,
+    "checkpoint.every": 4,
+    "checkpoint.asynchronous": False,  # a crash in a test kills no thread that still writes
+}
+ROUTER = "model.moe.router."
+COUNTING = {
+    "sign": {"balance.kind": "sign"},
+    "quantile": {"balance.kind": "quantile", "balance.ema": 0.5},
+    "shares": {"balance_weight": 0.1, "balance_level": "batch"},
+    "sign and shares": {"balance.kind": "sign", "balance_weight": 0.1, "balance_level": "batch"},
+}
+CASES = {
+    **{member.kind: {f"{ROUTER}kind": member.kind} for member in members(RouterConfig)},
+    **{
+        name: {f"{ROUTER}kind": "top_k", f"{ROUTER}k": 2, **{ROUTER + n: v for n, v in changes.items()}}
+        for name, changes in COUNTING.items()
+    },
+    "average, best three": {"train.ema.decay": 0.9, "checkpoint.keep_best": 3},
+    "stops early": {
+        "train.stop_at": 0.23,
+        "train.lr": 0.02,
+        "train.schedule.warmup_steps": 0,
+        "data.batch_size": 64,
+    },
+}
+COUNTS = [name for name in CASES if name in (*COUNTING, "relu")]
+TIMES = ("perf/", "data/wait_frac", "cost/device_s", "checkpoint/age_s", "resumed/")
+
+
+class KilledError(Exception):
+    pass
+
+
+def train(run: RunConfig, cuts: random.Random | None) -> None:
+    """Trains to the end; with `cuts` it pauses, is asked to stop and is killed, each at a random step, which
+    all workers draw."""
+    for kind in cuts.sample(("pause", "stop", "kill"), 3) if cuts else ():
+        at, calls = cuts.randint(1, STEPS) if cuts else 0, count(1)
+
+        def report(step: int, metrics: Metrics, *, kind: str = kind, at: int = at) -> None:
+            if kind == "kill" and step >= at:
+                raise KilledError
+
+        def stops(*, kind: str = kind, calls: Iterator[int] = calls, at: int = at) -> bool:
+            return next(calls) == at and kind == "stop"
+
+        with suppress(KilledError):
+            until = at if kind == "pause" else None
+            train_worker(run, report=report, read=in_process, until=until, should_stop=stops)
+        if dist.is_initialized():
+            dist.barrier()
+        if RunDir.of(run).result():
+            return
+    train_worker(run, report=lambda step, metrics: None, read=in_process)
+
+
+def record_of(run: RunConfig) -> dict[str, Any]:
+    """What a run leaves, without times: reports by step, checkpoints with the digests of their files, end."""
+    own = RunDir.of(run)
+    result = own.result()
+    assert result is not None
+
+    def counted(metrics: Metrics) -> Metrics:
+        return {name: value for name, value in metrics.items() if not name.startswith(TIMES)}
+
+    folders = {s: manifests.folder_of(own.checkpoints, s) for s in manifests.steps(own.checkpoints)}
+    kept = {step: manifests.verify_checkpoint(folder) for step, folder in folders.items()}
+    return {
+        "reports": {row.step: counted(row.metrics) for row in read_metrics(own.path)},
+        "checkpoints": {s: sorted(file.sha256 for file in m.files.values()) for s, m in kept.items()},
+        "qualities": {step: manifest.quality() for step, manifest in kept.items()},
+        "end": (result.status, result.step, result.checkpoint, result.weights, counted(result.metrics)),
+        "best": (result.best_checkpoint, result.best_quality),
+    }
+
+
+def check_best(record: dict[str, Any], run: RunConfig) -> None:
+    """The best evaluations are kept, and the result names the first of them."""
+    quality = run.task.quality
+    evaluated = [
+        (-metrics[quality], step) for step, metrics in record["reports"].items() if quality in metrics
+    ]
+    best = sorted(evaluated)[: run.checkpoint.keep_best]
+    assert {step for _, step in best} <= record["checkpoints"].keys()
+    assert record["best"] == (f"checkpoints/step-{best[0][1]:08d}", -best[0][0])
+
+
+def small_run(digits: str, folder: Path | str, case: str, **changes: Any) -> RunConfig:
+    changes = SMALL | {"data.path": digits, "storage": str(folder)} | CASES[case] | changes
+    return override(RunConfig(), changes)
+
+
+@pytest.fixture(scope="module")
+def whole(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
+    """Trains a case once, undisturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    @cache
+    def trained(case: str) -> RunConfig:
+        run = small_run(digits, folder, case, name=case.replace(" ", "-").replace(",", ""))
+        train(run, None)
+        record = record_of(run)
+        check_best(record, run)
+        assert (record["end"][1] < STEPS) == (case == "stops early")
+        return run
+
+    return trained
+
+
+@pytest.mark.parametrize("seed", mostly_slow([0, 1, 2, 3, 4], fast=[0]))
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_cut_anywhere_is_the_undisturbed_run(
+    case: str, seed: int, whole: Callable[[str], RunConfig]
+) -> None:
+    run = whole(case)
+    cut = override(run, {"name": f"{case} cut {seed}".replace(" ", "-").replace(",", "")})
+    train(cut, random.Random(f"{case} {seed}"))
+    assert record_of(cut) == record_of(run)
+
+
+def two_workers(rank: int, ranks: int, folder: str) -> None:
+    digits = Path(folder, "digits").read_text()
+    for case in COUNTS if os.environ.get("MOE_FRONTIER_ALL_PARTS") else ("relu", "sign and shares"):
+        layout = {"scale.workers": ranks, "scale.ep": ranks}
+        run = small_run(digits, folder, case, name=f"{case} whole".replace(" ", "-"), **layout)
+        cut = override(run, {"name": f"{case} cut".replace(" ", "-")})
+        train(run, None)
+        train(cut, random.Random(case))
+        dist.barrier()
+        assert record_of(cut) == record_of(run), case
+
+
+def test_two_workers(digits: str, tmp_path: Path) -> None:
+    (tmp_path / "digits").write_text(digits)
+    spawn(2, two_workers, str(tmp_path))
+
+
+@pytest.mark.parametrize("keep_best", [1, 3])
+@pytest.mark.parametrize(
+    ("evaluates", "saves"), mostly_slow([(2, 7), (3, 5), (7, 2), (10, 100), (100, 3)], fast=[(3, 5)])
+)
+def test_the_best_is_kept_at_any_intervals(
+    evaluates: int, saves: int, keep_best: int, digits: str, tmp_path: Path
+) -> None:
+    """The rate is so high that the model gets worse in the middle of the run."""
+    changes = {"train.eval_every": evaluates, "checkpoint.every": saves, "checkpoint.keep_best": keep_best}
+    run = small_run(digits, tmp_path, "soft", **changes, **{"train.lr": 0.3})
+    train(run, random.Random(evaluates))
+    record = record_of(run)
+    check_best(record, run)
+    assert math.isfinite(record["best"][1])
