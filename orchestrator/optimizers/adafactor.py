@@ -23,6 +23,7 @@ from orchestrator.optimizers.base import (
     OptimizerConfig,
     alike,
     chunks,
+    count_steps,
     decay_groups,
     empty_stack,
     expert_stacks,
@@ -85,8 +86,8 @@ def factored_dims(shape: Sequence[int], min_dim: int, *, expert: bool) -> tuple[
 
 
 class Sums(NamedTuple):
-    """Sums of squared gradients over columns and over rows, of parameters that are alike: (params, *shape) with
-    1 where they were summed. Then their means, which are the factors of second moments.
+    """Sums of squared gradients over columns and over rows, of parameters that are alike: (params, *shape)
+    with 1 where they were summed. Then their means, which are the factors of second moments.
 
     row, column: dimensions of the parameters.
     """
@@ -136,9 +137,7 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         groups = with_gradients(self)
-        for param in groups:
-            state = self.state[param] or self._start(param)
-            state["step"] += 1
+        count_steps(self.state[param] or self._start(param) for param in groups)
         together = [param for params in alike(groups, self.stacks) for param in params]
         batches = [(params, self._sums_of_squares(params)) for params in chunks(together)]
         sum_over_groups(

@@ -124,6 +124,12 @@ def with_gradients(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[
     return {p: group for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
 
+def count_steps(states: Iterable[dict[str, Tensor]]) -> None:
+    """Counts an update in the states of parameters, which hold their number of updates on the host."""
+    if steps := [state["step"] for state in states]:
+        FOREACH._foreach_add_(steps, 1)
+
+
 def chunks(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yields parameters in parts of `CHUNK` numbers of this rank and of one parameter at most, so that copies
     of a part need little memory.

@@ -23,6 +23,7 @@ from orchestrator.optimizers.base import (
     OptimizerConfig,
     alike,
     chunks,
+    count_steps,
     decay_groups,
     empty_stack,
     expert_stacks,
@@ -77,10 +78,7 @@ class Lamb(torch.optim.Optimizer):
         groups = with_gradients(self)
         if not groups:
             return
-        for param in groups:
-            if not self.state[param]:
-                self._start(param)
-        FOREACH._foreach_add_([self.state[param]["step"] for param in groups], 1)
+        count_steps(self.state[param] or self._start(param) for param in groups)
         decays = {param: group["weight_decay"] for param, group in groups.items()}
         adapted = alike((p for p in groups if decays[p] or self.config.always_adapt), self.stacks)
         stacks = [empty_stack(params) for params in adapted]
@@ -127,7 +125,7 @@ class Lamb(torch.optim.Optimizer):
         return self.state[param]
 
     def _adapt(self, adapted: list[list[nn.Parameter]], stacks: list[Tensor]) -> None:
-        """Multiplies each layer's update by the norm of its weights over the update's own, or by 1 where either
+        """Multiplies each layer's update by the norm of its weights over the update's own, or by 1 if one
         is 0. A stack of experts has a ratio for each expert that this rank holds.
         """
         params = [param for each in adapted for param in each]
