@@ -7,7 +7,6 @@ which the paper does not have: with one ratio for all, a seldom chosen expert wo
 others.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -104,14 +103,15 @@ class Lamb(torch.optim.Optimizer):
         FOREACH._foreach_addcmul_(squares, grads, grads, 1 - config.beta2)
         FOREACH._foreach_mul_(means, config.beta1)
         FOREACH._foreach_add_(means, grads, alpha=1 - config.beta1 if config.bias_correction else 1.0)
-        steps = (
-            [state["step"].item() for state in states] if config.bias_correction else [math.inf] * len(states)
-        )
-        roots = FOREACH._foreach_div(squares, [1 - config.beta2**step for step in steps])
+        corrections = [
+            [1 - beta ** state["step"].item() if config.bias_correction else 1.0 for state in states]
+            for beta in (config.beta1, config.beta2)
+        ]
+        roots = FOREACH._foreach_div(squares, corrections[1])
         FOREACH._foreach_sqrt_(roots)
         FOREACH._foreach_add_(roots, config.epsilon)
         FOREACH._foreach_copy_(updates, means)
-        FOREACH._foreach_div_(updates, [1 - config.beta1**step for step in steps])
+        FOREACH._foreach_div_(updates, corrections[0])
         FOREACH._foreach_div_(updates, roots)
         FOREACH._foreach_add_(updates, FOREACH._foreach_mul(weights, decays))
 
