@@ -144,8 +144,12 @@ def _numbers(draw: Draw, key: str, shape: tuple[int, ...]) -> Tensor:
 
 def mix(keys: Tensor, salt: int | Tensor) -> Tensor:
     """Returns a new int64 key for each key; different salts give independent keys."""
-    step = (salt + 1) * _GAMMA
-    z = keys + (step if isinstance(step, Tensor) else (step + 2**63) % 2**64 - 2**63)  # wrap
+    # keys + (salt + 1) * _GAMMA. An arange may be a key or a salt, and Inductor would compute its sums and
+    # products in int32, which such constants exceed; it computes ~arange, and what is made of it, in int64.
+    if isinstance(salt, Tensor):
+        z = keys + ~salt * -_GAMMA
+    else:
+        z = ((salt + 1) * _GAMMA - 1 + 2**63) % 2**64 - 2**63 - ~keys  # the constant wraps
     z = (z ^ _shifted(z, 30)) * _MIX[0]
     z = (z ^ _shifted(z, 27)) * _MIX[1]
     return z ^ _shifted(z, 31)

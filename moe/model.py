@@ -219,6 +219,7 @@ class Model(nn.Module, ABC, Generic[C]):
     def __init__(self, config: C, *, seed: int | None = 0) -> None:
         super().__init__()
         self.config = config
+        torch.backends.cudnn.allow_tf32 = False  # of convolutions; matmuls have it off by default
         device = torch.get_default_device()
         # On the meta device torch's layers do not draw weights from the global generator.
         with torch.device("meta"):

@@ -118,7 +118,9 @@ class Checkpoints:
         self.first = manifests.rank_in(self.group) == 0
         self.failures = 0
         self.saved_s = time.monotonic()  # of the last save, or of the beginning
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A thread begins on GPU 0, where it would make a context of its own; -1 sets none.
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        self._beside = ThreadPoolExecutor(1, "checkpoint", torch.cuda.set_device, (gpu,))
         self._snapshot: Snapshot | None = None
         self._pending: tuple[int, Future[None]] | None = None
         self._last_failure: str | None = None

@@ -7,10 +7,10 @@ corrected for its start at zero, updates are not clipped, and weight decay is de
 has none of this. A difference: Flax factors the queries of each head, and here they are rows of one matrix.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,21 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 from moe.config import Fraction, NonNegativeFloat, PositiveInt
 from moe.parallel import local_part
 from orchestrator.optimizers.base import (
+    FOREACH,
     OptimizerConfig,
+    alike,
+    chunks,
+    count_steps,
     decay_groups,
+    empty_stack,
     expert_stacks,
     shard_groups,
     sum_over_groups,
+    with_gradients,
 )
 
 DECAY_EXPONENT = 0.8
 EPSILON = 1e-30
-# Operators on lists of tensors, with which torch's own optimisers take one launch; not in its public types.
-FOREACH: Any = torch
-Sums = dict[nn.Parameter, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,29 @@ def factored_dims(shape: Sequence[int], min_dim: int, *, expert: bool) -> tuple[
     return min(largest), max(largest)
 
 
+class Sums(NamedTuple):
+    """Sums of squared gradients over columns and over rows, of parameters that are alike: (params, *shape)
+    with 1 where they were summed. Then their means, which are the factors of second moments.
+
+    row, column: dimensions of the parameters.
+    """
+
+    params: list[nn.Parameter]
+    row: int
+    column: int
+    rows: Tensor
+    columns: Tensor
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many numbers the sums are of."""
+        shape = self.params[0].shape
+        return shape[self.column], shape[self.row]
+
+    def views(self) -> tuple[Tensor, ...]:
+        """Returns those of each parameter, over columns and then over rows."""
+        return (*self.rows.squeeze(1 + self.column).unbind(0), *self.columns.squeeze(1 + self.row).unbind(0))
+
+
 class Adafactor(torch.optim.Optimizer):
     """Adafactor whose steps on sharded parameters are those on whole parameters.
 
@@ -101,91 +127,77 @@ class Adafactor(torch.optim.Optimizer):
         experts: Iterable[nn.Parameter] = (),
     ) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0})
-        self.beta1, self.beta2_cap, stacks = beta1, beta2_cap, set(experts)
+        self.beta1, self.beta2_cap, self.stacks = beta1, beta2_cap, set(experts)
         self.dims = {
-            param: factored_dims(param.shape, min_dim_to_factor, expert=param in stacks)
+            param: factored_dims(param.shape, min_dim_to_factor, expert=param in self.stacks)
             for group in self.param_groups
             for param in group["params"]
         }
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        sums = self._sums_of_squares()
-        largest = max(local_part(param).numel() for param in self.dims)
-        for group in self.param_groups:
-            present = [param for param in group["params"] if param.grad is not None]
-            for params in _batches(present, numel=largest):
-                self._update(params, sums, lr=group["lr"], weight_decay=group["weight_decay"])
-
-    def _update(self, params: list[nn.Parameter], sums: Sums, *, lr: float, weight_decay: float) -> None:
-        """Updates a batch of parameters, whose operators are one launch each where shapes allow it."""
-        for param in params:
-            state = self.state[param] or self._start(param)
-            state["step"] += 1
-        factored = [param for param in params if self.dims[param]]
-        whole = [param for param in params if not self.dims[param]]
-        updates = self._scaled_by_factors(factored, sums) + self._scaled(whole)
-        weights = [local_part(param) for param in factored + whole]
-        means = [local_part(self.state[param]["exp_avg"]) for param in factored + whole]
-        before = [torch.empty_like(update) for update in updates]
-        FOREACH._foreach_copy_(before, means)
-        FOREACH._foreach_mul_(updates, 1 - self.beta1)
-        FOREACH._foreach_add_(updates, before, alpha=self.beta1)
-        # The first moment is rounded after the update has used it.
-        FOREACH._foreach_copy_(means, updates)
-        FOREACH._foreach_mul_(weights, 1 - lr * weight_decay)
-        FOREACH._foreach_add_(weights, updates, alpha=-lr)
-
-    def _sums_of_squares(self) -> Sums:
-        """Returns for factored parameters the sums of the squared gradient over columns and over rows."""
-        sums: Sums = {}
-        for param, dims in self.dims.items():
-            if param.grad is not None and dims:
-                row, column = dims
-                assert not shard_groups(param, column)
-                square = local_part(param.grad).square()
-                sums[param] = square.sum(column), square.sum(row)
+        groups = with_gradients(self)
+        count_steps(self.state[param] or self._start(param) for param in groups)
+        together = [param for params in alike(groups, self.stacks) for param in params]
+        batches = [(params, self._sums_of_squares(params)) for params in chunks(together)]
         sum_over_groups(
-            (columns, shard_groups(param, dims[0]))
-            for param, (_, columns) in sums.items()
-            if (dims := self.dims[param])
+            (each.columns, shard_groups(each.params[0], each.row)) for _, sums in batches for each in sums
         )
-        return sums
+        for params, sums in batches:
+            self._update(params, sums, groups)
 
-    def _scaled(self, params: list[nn.Parameter]) -> list[Tensor]:
-        """Updates whole second moments, and returns this rank's gradients divided by their roots."""
-        if not params:
+    def _sums_of_squares(self, params: list[nn.Parameter]) -> list[Sums]:
+        """Returns the sums of squared gradients of the factored parameters, on this rank."""
+        factored = [(each, dims) for each in alike(params, self.stacks) if (dims := self.dims[each[0]])]
+        if not factored:
             return []
-        grads = [local_part(param.grad) for param in params if param.grad is not None]
-        variances = [local_part(self.state[param]["variance"]) for param in params]
-        squares = FOREACH._foreach_mul(grads, grads)
-        FOREACH._foreach_add_(squares, EPSILON)
-        FOREACH._foreach_lerp_(variances, squares, self._weights_of_new(params))
-        updates = FOREACH._foreach_rsqrt(variances)
-        FOREACH._foreach_mul_(updates, grads)
-        return list(updates)
+        squares = [empty_stack(each) for each, _ in factored]
+        FOREACH._foreach_copy_(_each(squares), _gradients(param for each, _ in factored for param in each))
+        FOREACH._foreach_mul_(squares, squares)
+        return [
+            Sums(each, *dims, *(square.sum(1 + dim, keepdim=True) for dim in reversed(dims)))
+            for (each, dims), square in zip(factored, squares, strict=True)
+        ]
 
-    def _scaled_by_factors(self, params: list[nn.Parameter], sums: Sums) -> list[Tensor]:
-        """Does the same for factored second moments."""
-        if not params:
-            return []
-        dims = [dims for param in params if (dims := self.dims[param])]
-        row_means = [local_part(self.state[param]["row_var"]) for param in params]
-        col_means = [local_part(self.state[param]["col_var"]) for param in params]
-        for axis, means in ((0, row_means), (1, col_means)):
-            new = FOREACH._foreach_div(
-                [sums[param][axis] for param in params],
-                [float(param.shape[dim[1 - axis]]) for param, dim in zip(params, dims, strict=True)],
-            )
-            FOREACH._foreach_add_(new, EPSILON)
-            FOREACH._foreach_lerp_(means, new, self._weights_of_new(params))
-        updates = []
-        for param, (row, column), row_mean, col_mean in zip(params, dims, row_means, col_means, strict=True):
-            assert param.grad is not None
-            rows, columns = row_mean.unsqueeze(column), col_mean.unsqueeze(row)
+    def _update(
+        self, params: list[nn.Parameter], sums: list[Sums], groups: Mapping[nn.Parameter, Any]
+    ) -> None:
+        whole = [param for param in params if not self.dims[param]]
+        params = [*(param for each in sums for param in each.params), *whole]
+        updates = self._scaled(params, whole, sums)
+        weights = [local_part(param) for param in params]
+        kept = [local_part(self.state[param]["exp_avg"]) for param in params]
+        means = [torch.empty_like(update) for update in updates]
+        FOREACH._foreach_copy_(means, kept)
+        FOREACH._foreach_lerp_(means, updates, 1 - self.beta1)
+        # The first moment is rounded after the update has used it.
+        FOREACH._foreach_copy_(kept, means)
+        FOREACH._foreach_mul_(means, [-groups[param]["lr"] for param in params])
+        FOREACH._foreach_mul_(weights, [1 - groups[p]["lr"] * groups[p]["weight_decay"] for p in params])
+        FOREACH._foreach_add_(weights, means)
+
+    def _scaled(
+        self, params: list[nn.Parameter], whole: list[nn.Parameter], sums: list[Sums]
+    ) -> list[Tensor]:
+        """Updates the second moments, and returns this rank's gradients divided by their roots."""
+        own = _gradients(whole)
+        squares = list(FOREACH._foreach_mul(own, own)) if own else []
+        means = [mean for each in sums for mean in (each.rows, each.columns)]
+        if means:
+            FOREACH._foreach_div_(means, [float(count) for each in sums for count in each.counts()])
+        FOREACH._foreach_add_(means + squares, EPSILON)
+        new = [*(view for each in sums for view in each.views()), *squares]
+        old = [self.state[p][name] for each in sums for name in ("row_var", "col_var") for p in each.params]
+        old = [local_part(moment) for moment in (*old, *(self.state[param]["variance"] for param in whole))]
+        of = [*(p for each in sums for p in each.params * 2), *whole]
+        FOREACH._foreach_lerp_(old, new, self._weights_of_new(of))
+        FOREACH._foreach_copy_(new, old)
+        for each in sums:
             # The mean of all is that of the column means, which every rank has.
-            rows = rows / columns.mean(column, keepdim=True)
-            updates.append((local_part(param.grad) * rows.rsqrt()).mul_(columns.rsqrt()))
+            each.rows.div_(each.columns.mean(1 + each.column, keepdim=True))
+        FOREACH._foreach_rsqrt_(means + squares)
+        updates = [*_each(each.rows * each.columns for each in sums), *squares]
+        FOREACH._foreach_mul_(updates, _gradients(params))
         return updates
 
     def _weights_of_new(self, params: list[nn.Parameter]) -> list[float]:
@@ -211,20 +223,13 @@ class Adafactor(torch.optim.Optimizer):
             state["exp_avg"] = state["exp_avg"].to(torch.bfloat16)
 
 
-def _batches(params: list[nn.Parameter], *, numel: int) -> Iterator[list[nn.Parameter]]:
-    """Yields the parameters in batches of at most `numel` numbers of this rank, so that an update's copies
-    take no more memory than those of the largest parameter.
-    """
-    batch, size = list[nn.Parameter](), 0
-    for param in params:
-        own = local_part(param).numel()
-        if batch and size + own > numel:
-            yield batch
-            batch, size = [], 0
-        batch.append(param)
-        size += own
-    if batch:
-        yield batch
+def _each(stacks: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for stack in stacks for tensor in stack.unbind(0)]
+
+
+def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Returns this rank's parts."""
+    return [local_part(param.grad) for param in params if param.grad is not None]
 
 
 def _zeros_without(dim: int, param: nn.Parameter) -> Tensor:

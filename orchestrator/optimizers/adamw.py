@@ -4,7 +4,7 @@ Source: `mu_dtype` of optax's Adam, as big_vision sets it. An update uses the fi
 the next update starts from the rounded one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -15,9 +15,7 @@ from torch.optim.adamw import adamw
 
 from moe.config import Fraction, NonNegativeFloat
 from moe.parallel import local_part
-from orchestrator.optimizers.base import OptimizerConfig, decay_groups
-
-CHUNK = 1 << 24  # numbers: 64 MiB in float32
+from orchestrator.optimizers.base import FOREACH, OptimizerConfig, chunks, decay_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,8 @@ class AdamW(torch.optim.AdamW):
     """AdamW that holds its first moment in `moment_dtype`, and its second moment in the parameters' dtype.
 
     The kernel needs both in the parameters' dtype. To keep the copy of the first moment small, parameters are
-    updated in chunks, each as large as `CHUNK` or as one parameter. The update is elementwise, so each rank
-    updates its part of a sharded parameter. As in torch, gradients are divided by `grad_scale` if it is set.
+    updated in `chunks`. The update is elementwise, so each rank updates its part of a sharded parameter. As
+    in torch, gradients are divided by `grad_scale` if it is set.
     """
 
     grad_scale: Tensor | None = None
@@ -67,14 +65,15 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for params in _chunks(param for param in group["params"] if param.grad is not None):
+            for params in chunks(param for param in group["params"] if param.grad is not None):
                 self._update(params, group)
 
     def _update(self, params: list[nn.Parameter], group: dict[str, Any]) -> None:
         states = [self.state[param] or self._start(param) for param in params]
         weights = [local_part(param) for param in params]
         kept = [local_part(state["exp_avg"]) for state in states]
-        means = [mean.to(weight.dtype) for mean, weight in zip(kept, weights, strict=True)]
+        means = [torch.empty_like(weight) for weight in weights]
+        FOREACH._foreach_copy_(means, kept)
         adamw(
             weights,
             [local_part(param.grad) for param in params if param.grad is not None],
@@ -92,8 +91,7 @@ class AdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for rounded, mean in zip(kept, means, strict=True):
-            rounded.copy_(mean)
+        FOREACH._foreach_copy_(kept, means)
 
     def _start(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state before the first update."""
@@ -109,15 +107,3 @@ class AdamW(torch.optim.AdamW):
         for state in self.state.values():
             # torch has converted it to the parameter's dtype, which is exact.
             state["exp_avg"] = state["exp_avg"].to(self.moment_dtype)
-
-
-def _chunks(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    chunk, size = list[nn.Parameter](), 0
-    for param in params:
-        chunk.append(param)
-        size += local_part(param).numel()
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

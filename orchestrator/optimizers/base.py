@@ -1,7 +1,7 @@
 """The contract of an optimiser: its config, and the groups of parameters that decay alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -13,6 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 from moe.config import Bound, Config, Family, NonNegativeFloat
 from moe.experts import is_expert
 from moe.model import Model
+from moe.parallel import local_part
+
+# Operators on lists of tensors, of one launch or few on a GPU; torch's own optimisers have them, its public
+# types do not.
+FOREACH: Any = torch
+CHUNK = 1 << 25  # numbers: 128 MiB in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,49 @@ def _weight_decay(config: OptimizerConfig, name: str, *, is_kernel: bool) -> flo
     if name.endswith("router.scale") and config.weight_decay_scale:
         return config.weight_decay_scale
     return config.weight_decay if is_kernel or config.decays == "all" else 0.0
+
+
+def with_gradients(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
+    """Returns the group of each parameter that has a gradient."""
+    return {p: group for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+
+
+def count_steps(states: Iterable[dict[str, Tensor]]) -> None:
+    """Counts an update in the states of parameters, which hold their number of updates on the host."""
+    if steps := [state["step"] for state in states]:
+        FOREACH._foreach_add_(steps, 1)
+
+
+def chunks(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yields parameters in parts of `CHUNK` numbers of this rank and of one parameter at most, so that copies
+    of a part need little memory.
+    """
+    chunk, size = list[nn.Parameter](), 0
+    for param in params:
+        chunk.append(param)
+        size += local_part(param).numel()
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def alike(params: Iterable[nn.Parameter], experts: Container[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Groups parameters that an operator can compute with as one stack: they have one shape, are split over
+    ranks alike, and all or none are of `experts`.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+        groups.setdefault((param.shape, param.dtype, layout, param in experts), []).append(param)
+    return list(groups.values())
+
+
+def empty_stack(params: list[nn.Parameter]) -> Tensor:
+    """Returns memory for the numbers of this rank's parts of parameters that are alike, (params, *shape)."""
+    part = local_part(params[0])
+    return part.new_empty(len(params), *part.shape)
 
 
 def shard_groups(param: nn.Parameter, dim: int) -> list[dist.ProcessGroup]:

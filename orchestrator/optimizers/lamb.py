@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from moe.config import Fraction, NonNegativeFloat
 from moe.parallel import local_part
 from orchestrator.optimizers.base import (
+    FOREACH,
     OptimizerConfig,
+    alike,
+    chunks,
+    count_steps,
     decay_groups,
+    empty_stack,
     expert_stacks,
     shard_groups,
     sum_over_groups,
+    with_gradients,
 )
-
-Updates = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +74,46 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        updates: Updates = {}
-        adapted: Updates = {}
-        for group in self.param_groups:
-            decay = group["weight_decay"]
-            for param in (param for param in group["params"] if param.grad is not None):
-                updates[param] = self._adam(param).add_(local_part(param), alpha=decay)
-                if decay or self.config.always_adapt:
-                    adapted[param] = updates[param]
-        for param, ratio in self._ratios(adapted).items():
-            updates[param].mul_(ratio)
-        for group in self.param_groups:
-            for param in (param for param in group["params"] if param in updates):
-                local_part(param).add_(updates[param], alpha=-group["lr"])
+        groups = with_gradients(self)
+        if not groups:
+            return
+        count_steps(self.state[param] or self._start(param) for param in groups)
+        decays = {param: group["weight_decay"] for param, group in groups.items()}
+        adapted = alike((p for p in groups if decays[p] or self.config.always_adapt), self.stacks)
+        stacks = [empty_stack(params) for params in adapted]
+        updates = dict[nn.Parameter, Tensor]()
+        for params, stack in zip(adapted, stacks, strict=True):
+            updates |= zip(params, stack.unbind(0), strict=True)
+        updates |= {p: torch.empty_like(local_part(p)) for p in groups if p not in updates}
+        for params in chunks(groups):
+            self._adam(params, [updates[param] for param in params], [decays[param] for param in params])
+        if stacks:
+            self._adapt(adapted, stacks)
+        changes = [updates[param] for param in groups]
+        FOREACH._foreach_mul_(changes, [-group["lr"] for group in groups.values()])
+        FOREACH._foreach_add_([local_part(param) for param in groups], changes)
 
-    def _adam(self, param: nn.Parameter) -> Tensor:
-        """Updates the moments, and returns the update of Adam."""
-        config, state = self.config, self.state[param] or self._start(param)
-        state["step"] += 1
-        assert param.grad is not None
-        grad, mean, square = map(local_part, (param.grad, state["exp_avg"], state["exp_avg_sq"]))
-        square.mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
-        if not config.bias_correction:
-            mean.mul_(config.beta1).add_(grad)
-            return mean / (square.sqrt() + config.epsilon)
-        mean.mul_(config.beta1).add_(grad, alpha=1 - config.beta1)
-        step = state["step"].item()
-        root = (square / (1 - config.beta2**step)).sqrt_()
-        return (mean / (1 - config.beta1**step)).div_(root.add_(config.epsilon))
+    def _adam(self, params: list[nn.Parameter], updates: list[Tensor], decays: list[float]) -> None:
+        """Updates the moments, and sets `updates` to those of Adam."""
+        config, states = self.config, [self.state[param] for param in params]
+        weights = [local_part(param) for param in params]
+        grads = [local_part(param.grad) for param in params if param.grad is not None]
+        means, squares = ([local_part(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        FOREACH._foreach_mul_(squares, config.beta2)
+        FOREACH._foreach_addcmul_(squares, grads, grads, 1 - config.beta2)
+        FOREACH._foreach_mul_(means, config.beta1)
+        FOREACH._foreach_add_(means, grads, alpha=1 - config.beta1 if config.bias_correction else 1.0)
+        corrections = [
+            [1 - beta ** state["step"].item() if config.bias_correction else 1.0 for state in states]
+            for beta in (config.beta1, config.beta2)
+        ]
+        roots = FOREACH._foreach_div(squares, corrections[1])
+        FOREACH._foreach_sqrt_(roots)
+        FOREACH._foreach_add_(roots, config.epsilon)
+        FOREACH._foreach_copy_(updates, means)
+        FOREACH._foreach_div_(updates, corrections[0])
+        FOREACH._foreach_div_(updates, roots)
+        FOREACH._foreach_add_(updates, FOREACH._foreach_mul(weights, decays))
 
     def _start(self, param: nn.Parameter) -> dict[str, Tensor]:
         """Returns the state before the first update."""
@@ -108,21 +124,34 @@ class Lamb(torch.optim.Optimizer):
         }
         return self.state[param]
 
-    def _ratios(self, updates: Updates) -> Updates:
-        """Returns the norm of weights by that of the update: one number for a layer, or one for each expert
-        that this rank holds, in the dimensions of the parameter. It is 1 where either norm is 0.
+    def _adapt(self, adapted: list[list[nn.Parameter]], stacks: list[Tensor]) -> None:
+        """Multiplies each layer's update by the norm of its weights over the update's own, or by 1 if one
+        is 0. A stack of experts has a ratio for each expert that this rank holds.
         """
-        squares: Updates = {}
-        for param, update in updates.items():
-            dims = tuple(range(param in self.stacks, update.ndim))
-            both = (local_part(param), update)
-            squares[param] = torch.stack([values.square().sum(dims, keepdim=True) for values in both])
-        sum_over_groups((part, self._shared_by(param)) for param, part in squares.items())
-        ratios: Updates = {}
-        for param, (weight, update) in squares.items():
-            ratio = torch.where((weight > 0) & (update > 0), (weight / update).sqrt(), 1.0)
-            ratios[param] = ratio.clamp(max=1.0) if self.config.trust_clip else ratio
-        return ratios
+        params = [param for each in adapted for param in each]
+        weights = self._layers(params, map(local_part, params))
+        updates = self._layers(params, (update for stack in stacks for update in stack.unbind(0)))
+        squares_2L = torch.stack(FOREACH._foreach_norm(weights + updates)).square().view(2, -1)
+        by_layer = [
+            stack.flatten(0, int(each[0] in self.stacks)) for each, stack in zip(adapted, stacks, strict=True)
+        ]
+        counts = [len(each) for each in by_layer]
+        parts = squares_2L.split(counts, dim=1)
+        sum_over_groups((part, self._shared_by(each[0])) for each, part in zip(adapted, parts, strict=True))
+        weight_L, update_L = squares_2L
+        ratio_L = torch.where((weight_L > 0) & (update_L > 0), (weight_L / update_L).sqrt(), 1.0)
+        if self.config.trust_clip:
+            ratio_L.clamp_(max=1.0)
+        for stack, ratio in zip(by_layer, ratio_L.split(counts), strict=True):
+            stack.mul_(ratio.view(-1, *[1] * (stack.ndim - 1)))
+
+    def _layers(self, params: Iterable[nn.Parameter], tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the tensors of the parameters, and of a stack of experts that of each expert."""
+        return [
+            layer
+            for param, tensor in zip(params, tensors, strict=True)
+            for layer in (tensor.unbind(0) if param in self.stacks else [tensor])
+        ]
 
     def _shared_by(self, param: nn.Parameter) -> list[Any]:
         """Returns the groups of ranks that hold parts of the same layers: whole experts lie on one rank, or

@@ -123,7 +123,7 @@ class ContrastiveConfig(TaskConfig):
         scale, bias = heads["scale"].detach().mean(0) * part
         return share, {
             "train/loss_pairs": share.detach(),
-            "train/loss_of_chance": scale.new_tensor(chance_loss(self.loss, batch_size) * part),
+            "train/loss_of_chance": scale.new_full((), chance_loss(self.loss, batch_size) * part),
             "train/scale": (scale / part).exp() * part,
             "train/bias": bias,
             "train/text_acc1": right.sum() / pairs.valid_B.sum(),

@@ -5,15 +5,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch._inductor.loop_body import CaptureIndexing
+from torch._inductor.utils import get_code
 
 from moe.experts import Experts
 from moe.init import dropout, gaussian, init_weights, mix, split, uniform
 from moe.models.vit import ViT
+from moe.overrides import RoutingOverrides
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig, TokenChoiceConfig
+from moe.routers.hash import by_number
 from tests.moe.parts import each_kind, each_model, vit_config
 
 
@@ -186,6 +192,35 @@ def test_split_does_not_depend_on_how_many_are_drawn():
     for count in (1, 2, 99):
         assert torch.equal(split(keys, count), many[..., :count])
     assert split(keys, 4).dtype == torch.int64
+
+
+SUBSETS = RoutingOverrides(experts=2, subset_seed=5)
+KEYS_OF_PLACES = {
+    "split": lambda x: split(x, 8),
+    "salt by number": lambda x: mix(torch.arange(8), 5) + x,
+    "salt by place": lambda x: mix(torch.arange(8), torch.arange(8)) + x,
+    "hash": lambda x: by_number(torch.arange(8), 4, 5) + x,
+    "subsets": lambda x: SUBSETS.kept(x.expand(8, 8).float()),
+}
+
+
+@pytest.mark.parametrize("keys", KEYS_OF_PLACES.values(), ids=KEYS_OF_PLACES)
+def test_a_compiler_computes_keys_of_places_in_int64(keys, monkeypatch):
+    """Inductor turns sums and products of an arange into an index, which on a GPU is an int32, where a larger
+    constant does not compile: https://github.com/pytorch/pytorch/issues/175966. Here it makes C++, of the
+    same indices, and compiles nothing.
+    """
+    indices, index_expr = [], CaptureIndexing.index_expr
+
+    def record(handler, index, dtype):
+        indices.append(index)
+        return index_expr(handler, index, dtype)
+
+    monkeypatch.setattr(CaptureIndexing, "index_expr", record)
+    with inductor.patch({"cpp.simdlen": 1, "fx_graph_cache": False}):  # 1: no trial of the machine
+        get_code(torch.compile(keys), torch.arange(8))
+    assert indices
+    assert all(abs(number) < 2**31 for index in indices for number in index.atoms(sympy.Integer))
 
 
 def test_keys_of_a_slice_are_the_slice_of_the_keys():

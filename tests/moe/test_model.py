@@ -43,6 +43,13 @@ def with_a_head(model: Model) -> Model:
     return model.eval()
 
 
+def test_models_compute_convolutions_without_tf32(monkeypatch):
+    """Which torch has on by default."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    vit_config(None).build(seed=None)
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize("config", MODELS)
 def test_measured_costs_are_those_of_the_formulas(config):
     """Multiply-adds to the number; of the activations, the formulas leave out what is small."""

@@ -43,14 +43,8 @@ BFLOAT16 = (2e-3, 0.05)
 
 
 @pytest.fixture(autouse=True)
-def _exact_float32() -> Iterator[None]:
-    """No TF32: matmuls have none by default, convolutions do."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+def _compile_anew() -> Iterator[None]:
     yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
     torch.compiler.reset()
 
 

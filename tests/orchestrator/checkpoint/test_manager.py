@@ -57,6 +57,18 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     assert torch.equal(snapshot.copies["weight"], linear.weight)
 
 
+def test_the_thread_has_the_gpu_of_its_worker(tmp_path, monkeypatch):
+    """A thread begins on GPU 0, where the first call would make a context for each worker of the node."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: chosen.append((threading.current_thread().name, gpu))
+    )
+    Checkpoints(str(tmp_path), BESIDE)._beside.submit(int).result()
+    assert chosen == [("checkpoint_0", 3)]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_state_at_the_call_is_saved(name, blocked, tmp_path, monkeypatch):
     """`save` returns before anything is written. One copy is made, before training starts."""

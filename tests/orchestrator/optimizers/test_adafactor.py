@@ -13,6 +13,7 @@ from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
+from orchestrator.optimizers import base
 from orchestrator.optimizers.adafactor import Adafactor, factored_dims
 from tests.moe.parity import TOLERANCE, default_dtype, spawn
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SMALL, train
@@ -20,12 +21,16 @@ from tests.orchestrator.checkpoint.small_runs import ADAFACTOR, SMALL, train
 RATES = [0.0, *(1e-2 / (1 + step) for step in range(19))]  # the first update of a warm-up has rate 0
 CAP = 0.8  # reached at the 8th update
 # The shape of a parameter and the dimensions of its rows and columns; `EXPERTS` are two experts' weights.
+# Of equal shapes, one lacks some gradients, and one is of experts.
 SHAPES = [
     ((7, 3), (0, 1)),
     ((2, 3, 5), (1, 2)),
     ((4, 3, 1, 4), (0, 3)),
     ((5, 2), None),
     ((), None),
+    ((4,), None),
+    ((7, 3), (0, 1)),
+    ((6, 5), (0, 1)),
     ((4,), None),
 ]
 EXPERTS = [((6, 3, 4), (1, 2)), ((6, 5), None)]
@@ -106,7 +111,9 @@ class Definition:
                     variance[i, j] = rows[i, 0] * columns[0, j] / sum(rows[k, 0] for k in range(n))
 
 
-def test_it_is_its_definition() -> None:
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 25])
+def test_it_is_its_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "CHUNK", chunk)
     ours = params_of()
     optimizer = optimizer_of(ours)
     pairs = zip(ours, SHAPES + EXPERTS, strict=True)

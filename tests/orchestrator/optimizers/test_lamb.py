@@ -11,7 +11,7 @@ from moe.models.vit import ViT
 from moe.parallel import build_sharded, make_mesh
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.optimizers import LambConfig
+from orchestrator.optimizers import LambConfig, base
 from orchestrator.optimizers.lamb import Lamb
 from tests.moe.parity import TOLERANCE, default_dtype, spawn
 from tests.orchestrator.checkpoint.small_runs import SMALL, train
@@ -33,20 +33,26 @@ def literal(weight: Tensor, grads: list[Tensor], decay: float, config: LambConfi
     return weight
 
 
-def test_the_definition_layer_by_layer() -> None:
-    """Weights of zeros and a layer without gradients are among them; the last stack holds four experts."""
+@pytest.mark.parametrize("chunk", [1, 20, 1 << 25])
+def test_the_definition_layer_by_layer(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of zeros, a layer without gradients and equal shapes are among them; the last two stacks hold
+    four experts each.
+    """
+    monkeypatch.setattr(base, "CHUNK", chunk)
     rng, config = torch.Generator().manual_seed(0), LambConfig(beta1=0.8, beta2=0.9, epsilon=1e-3)
-    shapes = [(5, 3), (7,), (3, 4), (4, 2, 3)]
+    shapes = [(5, 3), (7,), (3, 4), (5, 3), (4, 2, 3), (4, 2, 3), (4, 2, 3)]
     params = [nn.Parameter(torch.randn(shape, generator=rng, dtype=torch.float64)) for shape in shapes]
     params[2].data.zero_()
     grads = [[torch.randn(p.shape, generator=rng, dtype=p.dtype) for _ in RATES] for p in params]
-    for grad in grads[3]:
+    for grad in grads[-1]:
         grad[1] = 0.0  # an expert that no token chooses
-    decays = [DECAY, 0.0, DECAY, DECAY]
-    expected = [literal(p.detach(), g, d, config) for p, g, d in zip(params, grads, decays, strict=True)][:3]
-    each = [literal(params[3][e].detach(), [grad[e] for grad in grads[3]], DECAY, config) for e in range(4)]
+    decays = [DECAY, 0.0, *[DECAY] * 5]
+    expected = [literal(p.detach(), g, d, config) for p, g, d in zip(params, grads, decays, strict=True)]
+    for i in (5, 6):
+        each = [literal(params[i][e].detach(), [g[e] for g in grads[i]], DECAY, config) for e in range(4)]
+        expected[i] = torch.stack(each)
     built = Lamb(
-        [{"params": [p], "weight_decay": d} for p, d in zip(params, decays, strict=True)], config, params[3:]
+        [{"params": [p], "weight_decay": d} for p, d in zip(params, decays, strict=True)], config, params[5:]
     )
     for step, rate in enumerate(RATES):
         for group in built.param_groups:
@@ -54,7 +60,7 @@ def test_the_definition_layer_by_layer() -> None:
         for param, own in zip(params, grads, strict=True):
             param.grad = own[step].clone()
         built.step()
-    for param, wanted in zip(params, [*expected, torch.stack(each)], strict=True):
+    for param, wanted in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-14)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.config import members
 from moe.experts import is_expert
@@ -15,11 +16,12 @@ from moe.layer import MoEConfig
 from moe.models.text import TextConfig
 from moe.models.two_towers import TwoTowersConfig
 from moe.models.vit import ViT
-from moe.presets import PRESETS
+from moe.parallel import build_whole, update
+from moe.presets import PRESETS, VITS
 from moe.routers import MixtureConfig, RouterConfig, SoftConfig
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
-from orchestrator.optimizers import AdafactorConfig, AdamWConfig, OptimizerConfig, SGDConfig
+from orchestrator.optimizers import AdafactorConfig, AdamWConfig, LambConfig, OptimizerConfig, SGDConfig
 from orchestrator.optimizers.adafactor import Adafactor
 from orchestrator.optimizers.adamw import AdamW
 from orchestrator.optimizers.base import RatesConfig
@@ -106,6 +108,46 @@ def test_sgd_has_a_closed_form() -> None:
     one = start - 0.2 * (first + 0.1 * start)
     two = one - 0.2 * (0.5 * (first + 0.1 * start) + second + 0.1 * one)
     torch.testing.assert_close(layer.weight.detach(), two)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute or copy; one on a list of tensors counts once."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        idle = any(word in func.__name__ for word in ("empty", "detach", "view", "_local_scalar_dense"))
+        self.count += not (func.is_view or idle)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("config", "operators"),
+    [
+        (AdamWConfig(), 14),
+        (AdamWConfig(state_dtype="bfloat16"), 18),
+        (SGDConfig(), 15),
+        (AdafactorConfig(), 58),
+        (LambConfig(), 43),
+    ],
+    ids=["adamw", "adamw bfloat16", "sgd", "adafactor", "lamb"],
+)
+def test_an_update_takes_few_operators(config: OptimizerConfig, operators: int) -> None:
+    """A thin S/16, with as many parameters and shapes: `docs/gpu.md` has these numbers. An update clips, and
+    rounds copies of the weights.
+    """
+    thin = replace(VITS["S/16"], width=96, mlp_dim=384, heads=3)
+    model = build_whole(thin, torch.device("cpu"), seed=None, compute_dtype=torch.bfloat16)
+    optimizer, params = config.build(model), list(model.parameters())
+    assert len(params) == 175
+    for group in optimizer.param_groups:
+        group["foreach"] = True  # as torch chooses on a GPU
+    for param in params:
+        param.grad = torch.ones_like(param)
+    update(model, optimizer, 1.0)  # makes the state
+    with Operators() as counted:
+        update(model, optimizer, 1.0)
+    assert counted.count <= operators
 
 
 DECAYS = {  # the last two parts of every name in a ViT whose weights decay

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe.init import mix
 from moe.layer import MoEConfig
@@ -26,6 +27,7 @@ from orchestrator.tasks.contrastive import ContrastiveConfig, Pairs, chance_loss
 from orchestrator.training.loop import evaluate, train_step
 from orchestrator.training.worker import build_model
 from tests.moe.parity import default_dtype, share, spawn
+from tests.moe.test_graphed import OnDevice
 
 BATCH, STEPS, CAPTIONS, LENGTH = 8, 3, 2, 6
 WORDS = WordsConfig(vocabulary="\n".join(["a", "photo", "of", "the", "digit", "zero", "one", "two", "three"]))
@@ -111,6 +113,18 @@ def test_nothing_learnt_is_the_loss_of_chance(kind: Any) -> None:
     losses, right = pair_losses(kind, pairs)
     assert float(losses.mean()) == pytest.approx(chance_loss(kind, n), rel=1e-5)
     assert float(right.mean()) == pytest.approx(1 / n)  # not 1: equal cosines find nothing
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_a_loss_waits_for_nothing(loss: Any) -> None:
+    """Fake tensors need no GPU; what is copied to it comes from the host."""
+    with FakeTensorMode():
+        batch = random_batch().map(lambda field: field.cuda())
+        heads = {name: torch.empty(BATCH, 4, device="cuda") for name in ("image", "text")}
+        heads["scale"] = torch.empty(BATCH, 2, device="cuda")
+        with OnDevice():
+            share, metrics = ContrastiveConfig(loss=loss).loss_share(heads, batch, BATCH)
+    assert all(value.is_cuda for value in (share, *metrics.values()))
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
