@@ -33,9 +33,17 @@ class Layer(nn.Module):
     """A MoE layer without noise and statistics. Its router has float32 weights."""
 
     def __init__(
-        self, router: RouterConfig, experts: int, dim: int = DIM, *, small: int = 1, shared: bool = False
+        self,
+        router: RouterConfig,
+        experts: int,
+        dim: int = DIM,
+        *,
+        small: int = 1,
+        shared: bool = False,
+        seed: int | None = 0,
     ) -> None:
-        """`small`: the part of an MLP that an expert is; `shared`: half an MLP beside the experts."""
+        """`small`: the part of an MLP that an expert is; `shared`: half an MLP beside the experts; `seed`:
+        None leaves the weights unset."""
         super().__init__()
         config = MoEConfig(
             num_experts=experts,
@@ -43,7 +51,7 @@ class Layer(nn.Module):
             expert_dim=4 * dim // small,
             shared_dim=2 * dim if shared else None,
         )
-        self.layer = MoELayer(config, dim=dim, hidden=4 * dim)
+        self.layer = MoELayer(config, dim=dim, hidden=4 * dim, seed=seed)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.layer(x_BSD)
