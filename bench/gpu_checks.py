@@ -111,23 +111,20 @@ class Bench:
         """
         for _ in range(2):
             step()
+        flush = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.uint8, device=self.device)
         self.sync()
         began, marks = time.perf_counter(), []
         step()
         host_s = time.perf_counter() - began
         for _ in range(3 if self.tiny else repeats):
             if self.cuda:
-                self._flush.zero_()
+                flush.zero_()
                 torch.cuda._sleep(int(2 * min(host_s, 0.05) * CYCLES_PER_S))
             first = self.mark()
             step()
             marks.append((first, self.mark()))
         self.sync()
         return median([self.between(*pair) for pair in marks])
-
-    @cached_property
-    def _flush(self) -> Tensor:
-        return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
 
     @cached_property
     def memory(self) -> float:
@@ -308,7 +305,7 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     names = [parameter for parameter, _ in model.named_parameters()]
     with Operators() as operators:
         forward_backward(model, batch)
-    row["attention"] = ", ".join(sorted(operators.attention))
+    row["attention"] = ", ".join(operators.attention) or "matmuls"
     for mode, deterministic in (("by_default", False), ("deterministic", True)):
         torch.use_deterministic_algorithms(deterministic)
         try:
@@ -408,6 +405,6 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         idle = func.is_view or any(word in func.__name__ for word in ("empty", "detach", "view"))
         self.count += not idle
-        if "attention" in func.__name__:
+        if "attention" in func.__name__ and "backward" not in func.__name__:
             self.attention.add(func.__name__)
         return func(*args, **(kwargs or {}))
