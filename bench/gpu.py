@@ -35,7 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.gpu_checks import Bench, Case, Row, Rows, compare, correct, launched, launches
+from bench.gpu_checks import Bench, Case, Cases, Row, Rows, compare, correct, launched, launches
 from bench.gpu_speed import Run, infer, inference, layers, models, tf32, train, training
 from bench.harness import options
 from bench.provenance import accelerator, provenance
@@ -56,7 +56,7 @@ def compiled(bench: Bench, rows: Rows) -> Iterator[Case]:
 
 
 # part -> its cases, and its share of the time relative to the other parts
-PARTS: dict[str, tuple[Callable[[Bench, Rows], Iterator[Case]], float]] = {
+PARTS: dict[str, tuple[Cases, float]] = {
     "correct": (correct, 3),
     "launches": (launches, 2),
     "training": (training, 4),
@@ -86,49 +86,39 @@ def main() -> int:
     if found := [f"{key}={result[key]}" for key in what if result[key] != what[key]]:
         raise SystemExit(f"{out} has results of {', '.join(found)}: use another --out")
     result["runs"].append(origin)
-    parts = {name: result["parts"].setdefault(name, {"rows": {}}) for name in args.parts or PARTS}
-    for number, (name, part) in enumerate(parts.items()):
+    parts = args.parts or [*PARTS]
+    for number, name in enumerate(parts):
         # What a part leaves over, later parts may use.
-        share = PARTS[name][1] / sum(PARTS[other][1] for other in [*parts][number:])
+        share = PARTS[name][1] / sum(PARTS[other][1] for other in parts[number:])
         until = time.monotonic() + share * (end - time.monotonic())
-        cases, run = PARTS[name][0](bench, part["rows"]), len(result["runs"]) - 1
-        run_part(name, bench, cases, until, part, {"run": run}, lambda: write(out, result))
-    return int(any(part["failed"] or part["error"] for part in parts.values()))
+        run_part(name, PARTS[name][0], bench, until, result, out)
+    return int(any(result["parts"][name]["failed"] or result["parts"][name]["error"] for name in parts))
 
 
-def run_part(
-    name: str,
-    bench: Bench,
-    cases: Iterator[Case],
-    until: float,
-    part: Row,
-    origin: Row,
-    save: Callable[[], None],
-) -> None:
+def run_part(name: str, cases: Cases, bench: Bench, until: float, result: Row, out: Path) -> None:
     """Runs the cases of a part whose rows are missing or failed. A case that raises leaves its error, and the
     others run."""
-    rows: Rows = part["rows"]
+    part = result["parts"].setdefault(name, {"rows": {}})
     part |= {"left_out": [], "error": ""}
+    rows: Rows = part["rows"]
     try:
-        for label, case in cases:
+        for label, case in cases(bench, rows):
             if label in rows and not has_failed(rows[label]):
                 continue
             if time.monotonic() >= until:
                 part["left_out"].append(label)
                 continue
             began = time.monotonic()
-            row = attempt(bench, case)
-            rows[label] = {**row, **origin, "seconds": time.monotonic() - began}
+            rows[label] = row = attempt(bench, case)
+            row |= {"seconds": time.monotonic() - began, "run": len(result["runs"])}
             values = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-            print(f"{rows[label]['seconds']:5.1f} s  {name}: {label}: {', '.join(values)[:300]}", flush=True)
-            save()
+            print(f"{name}, {label}: {', '.join(values)[:300]}", flush=True)
+            write(out, result)
     except Exception:
         part["error"] = traceback.format_exc()[-2000:]
     part["failed"] = [label for label, row in rows.items() if has_failed(row)]
-    print(
-        f"{name}: {len(rows)} rows; failed: {part['failed']}; no time for: {part['left_out']}", part["error"]
-    )
-    save()
+    print(name, f"{len(rows)} rows; failed: {part['failed']}; no time for: {part['left_out']}", part["error"])
+    write(out, result)
 
 
 def has_failed(row: Row) -> bool:

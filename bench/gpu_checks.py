@@ -78,6 +78,7 @@ MAX_NORM = 1.0
 Row = dict[str, Any]
 Rows = dict[str, Row]  # of a part, by the names of its cases
 Case = tuple[str, Callable[[], Row]]
+Cases = Callable[["Bench", Rows], Iterator[Case]]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -245,15 +246,15 @@ def decision(routing: Routing) -> Tensor | None:
 def decided(decisions: list[Tensor]) -> ExitStack:
     """Returns a context in which routers decide as they did in another forward pass."""
     left, stack = iter(decisions), ExitStack()
+
+    def take_next(make: Callable[..., Routing], _: Tensor, **rest: Any) -> Routing:
+        return make(next(left), **rest)
+
     for module in {sys.modules[base.__module__] for kind in members(RouterConfig) for base in kind.__mro__}:
         for name in ("gather_routing", "rows_routing"):
             if make := getattr(module, name, None):
-                stack.enter_context(patch.object(module, name, partial(_decided, make, left)))
+                stack.enter_context(patch.object(module, name, partial(take_next, make)))
     return stack
-
-
-def _decided(make: Callable[..., Routing], left: Iterator[Tensor], _: Tensor, **rest: Any) -> Routing:
-    return make(next(left), **rest)
 
 
 def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool = False) -> Row:

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.gpu_checks import ROUTERS as CHECKED
 from bench.gpu_checks import Bench, Case, Row, Rows, TrainStep, allow_tf32
 from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
-from moe import MoEConfig, SoftConfig, ViT, ViTConfig
+from moe import ExpertChoiceConfig, MoEConfig, SoftConfig, ViT, ViTConfig
 from moe.cost import forward_gflops_2mac, num_params, param_shapes, slots_per_token, train_flops_6mac
 from moe.experts import Experts
 from moe.parallel import ParallelConfig, build_whole
 from moe.presets import VITS
 from moe.routers import RouterConfig
-from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
 
 OTHERS = {name: router for router in ROUTERS for name in PEERS[router]}  # peer -> its router
 EQUAL_SLOTS = 4096  # of all experts together, where the number of experts varies
@@ -72,18 +72,12 @@ class Matmuls(nn.Module):
         return F.grouped_mm(h_MF, w_out, offs=self.end_E).view_as(x_END)
 
 
-SOLVERS = {  # the affinity, and the slots per expert as a share of S / E
-    "sinkhorn": (SinkhornConfig(), 1),
-    "sparse transport, E*C <= S": (SparseTransportConfig(), 1),
-    "sparse transport, E*C > S": (SparseTransportConfig(), 2),
-}
-
-
 def layers(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Transport solvers, the experts' matmuls and whole layers; rows per expert as in the papers first."""
     yield "ceilings", bench.ceilings
-    for name in SOLVERS:
-        yield name, partial(solver, bench, name)
+    for name, router in CHECKED.items():
+        if isinstance(router, ExpertChoiceConfig) and router.affinity.kind != "softmax":
+            yield f"solver of {name}", partial(solver, bench, router)
     all_rows, experts, dims = (256, 1024, 64, 4096), (32, 128, 8, 256), (DIM, 1024, 768)
     if bench.tiny:
         all_rows, experts, dims = (64,), (8,), (32, DIM)
@@ -98,18 +92,13 @@ def layers(bench: Bench, rows: Rows) -> Iterator[Case]:
 
 
 @torch.no_grad()
-def solver(bench: Bench, name: str) -> Row:
+def solver(bench: Bench, router: ExpertChoiceConfig) -> Row:
     """Time of a MoE layer's transport plans for 256 images in groups of 8; on a GPU, of a replayed graph."""
-    groups, tokens, experts = (2, 64, 4) if bench.tiny else (32, 1576, 32)
-    logits_GSE = torch.randn(groups, tokens, experts, device=bench.device)
-    affinity, factor = SOLVERS[name]
-    given = (
-        logits_GSE,
-        logits_GSE.softmax(-1),
-        logits_GSE.new_ones(groups, tokens),
-        factor * tokens // experts,
-    )
-    return {"ms": 1000 * bench.seconds(lambda: affinity.plan(*given))}
+    G, S, E = (2, 64, 4) if bench.tiny else (32, 1576, 32)
+    logits_GSE, valid_GS = torch.randn(G, S, E, device=bench.device), torch.ones(G, S, device=bench.device)
+    gates_GSE, capacity = logits_GSE.softmax(-1), router.slots(num_tokens=S, num_experts=E)
+    plan = partial(router.affinity.plan, logits_GSE, gates_GSE, valid_GS, capacity)
+    return {"ms": 1000 * bench.seconds(plan)}
 
 
 def layer(bench: Bench, shape: Shape, name: str) -> Row:
@@ -124,7 +113,9 @@ def layer(bench: Bench, shape: Shape, name: str) -> Row:
             except ImportError as error:
                 return {"skipped": f"not installed: {error.name}"}
         elif router:
-            module = Layer(router, shape.experts, shape.dim, seed=None)  # drawn below
+            with torch.device("meta"):  # where no weights are drawn
+                module = Layer(router, shape.experts, shape.dim)
+            module.to_empty(device=bench.device)
         else:
             plain = name == "experts"
             module = (
@@ -347,26 +338,23 @@ def infer(bench: Bench, name: str, images: int, rows: Rows, base: str, *, compil
 
 
 def tf32(bench: Bench, rows: Rows) -> Iterator[Case]:
-    """Float32 with and without TF32: speed, and the error against float64."""
-    for what, allowed in product(("matmul", "convolution"), (False, True)):
-        yield f"{what}, TF32 {'on' if allowed else 'off'}", partial(rounded, bench, what, allowed)
-
-
-def rounded(bench: Bench, what: str, allowed: bool) -> Row:
-    """The experts' first matmul of S/16, or the convolution of B/16's patches."""
+    """Float32 with and without TF32: the experts' first matmul of S/16, and B/16's convolution of patches."""
     count, size = (2, 32) if bench.tiny else (128, 224)
-    shapes = ((count, 256, DIM), (count, DIM, 4 * DIM))
-    operator: Callable[..., Tensor] = torch.bmm
-    if what == "convolution":
-        shapes, operator = ((count, 3, size, size), (768, 3, 16, 16)), partial(F.conv2d, stride=16)
+    convolution = partial(F.conv2d, stride=16), (count, 3, size, size), (768, 3, 16, 16)
+    matmul = torch.bmm, (count, SLOTS, DIM), (count, DIM, 4 * DIM)
+    for name, what in (("matmul", matmul), ("convolution", convolution)):
+        for allowed in (False, True):
+            yield f"{name}, TF32 {'on' if allowed else 'off'}", partial(rounded, bench, allowed, *what)
+
+
+def rounded(bench: Bench, allowed: bool, operator: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Row:
+    """Time, and the error against float64."""
     a, b = (torch.randn(*shape, device=bench.device) for shape in shapes)
     exact = operator(a.double(), b.double())
     allow_tf32(allowed)
     try:
-        error = (operator(a, b) - exact).norm() / exact.norm()
-        seconds = bench.seconds(lambda: operator(a, b))
+        error = ((operator(a, b) - exact).norm() / exact.norm()).item()
+        ms = 1000 * bench.seconds(lambda: operator(a, b))
     finally:
         allow_tf32(False)
-    flops = 2 * exact.numel() * (DIM if what == "matmul" else b[0].numel())
-    row = {"relative_error": error.item(), "ms": 1000 * seconds, "tflops": flops / seconds / 1e12}
-    return row | {"passed": row["relative_error"] < (TF32_ERROR if allowed else FLOAT32_ERROR)}
+    return {"relative_error": error, "ms": ms, "passed": error < (TF32_ERROR if allowed else FLOAT32_ERROR)}

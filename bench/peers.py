@@ -33,17 +33,9 @@ class Layer(nn.Module):
     """A MoE layer without noise and statistics. Its router has float32 weights."""
 
     def __init__(
-        self,
-        router: RouterConfig,
-        experts: int,
-        dim: int = DIM,
-        *,
-        small: int = 1,
-        shared: bool = False,
-        seed: int | None = 0,
+        self, router: RouterConfig, experts: int, dim: int = DIM, *, small: int = 1, shared: bool = False
     ) -> None:
-        """`small`: the part of an MLP that an expert is; `shared`: half an MLP beside the experts; `seed`:
-        None leaves the weights unset."""
+        """`small`: the part of an MLP that an expert is; `shared`: half an MLP beside the experts."""
         super().__init__()
         config = MoEConfig(
             num_experts=experts,
@@ -51,7 +43,7 @@ class Layer(nn.Module):
             expert_dim=4 * dim // small,
             shared_dim=2 * dim if shared else None,
         )
-        self.layer = MoELayer(config, dim=dim, hidden=4 * dim, seed=seed)
+        self.layer = MoELayer(config, dim=dim, hidden=4 * dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.layer(x_BSD)

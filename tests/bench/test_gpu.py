@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +61,8 @@ def test_every_case_runs_once(tmp_path):
     assert (left_out["rows"], left_out["left_out"]) == ({}, [*parts["inference"]["rows"]])
 
 
-def test_a_rerun_repeats_only_what_failed_or_is_missing(tiny):
-    ran, works = list[str](), False
+def test_a_rerun_repeats_only_what_failed_or_is_missing(tiny, tmp_path):
+    ran, works, out = list[str](), False, tmp_path / "gpu.json"
 
     def case(name: str, passed: bool) -> dict[str, Any]:
         ran.append(name)
@@ -68,20 +70,20 @@ def test_a_rerun_repeats_only_what_failed_or_is_missing(tiny):
             raise ValueError("no")
         return {"passed": passed}
 
-    part: dict[str, Any] = {"rows": {}}
-
-    def run(*names: str, seconds: float = 60) -> None:
+    def run(*names: str, seconds: float = 60) -> dict[str, Any]:
         ran.clear()
-        cases = ((name, lambda name=name: case(name, works or name != "misses")) for name in names)
-        run_part("part", tiny, cases, gpu_checks.time.monotonic() + seconds, part, {"run": 0}, lambda: None)
+        cases = [(name, partial(case, name, works or name != "misses")) for name in names]
+        result = json.loads(out.read_text()) if out.exists() else {"runs": [], "parts": {}}
+        run_part("part", lambda *_: iter(cases), tiny, time.monotonic() + seconds, result, out)
+        return json.loads(out.read_text())["parts"]["part"]
 
-    run("right", "misses", "raises")
+    part = run("right", "misses", "raises")
     assert ran == ["right", "misses", "raises"]
     assert part["failed"] == ["misses", "raises"]
-    run("right", "misses", "new", seconds=-1)
+    part = run("right", "misses", "new", seconds=-1)
     assert (ran, part["left_out"], len(part["rows"])) == ([], ["misses", "new"], 3)
     works = True
-    run("right", "misses", "raises", "new")
+    part = run("right", "misses", "raises", "new")
     assert ran == ["misses", "raises", "new"]
     assert (part["failed"], part["left_out"]) == ([], [])
 
