@@ -45,11 +45,11 @@ def compiled(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Cases of other parts with compiled blocks."""
     for name in ("token choice", "soft"):
         yield f"correct: {name}", partial(compare, bench, name, torch.bfloat16, compiled=True)
-    for name in ("dense", "soft"):
-        yield f"launches: {name}", partial(launched, bench, name, rows, "launches: dense", compiled=True)
     for name in ("S/16", "soft-S/16-128e"):
         run = Run(f"training: {name}", models()[name], "training: S/16", compiled=True)
         yield run.label, partial(train, bench, run, rows)
+    for name in ("dense", "soft"):
+        yield f"launches: {name}", partial(launched, bench, name, rows, "launches: dense", compiled=True)
     for name in ("S/16", "soft-S/16-128e"):
         call = partial(infer, bench, name, 4 if bench.tiny else 256, rows, "inference: S/16", compiled=True)
         yield f"inference: {name}", call
