@@ -1,19 +1,19 @@
 """Results, launches and speed of layers, training and inference on one GPU.
 
-  python bench/gpu.py --out FILE [--parts correct launches layers training inference] [--budget-s 420]
-      [--device cuda|cpu] [--tiny]
+  python bench/gpu.py --out FILE [--minutes 9] [--parts correct launches ..] [--device cuda|cpu] [--tiny]
 
-Needs `moe` and torch alone. FILE is written after every case; the same command again runs the parts that are
-missing from it, had errors or left out cases, and `--parts` runs the named ones in any case. A part begins
-with its most telling cases and lists those for which no time was left. Exits with 1 if a case failed or
-missed its bound.
+Needs torch and what `moe` imports, numpy and safetensors. FILE is written after every case. The same command
+again runs the cases that are missing from it or failed, and keeps the others; another FILE begins anew. Parts
+share the minutes; the most telling come first, and in each its most telling cases. Exits with 1 if a case
+failed or missed its bound.
 
-correct     every router in float32 and bfloat16, eager and compiled, against float64 on the CPU; bits of
-            repeated gradients
+correct     every router in float32 and bfloat16 against float64 on the CPU; bits of repeated gradients
 launches    syncs, kernels and the host's time of training steps
-layers      MoE layers, their matmuls, plain matmuls and peers against the device's measured ceilings
 training    images/s, memory and phases of whole models; the number of experts at equal slots, in one block
+layers      transport solvers, MoE layers, their matmuls, plain matmuls and peers against measured ceilings
 inference   images/s of the same models
+tf32        error and speed of float32 with and without TF32
+compiled    a few of these cases under torch.compile, which takes most of their time
 
 With --tiny, sizes are such that a CPU needs less than a minute, and no figure means anything.
 """
@@ -25,8 +25,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 # Deterministic algorithms need it, from the first use of CUDA on.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -35,25 +35,42 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.gpu_checks import Bench, Case, Row, correct, launches
-from bench.gpu_speed import inference, layers, training
+from bench.gpu_checks import Bench, Case, Cases, Row, Rows, compare, correct, launched, launches
+from bench.gpu_speed import Run, infer, inference, layers, models, tf32, train, training
 from bench.harness import options
 from bench.provenance import accelerator, provenance
 
+
+def compiled(bench: Bench, rows: Rows) -> Iterator[Case]:
+    """Cases of other parts with compiled blocks."""
+    for name in ("token choice", "soft"):
+        yield f"correct: {name}", partial(compare, bench, name, torch.bfloat16, compiled=True)
+    for name in ("S/16", "soft-S/16-128e"):
+        run = Run(f"training: {name}", models()[name], "training: S/16", compiled=True)
+        yield run.label, partial(train, bench, run, rows)
+    for name in ("dense", "soft"):
+        yield f"launches: {name}", partial(launched, bench, name, rows, "launches: dense", compiled=True)
+    for name in ("S/16", "soft-S/16-128e"):
+        call = partial(infer, bench, name, 4 if bench.tiny else 256, rows, "inference: S/16", compiled=True)
+        yield f"inference: {name}", call
+
+
 # part -> its cases, and its share of the time relative to the other parts
-PARTS: dict[str, tuple[Callable[[Bench], Iterator[Case]], float]] = {
+PARTS: dict[str, tuple[Cases, float]] = {
     "correct": (correct, 3),
     "launches": (launches, 2),
-    "layers": (layers, 3),
     "training": (training, 4),
-    "inference": (inference, 2),
+    "layers": (layers, 3),
+    "inference": (inference, 1),
+    "tf32": (tf32, 1),
+    "compiled": (compiled, 4),
 }
 
 
 def main() -> int:
     gpu = torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
-    args = options(__doc__, out="gpu.json", parts=(), budget_s=420.0, device=device, tiny=False)
+    args = options(__doc__, out="gpu.json", parts=(), minutes=9.0, device=device, tiny=False)
     if args.device == "cuda" and not gpu:
         raise SystemExit("torch finds no GPU: use --device cpu")
     if args.tiny:
@@ -62,49 +79,53 @@ def main() -> int:
         # Graphs are traced, but a compiler for CPUs would take minutes.
         torch.compiler.set_stance("default", force_backend="aot_eager")
     gc.freeze()  # what is imported is not looked through after every case
-    bench, end = Bench(torch.device(args.device), args.tiny), time.monotonic() + args.budget_s
-    what, out = {"device": args.device, "tiny": args.tiny}, Path(args.out)
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"parts": {}, **what}
-    if what != {key: result[key] for key in what}:
-        raise SystemExit(f"{out} has results of {result['device']}, tiny={result['tiny']}")
-    parts = args.parts or [name for name in PARTS if not result["parts"].get(name, {}).get("finished")]
+    bench, end = Bench(torch.device(args.device), args.tiny), time.monotonic() + 60 * args.minutes
+    origin, out = provenance("torch") | accelerator(), Path(args.out)
+    what = {"device": args.device, "gpu": origin.get("gpu", ""), "tiny": args.tiny}
+    result = json.loads(out.read_text()) if out.exists() else {**what, "runs": [], "parts": {}}
+    if found := [f"{key}={result[key]}" for key in what if result[key] != what[key]]:
+        raise SystemExit(f"{out} has results of {', '.join(found)}: use another --out")
+    result["runs"].append(origin)
+    parts = args.parts or [*PARTS]
     for number, name in enumerate(parts):
         # What a part leaves over, later parts may use.
         share = PARTS[name][1] / sum(PARTS[other][1] for other in parts[number:])
-        found = result["parts"][name] = {"origin": provenance("torch") | accelerator()}
         until = time.monotonic() + share * (end - time.monotonic())
-        run_part(name, bench, until, found, lambda: write(out, result))
-    return int(any(result["parts"][name]["failed"] for name in parts))
+        run_part(name, PARTS[name][0], bench, until, result, out)
+    return int(any(result["parts"][name]["failed"] or result["parts"][name]["error"] for name in parts))
 
 
-def run_part(name: str, bench: Bench, until: float, found: Row, save: Callable[[], None]) -> None:
-    """Runs the cases of a part into `found`. A case that raises leaves its error, and the others run."""
-    began = time.monotonic()
-    found |= {"rows": [], "left_out": [], "error": "", "finished": False}
+def run_part(name: str, cases: Cases, bench: Bench, until: float, result: Row, out: Path) -> None:
+    """Runs the cases of a part whose rows are missing or failed. A case that raises leaves its error, and the
+    others run."""
+    part = result["parts"].setdefault(name, {"rows": {}})
+    part |= {"left_out": [], "error": ""}
+    rows: Rows = part["rows"]
     try:
-        for label, case in PARTS[name][0](bench):
-            if time.monotonic() >= until:
-                found["left_out"].append(label)
+        for label, case in cases(bench, rows):
+            if label in rows and not has_failed(rows[label]):
                 continue
-            started = time.monotonic()
-            row = {"case": label} | attempt(bench, case)
-            found["rows"].append(row)
+            if time.monotonic() >= until:
+                part["left_out"].append(label)
+                continue
+            began = time.monotonic()
+            rows[label] = row = attempt(bench, case)
+            row |= {"seconds": time.monotonic() - began, "run": len(result["runs"])}
             values = (f"{k}={v:.3g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items())
-            print(f"{name} {time.monotonic() - started:5.1f} s  {', '.join(values)[:300]}", flush=True)
-            save()
+            print(f"{name}, {label}: {', '.join(values)[:300]}", flush=True)
+            write(out, result)
     except Exception:
-        found["error"] = traceback.format_exc()[-2000:]
-        print(f"{name}: {found['error']}", flush=True)
-    failed = any("error" in row or row.get("passed") is False for row in found["rows"])
-    found["failed"] = bool(found["error"]) or failed
-    found |= {"finished": not found["failed"] and not found["left_out"], "seconds": time.monotonic() - began}
-    if found["left_out"]:
-        print(f"no time for {len(found['left_out'])}, run the command again: {'; '.join(found['left_out'])}")
-    save()
+        part["error"] = traceback.format_exc()[-2000:]
+    part["failed"] = [label for label, row in rows.items() if has_failed(row)]
+    print(name, f"{len(rows)} rows; failed: {part['failed']}; no time for: {part['left_out']}", part["error"])
+    write(out, result)
+
+
+def has_failed(row: Row) -> bool:
+    return "error" in row or row.get("passed") is False
 
 
 def attempt(bench: Bench, case: Callable[[], Row]) -> Row:
-    torch.compiler.reset()  # Dynamo compiles a function only a few times
     try:
         return case()
     except Exception as error:

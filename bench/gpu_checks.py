@@ -1,15 +1,20 @@
 """Checks for `bench/gpu.py`: results against the CPU, repeatability, and what a step asks of the host.
 
-A part of the bench is a function that yields cases; a case has a name and a function that returns a row.
+A part of the bench is a function that yields cases; a case has a name and a function that returns a row. The
+rows so far, of earlier runs too, are what later cases compare theirs with.
 """
 
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import pairwise, product
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +22,22 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe import (
-    ExpertChoiceConfig,
-    MixtureConfig,
-    MoEConfig,
-    SinkhornConfig,
-    SoftConfig,
-    SparseTransportConfig,
-    TokenChoiceConfig,
-    ViT,
-    ViTConfig,
-)
+from moe import ExpertChoiceConfig, MixtureConfig, MoEConfig, SoftConfig, TokenChoiceConfig, TopKConfig
+from moe.config import members
+from moe.models.vit import ViT, ViTConfig
 from moe.parallel import ParallelConfig, accumulate, build_whole, update
 from moe.presets import VITS
 from moe.routers import RouterConfig
-from moe.routers.choice import ChoiceRouter
-from moe.routing import GatherRouting
+from moe.routers.affinity import SinkhornConfig, SparseTransportConfig
+from moe.routers.balance import SignConfig
+from moe.routing import GatherRouting, Routing
+from moe.rows import RowsRouting
 
 ROUTERS: dict[str, RouterConfig | None] = {
     "dense": None,
+    # On CUDA its experts have code of their own, a grouped matmul.
+    "dropless": TopKConfig(k=2, capacity_factor="dropless", score="sigmoid", balance=SignConfig()),
+    "top-k": TopKConfig(k=2, capacity_factor=0.8, cosine=True, balance_weight=0.1, z_weight=0.1),
     "soft": SoftConfig(slots_per_expert=2, noise_std=0.5),
     "token choice": TokenChoiceConfig(
         k=2, capacity_factor=0.8, priority="max", importance_weight=0.1, load_weight=0.1
@@ -48,11 +50,16 @@ ROUTERS: dict[str, RouterConfig | None] = {
     "mixture": MixtureConfig(),
     "mixture, hierarchical": MixtureConfig(level="hierarchical"),
 }
-COMPILED = ("token choice", "soft", "dense")  # those that training uses most, first
+# Every other router that exists.
+ROUTERS |= {
+    config.kind: config()
+    for config in members(RouterConfig)
+    if config.kind not in {router.kind for router in ROUTERS.values() if router}
+}
 # Largest relative errors of the loss and of the whole gradient, as in tests/moe/test_parallel_gpu.py, and
-# the largest share of a layer's slots that hold another token.
+# the largest share of a layer's decisions that differ.
 BOUNDS = {torch.float32: (1e-5, 1e-4, 0.01), torch.bfloat16: (2e-3, 0.05, 0.2)}
-# The plan amplifies rounding: in float32, several percent of the slots hold other tokens than in float64.
+# The plan amplifies rounding: in float32, several percent of its decisions differ from those in float64.
 FOLLOWS_ROUNDING = "sparse transport, E*C > S"
 SEED = 3
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
@@ -60,7 +67,9 @@ CYCLES_PER_S = 2e9
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 MAX_NORM = 1.0
 Row = dict[str, Any]
+Rows = dict[str, Row]  # of a part, by the names of its cases
 Case = tuple[str, Callable[[], Row]]
+Cases = Callable[["Bench", Rows], Iterator[Case]]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -94,13 +103,14 @@ class Bench:
         """
         for _ in range(2):
             step()
+        flush = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.uint8, device=self.device)
         self.sync()
         began, marks = time.perf_counter(), []
         step()
         host_s = time.perf_counter() - began
         for _ in range(3 if self.tiny else repeats):
             if self.cuda:
-                self._flush.zero_()
+                flush.zero_()
                 torch.cuda._sleep(int(2 * min(host_s, 0.05) * CYCLES_PER_S))
             first = self.mark()
             step()
@@ -109,8 +119,9 @@ class Bench:
         return median([self.between(*pair) for pair in marks])
 
     @cached_property
-    def _flush(self) -> Tensor:
-        return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+    def memory(self) -> float:
+        """Bytes that are free when they are first asked for."""
+        return torch.cuda.mem_get_info()[0] if self.cuda else math.inf
 
     @cached_property
     def peak_flops(self) -> float:
@@ -166,16 +177,12 @@ def small(name: str, depth: int = 2, moe_blocks: int = 2, dropout: float = 0.0) 
     return replace(VITS["debug"], depth=depth, moe=moe)
 
 
-def correct(bench: Bench) -> Iterator[Case]:
+def correct(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Loss and gradient against float64 on the CPU, and whether a second pass gives the same bits."""
-    names = COMPILED[:1] if bench.tiny else dict.fromkeys((*COMPILED, *ROUTERS))
-    short = {dtype: str(dtype).removeprefix("torch.") for dtype in BOUNDS}
-    for dtype, name in product(BOUNDS, ROUTERS):
-        yield f"{name}, {short[dtype]}", partial(compare, bench, name, dtype, False)
-    for dtype, name in product(BOUNDS, ROUTERS):
-        yield f"{name}, {short[dtype]}, repeated", partial(repeat, bench, name, dtype)
-    for dtype, name in product(reversed(BOUNDS), names):
-        yield f"{name}, {short[dtype]}, compiled", partial(compare, bench, name, dtype, True)
+    for how, check in (("", compare), (", repeated", repeat)):
+        for name, dtype in product(ROUTERS, BOUNDS):
+            label = f"{name}, {str(dtype).removeprefix('torch.')}{how}"
+            yield label, partial(check, bench, name, dtype)
 
 
 @cache
@@ -209,42 +216,57 @@ def random_batch(images: int, size: int) -> Batch:
 
 
 def forward_backward(model: ViT, batch: Batch) -> tuple[float, list[Tensor], list[Tensor]]:
-    """Returns the loss, the gradients, and the token in each expert's slots in each layer that has these."""
+    """Returns the loss, the gradients, and the decisions of each router that makes any: the token in each
+    slot, or the experts of each token if there are no slots.
+    """
     images, labels, keys = (field.to(model.head.weight.device) for field in batch)
     model.zero_grad(set_to_none=True)
     accumulate(model, last=True)
     output = model(images, keys_B=keys, return_routings=True)
     loss = F.cross_entropy(output.logits, labels) + output.aux
     loss.backward()
-    seats = [routing.token_GEC for routing in output.routings if isinstance(routing, GatherRouting)]
-    return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None], seats
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    deciding = [routing for routing in output.routings if isinstance(routing, GatherRouting | RowsRouting)]
+    decisions = [r.token_GEC if isinstance(r, GatherRouting) else r.expert_GSK for r in deciding]
+    return loss.item(), gradients, decisions
 
 
-def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool) -> Row:
-    """Relative errors of the loss and of the gradient, and the share of slots that hold another token.
+def decided(decisions: list[Tensor]) -> ExitStack:
+    """Returns a context in which routers decide as they did in another forward pass."""
+    left, stack = iter(decisions), ExitStack()
+
+    def take_next(make: Callable[..., Routing], _: Tensor, **rest: Any) -> Routing:
+        return make(next(left), **rest)
+
+    for module in {sys.modules[base.__module__] for kind in members(RouterConfig) for base in kind.__mro__}:
+        for name in ("gather_routing", "rows_routing"):
+            if make := getattr(module, name, None):
+                stack.enter_context(patch.object(module, name, partial(take_next, make)))
+    return stack
+
+
+def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool = False) -> Row:
+    """Relative errors of the loss and of the gradient, and the share of decisions that differ.
 
     Where two scores are almost equal, rounding decides which expert a token has. So that this does not hide
-    other errors, the reference computes loss and gradient with the tokens that the device has in its slots.
+    other errors, the reference computes loss and gradient with the decisions of the device.
     """
-    torch.backends.cudnn.allow_tf32 = False  # matmuls use none by default
+    allow_tf32(False)
     batch = random_batch(16, 8)
     model = build(bench, small(name, dropout=0.1), dtype, compiled)
     forward_backward(model, batch)  # from the second call on, solvers are CUDA graphs
-    loss, gradients, seats = forward_backward(model, batch)
+    loss, gradients, ours = forward_backward(model, batch)
     exact, batch = reference(name), (batch[0].double(), *batch[1:])
-    _, _, exact_seats = forward_backward(exact, batch)
-    routers = [module for module in exact.modules() if isinstance(module, ChoiceRouter)]
-    moved = []
-    for router, ours, theirs in zip(routers, seats, exact_seats, strict=True):
-        moved.append((ours.cpu().sort(-1).values != theirs.sort(-1).values).double().mean().item())
-        router.seat = partial(_given, ours.cpu())  # pyright: ignore[reportAttributeAccessIssue]
-    expected_loss, expected_gradients, _ = forward_backward(exact, batch)
-    for router in routers:
-        del router.seat
+    _, _, theirs = forward_backward(exact, batch)
+    ours = [chosen.cpu() for chosen in ours]
+    with decided(ours):
+        expected_loss, expected_gradients, _ = forward_backward(exact, batch)
     off = square = 0.0
-    for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        off += (ours.cpu().double() - theirs).square().sum().item()
-        square += theirs.square().sum().item()
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        off += (gradient.cpu().double() - expected).square().sum().item()
+        square += expected.square().sum().item()
+    pairs = zip(ours, theirs, strict=True)
+    moved = [(a.sort(-1).values != b.sort(-1).values).double().mean().item() for a, b in pairs]
     errors = {
         "loss_error": abs(loss / expected_loss - 1),
         "gradient_error": (off / square) ** 0.5,
@@ -254,12 +276,14 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool) -> Row:
     return errors | {"passed": all(within[: 2 if name == FOLLOWS_ROUNDING else 3])}
 
 
-def _given(token_GEC: Tensor, *_: object) -> Tensor:
-    return token_GEC
+def allow_tf32(allowed: bool) -> None:
+    """By default torch allows it for convolutions alone."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
-    """Whether gradients of equal inputs are equal to the bit, and if not, which ones are not.
+    """Whether gradients of equal inputs are equal to the bit, and if not, which ones are not; and the kind of
+    attention that torch chose.
 
     The model is wide enough for kernels of more than one block, whose order is not fixed.
     """
@@ -268,6 +292,9 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
         config = replace(VITS["S/16"], depth=2, moe=config.moe)
     model, batch = build(bench, config, dtype), random_batch(4 if bench.tiny else 32, config.image_size)
     names = [parameter for parameter, _ in model.named_parameters()]
+    with Operators() as operators:
+        forward_backward(model, batch)
+    row["attention"] = ", ".join(sorted(operators.attention)) or "matmuls"
     for mode, deterministic in (("by_default", False), ("deterministic", True)):
         torch.use_deterministic_algorithms(deterministic)
         try:
@@ -285,32 +312,33 @@ def repeat(bench: Bench, name: str, dtype: torch.dtype) -> Row:
     return row
 
 
-def launches(bench: Bench) -> Iterator[Case]:
+def launches(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Syncs, kernels and the host's time of a training step: tiny tensors, the depth of B/16."""
-    depth, found = (2 if bench.tiny else 12), dict[str, Row]()
-    queued(bench, bench.sync)  # the profiler's first use
-    for how in ("", ", with statistics", *([", compiled"] if bench.cuda else [])):
-        for name in COMPILED[::-1] if how == ", compiled" else ROUTERS:
-            yield f"{name}{how}", partial(launched, bench, name, how, depth, found)
+    for how in ("", ", with statistics"):
+        for name in ROUTERS:
+            yield name + how, partial(launched, bench, name, rows, "dense" + how, stats=bool(how))
 
 
-def launched(bench: Bench, name: str, how: str, depth: int, found: dict[str, Row]) -> Row:
-    """One row, added to `found`, whose dense rows are what a MoE block is compared with."""
+def launched(
+    bench: Bench, name: str, rows: Rows, base: str, *, stats: bool = False, compiled: bool = False
+) -> Row:
+    """One row. A MoE block is compared with one of the dense model in row `base`."""
+    depth = 2 if bench.tiny else 12
     config = small(name, depth=depth, moe_blocks=depth // 2)
-    model = build(bench, config, torch.bfloat16, how == ", compiled")
-    step = TrainStep(model, bench.device, 8, stats=how == ", with statistics")
+    model = build(bench, config, torch.bfloat16, compiled)
+    step = TrainStep(model, bench.device, 8, stats=stats)
     for _ in range(3):
         step()
-    row = found[name + how] = Row(sync="not checked on a CPU")
-    if bench.cuda:
-        row["sync"] = synced(step)
-        row["passed"] = row["sync"] == "none"
+    sync = synced(step) if bench.cuda else "none, on a CPU"
     phases = {"forward": step.forward, "backward": step.backward, "update": step.update}
+    queued(bench, bench.sync)  # the profiler's first use
+    counts, dense = dict[str, int](), rows.get(base, {}) if config.moe else {}
     for phase, call in phases.items():
-        row |= {f"{phase}_{what}": number for what, number in queued(bench, call).items()}
-    if dense := config.moe and found.get("dense" + how):
-        for key in [key for key in row if key.startswith(("forward", "backward"))]:
-            row[f"block_{key}"] = (row[key] - dense[key]) / (depth // 2)
+        counts |= {f"{phase}_{what}": number for what, number in queued(bench, call).items()}
+    # A profiler that sees nothing has failed.
+    row = Row(sync=sync, passed=sync.startswith("none") and all(counts.values())) | counts
+    for key in [key for key in counts if key in dense and not key.startswith("update")]:
+        row[f"block_{key}"] = (counts[key] - dense[key]) / (depth // 2)
     times = {phase: list[float]() for phase in (*phases, "step")}
     for _ in range(3 if bench.tiny else 20):
         bench.sync()
@@ -356,11 +384,16 @@ def queued(bench: Bench, call: Callable[[], object]) -> dict[str, int]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators that compute or copy, which would be kernels. A custom operator counts as one."""
+    """Counts operators that compute or copy, which would be kernels, and collects the names of those of
+    attention. A custom operator counts as one."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.attention = 0, set[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         idle = func.is_view or any(word in func.__name__ for word in ("empty", "detach", "view"))
         self.count += not idle
+        if "attention" in func.__name__ and "backward" not in func.__name__:
+            self.attention.add(func.__name__)
         return func(*args, **(kwargs or {}))

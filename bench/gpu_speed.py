@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise, product
+from math import prod
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gpu_checks import Bench, Case, Row, TrainStep
+from bench.gpu_checks import ROUTERS as CHECKED
+from bench.gpu_checks import Bench, Case, Row, Rows, TrainStep, allow_tf32
 from bench.peers import DIM, PEERS, ROUTERS, SLOTS, TOKENS, Layer, build
-from moe import MoEConfig, SoftConfig, ViT, ViTConfig
-from moe.cost import forward_gflops_2mac, num_params, slots_per_token, train_flops_6mac
+from moe import ExpertChoiceConfig, MoEConfig, SoftConfig, ViT, ViTConfig
+from moe.cost import forward_gflops_2mac, num_params, param_shapes, slots_per_token, train_flops_6mac
 from moe.experts import Experts
 from moe.parallel import ParallelConfig, build_whole
 from moe.presets import VITS
@@ -25,6 +27,7 @@ OTHERS = {name: router for router in ROUTERS for name in PEERS[router]}  # peer 
 EQUAL_SLOTS = 4096  # of all experts together, where the number of experts varies
 IMAGES, FEWER_IMAGES = 256, 64
 MICROBATCHES = 4  # of IMAGES each: 1,024 images per update
+FLOAT32_ERROR, TF32_ERROR = 1e-5, 1e-2  # the most, relative
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,33 @@ class Matmuls(nn.Module):
         return F.grouped_mm(h_MF, w_out, offs=self.end_E).view_as(x_END)
 
 
-def layers(bench: Bench) -> Iterator[Case]:
-    """The experts' matmuls and whole layers; rows per expert as in the papers first."""
+def layers(bench: Bench, rows: Rows) -> Iterator[Case]:
+    """Transport solvers, the experts' matmuls and whole layers; rows per expert as in the papers first."""
     yield "ceilings", bench.ceilings
+    for name, router in CHECKED.items():
+        if isinstance(router, ExpertChoiceConfig) and router.affinity.kind != "softmax":
+            yield f"solver of {name}", partial(solver, bench, router)
     all_rows, experts, dims = (256, 1024, 64, 4096), (32, 128, 8, 256), (DIM, 1024, 768)
     if bench.tiny:
         all_rows, experts, dims = (64,), (8,), (32, DIM)
-    for rows, dim, count in product(all_rows, dims, experts):
+    for per_expert, dim, count in product(all_rows, dims, experts):
         names = ["experts", "bmm", "grouped_mm", *ROUTERS] * (not bench.tiny or dim == dims[0])
-        names += OTHERS if dim == DIM and rows == all_rows[0] else ()
+        names += OTHERS if dim == DIM and per_expert == all_rows[0] else ()
         for name in names:
             yield (
-                f"D={dim} E={count} rows={rows}: {name}",
-                partial(layer, bench, Shape(dim, count, rows), name),
+                f"D={dim} E={count} rows={per_expert}: {name}",
+                partial(layer, bench, Shape(dim, count, per_expert), name),
             )
+
+
+@torch.no_grad()
+def solver(bench: Bench, router: ExpertChoiceConfig) -> Row:
+    """Time of a MoE layer's transport plans for 256 images in groups of 8; on a GPU, of a replayed graph."""
+    G, S, E = (2, 64, 4) if bench.tiny else (32, 1576, 32)
+    logits_GSE, valid_GS = torch.randn(G, S, E, device=bench.device), torch.ones(G, S, device=bench.device)
+    gates_GSE, capacity = logits_GSE.softmax(-1), router.slots(num_tokens=S, num_experts=E)
+    plan = partial(router.affinity.plan, logits_GSE, gates_GSE, valid_GS, capacity)
+    return {"ms": 1000 * bench.seconds(plan)}
 
 
 def layer(bench: Bench, shape: Shape, name: str) -> Row:
@@ -97,7 +113,9 @@ def layer(bench: Bench, shape: Shape, name: str) -> Row:
             except ImportError as error:
                 return {"skipped": f"not installed: {error.name}"}
         elif router:
-            module = Layer(router, shape.experts, shape.dim)
+            with torch.device("meta"):  # where no weights are drawn
+                module = Layer(router, shape.experts, shape.dim)
+            module.to_empty(device=bench.device)
         else:
             plain = name == "experts"
             module = (
@@ -195,65 +213,69 @@ class Run:
     images: int = IMAGES
 
 
-def training(bench: Bench) -> Iterator[Case]:
+def training(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Steps with AdamW and clipping."""
-    rates: dict[str, float] = {}
     for run in training_runs(bench):
-        yield run.label, partial(train, bench, run, rates)
+        yield run.label, partial(train, bench, run, rows)
 
 
 def training_runs(bench: Bench) -> Iterator[Run]:
-    eager = [Run(name, config, dense_of(name)) for name, config in models().items()]
-    accumulated = [
-        replace(run, label=f"{run.label}, {MICROBATCHES} microbatches", microbatches=MICROBATCHES)
-        for run in eager
-        if run.label in ("B/16", "soft-B/16-128e")
-    ]
-    compiled = [
-        replace(run, label=f"{run.label}, compiled", base=f"{run.base}, compiled", compiled=True)
-        for run in eager
-    ]
-    yield from [*eager, *accumulated, *(compiled[:2] if bench.cuda else [])]
+    yield from [Run(name, config, dense_of(name)) for name, config in models().items()]
+    for name in ("B/16", "soft-B/16-128e"):
+        label, base = (f"{model}, {MICROBATCHES} microbatches" for model in (name, "B/16"))
+        yield Run(label, models()[name], base, microbatches=MICROBATCHES)
     # Soft MoE, figure 6, in a single block: with more, thousands of experts do not fit on one device.
     counts = (8, 16) if bench.tiny else (8, 4096, 512, 64, 2048, 256, 1024, 128, 32, 16)
     for count in counts:
         moe = MoEConfig(layers="last_1", num_experts=count, router=SoftConfig(total_slots=EQUAL_SLOTS))
         config, few = replace(VITS["S/16"], moe=moe), f"{EQUAL_SLOTS} slots of {counts[0]} experts"
         yield Run(f"{EQUAL_SLOTS} slots of {count} experts", config, few, images=FEWER_IMAGES)
-    yield from compiled[2:] if bench.cuda else []
 
 
-def train(bench: Bench, run: Run, rates: dict[str, float]) -> Row:
-    """Medians of consecutive steps. A batch that does not fit is halved."""
+def train_bytes(config: ViTConfig) -> float:
+    """Returns the least memory of a training step on one image: of a parameter the weight, the gradient and
+    AdamW's two means in float32 and a copy in bfloat16, one gradient in bfloat16, and activations."""
+    sizes = [*map(prod, param_shapes(config).values())]
+    return (4 * 4 + 2) * sum(sizes) + 2 * max(sizes) + sum(config.activations(2).saved)
+
+
+def train(bench: Bench, run: Run, rows: Rows) -> Row:
+    """Medians of consecutive steps. A batch that does not fit is split into microbatches: an update is of as
+    many images as the one that it is compared with."""
     config = shrunk(run.config) if bench.tiny else run.config
     model_of.cache_clear()
     gc.collect()  # a model is a cycle of references
-    if bench.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    model, images, times = model_of(bench, config, run.compiled), 4 if bench.tiny else run.images, {}
+    if (needed := train_bytes(config)) > bench.memory:
+        gb, free_gb = round(needed / 1e9), round(bench.memory / 1e9)
+        return {"skipped": f"does not fit: a step needs {gb} GB at least, and {free_gb} GB are free"}
+    images, microbatches, times = 4 if bench.tiny else run.images, run.microbatches, {}
+    total, model = images * microbatches, model_of(bench, config, run.compiled)
     while not times:
+        if bench.cuda:
+            torch.cuda.reset_peak_memory_stats()
         try:
-            times = phases(bench, TrainStep(model, bench.device, images), run.microbatches)
+            times = phases(bench, TrainStep(model, bench.device, images), microbatches)
         except torch.OutOfMemoryError:
             if images == 1:
                 raise
         if not times:  # the error is gone, and with it what the step holds
-            images //= 2
+            images, microbatches = images // 2, microbatches * 2
             model.zero_grad(set_to_none=True)
             gc.collect()
+    memory_gb = torch.cuda.max_memory_allocated() / 1e9 if bench.cuda else None
     model_of.cache_clear()
-    total = images * run.microbatches
-    rates[run.label] = rate = total / times["step"]
+    rate, base = total / times["step"], rows.get(run.base, {}).get("images_per_s")
     flops = train_flops_6mac(config, 1) * rate
     row: Row = {
         "images": total,
+        "microbatches": microbatches,
         "images_per_s": rate,
-        "of_base": rate / rates[run.base] if run.base in rates else None,
+        "of_base": rate / base if base else None,
         "without_update": total / (times["forward"] + times["backward"]),
         "slots_per_token": slots_per_token(config),
         "tflops": flops / 1e12,
         "of_peak": flops / bench.peak_flops,
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.cuda else None,
+        "memory_gb": memory_gb,
     }
     return row | {f"{phase}_ms": 1000 * seconds for phase, seconds in times.items()}
 
@@ -280,25 +302,16 @@ def phases(bench: Bench, step: TrainStep, microbatches: int) -> dict[str, float]
     return {phase: median(values) for phase, values in times.items()}
 
 
-def inference(bench: Bench) -> Iterator[Case]:
+def inference(bench: Bench, rows: Rows) -> Iterator[Case]:
     """Forward passes without gradients. V-MoE routes 8 images together, and a single one is padded to 8."""
-    rates: dict[str, float] = {}
-    for compiled in (False, True) if bench.cuda else (False,):
-        for name, config in models().items():
-            for images in (4,) if bench.tiny else (256, 32, 1):
-                how = f", {images} images" + ", compiled" * compiled
-                call = partial(infer, bench, shrunk(config) if bench.tiny else config, images, compiled)
-                yield name + how, partial(infer_row, call, name + how, dense_of(name) + how, rates)
+    for name, images in product(models(), (4,) if bench.tiny else (256, 32, 1)):
+        how = f", {images} images"
+        yield name + how, partial(infer, bench, name, images, rows, dense_of(name) + how)
 
 
-def infer_row(call: Callable[[], Row], label: str, base: str, rates: dict[str, float]) -> Row:
-    row = call()
-    rates[label] = row["images_per_s"]
-    return row | {"of_dense": rates[label] / rates[base] if base in rates else None}
-
-
-def infer(bench: Bench, config: ViTConfig, images: int, compiled: bool) -> Row:
+def infer(bench: Bench, name: str, images: int, rows: Rows, base: str, *, compiled: bool = False) -> Row:
     """Images per second as called, with the host's time, and the device's time alone."""
+    config = shrunk(models()[name]) if bench.tiny else models()[name]
     model = model_of(bench, config, compiled)
     batch = torch.randn(images, 3, config.image_size, config.image_size, device=bench.device)
 
@@ -313,10 +326,35 @@ def infer(bench: Bench, config: ViTConfig, images: int, compiled: bool) -> Row:
         forward()
     bench.sync()
     rate = repeats * images / (time.perf_counter() - first)
+    dense = rows.get(base, {}).get("images_per_s")
     return {
         "images_per_s": rate,
+        "of_dense": rate / dense if dense else None,
         "device_images_per_s": images / device_s,
         "device_ms": 1000 * device_s,
         "device_tflops": forward_gflops_2mac(config) / 1000 * images / device_s,
         "million_parameters": num_params(config) / 1e6,
     }
+
+
+def tf32(bench: Bench, rows: Rows) -> Iterator[Case]:
+    """Float32 with and without TF32: the experts' first matmul of S/16, and B/16's convolution of patches."""
+    count, size = (2, 32) if bench.tiny else (128, 224)
+    convolution = partial(F.conv2d, stride=16), (count, 3, size, size), (768, 3, 16, 16)
+    matmul = torch.bmm, (count, SLOTS, DIM), (count, DIM, 4 * DIM)
+    for name, what in (("matmul", matmul), ("convolution", convolution)):
+        for allowed in (False, True):
+            yield f"{name}, TF32 {'on' if allowed else 'off'}", partial(rounded, bench, allowed, *what)
+
+
+def rounded(bench: Bench, allowed: bool, operator: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Row:
+    """Time, and the error against float64."""
+    a, b = (torch.randn(*shape, device=bench.device) for shape in shapes)
+    exact = operator(a.double(), b.double())
+    allow_tf32(allowed)
+    try:
+        error = ((operator(a, b) - exact).norm() / exact.norm()).item()
+        ms = 1000 * bench.seconds(lambda: operator(a, b))
+    finally:
+        allow_tf32(False)
+    return {"relative_error": error, "ms": ms, "passed": error < (TF32_ERROR if allowed else FLOAT32_ERROR)}
