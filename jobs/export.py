@@ -235,14 +235,14 @@ def average(flags: ExportFlags) -> None:
 def print_states(directory: str, steps: list[int]) -> bool:
     """Prints a line per checkpoint, after hashing its files; returns whether all are whole."""
     from orchestrator.checkpoint import manifest as manifests
-    from orchestrator.checkpoint.manager import quality_of
 
     found = [manifests.read_or_none(manifests.folder_of(directory, step)) for step in steps]
     quality_name = next((manifest.task().quality for manifest in found if manifest), "quality")
     print(f"{'step':>9} {quality_name:>9} {'MB':>9}  state")
     all_whole = True
     for step in steps:
-        folder, quality, megabytes = manifests.folder_of(directory, step), quality_of(directory, step), ""
+        folder, quality = manifests.folder_of(directory, step), manifests.quality_of(directory, step)
+        megabytes = ""
         try:
             manifest = manifests.read(folder)
             megabytes = f"{manifest.size() / 1e6:.1f}"

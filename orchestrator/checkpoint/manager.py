@@ -309,26 +309,10 @@ def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collectio
     run.
     """
     ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
-    whole = {s: _readable(directory, s) for s in ours - set(skipped)}
+    whole = {s: manifests.read_or_none(manifests.folder_of(directory, s)) for s in ours - set(skipped)}
     found = {s: manifest.quality() for s, manifest in whole.items() if manifest}
     for old in ours - checkpoints_to_keep(found, keep):
         manifests.remove(manifests.folder_of(directory, old))
-
-
-def best_checkpoint(directory: str) -> tuple[int, float] | None:
-    """Returns the step and the quality of the best of the checkpoints that there are; None if there is none
-    of a finite quality."""
-    qualities = ((step, quality_of(directory, step)) for step in manifests.steps(directory))
-    finite = [
-        (step, quality) for step, quality in qualities if quality is not None and math.isfinite(quality)
-    ]
-    return max(finite, key=lambda found: (found[1], -found[0]), default=None)
-
-
-def quality_of(directory: str, step: int) -> float | None:
-    """Returns the task's quality, if it was measured at exactly this step and the manifest can be read."""
-    manifest = _readable(directory, step)
-    return manifest and manifest.quality()
 
 
 def collect_garbage(directory: str) -> None:
@@ -376,7 +360,8 @@ def drop_optimizer(directory: str) -> int:
     """
     freed = 0
     for step in manifests.steps(directory):
-        folder, before = manifests.folder_of(directory, step), _readable(directory, step)
+        folder = manifests.folder_of(directory, step)
+        before = manifests.read_or_none(folder)
         if before and before.has_optimizer():
             # The manifest is written first, so that it never lists a file that is gone.
             after = replace(before, files={name: before.files[name] for name in before.weights()})
@@ -387,10 +372,6 @@ def drop_optimizer(directory: str) -> int:
                 storage.delete(storage.join(folder, name))
         delete_unlisted(folder)
     return freed
-
-
-def _readable(directory: str, step: int) -> CheckpointManifest | None:
-    return manifests.read_or_none(manifests.folder_of(directory, step))
 
 
 def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -7,6 +7,7 @@ the same on each of them. Without a group the caller is alone.
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -167,6 +168,20 @@ def newest_readable(directory: str) -> CheckpointManifest | None:
     """Returns the manifest of the newest checkpoint that has one, whether or not its files are whole."""
     folders = (folder_of(directory, step) for step in reversed(steps(directory)))
     return next(filter(None, map(read_or_none, folders)), None)
+
+
+def quality_of(directory: str, step: int) -> float | None:
+    """Returns the task's quality, if it was measured at exactly this step and the manifest can be read."""
+    manifest = read_or_none(folder_of(directory, step))
+    return manifest and manifest.quality()
+
+
+def best_checkpoint(directory: str) -> tuple[int, float] | None:
+    """Returns the step and the quality of the best checkpoint that there is, the earliest of equal ones; None
+    if none has a finite quality."""
+    qualities = {step: quality_of(directory, step) for step in steps(directory)}
+    finite = [(q, -step) for step, q in qualities.items() if q is not None and math.isfinite(q)]
+    return (-max(finite)[1], max(finite)[0]) if finite else None
 
 
 def hashed(location: str) -> File:

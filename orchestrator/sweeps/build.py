@@ -23,9 +23,9 @@ from orchestrator.sweeps.sweep import Sweep, settings
 from orchestrator.tracking.find import RunInfo, children, find_sweep
 from orchestrator.tracking.projection import CONSTANT, status_of
 from orchestrator.tracking.store import Tracking
+from orchestrator.training.progress import costs
 from orchestrator.training.run_directory import Result
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
-from orchestrator.training.worker import costs
 
 log = logging.getLogger(__name__)
 

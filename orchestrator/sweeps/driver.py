@@ -45,6 +45,7 @@ from orchestrator.training.cluster import connect
 from orchestrator.training.fit import check_data, check_start, decided_by_data, fit, start
 from orchestrator.training.lock import locked
 from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.progress import costs
 from orchestrator.training.resources import check_resources, check_shared, is_inline
 from orchestrator.training.run_directory import (
     DATA,
@@ -56,7 +57,7 @@ from orchestrator.training.run_directory import (
     raise_changed,
 )
 from orchestrator.training.sweep_directory import SweepDir, SweepRecord
-from orchestrator.training.worker import Report, costs
+from orchestrator.training.worker import Report
 
 log = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from orchestrator.sweeps.stopping import EarlyStopping
 from orchestrator.sweeps.sweep import Sweep, Trial
 from orchestrator.training import notice
 from orchestrator.training.metrics_file import METRICS, LineReader, Metrics, poll_s
+from orchestrator.training.progress import costs
 from orchestrator.training.resources import most_resources, run_resources
 from orchestrator.training.run_directory import Result, RunDir
 from orchestrator.training.sweep_directory import SweepDir
-from orchestrator.training.worker import costs
 
 STATUS_EVERY_S = 30
 

@@ -6,18 +6,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.cost import forward_gflops_2mac, num_params, train_flops_6mac
+from moe.cost import train_flops_6mac
 from moe.model import Model
 from moe.parallel import build_sharded, build_whole, make_mesh, set_weights
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.manager import Checkpoints, best_checkpoint
+from orchestrator.checkpoint.manager import Checkpoints
 from orchestrator.checkpoint.models import read_model
 from orchestrator.checkpoint.start import StartReport, load_moments, start_from
 from orchestrator.checkpoint.statistics import inputs_for_statistics
@@ -42,6 +42,7 @@ from orchestrator.training.metrics import (
 )
 from orchestrator.training.metrics_file import Metrics, MetricsWriter
 from orchestrator.training.profile import profiled
+from orchestrator.training.progress import Progress, costs, marginal_costs
 from orchestrator.training.run_directory import Result, RunDir
 
 log = logging.getLogger(__name__)
@@ -56,52 +57,6 @@ BRANCHES_DIFFER_IN = (
     "train.eval_every",
 )
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Counts and metrics in a checkpoint, beside the step and the weights.
-
-    Attributes:
-        device_s: device-seconds of training.
-        reported, metrics: step and values of the last report.
-        leaders: the best finite values of the task's quality, with their steps, best first; of equal values
-            the earliest.
-        trunk: steps and device-seconds of the run that this run branched from.
-        fingerprint, bad: what was read (`SampleTracker`).
-    """
-
-    device_s: float = 0.0
-    reported: int = 0
-    metrics: Metrics = field(default_factory=Metrics)
-    leaders: list[tuple[float, int]] = field(default_factory=list)
-    trunk: tuple[int, float] | None = None
-    fingerprint: int = 0
-    bad: list[DecodeError] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, saved: Mapping[str, Any]) -> "Progress":
-        """Returns the progress that a checkpoint holds; older ones hold the best value alone."""
-        fields = {name: value for name, value in saved.items() if name != "best"}
-        pairs = saved.get("leaders") or ([saved["best"]] if saved.get("best") else [])
-        fields["leaders"] = [(value, step) for value, step in pairs if math.isfinite(value)]
-        return cls(**fields)
-
-    @property
-    def best(self) -> tuple[float, int] | None:
-        return self.leaders[0] if self.leaders else None
-
-    def after(self, step: int, metrics: Metrics, quality_name: str, keep: int = 1) -> "Progress":
-        """Returns the progress after the report of `step`, with at most `keep` leaders."""
-        leaders, quality = self.leaders, metrics.get(quality_name, math.nan)
-        if math.isfinite(quality):
-            leaders = sorted([*leaders, (quality, step)], key=lambda pair: (-pair[0], pair[1]))[:keep]
-        return replace(self, reported=step, metrics=metrics, leaders=leaders)
-
-    def best_so_far(self, quality_name: str) -> str:
-        if not self.best:
-            return f"no {quality_name} yet"
-        return f"best {quality_name} {self.best[0]:.4g} at step {self.best[1]}"
 
 
 def train_worker(
@@ -327,7 +282,8 @@ class Worker:
         )
 
     def _write_result(self, status: Ending, step: int, metrics: Metrics, reason: str) -> None:
-        kept, best = manifests.steps(directory := self.checkpoints.directory), best_checkpoint(directory)
+        directory = self.checkpoints.directory
+        kept, best = manifests.steps(directory), manifests.best_checkpoint(directory)
         if status == "diverged":
             log.warning("%s diverged: %s; %s", self.run.name, reason, _what_is_kept(self.run, kept))
         result = Result(
@@ -365,26 +321,6 @@ def build_model(run: RunConfig, device: torch.device, *, seed: int | None) -> Mo
     if run.train.freeze:
         model.freeze(*run.train.freeze)
     return model
-
-
-def costs(run: RunConfig, step: int) -> Metrics:
-    """Returns the analytic costs of `step` updates; their conventions are in the names."""
-    return {
-        "cost/train_flops_6mac": train_flops_6mac(run.model, images=step * run.data.batch_size),
-        "cost/forward_gflops_2mac": forward_gflops_2mac(run.model),
-        "cost/params": float(num_params(run.model)),
-    }
-
-
-def marginal_costs(run: RunConfig, step: int, device_s: float, trunk: tuple[int, float] | None) -> Metrics:
-    """Returns what a branch cost beyond the steps and seconds of its trunk; empty for other runs."""
-    if trunk is None:
-        return {}
-    own = (step - trunk[0]) * run.data.batch_size
-    return {
-        "cost/marginal_train_flops_6mac": train_flops_6mac(run.model, images=own),
-        "cost/marginal_device_s": device_s - trunk[1],
-    }
 
 
 def check_trunk(config: Mapping[str, Any], step: int, run: RunConfig) -> None:

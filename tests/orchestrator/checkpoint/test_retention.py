@@ -17,7 +17,6 @@ from orchestrator.checkpoint.manager import (
     checkpoints_to_keep,
     collect_garbage,
     drop_optimizer,
-    quality_of,
     retain,
 )
 from orchestrator.config import CheckpointConfig
@@ -42,6 +41,7 @@ KEEP = st.builds(
     keep_last=st.integers(1, 25),
     keep_best=st.integers(0, 25),
     keep_every=st.none() | st.integers(1, 30),
+    every=st.none() | st.integers(1, 4),
 )
 
 
@@ -73,11 +73,12 @@ def test_by_hand():
 @given(FOUND, KEEP)
 def test_laws(found, kept):
     stay = checkpoints_to_keep(found, kept)
-    assert set(sorted(found)[-kept.keep_last :]) <= stay <= found.keys()
+    regular = [s for s in sorted(found) if s % (kept.every or 1) == 0 or s == max(found)]
+    assert set(regular[-kept.keep_last :]) <= stay <= found.keys()
     measured = {step: q for step, q in found.items() if q is not None and not math.isnan(q)}
     best = sorted(measured.values(), reverse=True)[: kept.keep_best]
     assert sorted((measured[s] for s in stay & measured.keys()), reverse=True)[: len(best)] == best
-    multiples = {step for step in found if kept.keep_every and step % kept.keep_every == 0}
+    multiples = {step for step in regular if kept.keep_every and step % kept.keep_every == 0}
     assert multiples <= stay
     assert len(stay) <= kept.keep_last + kept.keep_best + len(multiples)
     # Retaining after every save never loses what retaining at the end would have kept.
@@ -86,6 +87,9 @@ def test_laws(found, kept):
         left[step] = found[step]
         left = {s: left[s] for s in checkpoints_to_keep(left, kept)}
     assert left.keys() == stay
+    # Where training was cut, nothing stays in the end that an undisturbed run would not have.
+    undisturbed = {step: quality for step, quality in found.items() if step in measured or step in regular}
+    assert checkpoints_to_keep(undisturbed, kept) == stay
 
 
 def test_during_a_run(place):
@@ -106,9 +110,9 @@ def test_quality_is_that_of_the_step(tmp_path):
     save(checkpoints, 2)
     stale = {"reported": 2, "metrics": {"val/acc1": 0.9}}
     checkpoints.save(3, *odd(), images=0, progress=stale, config={})
-    assert [quality_of(str(tmp_path), step) for step in (1, 2, 3, 4)] == [0.5, None, None, None]
+    assert [manifests.quality_of(str(tmp_path), step) for step in (1, 2, 3, 4)] == [0.5, None, None, None]
     flip(folder(tmp_path, 1) / "manifest.json", 9)
-    assert quality_of(str(tmp_path), 1) is None
+    assert manifests.quality_of(str(tmp_path), 1) is None
 
 
 def test_damaged_and_later_checkpoints(tmp_path):

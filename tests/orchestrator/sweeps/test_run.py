@@ -17,8 +17,8 @@ from orchestrator.sweeps.queue import RunToCompletion, TrialQueue
 from orchestrator.sweeps.run import SweepRun
 from orchestrator.sweeps.search import OptunaSearch
 from orchestrator.sweeps.sweep import Sweep
+from orchestrator.training.progress import costs
 from orchestrator.training.run_directory import RunDir
-from orchestrator.training.worker import costs
 from tests.made_directories import begin, end, sweep_record
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -34,8 +34,9 @@ from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.schedules import ScheduleConfig
 from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.progress import Progress
 from orchestrator.training.run_directory import RunDir
-from orchestrator.training.worker import Progress, train_worker
+from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.orchestrator.checkpoint.counted import flip
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR
