@@ -118,17 +118,18 @@ def fit(run: RunConfig, report: Report = lambda step, metrics: None, *, until: i
     if (result := own.result()) is not None:
         return result
     storage.delete(own.stop)
+    until = until if until and until < run.train.steps else None
     if is_inline(run):
         with notice.saving():
             train_worker(run, report=report, read=in_process, until=until, should_stop=_asked(own))
     else:
         missing, monitor = MissingWorkers(), HeartbeatMonitor(run.name)
-        with _following(run, report, missing, monitor) as failed:
+        with _following(run, report, missing, monitor, until) as failed:
             fit_on_workers(run, missing, monitor, until, failed)
     result = own.result() or (own.pause(until) if until else None)
     if result is None:
         raise notice.Stopped({run.name: max(manifests.steps(own.checkpoints), default=0)})
-    if result.status == "paused":
+    if result.step == until and not is_inline(run):
         report(result.step, result.metrics)
     return result
 
@@ -283,11 +284,11 @@ def _reserve(run: RunConfig, workers: int) -> PlacementGroup:
 
 @contextmanager
 def _following(
-    run: RunConfig, report: Report, missing: MissingWorkers, monitor: HeartbeatMonitor
+    run: RunConfig, report: Report, missing: MissingWorkers, monitor: HeartbeatMonitor, until: int | None
 ) -> Iterator[list[BaseException]]:
     """Passes the workers' reports to `report` and their log lines to our log, from a thread, and says when
     they stand still. Asks them to stop on a notice, when missing workers are available, or when `report`
-    raises.
+    raises. The report of step `until`, where they pause, is left to the caller: an evaluation belongs to it.
 
     Yields a list that receives what `report` raises; the error is raised again when the block ends.
     """
@@ -302,7 +303,8 @@ def _following(
             log.info(line["line"])
         for row in reports.new():
             if "metrics" in row:
-                report(row["step"], row["metrics"])
+                if row["step"] != until:
+                    report(row["step"], row["metrics"])
                 monitor.step = row["step"]
                 if missing.available():
                     own.ask_to_stop()

@@ -100,6 +100,7 @@ class Worker:
         self.checkpoints = Checkpoints(
             RunDir.of(run).checkpoints, replace(run.checkpoint, every=run.save_every())
         )
+        self._pauses_at: int | None = None
         self.done, self.progress, self._resumed = self._begin()
         if self.average:
             self.average.updates = self.done
@@ -177,7 +178,7 @@ class Worker:
         if run.scale.profile_steps and self.first:
             steps = profiled(steps, steps=run.scale.profile_steps, directory=RunDir.of(run).path)
         status: Ending = "finished" if until == run.train.steps else "paused"
-        reason = ""
+        self._pauses_at, reason = until if status == "paused" else None, ""
         try:
             reached = run_steps(
                 self.model,
@@ -203,8 +204,10 @@ class Worker:
                 log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
         step, metrics = self.progress.reported, self.progress.metrics
         if status == "paused" and reached == until:
-            # The undisturbed run has no such evaluation, so it is in no report and in no checkpoint.
+            # The undisturbed run has no such evaluation, so it is not recorded as a report of the run.
             step, metrics = until, self._measured(until)
+        if step == self._pauses_at:
+            self._report(step, metrics)
         self.checkpoints.finish()
         if self.metrics_file:
             self.metrics_file.close()
@@ -231,14 +234,19 @@ class Worker:
             if bad:
                 write_csv(RunDir.of(run).bad_images, DecodeError._fields, bad)
             self.metrics_file.report(step, self.progress.metrics)
-        self._report(step, self.progress.metrics)
+        if step != self._pauses_at:  # else its evaluation follows
+            self._report(step, self.progress.metrics)
         images = step * run.data.batch_size
         check_bad(bad, read=images, epoch=self.training.epoch(), max_frac=run.data.max_bad_frac)
 
     def _measured(self, step: int) -> Metrics:
-        """Returns the quality of the model at `step`, where the run pauses, and what it has cost."""
-        values = self.validate() | costs(self.run, step) | {"cost/device_s": self.meter.device_s}
-        return values | marginal_costs(self.run, step, self.meter.device_s, self.progress.trunk)
+        """Returns the report of `step`, where the run pauses, with the quality of the model there and what it
+        has cost: it may not be a report of the run, or have no evaluation."""
+        run, found = self.run, self.progress.metrics if self.progress.reported == step else {}
+        if run.task.quality in found:
+            return found
+        values = found | self.validate() | costs(run, step) | {"cost/device_s": self.meter.device_s}
+        return values | marginal_costs(run, step, self.meter.device_s, self.progress.trunk)
 
     def is_best(self, step: int) -> bool:
         """Returns whether the evaluation of `step` is among the best so far, whose checkpoints are kept."""

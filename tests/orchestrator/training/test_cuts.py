@@ -18,6 +18,7 @@ import torch.distributed as dist
 from moe.config import members
 from moe.routing import RouterConfig
 from orchestrator.checkpoint import manifest as manifests
+from orchestrator.checkpoint.models import read_model
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.stream import in_process
@@ -39,6 +40,7 @@ SMALL = {
     "train.report_every": 3,
     "train.eval_every": 5,
     "checkpoint.every": 4,
+    "checkpoint.keep_every": 8,
     "checkpoint.asynchronous": False,  # a crash in a test kills no thread that still writes
 }
 ROUTER = "model.moe.router."
@@ -155,6 +157,21 @@ def test_a_run_cut_anywhere_is_the_undisturbed_run(
     cut = override(run, {"name": f"{case} cut {seed}".replace(" ", "-").replace(",", "")})
     train(cut, random.Random(f"{case} {seed}"))
     assert record_of(cut) == record_of(run)
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> None:
+    """With the same steps and rates; and a model that is loaded from it begins with counts of 0."""
+    trunk = whole(case)
+    at = manifests.folder_of(RunDir.of(trunk).checkpoints, 8)
+    branch = override(trunk, {"name": f"{trunk.name}-branch", "train.trunk": at})
+    train(branch, None)
+    last = [record_of(run)["checkpoints"][STEPS] for run in (trunk, branch)]
+    assert last[0] == last[1]
+    model = read_model(RunDir.of(trunk).checkpoints).load()
+    counts = [buffer for name, buffer in model.named_buffers() if name.endswith("counts")]
+    assert counts
+    assert not any(buffer.any() for buffer in counts)
 
 
 def two_workers(rank: int, ranks: int, folder: str) -> None:
