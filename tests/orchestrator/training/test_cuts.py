@@ -27,6 +27,7 @@ from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
 from tests.moe.parity import spawn
+from tests.orchestrator.training.recipe import RECIPE
 
 STEPS = 17  # no multiple of any interval below
 SMALL = {
@@ -56,7 +57,7 @@ CASES = {
         name: {f"{ROUTER}kind": "top_k", f"{ROUTER}k": 2, **{ROUTER + n: v for n, v in changes.items()}}
         for name, changes in COUNTING.items()
     },
-    "average, best three": {"train.ema.decay": 0.9, "checkpoint.keep_best": 3},
+    "recipe, best three": RECIPE | {"checkpoint.keep_best": 3, "data.batch_size": 16, "data.lanes": 4},
     "stops early": {
         "train.stop_at": 0.23,
         "train.lr": 0.02,

@@ -40,27 +40,12 @@ from orchestrator.training.heartbeat import HeartbeatMonitor
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
+from tests.orchestrator.training.recipe import RECIPE
 from tests.parts import command_of, png
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 SOFT = {"model.moe.router.kind": "soft", "model.moe.num_experts": 4, "train.report_every": 1}
-RECIPE = {  # whatever draws random numbers of an image, in the model and in its data
-    "model.drop_path": 0.3,
-    "model.layer_scale": 0.1,
-    "data.augment": "inception",
-    "data.three_augment": True,
-    "data.color_jitter": 0.3,
-    "data.random_erasing": 0.5,
-    "data.repeats": 3,
-    "data.mixup": 0.8,
-    "data.cutmix": 1.0,
-    "task.loss": "sigmoid_mean",
-    "task.binarised": True,
-    "train.optimizer.kind": "lamb",
-    "train.optimizer.layer_decay": 0.8,
-    "train.ema.decay": 0.9,
-}
 NAMES = ("train/loss", "train/grad_norm", "data/fingerprint")
 
 
@@ -179,22 +164,6 @@ def test_data_parallel_and_microbatches_equal_one(run, tmp_path):
     two = trained(run, tmp_path / "two.jsonl", name="two", **{"scale.workers": 2})
     assert_same(alone, quarter)
     assert_same(alone, two)
-
-
-def test_a_resumed_run_reports_what_an_undisturbed_one_does(run, tmp_path):
-    """Checkpoints fall between reports, and the crash between both."""
-    run = override(run, {"train.steps": 20, "train.report_every": 5, "checkpoint.every": 4, **RECIPE})
-    alone = trained(run, tmp_path / "alone.jsonl", name="alone")
-
-    def crash_at_15(step: int, metrics: dict[str, float]) -> None:
-        if step == 15:
-            raise RuntimeError("unplugged")
-        to_file(tmp_path / "resumed.jsonl")(step, metrics)
-
-    resumed = override(run, {"name": "resumed"})
-    with pytest.raises(RuntimeError, match="unplugged"):
-        fit(resumed, crash_at_15)
-    assert_same(alone, trained(resumed, tmp_path / "resumed.jsonl"))
 
 
 def test_a_run_keeps_the_lanes_that_it_began_with(run, tmp_path):

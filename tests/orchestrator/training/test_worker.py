@@ -6,7 +6,6 @@ import csv
 import errno
 import logging
 import math
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,22 +93,12 @@ def numbers(reports: Reports) -> dict[int, tuple[float, ...]]:
     return {step: tuple(metrics[name] for name in names if name in metrics) for step, metrics in reports}
 
 
-@pytest.mark.parametrize("router", mostly_slow(["soft", "token_choice", "expert_choice"], fast=["soft"]))
-def test_stopped_at_a_random_step_it_goes_on_to_the_bit(router: str, run: RunConfig) -> None:
-    run = override(run, {"model.moe.router.kind": router, "checkpoint.asynchronous": True})
-    undisturbed = override(run, {"name": "whole"})
-    reports = trained(undisturbed)
-    whole, (folder, manifest) = numbers(reports), newest(RunDir.of(undisturbed).checkpoints)
+def test_a_checkpoint_says_what_was_done(run: RunConfig) -> None:
+    (*_, (_, metrics)), (folder, manifest) = trained(run), newest(RunDir.of(run).checkpoints)
     assert folder.endswith("step-00000024")
     assert (manifest.step, manifest.images, manifest.progress["reported"]) == (24, 24 * 16, 24)
-    assert manifest.progress["device_s"] == reports[-1][1]["cost/device_s"] > 0
+    assert manifest.progress["device_s"] == metrics["cost/device_s"] > 0
     assert manifest.config["train"]["steps"] == 24
-    stops = random.Random(router).sample(range(2, 25), 3)
-    seen: dict[int, tuple[float, ...]] = {}
-    for stop in sorted(stops):
-        seen |= numbers(trained(run, stop_at=stop))
-    seen |= numbers(trained(run))
-    assert seen == whole
 
 
 @pytest.mark.parametrize(
