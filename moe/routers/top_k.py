@@ -55,7 +55,8 @@ class TopKConfig(CapacityConfig):
         balance: the bias that balances the choices.
         balance_weight: weight of the loss E * sum_e (share of choices of e) * (mean gate of e).
         balance_level: the tokens whose shares count: of a routing ``group`` (an image, if images_per_group
-            is 1), of a ``pass``, so that results depend on the microbatch, or of the ``batch`` before.
+            is 1), of a ``pass``, so that results depend on the microbatch and on the number of workers, or of
+            the ``batch`` before.
         z_weight: weight of the mean squared log-sum-exp of the logits.
         priority: the token that an expert seats first: that with the largest ``weight``, or all first choices
             before all second choices, and among them the earlier token (``none``), or that with the largest
