@@ -322,15 +322,14 @@ class RunConfig(Config):
                 f" with data.lanes a multiple of the workers and a divisor of data.batch_size={batch}"
             )
         self.task.check(self.model)
-        for prefix in self.train.freeze:
-            if not any(begins_so(name, [prefix]) for name in param_shapes(self.model)):
+        names, freeze = [*param_shapes(self.model)] if self.train.freeze else [], self.train.freeze
+        for prefix in freeze:
+            if not any(begins_so(name, [prefix]) for name in names):
                 raise ValueError(
                     f"train.freeze: no tensor of the model has a name that begins with {prefix!r}"
                 )
-        if all(begins_so(name, self.train.freeze) for name in param_shapes(self.model)):
-            raise ValueError(
-                f"train.freeze={list(self.train.freeze)} freezes all tensors: leave some to train"
-            )
+        if freeze and all(begins_so(name, freeze) for name in names):
+            raise ValueError(f"train.freeze={list(freeze)} freezes all tensors: leave some to train")
         mixing = self.data.mixup or self.data.cutmix
         if mixing and not self.task.classifies:
             raise ValueError(

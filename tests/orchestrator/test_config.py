@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from moe.config import members
 from moe.layer import MoEConfig
 from moe.models import AstroformerConfig, TwoTowersConfig
 from moe.presets import PRESETS
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig, TrainConfig
-from orchestrator.schedules import CosineConfig, LinearConfig, RsqrtConfig
+from orchestrator.schedules import CooldownConfig, CosineConfig, LinearConfig, RsqrtConfig, ScheduleConfig
 from orchestrator.tasks import ContrastiveConfig
 
 PAIRS = replace(PRESETS["debug"], moe=MoEConfig(num_experts=6, images_per_group=2))
@@ -67,6 +68,7 @@ TWO_TOWERS = TwoTowersConfig(image=AstroformerConfig())
             {"model": PAIRS, "scale": ScaleConfig(workers=4, ep=4)},
             r"num_experts=6 does not divide over ep=4; use one of \[1, 2, 3, 6\]",
         ),
+        (RunConfig, {"train": TrainConfig(freeze=("",))}, r"train.freeze=\[''\] freezes all tensors"),
     ],
 )
 def test_refusals(cls: type, fields: dict, message: str) -> None:
@@ -78,6 +80,14 @@ def test_default_phases_fit_any_length() -> None:
     for steps in (1, 4, 9, 10, 200):
         for schedule in (RsqrtConfig(), CosineConfig(), LinearConfig()):
             TrainConfig(steps=steps, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", members(ScheduleConfig))
+@pytest.mark.parametrize("warmup", [None, 1])
+def test_a_run_of_one_step_trains(schedule: type[ScheduleConfig], warmup: int | None) -> None:
+    """The first rate of a warm-up is 0."""
+    fields = {"cooldown_steps": 0} if issubclass(schedule, CooldownConfig) else {}
+    assert schedule(warmup_steps=warmup, **fields).rate(0, peak=1.0, total=1) > 0
 
 
 def test_workers_that_divide_the_batch_divide_the_lanes() -> None:
