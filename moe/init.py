@@ -77,15 +77,14 @@ def init_weights(
     region of the whole that it covers. `inside` is the name of `module` in its model, e.g. ``blocks.1.mlp``.
     """
     for prefix, owner in module.named_modules(prefix=inside):
-        draws = _draws(owner)
         for name, param in owner.named_parameters(recurse=False):
             tensor, region = local(param) if local else (param, tuple(slice(0, n) for n in param.shape))
-            fqn = f"{prefix}.{name}" if prefix else name
+            fqn = _joined(prefix, name)
             with torch.no_grad():
-                _fill(tensor, draws[name], seed, fqn, tuple(param.shape), region)
+                _fill(tensor, _draw(owner, prefix, name), seed, fqn, tuple(param.shape), region)
         # Buffers are never sharded.
         for name, buffer in owner.named_buffers(recurse=False):
-            _fill(buffer, draws[name], seed, name, tuple(buffer.shape), (slice(None),))
+            _fill(buffer, _draw(owner, prefix, name), seed, name, tuple(buffer.shape), (slice(None),))
 
 
 def set_unsaved(module: nn.Module, device: torch.device | str | None = None) -> None:
@@ -93,20 +92,34 @@ def set_unsaved(module: nn.Module, device: torch.device | str | None = None) -> 
     (None: where it is). Whatever fills the rest, weights drawn or read, finds them set.
 
     Raises ValueError if the first value of such a buffer is no constant: it would depend on a seed that a
-    checkpoint does not hold either.
+    checkpoint does not hold either, or `draws` does not say it.
     """
     for prefix, owner in module.named_modules():
         for name in owner._non_persistent_buffers_set:
-            buffer = owner._buffers[name]
-            if buffer is None:
-                continue
-            draw = _draws(owner).get(name)
-            if draw is None or draw.distribution != "constant":
-                raise ValueError(
-                    f"{prefix}.{name} is a buffer that checkpoints do not hold (persistent=False), so draws()"
-                    " must give it a constant; or save it: persistent=True"
-                )
-            setattr(owner, name, torch.full_like(buffer, draw.scale, device=device))
+            if (buffer := owner._buffers[name]) is not None:
+                draw = _draw(owner, prefix, name)
+                if draw.distribution != "constant":
+                    raise ValueError(
+                        f"{_joined(prefix, name)} is a buffer that checkpoints do not hold, and begins with"
+                        " random numbers: save it (persistent=True)"
+                    )
+                setattr(owner, name, torch.full_like(buffer, draw.scale, device=device))
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _draw(owner: nn.Module, prefix: str, name: str) -> Draw:
+    """Raises ValueError if the first value of a parameter or buffer is unknown."""
+    draws = _draws(owner)
+    if name not in draws:
+        kind = type(owner).__name__
+        raise ValueError(
+            f"{_joined(prefix, name)} has no first value: give {kind} a method draws() that says it"
+            " (a Draw for each parameter and buffer; numbers that are computed belong into forward)"
+        )
+    return draws[name]
 
 
 def _draws(owner: nn.Module) -> dict[str, Draw]:

@@ -214,8 +214,8 @@ class TrainConfig(Config):
         warmup, cooldown = self.schedule.phases(self.steps)
         if warmup + cooldown > self.steps:
             raise ValueError(
-                f"train.schedule.warmup_steps={warmup} and train.schedule.cooldown_steps={cooldown} do not"
-                f" fit into train.steps={self.steps}"
+                f"schedule.warmup_steps={warmup} and schedule.cooldown_steps={cooldown} do not fit into"
+                f" steps={self.steps}"
             )
 
 
@@ -227,7 +227,8 @@ class CheckpointConfig(Config):
         every: steps between checkpoints; None: a tenth of the run. The last step is always saved.
         asynchronous: write while training continues, from a second copy of the state in host memory.
         keep_last, keep_best: how many of the newest checkpoints are kept, and of those of best quality.
-        keep_every: multiples of this many steps are kept too, for cooldowns to branch from (Soft MoE, 3.4).
+        keep_every: multiples of this many steps are saved and kept too, for cooldowns to branch from (Soft
+            MoE, 3.4).
     """
 
     every: PositiveInt | None = None

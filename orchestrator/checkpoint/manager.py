@@ -126,6 +126,7 @@ class Checkpoints:
         self._last_failure: str | None = None
         self._skipped: set[int] = set()
         self._saved: set[int] = set()
+        self._newest: int | None = None
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointManifest | None:
         """Fills both from the newest whole checkpoint, whatever layout wrote it, and returns its manifest.
@@ -147,6 +148,7 @@ class Checkpoints:
                 log.warning("no checkpoint in %s is whole: the run starts anew", self.directory)
                 optimizer.state.clear()
         self._skipped = {step for step in there if manifest is None or step > manifest.step}
+        self._newest = manifest and manifest.step
         self._allocate(model, optimizer)
         return manifest
 
@@ -222,6 +224,8 @@ class Checkpoints:
         """Ends saving. Raises OSError if the last save failed: a run is not complete without its weights."""
         self.settle()
         self._beside.shutdown()
+        if not self._saved and self.first:
+            self._retain()  # the run may have been killed after its last save
         if self._last_failure:
             raise OSError(self._last_failure)
 
@@ -252,7 +256,12 @@ class Checkpoints:
             _tidy(self.directory, lambda: delete_unlisted(folder))
         self._skipped.discard(manifest.step)
         self._saved.add(manifest.step)
-        _tidy(self.directory, lambda: retain(self.directory, manifest.step, self.config, self._skipped))
+        self._newest = manifest.step
+        self._retain()
+
+    def _retain(self) -> None:
+        if (step := self._newest) is not None:
+            _tidy(self.directory, lambda: retain(self.directory, step, self.config, self._skipped))
 
     def _finish_save(self, step: int, work: Callable[[], None]) -> None:
         try:
@@ -287,18 +296,22 @@ def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = 
         raise NotFiniteError(f"{names[0]}{more} hold numbers that are not finite")
 
 
-def checkpoints_to_keep(found: Mapping[int, float | None], keep: CheckpointConfig) -> set[int]:
+def checkpoints_to_keep(
+    found: Mapping[int, float | None], keep: CheckpointConfig, cut: Collection[int] = ()
+) -> set[int]:
     """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
 
-    `found` maps each step to its quality, higher is better; None or not finite if it was not measured at that
-    step. The earliest of several equal qualities is the best, as in the run's progress. A step that is no
-    multiple of `keep.every`, as where training was cut, is not counted once there is a newer one: an
-    undisturbed run does not have it.
+    Args:
+        found: step -> its quality, higher is better; None or not finite if it was not measured at that step.
+            The earliest of several equal qualities is the best, as in the run's progress.
+        cut: steps that were saved only because training was cut there. They are not counted once there is a
+            newer one: an undisturbed run does not have them.
     """
-    regular = [step for step in sorted(found) if step % (keep.every or 1) == 0 or step == max(found)]
-    best = sorted((-q, step) for step, q in found.items() if q is not None and math.isfinite(q))
-    multiples = [step for step in regular if keep.keep_every and step % keep.keep_every == 0]
-    return {*regular[-keep.keep_last :], *(step for _, step in best[: keep.keep_best]), *multiples}
+    steps = [step for step in sorted(found) if step not in cut or step == max(found)]
+    qualities = {step: found[step] for step in steps}
+    best = sorted((-q, step) for step, q in qualities.items() if q is not None and math.isfinite(q))
+    multiples = [step for step in steps if keep.keep_every and step % keep.keep_every == 0]
+    return {*steps[-keep.keep_last :], *(step for _, step in best[: keep.keep_best]), *multiples}
 
 
 def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collection[int] = ()) -> None:
@@ -311,7 +324,8 @@ def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collectio
     ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
     whole = {s: manifests.read_or_none(manifests.folder_of(directory, s)) for s in ours - set(skipped)}
     found = {s: manifest.quality() for s, manifest in whole.items() if manifest}
-    for old in ours - checkpoints_to_keep(found, keep):
+    cut = [s for s, manifest in whole.items() if manifest and manifest.progress.get("cut")]
+    for old in ours - checkpoints_to_keep(found, keep, cut):
         manifests.remove(manifests.folder_of(directory, old))
 
 

@@ -31,6 +31,7 @@ def with_own_statistics(tensors: dict[str, Tensor], run: RunConfig) -> dict[str,
         return tensors
     model = run.model.build(seed=None)
     model.load_state_dict(tensors)
+    model.freeze(*run.train.freeze)  # whose statistics are their own
     try:
         stream = open_stream(run, "train", 0, 1)
         renew_statistics(model, inputs_for_statistics(stream, torch.device("cpu")))

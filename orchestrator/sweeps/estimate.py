@@ -196,9 +196,9 @@ def checkpoint_bytes(run: RunConfig) -> int:
 def checkpoints_kept(run: RunConfig) -> int:
     """Upper bound on the checkpoints on disk after the run: newest, best, and multiples of `keep_every`."""
     steps, kept = run.train.steps, run.checkpoint
-    evaluations = -(-steps // (run.train.eval_every or steps))
-    saved = -(-steps // run.save_every()) + min(kept.keep_best, evaluations - 1)
-    return min(saved, kept.keep_last + kept.keep_best + (steps // kept.keep_every if kept.keep_every else 0))
+    evaluations, multiples = (steps // (n or steps + 1) for n in (run.train.eval_every, kept.keep_every))
+    saved = -(-steps // run.save_every()) + multiples + min(kept.keep_best, evaluations)
+    return min(saved, kept.keep_last + kept.keep_best + multiples)
 
 
 class _Unit(NamedTuple):

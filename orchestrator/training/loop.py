@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,32 +56,37 @@ def run_steps(
     """Takes the steps `start` + 1 .. `until`, one per batch, and returns the last step that was taken.
 
     What is reported, validated and ended by `good_enough` depends on the run's config alone, wherever it is
-    cut. The last step of the run does all of it. A step is saved if its turn has come, if training is cut or
-    ends there, or if `is_best` says so of its evaluation.
+    cut. A step is saved if it is due, if training is cut or ends there, or if `is_best` says so of its
+    evaluation. Where training is cut, a loss or a gradient norm that is not finite ends nothing: a stop saves
+    nothing, and a pause waits for the next step that is due, if `batches` go on.
 
     Raises:
-        Diverged: if the loss or a gradient norm is not finite at a report or a save, or the state at a save,
+        Diverged: if the loss or a gradient norm is not finite at a step that is due, or the state at a save,
             after reporting the step; nothing is saved.
     """
-    config, norms = run.train, list[Tensor]()
+    norms = list[Tensor]()
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
-        evaluates = is_due(step, config.eval_every or config.steps, config.steps)
-        reports = evaluates or is_due(step, config.report_every, config.steps)
-        saves = step == until or is_due(step, run.save_every(), config.steps)
-        metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=reports or saves)
+        evaluates, reports, saves = now = due(run, step)
+        looks = any(now) or step == until
+        metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=looks)
         # A norm that overflowed trained nothing, or far too much, also between two reports.
         norms = [torch.stack([*norms, metrics["train/grad_norm"]]).max()]
         asked = should_stop()
-        if not (reports or saves or asked):
+        if not (looks or asked):
             continue
         with meter.paused():
-            values = _sum_over_workers(metrics | {"norm": norms.pop()})
-            norm = values.pop("norm")
-            broken = ""
+            values = _sum_over_workers(metrics | {"norm": norms[0]})
+            norm, broken = values.pop("norm"), ""
             if not math.isfinite(loss := values["train/loss"]):
                 broken = f"train/loss is {loss} at step {step}"
             elif not math.isfinite(norm):
                 broken = f"train/grad_norm is {norm}, at step {step} or since the report before it"
+            if broken and not any(now):
+                if asked:
+                    return step
+                continue
+            if any(now):
+                norms = []
             if reports or broken:
                 values |= meter.read() | phase_seconds()
                 with phase("evaluate"):
@@ -90,7 +96,7 @@ def run_steps(
             if broken:
                 raise Diverged(broken)
             stopping = asked or (evaluates and good_enough(run, values))
-            if saves or stopping or (evaluates and is_best(step)):
+            if saves or step == until or stopping or (evaluates and is_best(step)):
                 try:
                     with phase("checkpoint"):
                         save(step)
@@ -98,14 +104,25 @@ def run_steps(
                     if not reports:
                         report(step, values | meter.read())
                     raise Diverged(f"{error} at step {step}") from None
-            if stopping:
+            if stopping or step == until:
                 return step
     return until
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    """Returns whether something is due that happens every so many steps and at the last one."""
-    return step % every == 0 or step == last
+class Due(NamedTuple):
+    evaluates: bool
+    reports: bool
+    saves: bool
+
+
+def due(run: RunConfig, step: int) -> Due:
+    """Returns what is due after `step` updates, whether or not training is cut there: the last step of the
+    run evaluates, reports and saves."""
+    config, kept = run.train, run.checkpoint.keep_every
+    last = step == config.steps
+    evaluates = last or step % (config.eval_every or config.steps) == 0
+    saves = last or step % run.save_every() == 0 or bool(kept and step % kept == 0)
+    return Due(evaluates, evaluates or step % config.report_every == 0, saves)
 
 
 def good_enough(run: RunConfig, metrics: Metrics) -> bool:

@@ -22,6 +22,7 @@ class Progress:
             the earliest.
         trunk: steps and device-seconds of the run that this run branched from.
         fingerprint, bad: what was read (`SampleTracker`).
+        cut: whether it was saved only because training was cut there.
     """
 
     device_s: float = 0.0
@@ -31,6 +32,7 @@ class Progress:
     trunk: tuple[int, float] | None = None
     fingerprint: int = 0
     bad: list[DecodeError] = field(default_factory=list)
+    cut: bool = False
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "Progress":

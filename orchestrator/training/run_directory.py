@@ -195,8 +195,8 @@ class RunDir(Directory):
         return self._result("result.json")
 
     def pause(self, step: int) -> Result | None:
-        """Returns the state of a run that paused at `step`; None if it did not."""
-        return self._result(f"paused-{step}.json")
+        """Returns the first pause of the run at `step` or later; None if there is none."""
+        return next((pause for pause in self.pauses() if pause.step >= step), None)
 
     def pauses(self) -> list[Result]:
         """Returns all pauses, by step."""

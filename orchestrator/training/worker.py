@@ -30,7 +30,7 @@ from orchestrator.threads import set_threads
 from orchestrator.training.average import Average
 from orchestrator.training.features import can_be_stored, with_features
 from orchestrator.training.fewshot import FewShot
-from orchestrator.training.loop import Diverged, evaluate, good_enough, run_steps
+from orchestrator.training.loop import Diverged, due, evaluate, good_enough, run_steps
 from orchestrator.training.metrics import (
     Meter,
     SampleTracker,
@@ -97,9 +97,7 @@ class Worker:
         self.first = rank == 0
         self.training, self.validation = (open_stream(run, s, rank, workers) for s in ("train", "val"))
         self.fewshot = FewShot(run, run.train.fewshot, rank, workers) if run.train.fewshot else None
-        self.checkpoints = Checkpoints(
-            RunDir.of(run).checkpoints, replace(run.checkpoint, every=run.save_every())
-        )
+        self.checkpoints = Checkpoints(RunDir.of(run).checkpoints, run.checkpoint)
         self._pauses_at: int | None = None
         self.done, self.progress, self._resumed = self._begin()
         if self.average:
@@ -174,7 +172,9 @@ class Worker:
         run, until = self.run, max(until, self.done)
         if self._resumed and good_enough(run, self.progress.metrics):  # only the result is missing
             until = self.done
-        steps = self.samples.training(self._batches(self.training, range(self.done, until)))
+        # What is not finite at a pause is found where the undisturbed run looks.
+        last = next(step for step in range(until, run.train.steps + 1) if any(due(run, step)))
+        steps = self.samples.training(self._batches(self.training, range(self.done, last)))
         if run.scale.profile_steps and self.first:
             steps = profiled(steps, steps=run.scale.profile_steps, directory=RunDir.of(run).path)
         status: Ending = "finished" if until == run.train.steps else "paused"
@@ -255,8 +255,9 @@ class Worker:
     def save(self, step: int) -> None:
         """Saves a checkpoint, after the reports that it contains."""
         fingerprint, bad = self.samples.gather()
-        device_s = self.meter.device_s
-        recorded = asdict(self.progress) | {"device_s": device_s, "fingerprint": fingerprint, "bad": bad}
+        own = {"device_s": self.meter.device_s, "fingerprint": fingerprint, "bad": bad}
+        cut = not (due(self.run, step).saves or self.is_best(step))
+        recorded = asdict(self.progress) | own | {"cut": cut}
         if self.metrics_file:
             self.metrics_file.flush()
         images, config = step * self.run.data.batch_size, to_dict(self.run)

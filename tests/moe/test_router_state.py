@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.init import Draw, constant, mix, normal, set_unsaved
+from moe.init import Draw, constant, init_weights, mix, normal, set_unsaved
 from moe.overrides import RoutingOverrides
 from moe.parallel import ParallelConfig, build_whole
 from moe.router_state import after_batch, before_step
@@ -209,8 +209,12 @@ def test_what_no_checkpoint_holds_is_set() -> None:
     set_unsaved(model, "cpu")
     assert model[0].scale.tolist() == [3.0, 3.0]
     assert model[0].kept.is_meta
-    with pytest.raises(ValueError, match=r"0\.scale is a buffer that checkpoints do not hold .* a constant"):
+    with pytest.raises(ValueError, match=r"0\.scale is a buffer that checkpoints do not hold, and begins"):
         set_unsaved(nn.Sequential(Odd(normal(1.0))))
+    odd = Odd(constant(3.0))
+    odd.register_buffer("other", torch.empty(2))
+    with pytest.raises(ValueError, match=r"^other has no first value: give Odd a method draws\(\)"):
+        init_weights(odd, 0)
 
 
 @each_router

@@ -42,7 +42,7 @@ TWO_TOWERS = TwoTowersConfig(image=AstroformerConfig())
         (
             TrainConfig,
             {"steps": 10, "schedule": RsqrtConfig(warmup_steps=6, cooldown_steps=5)},
-            "schedule.warmup_steps=6 and train.schedule.cooldown_steps=5 do not fit into train.steps=10",
+            "schedule.warmup_steps=6 and schedule.cooldown_steps=5 do not fit into steps=10",
         ),
         (ScaleConfig, {"workers": 4, "ep": 3}, "ep=3 does not divide workers=4"),
         (ScaleConfig, {"workers": 2, "min_workers": 3}, "min_workers=3 is more than workers=2"),

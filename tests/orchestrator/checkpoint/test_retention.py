@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,14 +40,11 @@ KEEP = st.builds(
     keep_last=st.integers(1, 25),
     keep_best=st.integers(0, 25),
     keep_every=st.none() | st.integers(1, 30),
-    every=st.none() | st.integers(1, 4),
 )
 
 
-def keep(last: int = 1, best: int = 0, multiples: int | None = None, **fields: Any) -> CheckpointConfig:
-    return CheckpointConfig(
-        asynchronous=False, keep_last=last, keep_best=best, keep_every=multiples, **fields
-    )
+def keep(last: int = 1, best: int = 0, every: int | None = None) -> CheckpointConfig:
+    return CheckpointConfig(asynchronous=False, keep_last=last, keep_best=best, keep_every=every)
 
 
 BY_HAND = [  # steps with qualities, the config, the steps that stay
@@ -58,10 +54,6 @@ BY_HAND = [  # steps with qualities, the config, the steps that stay
     ({10: 0.0, 20: None, 30: None}, keep(1, 1), {10, 30}),  # zero was measured
     ({100: None, 150: None, 200: None, 250: None}, keep(1, 0, 100), {100, 200, 250}),
     ({10: math.inf, 20: 0.1, 30: None}, keep(1, 1), {20, 30}),  # nor is what is not finite
-    # Where training was cut, at 25, the checkpoint stays only while it is the newest.
-    ({10: None, 20: None, 25: None}, keep(2, every=10), {20, 25}),
-    ({10: None, 20: None, 25: None, 30: None}, keep(2, every=10), {20, 30}),
-    ({10: None, 25: 0.5, 30: None}, keep(1, 1, 5, every=10), {10, 25, 30}),  # unless it is the best
 ]
 
 
@@ -70,26 +62,33 @@ def test_by_hand():
         assert checkpoints_to_keep(found, kept) == stay, (found, kept)
 
 
-@given(FOUND, KEEP)
-def test_laws(found, kept):
-    stay = checkpoints_to_keep(found, kept)
-    regular = [s for s in sorted(found) if s % (kept.every or 1) == 0 or s == max(found)]
-    assert set(regular[-kept.keep_last :]) <= stay <= found.keys()
-    measured = {step: q for step, q in found.items() if q is not None and not math.isnan(q)}
+def test_where_training_was_cut():
+    """At 25. Its checkpoint stays only while it is the newest."""
+    found = {10: None, 20: None, 25: None}
+    assert checkpoints_to_keep(found, keep(2), cut={25}) == {20, 25}
+    assert checkpoints_to_keep(found | {30: None}, keep(2, 1, 5), cut={25}) == {10, 20, 30}
+
+
+@given(FOUND, KEEP, st.sets(st.integers(0, 10**6)))
+def test_laws(found, kept, cut):
+    cut = {step for step in found if step % 3 == 0} | cut
+    stay = checkpoints_to_keep(found, kept, cut)
+    own = [step for step in sorted(found) if step not in cut or step == max(found)]
+    assert set(own[-kept.keep_last :]) <= stay <= found.keys()
+    measured = {s: q for s, q in found.items() if s in own and q is not None and not math.isnan(q)}
     best = sorted(measured.values(), reverse=True)[: kept.keep_best]
     assert sorted((measured[s] for s in stay & measured.keys()), reverse=True)[: len(best)] == best
-    multiples = {step for step in regular if kept.keep_every and step % kept.keep_every == 0}
+    multiples = {step for step in own if kept.keep_every and step % kept.keep_every == 0}
     assert multiples <= stay
     assert len(stay) <= kept.keep_last + kept.keep_best + len(multiples)
     # Retaining after every save never loses what retaining at the end would have kept.
     left: dict[int, float | None] = {}
     for step in sorted(found):
         left[step] = found[step]
-        left = {s: left[s] for s in checkpoints_to_keep(left, kept)}
+        left = {s: left[s] for s in checkpoints_to_keep(left, kept, cut)}
     assert left.keys() == stay
     # Where training was cut, nothing stays in the end that an undisturbed run would not have.
-    undisturbed = {step: quality for step, quality in found.items() if step in measured or step in regular}
-    assert checkpoints_to_keep(undisturbed, kept) == stay
+    assert checkpoints_to_keep({step: found[step] for step in own}, kept) == stay
 
 
 def test_during_a_run(place):

@@ -58,6 +58,8 @@ CASES = {
         for name, changes in COUNTING.items()
     },
     "recipe, best three": RECIPE | {"checkpoint.keep_best": 3, "data.batch_size": 16, "data.lanes": 4},
+    "diverges": {"train.optimizer.kind": "sgd", "train.lr": 1e18, "train.clip_norm": None},
+    "keeps others than it saves": {"checkpoint.keep_every": 5, "train.eval_every": 7},
     "stops early": {
         "train.stop_at": 0.23,
         "train.lr": 0.02,
@@ -142,8 +144,10 @@ def whole(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
         run = small_run(digits, folder, case, name=case.replace(" ", "-").replace(",", ""))
         train(run, None)
         record = record_of(run)
-        check_best(record, run)
-        assert (record["end"][1] < STEPS) == (case == "stops early")
+        assert record["end"][0] == ("diverged" if case == "diverges" else "finished")
+        assert (record["end"][1] < STEPS) == (case in ("diverges", "stops early"))
+        if case != "diverges":
+            check_best(record, run)
         return run
 
     return trained

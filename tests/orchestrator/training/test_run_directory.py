@@ -177,7 +177,7 @@ def test_results_and_pauses(tmp_path: Path) -> None:
     for end in ends:
         RunDir.of(run).write_result(end)
     assert RunDir.of(run).pauses() == [ends[1], ends[0]]
-    assert (RunDir.of(run).pause(20), RunDir.of(run).pause(21)) == (ends[1], None)
+    assert [RunDir.of(run).pause(step) for step in (20, 21, 101)] == [ends[1], ends[0], None]
     assert RunDir.of(run).result() == ends[2]
     with pytest.raises(UsageError, match=f"{tmp_path}/.*/checkpoints/x holds no whole checkpoint"):
         RunDir.of(run).result().load()
