@@ -301,15 +301,12 @@ def checkpoints_to_keep(
 ) -> set[int]:
     """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
 
-    Args:
-        found: step -> its quality, higher is better; None or not finite if it was not measured at that step.
-            The earliest of several equal qualities is the best, as in the run's progress.
-        cut: steps that were saved only because training was cut there. They are not counted once there is a
-            newer one: an undisturbed run does not have them.
+    `found` maps each step to its quality, higher is better; None or not finite if it was not measured at that
+    step. The earliest of several equal qualities is the best, as in the run's progress. Steps that were saved
+    only because training was `cut` there do not count once there is a newer one.
     """
     steps = [step for step in sorted(found) if step not in cut or step == max(found)]
-    qualities = {step: found[step] for step in steps}
-    best = sorted((-q, step) for step, q in qualities.items() if q is not None and math.isfinite(q))
+    best = sorted((-q, s) for s in steps if (q := found[s]) is not None and math.isfinite(q))
     multiples = [step for step in steps if keep.keep_every and step % keep.keep_every == 0]
     return {*steps[-keep.keep_last :], *(step for _, step in best[: keep.keep_best]), *multiples}
 

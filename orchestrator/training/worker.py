@@ -206,7 +206,7 @@ class Worker:
         if status == "paused" and reached == until:
             # The undisturbed run has no such evaluation, so it is not recorded as a report of the run.
             step, metrics = until, self._measured(until)
-        if step == self._pauses_at:
+        if step == self._pauses_at and (status == "paused" or step > self.done):
             self._report(step, metrics)
         self.checkpoints.finish()
         if self.metrics_file:
