@@ -120,7 +120,7 @@ class Bench:
 
     @cached_property
     def memory(self) -> float:
-        """Bytes that are free when they are first asked for."""
+        """The free bytes of GPU memory at the first call."""
         return torch.cuda.mem_get_info()[0] if self.cuda else math.inf
 
     @cached_property
@@ -277,7 +277,7 @@ def compare(bench: Bench, name: str, dtype: torch.dtype, compiled: bool = False)
 
 
 def allow_tf32(allowed: bool) -> None:
-    """By default torch allows it for convolutions alone."""
+    """Allows TF32 in matmuls and convolutions, or in none. Torch's default allows it in convolutions only."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 

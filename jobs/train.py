@@ -238,8 +238,8 @@ def train(flags: RunFlags) -> None:
     print(f"{run.name} {ended} after {result.step} steps, files in {RunDir.of(run).path}")
     for name, value in sorted(result.metrics.items()):
         print(f"  {name:28} {value:.6g}")
-    if result.best_checkpoint not in ("", result.checkpoint):
-        print(f"best {run.task.quality} {result.best_quality:.6g}: {result.best_checkpoint}")
+    if better := result.better_checkpoint():
+        print(f"best of the checkpoints kept, by {run.task.quality}: {better}")
     if result.status == "diverged":
         sys.exit(f"error: {run.name} diverged: {result.reason or f'at step {result.step}'}")
 

@@ -88,11 +88,12 @@ def init_weights(
 
 
 def set_unsaved(module: nn.Module, device: torch.device | str | None = None) -> None:
-    """Makes every buffer of `module` that a checkpoint does not hold anew, with its first value, on `device`
-    (None: where it is). Whatever fills the rest, weights drawn or read, finds them set.
+    """Replaces every buffer of `module` that checkpoints do not hold by one with its first value, on `device`
+    (None: where the buffer is). It belongs wherever a model gets its memory, before weights are drawn or
+    read.
 
-    Raises ValueError if the first value of such a buffer is no constant: it would depend on a seed that a
-    checkpoint does not hold either, or `draws` does not say it.
+    Raises ValueError if `draws` does not give such a buffer a constant: other first values depend on a seed,
+    which checkpoints do not hold.
     """
     for prefix, owner in module.named_modules():
         for name in owner._non_persistent_buffers_set:

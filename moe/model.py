@@ -230,7 +230,8 @@ class Model(nn.Module, ABC, Generic[C]):
                 init_weights(self, seed)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """As of any module; what no checkpoint holds is set (`moe.init.set_unsaved`)."""
+        """Moves all tensors to `device` without their values, and sets the buffers that checkpoints do not
+        hold (`moe.init.set_unsaved`)."""
         super().to_empty(device=device, recurse=recurse)
         set_unsaved(self)
         return self

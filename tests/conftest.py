@@ -89,7 +89,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned() -> None:
-    """Memory that nobody sets is no number in any test."""
+    """Fills uninitialised memory with NaN or the largest integer in every test."""
     poison_memory()
 
 

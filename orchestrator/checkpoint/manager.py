@@ -297,15 +297,15 @@ def check_finite(parts: Mapping[str, Tensor], group: dist.ProcessGroup | None = 
 
 
 def checkpoints_to_keep(
-    found: Mapping[int, float | None], keep: CheckpointConfig, cut: Collection[int] = ()
+    found: Mapping[int, float | None], keep: CheckpointConfig, unscheduled: Collection[int] = ()
 ) -> set[int]:
     """Returns the steps that stay: the newest, the best, and multiples of `keep.keep_every`.
 
     `found` maps each step to its quality, higher is better; None or not finite if it was not measured at that
-    step. The earliest of several equal qualities is the best, as in the run's progress. Steps that were saved
-    only because training was `cut` there do not count once there is a newer one.
+    step. The earliest of several equal qualities is the best, as in the run's progress. Steps that are
+    `unscheduled`, because training was cut there, do not count once there is a newer one.
     """
-    steps = [step for step in sorted(found) if step not in cut or step == max(found)]
+    steps = [step for step in sorted(found) if step not in unscheduled or step == max(found)]
     best = sorted((-q, s) for s in steps if (q := found[s]) is not None and math.isfinite(q))
     multiples = [step for step in steps if keep.keep_every and step % keep.keep_every == 0]
     return {*steps[-keep.keep_last :], *(step for _, step in best[: keep.keep_best]), *multiples}
@@ -321,8 +321,8 @@ def retain(directory: str, step: int, keep: CheckpointConfig, skipped: Collectio
     ours = {s for s in manifests.steps(directory) if s <= step or s in skipped}
     whole = {s: manifests.read_or_none(manifests.folder_of(directory, s)) for s in ours - set(skipped)}
     found = {s: manifest.quality() for s, manifest in whole.items() if manifest}
-    cut = [s for s, manifest in whole.items() if manifest and manifest.progress.get("cut")]
-    for old in ours - checkpoints_to_keep(found, keep, cut):
+    unscheduled = [s for s, each in whole.items() if each and not each.progress.get("scheduled", True)]
+    for old in ours - checkpoints_to_keep(found, keep, unscheduled):
         manifests.remove(manifests.folder_of(directory, old))
 
 

@@ -1,5 +1,9 @@
-"""Running statistics for averaged weights: no step of training has computed any that are theirs."""
+"""Running statistics for averaged weights, which no step of training has computed.
 
+They come from the first batches of the run. Where the data set is read anew, a log line says which it was.
+"""
+
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +15,7 @@ from orchestrator.config import RunConfig
 from orchestrator.data.stream import Stream, in_process, open_stream, prefetched
 from orchestrator.errors import UsageError
 
+log = logging.getLogger(__name__)
 STEPS = 20  # of training, whose batches statistics are computed from
 
 
@@ -35,6 +40,7 @@ def with_own_statistics(tensors: dict[str, Tensor], run: RunConfig) -> dict[str,
     try:
         stream = open_stream(run, "train", 0, 1)
         renew_statistics(model, inputs_for_statistics(stream, torch.device("cpu")))
+        log.info("running statistics of the average: from %d batches of %s", STEPS, run.data.path)
     except (UsageError, OSError) as error:
         raise UsageError(
             f"averaged weights of a model of kind {run.model.kind!r} need running statistics of their own,"

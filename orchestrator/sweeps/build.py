@@ -58,6 +58,7 @@ class TrialRecord:
         directory: the trial's; empty if it was read from MLflow.
         checkpoint: folder of its last checkpoint, relative to its directory; empty if there is none.
         weights: digest of that checkpoint's weights.
+        better: its best checkpoint and the quality, if that is not the last; else empty.
     """
 
     run_id: str
@@ -70,6 +71,7 @@ class TrialRecord:
     directory: str = ""
     checkpoint: str = ""
     weights: str = ""
+    better: str = ""
 
 
 def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> list[TrialRecord]:
@@ -92,6 +94,7 @@ def read_trials(directory: str, sweep: SweepRecord, *, live: bool = False) -> li
                 directory=run.path,
                 checkpoint=result.checkpoint if result else "",
                 weights=result.weights if result else "",
+                better=result.better_checkpoint() if result else "",
             )
         )
     return found
@@ -302,6 +305,8 @@ def _point(
     if len(same) < seeds and status == "finished":
         status = incomplete
     whole = status == "finished"
+    better = {"better checkpoint": "; ".join(t.better for t in same if t.better)}
+    better = better if any(better.values()) else {}
     qualities = tuple(trial.metrics.get(sweep.quality, math.nan) for trial in same)
     point = Point(
         arm=arm,
@@ -313,7 +318,7 @@ def _point(
         run_id=first.run_id,
         run_url=first.url,
         status=status,
-        details={label: _mean(same, name) for name, label in MEASURED if name in first.metrics},
+        details={label: _mean(same, name) for name, label in MEASURED if name in first.metrics} | better,
         costs={n: _mean(same, n) for n in PANELS if n in first.metrics} if whole else known,
         settings=found,
         runs=tuple((trial.run_id, trial.url) for trial in same[1:]),

@@ -143,22 +143,25 @@ def _aliases(frontier: Frontier, trials: Mapping[str, TrialRecord]) -> dict[str,
                 "run": run,
                 "checkpoint": trials[run].checkpoint,
                 "weights": trials[run].weights,
-                "description": _description(frontier, alias, point, run),
+                "description": _description(frontier, alias, point, trials[run]),
             }
     return found
 
 
-def _description(frontier: Frontier, alias: str, point: Point, run: str) -> str:
+def _description(frontier: Frontier, alias: str, point: Point, trial: TrialRecord) -> str:
     name, shown = as_shown(frontier.quality_name, point.quality)
     quality = f"{name} {shown:.4f}"
     if point.qualities:
         each = ", ".join(f"{as_shown(frontier.quality_name, q)[1]:.4f}" for q in point.qualities)
-        quality += f" (mean of {len(point.qualities)} seeds: {each}; this is {run}, nearest to the mean)"
+        quality += (
+            f" (mean of {len(point.qualities)} seeds: {each}; this is {trial.run_id}, nearest to the mean)"
+        )
     else:
         quality += f" ({'one seed' if alias == CONFIRMED else UNDECIDED})"
     return (
         f"Sweep {frontier.name}, arm {point.arm}, {_PLACES[alias]}: {quality};"
         f" {frontier.cost_name} {point.cost:.4g}."
+        + (f" Its run has a better checkpoint: {trial.better}." if trial.better else "")
     )
 
 

@@ -57,14 +57,14 @@ class Average:
     def in_place_of_weights(self, model: Model) -> Iterator[None]:
         """The averages are the weights of `model`, which this optimiser updates, to the end of the block."""
         self._swap(model)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        kept = [buffer.clone() for buffer in model.buffers()]
         try:
             if model.config.whole_batch:
                 renew_statistics(model, self.batches())
             yield
         finally:
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+            for buffer, before in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(before)
             self._swap(model)
 
     @torch.no_grad()

@@ -55,61 +55,68 @@ def run_steps(
 ) -> int:
     """Takes the steps `start` + 1 .. `until`, one per batch, and returns the last step that was taken.
 
-    What is reported, validated and ended by `good_enough` depends on the run's config alone, wherever it is
-    cut. A step is saved if it is due, if training is cut or ends there, or if `is_best` says so of its
-    evaluation. Where training is cut, a loss or a gradient norm that is not finite ends nothing: a stop saves
-    nothing, and a pause waits for the next step that is due, if `batches` go on.
+    What is reported, validated, saved and ended by `good_enough` depends on the run's config alone, and on
+    `is_best`, which says of a step that was validated whether it is to be saved. Where a run is cut, at
+    `until` or because `should_stop` says so, it is saved too. A state that is not finite there is no
+    divergence yet, but at the next step that is due: a stop saves nothing, and a pause waits for that step if
+    `batches` go on.
 
     Raises:
-        Diverged: if the loss or a gradient norm is not finite at a step that is due, or the state at a save,
-            after reporting the step; nothing is saved.
+        Diverged: if the loss or a gradient norm is not finite at a step that is due, or the state at a save
+            that is, after reporting the step; nothing is saved.
     """
-    norms = list[Tensor]()
+    largest: Tensor | None = None  # gradient norm since the last step that was due
     for step, batch in enumerate(meter.timed(batches), start=start + 1):
-        evaluates, reports, saves = now = due(run, step)
-        looks = any(now) or step == until
-        metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=looks)
-        # A norm that overflowed trained nothing, or far too much, also between two reports.
-        norms = [torch.stack([*norms, metrics["train/grad_norm"]]).max()]
+        evaluates, reports, saves = scheduled = due(run, step)
+        pauses = step >= until
+        metrics = train_step(model, optimizer, batch, run, step=step - 1, stats=any(scheduled) or pauses)
+        norm = metrics["train/grad_norm"]
+        largest = norm if largest is None else torch.maximum(largest, norm)
         asked = should_stop()
-        if not (looks or asked):
+        if not (any(scheduled) or pauses or asked):
             continue
         with meter.paused():
-            values = _sum_over_workers(metrics | {"norm": norms[0]})
-            norm, broken = values.pop("norm"), ""
-            if not math.isfinite(loss := values["train/loss"]):
-                broken = f"train/loss is {loss} at step {step}"
-            elif not math.isfinite(norm):
-                broken = f"train/grad_norm is {norm}, at step {step} or since the report before it"
-            if broken and not any(now):
-                if asked:
-                    return step
-                continue
-            if any(now):
-                norms = []
-            if reports or broken:
-                values |= meter.read() | phase_seconds()
-                with phase("evaluate"):
-                    values |= validate() if evaluates else {}
-                with phase("report"):
-                    report(step, values)
-            if broken:
-                raise Diverged(broken)
-            stopping = asked or (evaluates and good_enough(run, values))
-            if saves or step == until or stopping or (evaluates and is_best(step)):
+            values = _sum_over_workers(metrics | {"largest": largest})
+            why = _not_finite(values["train/loss"], values.pop("largest"), step)
+            if any(scheduled):
+                largest = None
+                if reports or why:
+                    values |= meter.read() | phase_seconds()
+                    with phase("evaluate"):
+                        values |= validate() if evaluates else {}
+                    with phase("report"):
+                        report(step, values)
+                if why:
+                    raise Diverged(why)
+            good = evaluates and good_enough(run, values)
+            saves = saves or good or (evaluates and is_best(step))
+            if saves or ((pauses or asked) and not why):
                 try:
                     with phase("checkpoint"):
                         save(step)
                 except NotFiniteError as error:
-                    if not reports:
-                        report(step, values | meter.read())
-                    raise Diverged(f"{error} at step {step}") from None
-            if stopping or step == until:
+                    why = f"{error} at step {step}"
+                    if saves:
+                        if not reports:
+                            report(step, values | meter.read())
+                        raise Diverged(why) from None
+            if asked or good or (pauses and not why):
                 return step
     return until
 
 
+def _not_finite(loss: float, norm: float, step: int) -> str:
+    """Says what is not finite; empty: nothing. A norm that overflowed trained nothing, or far too much."""
+    if not math.isfinite(loss):
+        return f"train/loss is {loss} at step {step}"
+    if not math.isfinite(norm):
+        return f"train/grad_norm is {norm}, at step {step} or since the report before it"
+    return ""
+
+
 class Due(NamedTuple):
+    """What is due after a step."""
+
     evaluates: bool
     reports: bool
     saves: bool

@@ -1,4 +1,4 @@
-"""What a run has counted and reached, beside its weights: it is in every checkpoint, and in reports."""
+"""The counters and results of a run that its checkpoints hold beside the weights, and its costs so far."""
 
 import math
 from collections.abc import Mapping
@@ -18,40 +18,40 @@ class Progress:
     Attributes:
         device_s: device-seconds of training.
         reported, metrics: step and values of the last report.
-        leaders: the best finite values of the task's quality, with their steps, best first; of equal values
+        best_k: the k best finite values of the task's quality, with their steps, best first; of equal values
             the earliest.
         trunk: steps and device-seconds of the run that this run branched from.
         fingerprint, bad: what was read (`SampleTracker`).
-        cut: whether it was saved only because training was cut there.
+        scheduled: whether an undisturbed run saves this step too, and not only one that was cut there.
     """
 
     device_s: float = 0.0
     reported: int = 0
     metrics: Metrics = field(default_factory=Metrics)
-    leaders: list[tuple[float, int]] = field(default_factory=list)
+    best_k: list[tuple[float, int]] = field(default_factory=list)
     trunk: tuple[int, float] | None = None
     fingerprint: int = 0
     bad: list[DecodeError] = field(default_factory=list)
-    cut: bool = False
+    scheduled: bool = True
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> "Progress":
         """Returns the progress that a checkpoint holds; older ones hold the best value alone."""
         fields = {name: value for name, value in saved.items() if name != "best"}
-        pairs = saved.get("leaders") or ([saved["best"]] if saved.get("best") else [])
-        fields["leaders"] = [(value, step) for value, step in pairs if math.isfinite(value)]
+        pairs = saved.get("best_k") or ([saved["best"]] if saved.get("best") else [])
+        fields["best_k"] = [(value, step) for value, step in pairs if math.isfinite(value)]
         return cls(**fields)
 
     @property
     def best(self) -> tuple[float, int] | None:
-        return self.leaders[0] if self.leaders else None
+        return self.best_k[0] if self.best_k else None
 
-    def after(self, step: int, metrics: Metrics, quality_name: str, keep: int = 1) -> "Progress":
-        """Returns the progress after the report of `step`, with at most `keep` leaders."""
-        leaders, quality = self.leaders, metrics.get(quality_name, math.nan)
+    def after(self, step: int, metrics: Metrics, quality_name: str, k: int = 1) -> "Progress":
+        """Returns the progress after the report of `step`, with at most `k` of them."""
+        best_k, quality = self.best_k, metrics.get(quality_name, math.nan)
         if math.isfinite(quality):
-            leaders = sorted([*leaders, (quality, step)], key=lambda pair: (-pair[0], pair[1]))[:keep]
-        return replace(self, reported=step, metrics=metrics, leaders=leaders)
+            best_k = sorted([*best_k, (quality, step)], key=lambda pair: (-pair[0], pair[1]))[:k]
+        return replace(self, reported=step, metrics=metrics, best_k=best_k)
 
     def best_so_far(self, quality_name: str) -> str:
         if not self.best:

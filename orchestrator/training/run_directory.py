@@ -85,6 +85,12 @@ class Result:
             raise UsageError(f"the run in {self.directory} is {self.status} and has no checkpoint to load")
         return load_checkpoint(storage.join(self.directory, self.checkpoint))
 
+    def better_checkpoint(self) -> str:
+        """Names the best checkpoint and its quality if it is not the last; else empty."""
+        if self.best_checkpoint in ("", self.checkpoint):
+            return ""
+        return f"{self.best_checkpoint}, {self.best_quality:.4g}"
+
     def unknown_quality(self, quality: str) -> str:
         """Says that the quality of a result or a pause is not finite; empty if it is, or the run diverged."""
         value = self.metrics.get(quality, math.nan)

@@ -131,7 +131,7 @@ class Worker:
             check_trunk(trunk.config, trunk.step, run)
             log.info("%s: branches at step %d from %s", run.name, trunk.step, run.train.trunk)
             progress = Progress.read(trunk.progress)
-            return trunk.step, replace(progress, leaders=[], trunk=(trunk.step, progress.device_s)), {}
+            return trunk.step, replace(progress, best_k=[], trunk=(trunk.step, progress.device_s)), {}
         set_weights(self.model, run.train.seed)
         if run.train.init_from:
             group = self.checkpoints.group
@@ -202,7 +202,7 @@ class Worker:
             elif run.train.stop_at is not None and reached == run.train.steps:
                 best = self.progress.best_so_far(run.task.quality)
                 log.warning("%s never reached stop_at=%g: %s", run.name, run.train.stop_at, best)
-        step, metrics = self.progress.reported, self.progress.metrics
+        step, metrics, until = self.progress.reported, self.progress.metrics, max(until, reached)
         if status == "paused" and reached == until:
             # The undisturbed run has no such evaluation, so it is not recorded as a report of the run.
             step, metrics = until, self._measured(until)
@@ -250,14 +250,15 @@ class Worker:
 
     def is_best(self, step: int) -> bool:
         """Returns whether the evaluation of `step` is among the best so far, whose checkpoints are kept."""
-        return self.run.checkpoint.keep_best > 0 and step in (each for _, each in self.progress.leaders)
+        return self.run.checkpoint.keep_best > 0 and step in (each for _, each in self.progress.best_k)
 
     def save(self, step: int) -> None:
         """Saves a checkpoint, after the reports that it contains."""
         fingerprint, bad = self.samples.gather()
         own = {"device_s": self.meter.device_s, "fingerprint": fingerprint, "bad": bad}
-        cut = not (due(self.run, step).saves or self.is_best(step))
-        recorded = asdict(self.progress) | own | {"cut": cut}
+        ends = self.progress.reported == step and good_enough(self.run, self.progress.metrics)
+        scheduled = due(self.run, step).saves or self.is_best(step) or ends
+        recorded = asdict(self.progress) | own | {"scheduled": scheduled}
         if self.metrics_file:
             self.metrics_file.flush()
         images, config = step * self.run.data.batch_size, to_dict(self.run)

@@ -76,7 +76,7 @@ def test_same_logits_bit_for_bit(router, export):
 
 
 def test_nothing_stays_without_memory(export):
-    """What an export does not hold is set too: such a model moves, and trains on."""
+    """Buffers that an export does not hold are set: a loaded model can be moved to a device and trained."""
     _, folder = export(TopKConfig(k=2, balance=SignConfig()))
     loaded = load(folder).to("cpu").train()
     counts = {name: buffer for name, buffer in loaded.named_buffers() if name.endswith("counts")}

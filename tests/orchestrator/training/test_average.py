@@ -123,8 +123,9 @@ BATCH_NORM = {
 def test_an_average_of_batch_norm_has_statistics_of_its_own(
     run: RunConfig, digits: str, tmp_path: Path
 ) -> None:
-    """Those of the weights would be wrong for it. Evaluation, export and a soup of two compute them from the
-    same images, and leave the run as it is without an average; without the images they refuse."""
+    """The weights' own statistics do not fit their average. Evaluation, export and a soup of two compute new
+    statistics from the same images, and the run itself stays as it is without an average. Without the images
+    they are refused."""
     run = override(run, BATCH_NORM)
     reports, plain = trained(run, name="with"), trained(run, name="plain", train__ema=None)
     assert measured(plain[24], "val/") == measured(reports[24], "val/")

@@ -58,7 +58,14 @@ CASES = {
         for name, changes in COUNTING.items()
     },
     "recipe, best three": RECIPE | {"checkpoint.keep_best": 3, "data.batch_size": 16, "data.lanes": 4},
-    "diverges": {"train.optimizer.kind": "sgd", "train.lr": 1e18, "train.clip_norm": None},
+    "loss diverges": {
+        "train.optimizer.kind": "sgd",
+        "train.lr": 1e18,
+        "train.clip_norm": None,
+        "train.schedule.warmup_steps": 0,
+    },
+    # The first update overflows them; its own loss is finite.
+    "weights overflow": {"train.lr": 1e39, "train.schedule.warmup_steps": 0},
     "keeps others than it saves": {"checkpoint.keep_every": 5, "train.eval_every": 7},
     "stops early": {
         "train.stop_at": 0.23,
@@ -67,6 +74,7 @@ CASES = {
         "data.batch_size": 64,
     },
 }
+DIVERGING = ("loss diverges", "weights overflow")
 COUNTS = [name for name in CASES if name in (*COUNTING, "relu")]
 TIMES = ("perf/", "data/wait_frac", "cost/device_s", "checkpoint/age_s", "resumed/")
 
@@ -99,7 +107,8 @@ def train(run: RunConfig, cuts: random.Random | None) -> None:
 
 
 def record_of(run: RunConfig) -> dict[str, Any]:
-    """What a run leaves, without times: reports by step, checkpoints with the digests of their files, end."""
+    """Returns the reports of a run by step, the digests of its checkpoints' files, and its result, without
+    times."""
     own = RunDir.of(run)
     result = own.result()
     assert result is not None
@@ -144,9 +153,9 @@ def whole(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
         run = small_run(digits, folder, case, name=case.replace(" ", "-").replace(",", ""))
         train(run, None)
         record = record_of(run)
-        assert record["end"][0] == ("diverged" if case == "diverges" else "finished")
-        assert (record["end"][1] < STEPS) == (case in ("diverges", "stops early"))
-        if case != "diverges":
+        assert record["end"][0] == ("diverged" if case in DIVERGING else "finished")
+        assert (record["end"][1] < STEPS) == (case in ("stops early", *DIVERGING))
+        if case not in DIVERGING:
             check_best(record, run)
         return run
 
@@ -162,6 +171,28 @@ def test_a_run_cut_anywhere_is_the_undisturbed_run(
     cut = override(run, {"name": f"{case} cut {seed}".replace(" ", "-").replace(",", "")})
     train(cut, random.Random(f"{case} {seed}"))
     assert record_of(cut) == record_of(run)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("pauses", [True, False], ids=["paused", "stopped"])
+@pytest.mark.parametrize("case", DIVERGING)
+def test_a_run_that_diverges_where_it_is_cut(
+    case: str, pauses: bool, at: int, whole: Callable[[str], RunConfig], tmp_path: Path
+) -> None:
+    """It ends where the undisturbed run looks: at its first report. A state that is finite is saved first."""
+    run, calls = whole(case), count(1)
+    cut = override(run, {"storage": str(tmp_path)})
+    train_worker(
+        cut,
+        report=lambda step, metrics: None,
+        read=in_process,
+        until=at if pauses else None,
+        should_stop=lambda: not pauses and next(calls) == at,
+    )
+    train(cut, None)
+    ends = [record_of(each)["end"] for each in (cut, run)]
+    assert [end[:2] for end in ends] == [("diverged", 3)] * 2
+    assert record_of(cut)["reports"].keys() == {3}
 
 
 @pytest.mark.parametrize("case", COUNTS)
