@@ -150,6 +150,21 @@ def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
     assert sweep_frontier(directory)[0].spending == (("a", 7.0), ("c", 5.0), ("b", 2.0), ("c", 1.5))
 
 
+def test_a_better_checkpoint_than_the_last_is_named(tmp_path: Path) -> None:
+    sweep = sweep_at(tmp_path, arms={"a": {}, "b": {}})
+    directory = end_sweep(sweep, {"a": 0.5, "b": 0.6})
+    own = RunDir.of(sweep.runs()["b"])
+    result = own.result()
+    assert result
+    own.write_result(replace(result, best_checkpoint="checkpoints/step-00000002", best_quality=0.7))
+    a, b = publish(directory).points
+    assert "better checkpoint" not in a.details
+    assert b.details["better checkpoint"] == "checkpoints/step-00000002, 0.7"
+    assert "checkpoints/step-00000002, 0.7" in Path(directory, "frontier.html").read_text()
+    described = json.loads(Path(directory, SUMMARY).read_text())["aliases"]["pareto-best"]["description"]
+    assert described.endswith(". Its run has a better checkpoint: checkpoints/step-00000002, 0.7.")
+
+
 def test_a_knee_of_one_seed_is_not_decided(tmp_path: Path, capsys) -> None:
     directory = end_sweep(sweep_at(tmp_path, arms={"a": {}, "b": {}}), {"a": 0.5, "b": 0.6})
     frontier = publish(directory)
