@@ -1,5 +1,6 @@
 """Trains a small model on a rank's share of every batch, and compares it with a single process."""
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -198,12 +199,26 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+# what ranks import: a server imports it once for all tests of a process, and forks every rank
+multiprocessing.set_forkserver_preload(["orchestrator.training.worker", "torch.distributed.checkpoint"])
+
+
 def spawn(ranks: int, worker: Callable[..., None], folder: str, timeout_s: float = 300) -> None:
-    """Runs ``worker(rank, ranks, folder)`` in as many processes of one gloo group."""
-    mp.spawn(_start, args=(ranks, worker, folder, timeout_s), nprocs=ranks)
+    """Runs ``worker(rank, ranks, folder)`` in as many new processes of one gloo group."""
+    arguments = (dict(os.environ), ranks, worker, folder, timeout_s)
+    mp.start_processes(_start, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def _start(rank: int, ranks: int, worker: Callable[..., None], folder: str, timeout_s: float) -> None:
+def _start(
+    rank: int,
+    environment: dict[str, str],
+    ranks: int,
+    worker: Callable[..., None],
+    folder: str,
+    timeout_s: float,
+) -> None:
+    os.environ.clear()  # of the moment when the server started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     poison_memory()
     store, timeout = f"file://{folder}/{worker.__name__}-{ranks}", timedelta(seconds=timeout_s)
