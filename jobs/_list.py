@@ -1,62 +1,87 @@
-"""Prints what can be trained by name: sweeps and their sources, scales, and models with their cost."""
+"""Prints what can be trained by name: sweeps and their sources, scales, and models with their cost.
+
+``listing.json`` has them, for to compute them takes half a minute. ``write`` writes it anew.
+"""
+
+from __future__ import annotations
 
 import inspect
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 from jobs._cli import print_table
-from moe.cost import forward_gflops_2mac, num_params
-from moe.presets import PRESETS
 from orchestrator.guests import from_papers
-from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 
-Listed = tuple[tuple[str, ...], list[tuple[Any, ...]]]  # columns and rows
+FILE = Path(__file__).with_name("listing.json")
+Listed = tuple[list[str], list[list[Any]]]  # columns and rows
 
 
 def print_models() -> None:
-    print_table(*models(), title="models by name", left=3)
+    print_table(*_read()["models"], title="models by name", left=3)
 
 
 def print_sweeps(scale: str) -> None:
     """Prints the sweeps with their arms at a scale, the scales, the models, and what the papers have."""
-    print_table(*sweeps(scale), title="sweeps", left=3)
-    print_table(*scales(), title="scales, before a sweep's own recipe", left=2)
+    listed = _read()
+    print_table(*listed["sweeps"][scale], title="sweeps", left=3)
+    print_table(*listed["scales"], title="scales, before a sweep's own recipe", left=2)
     print_models()
     print_table(("row", "of the papers", "state", "how"), from_papers(".rows:rows", list)(), left=4)
 
 
+def _read() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def listing() -> dict[str, Any]:
+    """Computes what the file has."""
+    from orchestrator.sweeps.catalog import SCALES
+
+    by_scale = {scale: sweeps(scale) for scale in SCALES}
+    return {"models": models(), "scales": scales(), "sweeps": by_scale}
+
+
 def models() -> Listed:
     """The models of the papers, with ImageNet's classes."""
+    from moe.cost import forward_gflops_2mac, num_params
+    from moe.presets import PRESETS
+
     rows = [
-        (
+        [
             name,
             model.family(),
             f"{model.image_size} x {model.image_size}",
             f"{num_params(model) / 1e6:,.1f}M",
             f"{forward_gflops_2mac(model):.3g}",
-        )
+        ]
         for name, model in PRESETS.items()
     ]
-    return ("--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)"), rows
+    return ["--model", "family", "image", "parameters", "forward GFLOPs (2 per MAC)"], rows
 
 
 def sweeps(scale: str) -> Listed:
+    from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
+
     rows = []
     for name in SWEEPS:
         arms = len(make_sweep(name, scale).arms) or "drawn" if SCALES[scale].has(name) else "-"
-        rows.append((name, what(name), source(name), arms))
-    return ("--sweep", "question", "source", f"arms at {scale}"), rows
+        rows.append([name, what(name), source(name), arms])
+    return ["--sweep", "question", "source", f"arms at {scale}"], rows
 
 
 def scales() -> Listed:
+    from orchestrator.sweeps.catalog import SCALES
+
     rows = []
     for name, found in SCALES.items():
         run = found.base
         training = f"{run.train.steps:,} x {run.data.batch_size}"
         loss = getattr(run.task, "loss", run.task.kind)
         model = (run.model.image_size, run.model.num_classes)
-        rows.append((name, " ".join(found.sizes), *model, found.experts, training, loss))
-    return ("--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"), rows
+        rows.append([name, " ".join(found.sizes), *model, found.experts, training, loss])
+    return ["--scale", "sizes", "image", "classes", "experts", "steps x batch", "loss"], rows
 
 
 def what(sweep: str) -> str:
@@ -73,4 +98,16 @@ def source(sweep: str) -> str:
 
 
 def description(sweep: str) -> str:
+    from orchestrator.sweeps.catalog import SWEEPS
+
     return inspect.cleandoc(SWEEPS[sweep].__doc__ or "")
+
+
+def written() -> str:
+    """The text of the file, with a row to a line."""
+    text = json.dumps(listing(), indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+[^][{}]*?\s+\]", lambda row: re.sub(r"\s*\n\s*", " ", row[0]), text) + "\n"
+
+
+def write() -> None:
+    FILE.write_text(written())

@@ -262,8 +262,11 @@ def main() -> None:
 
 
 def sweep(flags: SweepFlags) -> None:
-    from jobs._describe import describe_data
     from jobs._list import description, print_sweeps
+
+    if flags.run.list:
+        return print_sweeps(flags.scale)
+    from jobs._describe import describe_data
     from jobs._sweep_plan import plan, print_spending, print_tuned
     from orchestrator.sweeps.budget import Budget
     from orchestrator.sweeps.driver import SweepOptions, run_sweep
@@ -273,8 +276,6 @@ def sweep(flags: SweepFlags) -> None:
     from orchestrator.sweeps.stopping import EarlyStopping
     from orchestrator.sweeps.tuning import tune
 
-    if flags.run.list:
-        return print_sweeps(flags.scale)
     if flags.run.asks_for_fields():
         return print_fields(flags.named_sweep().base)
     sweep, tuning = flags.make(), flags.tuning()

@@ -210,16 +210,17 @@ def main() -> None:
 
 
 def train(flags: RunFlags) -> None:
-    from jobs._describe import describe_data, describe_model
     from jobs._list import print_models
+
+    if flags.list:
+        return print_models()
+    from jobs._describe import describe_data, describe_model
     from orchestrator.config import RunConfig
     from orchestrator.sweeps import driver
     from orchestrator.training.fit import check_data, decided_by_data
     from orchestrator.training.resources import is_inline
     from orchestrator.training.run_directory import RunDir
 
-    if flags.list:
-        return print_models()
     if flags.asks_for_fields():
         return print_fields(RunConfig())
     run = decided_by_data(flags.config(RunConfig()))

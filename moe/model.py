@@ -5,7 +5,7 @@ is named.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -369,7 +369,8 @@ def find_moe_layers(module: nn.Module) -> list[MoELayer]:
 
 
 @cache
-def unit_shapes(config: ModelConfig) -> list[dict[str, torch.Size]]:
+@cache
+def unit_shapes(config: ModelConfig) -> Sequence[Mapping[str, torch.Size]]:
     """Shapes by parameter name, read from a model on the meta device: outside of its units, then of each."""
     with torch.device("meta"):
         model = config.build(seed=None)

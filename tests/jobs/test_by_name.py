@@ -8,7 +8,7 @@ import pytest
 
 from jobs import pareto_sweep, train
 from jobs._flags import parse
-from jobs._list import source
+from jobs._list import FILE, source, written
 from jobs._sweep_plan import plan, printed_costs
 from orchestrator.config import RunConfig
 from orchestrator.errors import UsageError
@@ -35,7 +35,9 @@ def test_a_model_that_has_no_name(empty_home: Path, call: Call) -> None:
     )
 
 
-def test_lists_name_everything(call: Call) -> None:
+def test_lists_name_everything(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without building a model, which would take half a minute."""
+    monkeypatch.setitem(sys.modules, "moe.cost", None)
     stopped, said = call(train.main, "--list")
     assert stopped == ""
     assert "soft-S/14-256e" in said
@@ -44,6 +46,11 @@ def test_lists_name_everything(call: Call) -> None:
     for name in (*SWEEPS, *SCALES, "vmoe-15B", "107"):
         assert name in said
     assert all("MoE" in source(name) for name in SWEEPS)
+
+
+@pytest.mark.smoke  # all models are built
+def test_lists_are_what_is_computed() -> None:
+    assert FILE.read_text() == written(), "`python -c 'from jobs import _list; _list.write()'` writes it anew"
 
 
 def test_a_plan_needs_no_data(empty_home: Path, call: Call) -> None:
