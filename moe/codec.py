@@ -75,8 +75,14 @@ def _by_kind(choices: list[Any]) -> dict[str, Any]:
     return {get_args(hints_of(cls)["kind"])[0]: cls for cls in choices if "kind" in hints_of(cls)}
 
 
+@cache
+def _is_group(hint: Any) -> bool:
+    """Whether a field holds a config and not a value. Families grow, but this stays."""
+    return bool(dataclasses_of(hint))
+
+
 def _value(hint: Any, value: Any, path: str) -> Any:
-    if not dataclasses_of(hint):
+    if not _is_group(hint):
         return tuple(value) if isinstance(value, list) else _read(hint, value)
     if value is None and NoneType in get_args(hint):
         return None
