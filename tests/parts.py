@@ -1,5 +1,6 @@
 """Parts that tests are made of: free ports, system programs, processes, a Ray of their own, images."""
 
+import importlib
 import io
 import os
 import shutil
@@ -7,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import pytest
@@ -22,23 +23,28 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def system_program(name: str, package: str) -> str:
-    """The path of a program that the package has.
-
-    Without it a test skips, and fails where all tests are to run (`MOE_FRONTIER_ALL_PARTS`, set by
-    `make test-smoke` and `make test-all`).
+def without(missing: str) -> NoReturn:
+    """Ends a test that lacks a part: it skips, and fails where `make test-smoke` or `make test-all` have set
+    `MOE_FRONTIER_ALL_PARTS`.
     """
+    (pytest.fail if os.environ.get("MOE_FRONTIER_ALL_PARTS") else pytest.skip)(missing)
+
+
+def system_program(name: str, package: str) -> str:
+    """The path of a program that the package has; a test is nothing `without` it."""
     postgres = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)  # not on anybody's PATH
     found = shutil.which(name, path=os.pathsep.join([*map(str, postgres), os.environ["PATH"]]))
     if not found:
-        missing = f"no {name}: install the package {package}"
-        (pytest.fail if os.environ.get("MOE_FRONTIER_ALL_PARTS") else pytest.skip)(missing)
+        without(f"no {name}: install the package {package}")
     return found
 
 
 def library(name: str) -> Any:
-    """A library that only tests of exports need. Without it a test skips."""
-    return pytest.importorskip(name, reason=f"no {name}: pip install {name}")
+    """A library that only tests of exports need."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        without(f"no {name}: pip install {name}")
 
 
 def to_each(act: Callable[[psutil.Process], None], processes: Iterable[psutil.Process]) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.cluster.commented import CLUSTER
+from tests.parts import system_program
 
 BIN = Path(sys.executable).parent
 SCRIPT = str(CLUSTER / "local.sh")
@@ -303,8 +304,7 @@ print("counted", ray.get(counter.up.remote()), places == sorted(node["NodeID"] f
 @pytest.mark.smoke
 def test_a_control_server_with_its_state_in_redis_comes_back(env, tmp_path):
     """A job that runs goes on with its actor and its nodes, and the cluster takes another."""
-    if not (redis := shutil.which("redis-server")):
-        pytest.skip("there is no redis-server: apt-get install redis-server")
+    redis = system_program("redis-server", "redis-server")
     with create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     command = [redis, "--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]

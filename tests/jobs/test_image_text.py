@@ -1,7 +1,6 @@
 """Images and texts as a user trains and evaluates them: from scratch, beside a frozen tower, by names."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from orchestrator.sweeps.driver import train
 pytestmark = pytest.mark.smoke
 Call = Callable[..., tuple[str, str]]
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-SECONDS = 30  # of a training of 400 steps
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +46,7 @@ def homes(
 
 
 def _trained(run: RunConfig) -> None:
-    began = time.monotonic()
     result = train(run, progress=False)
-    assert time.monotonic() - began < SECONDS
     assert result.metrics["val/zero_shot_acc1"] > 0.6
     assert result.metrics["train/loss"] < result.metrics["train/loss_of_chance"]
 

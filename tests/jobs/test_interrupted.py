@@ -53,6 +53,7 @@ def test_the_grace_is_what_the_sender_leaves(submitted, wait, grace_s, monkeypat
     assert _signals.default_grace_s() == grace_s
 
 
+NEVER_S = 3600
 SAVES = """
 import os, signal, sys, time
 from jobs._cli import command
@@ -69,15 +70,19 @@ with command("training", grace=float(sys.argv[2])), notice.saving():
     ("seconds", "grace", "signals", "code", "said"),
     [
         (0.1, 20, [signal.SIGUSR1], 138, "Interrupted: a is saved at step 7. Run the same command again"),
-        (20, 0.1, [signal.SIGTERM], 143, "Not saved within 0.1 s. Run the same command again"),
-        (20, 20, [signal.SIGTERM, signal.SIGINT], 130, "SIGTERM: saving within 20 s; a second signal ends"),
+        (NEVER_S, 0.1, [signal.SIGTERM], 143, "Not saved within 0.1 s. Run the same command again"),
+        (
+            NEVER_S,
+            20,
+            [signal.SIGTERM, signal.SIGINT],
+            130,
+            "SIGTERM: saving within 20 s; a second signal",
+        ),
     ],
 )
 def test_the_first_signal_saves_and_the_second_ends(seconds, grace, signals, code, said):
-    began = time.monotonic()
     done = run_bare("-c", SAVES, str(seconds), str(grace), *(str(int(number)) for number in signals))
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
-    assert time.monotonic() - began < 15
 
 
 def start(home: Path, *command: str) -> subprocess.Popen[str]:

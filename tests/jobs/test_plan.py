@@ -1,7 +1,6 @@
 """`jobs/plan.py` as a user runs it."""
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,11 +91,9 @@ def test_mistakes(call: Call, args: list[str], message: str) -> None:
 @pytest.mark.smoke
 def test_dry_run_of_54_billion(call: Call) -> None:
     """0.98e9 bytes of parameters on each of 256 workers: 53.7e9 / 256 of experts, and a part of the rest."""
-    began = time.process_time()
     layout = ("--workers", "256", "--ep", "32", "--set", "data.batch_size=4096")
     error, lines = planned(call, "soft-H/14-256e", "--dry-run", *layout)
     assert not error
-    assert time.process_time() - began < 60
     assert lines[2] == "dp=8, ep=32"
     rows = [line.split() for line in lines]
     assert ["parameters", "0.79"] in rows

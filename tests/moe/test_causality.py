@@ -45,12 +45,17 @@ def depends_on_later(router: RouterConfig) -> bool:
     return False
 
 
-@pytest.mark.parametrize("router", dict.fromkeys(VARIANTS + MORE), ids=changed)
-def test_a_config_says_whether_it_leaks_the_future(router: RouterConfig) -> None:
+def fits(router: RouterConfig) -> bool:
     try:
-        says = router.eval_config().leaks_future(num_tokens=S, num_experts=E)
-    except ValueError:
-        pytest.skip("not for these sizes")
+        router.eval_config().leaks_future(num_tokens=S, num_experts=E)
+    except ValueError:  # not for these sizes
+        return False
+    return True
+
+
+@pytest.mark.parametrize("router", filter(fits, dict.fromkeys(VARIANTS + MORE)), ids=changed)
+def test_a_config_says_whether_it_leaks_the_future(router: RouterConfig) -> None:
+    says = router.eval_config().leaks_future(num_tokens=S, num_experts=E)
     assert depends_on_later(router) == bool(says), says or "it says that no token depends on later ones"
 
 

@@ -1,4 +1,4 @@
-"""Speed, load, and which samples were read. Sleeps are short; only lower bounds and orders are asserted."""
+"""Speed, load, and which samples were read."""
 
 import mmap
 import time
@@ -27,52 +27,63 @@ from orchestrator.training.metrics import (
 from tests.orchestrator.training.batches import make_batch
 
 
-def batches(count: int, *, wait_s: float) -> Iterator[Batch]:
-    for _ in range(count):
-        time.sleep(wait_s)
-        yield make_batch(torch.zeros(5, 3, 2, 2), torch.zeros(5))
+class Clock:
+    """What the meter reads in place of the time."""
+
+    now = 100.0
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+
+    def batches(self, count: int, *, wait_s: float) -> Iterator[Batch]:
+        for _ in range(count):
+            self.pass_(wait_s)
+            yield make_batch(torch.zeros(5, 3, 2, 2), torch.zeros(5))
 
 
-def test_waiting_and_computing() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_waiting_and_computing(clock: Clock) -> None:
     meter = Meter()
-    for _ in meter.timed(batches(4, wait_s=0.03)):
-        time.sleep(0.01)
+    for _ in meter.timed(clock.batches(4, wait_s=3.0)):
+        clock.pass_(1.0)
     with meter.paused():
         first = meter.read()
-    assert 0.16 <= meter.device_s < 1
-    assert 0.5 < first["data/wait_frac"] < 0.95
-    assert first["perf/images_per_s"] == pytest.approx(20 / meter.device_s)
-    assert first["cost/device_s"] == meter.device_s
+    assert first["cost/device_s"] == meter.device_s == 16
+    assert first["data/wait_frac"] == 12 / 16
+    assert first["perf/images_per_s"] == 20 / 16
 
 
-def test_pauses_are_no_training() -> None:
+def test_pauses_are_no_training(clock: Clock) -> None:
+    """Nor do they count as waiting for data."""
     meter = Meter()
-    began = time.perf_counter()
-    for _ in meter.timed(batches(3, wait_s=0.0)):
-        time.sleep(0.01)
+    for _ in meter.timed(clock.batches(3, wait_s=1.0)):
+        clock.pass_(1.0)
         with meter.paused():
-            time.sleep(0.05)
+            clock.pass_(50.0)
     with meter.paused():
         values = meter.read()
-    assert 0.03 <= meter.device_s < time.perf_counter() - began - 0.14
-    assert values["data/wait_frac"] < 0.5  # a pause does not count as waiting for data either
+    assert (meter.device_s, values["data/wait_frac"]) == (6, 0.5)
 
 
-def test_rates_are_since_the_last_reading_and_costs_since_the_start() -> None:
+def test_rates_are_since_the_last_reading_and_costs_since_the_start(clock: Clock) -> None:
     meter = Meter(workers=2, device_s=100.0)
-    for _ in meter.timed(batches(2, wait_s=0.02)):
+    for _ in meter.timed(clock.batches(2, wait_s=2.0)):
         pass
     with meter.paused():
         first = meter.read()
-    before = meter.device_s
-    for _ in meter.timed(batches(4, wait_s=0.01)):
-        time.sleep(0.01)
+    for _ in meter.timed(clock.batches(4, wait_s=1.0)):
+        clock.pass_(1.0)
     with meter.paused():
         second = meter.read()
-    assert first["perf/images_per_s"] == pytest.approx(2 * 10 / ((before - 100) / 2))
-    assert second["perf/images_per_s"] == pytest.approx(2 * 20 / ((meter.device_s - before) / 2))
-    assert (first["cost/device_s"], second["cost/device_s"]) == (before, meter.device_s)
-    assert second["data/wait_frac"] < first["data/wait_frac"] <= 1
+    assert (first["perf/images_per_s"], second["perf/images_per_s"]) == (2 * 10 / 4, 2 * 20 / 8)
+    assert (first["cost/device_s"], second["cost/device_s"]) == (108, 124)
+    assert (first["data/wait_frac"], second["data/wait_frac"]) == (1, 0.5)
 
 
 def test_load_of_a_process_that_computes_then_sleeps() -> None:
