@@ -12,12 +12,12 @@ from moe.codec import from_dict, to_dict
 from moe.tokenizers import END, FIRST, UNKNOWN, BPEConfig, TokenizerConfig, WordsConfig, canonical
 
 TEXTS = ["A photo of the_number 7.", "the digit seven", "the Digit; 7!", "crème brûlée numbers numb"]
-LEARN = """
-from moe.tokenizers import *
-from tests.moe.test_tokenizers import TEXTS
-print(repr({}.learn(TEXTS, 560)))
-"""
+LEARN = "from tests.moe.test_tokenizers import learn; print(repr(learn()))"
 EVERY = pytest.mark.parametrize("family", [WordsConfig, BPEConfig], ids=lambda family: family.kind)
+
+
+def learn() -> list[TokenizerConfig]:
+    return [family.learn(TEXTS, 560) for family in (WordsConfig, BPEConfig)]
 
 
 def test_words_by_hand():
@@ -45,23 +45,18 @@ def test_a_file_of_merges_has_a_header():
     assert BPEConfig.of_merges("#version: 0.2\na b\nab c</w>\n") == BPEConfig(vocabulary="a b\nab c</w>")
 
 
-@EVERY
-def test_a_vocabulary_is_the_same_in_every_process(family):
+def test_a_vocabulary_is_the_same_in_every_process():
     """Hashes of strings differ between them."""
-    code = LEARN.format(family.__name__)
     root = Path(__file__).parents[2]
-    learnt = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert learnt == {f"{family.learn(TEXTS, 560)!r}\n"}
+    done = subprocess.run(
+        [sys.executable, "-c", LEARN],
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{learn()!r}\n"
 
 
 @EVERY

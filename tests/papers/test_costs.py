@@ -35,6 +35,7 @@ def test_unknown_model():
         costs.rows(["S/16", "S/17"])
 
 
+@pytest.mark.smoke
 def test_every_preset_has_costs():
     for row in costs.rows(list(PRESETS)):
         assert costs.costs(row)["within"] is not False

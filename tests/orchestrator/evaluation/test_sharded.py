@@ -138,6 +138,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
                 close(got, {n: value for n, value in expected.items() if n in got}, f"{name}, {ep=}")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ranks", mostly_slow((1, 2, 4), fast=(2,)))
 def test_figures_are_those_of_the_whole_model(ranks: int, captioned: str, tmp_path: Path):
     with exact():

@@ -150,6 +150,7 @@ def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     assert sweep.base.data.path in dataset.dataset.source
 
 
+@pytest.mark.smoke
 def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
     """After --fresh the first version still loads its own weights, from where they were moved to."""
     sweep = replace(sweep, arms={"dense": {}})
@@ -168,6 +169,7 @@ def test_fresh_weights_never_take_the_name_of_others(sweep, tracking):
         load_model("models:/tiny/1", tracking_uri=tracking.uri)
 
 
+@pytest.mark.smoke
 def test_sweeps_of_one_name_in_two_storages_do_not_meet(sweep, tracking, tmp_path, capsys, monkeypatch):
     """One MLflow store, two users: each gets the frontier of its own arms. One of them wants no progress."""
     # In a notebook Tune would choose a reporter that erases what is shown.
@@ -235,6 +237,7 @@ def test_one_run_by_itself(sweep, tracking, capsys):
         run_sweep(Sweep(base=run, arms={"a": {}}), SweepOptions(mode="fresh"), store=tracking)
 
 
+@pytest.mark.smoke
 def test_a_notebook_needs_no_data_and_no_mlflow(tracking, tmp_path):
     """The digits below the storage, arms as configs, models of the frontier. The same call continues."""
     base = RunConfig(name="demo", storage=str(tmp_path / "home"), train=TrainConfig(steps=10))

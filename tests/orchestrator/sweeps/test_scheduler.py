@@ -103,6 +103,7 @@ def test_nearly_all_of_the_hypervolume_at_half_of_the_cost(tmp_path: Path) -> No
         assert steps == sorted(set(steps)), mark.name
 
 
+@pytest.mark.smoke
 def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) -> None:
     """Every trial dies once after its rung. The budget holds the two smallest arms."""
     scheduler, results = run(tmp_path, ["good0", "good1", "good2", "good5"], dies_at=6, budget=6.5)
@@ -126,6 +127,7 @@ def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
     assert scheduler.predicted(failed[0].name) is None
 
 
+@pytest.mark.smoke
 def test_what_a_notice_has_stopped_has_no_outcome(tmp_path: Path) -> None:
     """Tune completes what is paused when it ends, with the last report."""
     scheduler, _ = run(tmp_path, ["good0"])
@@ -136,6 +138,7 @@ def test_what_a_notice_has_stopped_has_no_outcome(tmp_path: Path) -> None:
     assert state.outcome is before
 
 
+@pytest.mark.smoke
 def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     scheduler, results = run(tmp_path, ["good0"], known=lambda config: {STEPS: 0.3})
     assert scheduler.spent == 0
@@ -143,6 +146,7 @@ def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("good0-*"))
 
 
+@pytest.mark.smoke
 def test_a_search_draws_arms_when_there_is_room(tmp_path: Path) -> None:
     """Two trials at a time on two CPUs. Stopped trials count with their prediction; Optuna has none open."""
 

@@ -47,6 +47,7 @@ def test_it_obeys_the_law_of_microbatches(router: str) -> None:
     test_laws.test_microbatches_have_the_gradients_of_the_whole(router, "proportions")
 
 
+@pytest.mark.smoke
 def test_it_obeys_the_law_of_workers(tmp_path: Path) -> None:
     test_laws.test_two_workers_train_as_one("proportions", tmp_path)
 

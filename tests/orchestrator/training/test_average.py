@@ -151,20 +151,21 @@ def test_updates_count_and_not_microbatches(run: RunConfig) -> None:
         torch.testing.assert_close(tensor, one[name], rtol=1e-4, atol=1e-5)
 
 
-def four_workers(rank: int, ranks: int, folder: str) -> None:
+def two_workers(rank: int, ranks: int, folder: str) -> None:
     run = torch.load(f"{folder}/run.pt", weights_only=False)
     reports = trained(run, 4, name="spread", scale__workers=ranks, scale__ep=2)
     if rank == 0:
         torch.save(reports, f"{folder}/reports.pt")
 
 
-def test_four_workers_have_the_average_of_one_and_one_goes_on(run: RunConfig, tmp_path: Path) -> None:
-    """Experts are shared by two workers, and FSDP shards over all. Steps after the evaluation show that it
+@pytest.mark.smoke
+def test_two_workers_have_the_average_of_one_and_one_goes_on(run: RunConfig, tmp_path: Path) -> None:
+    """They share the experts, and FSDP shards the rest. Steps after the evaluation show that it
     left the weights as they were.
     """
     whole = trained(run, name="whole")
     torch.save(override(run, {"train.eval_every": 2}), tmp_path / "run.pt")
-    spawn(4, four_workers, str(tmp_path), timeout_s=120)
+    spawn(2, two_workers, str(tmp_path), timeout_s=120)
     reports = torch.load(tmp_path / "reports.pt", weights_only=False)
     assert measured(reports[4], "val_ema/") == pytest.approx(measured(whole[4], "val_ema/"), rel=1e-4)
     assert abs(reports[4]["val_ema/loss"] / reports[4]["val/loss"] - 1) > 1e-3

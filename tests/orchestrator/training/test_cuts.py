@@ -3,7 +3,6 @@ the bit, its end. Of all routers, above all those that count; on one worker and 
 """
 
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,7 +24,7 @@ from orchestrator.data.stream import in_process
 from orchestrator.training.metrics_file import Metrics, read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
-from tests.lanes import mostly_slow
+from tests.lanes import mostly_slow, mostly_smoke
 from tests.moe.parity import spawn
 from tests.orchestrator.training.recipe import RECIPE
 
@@ -75,6 +74,7 @@ CASES = {
     },
 }
 DIVERGING = ("loss diverges", "weights overflow")
+FAST = ("sign and shares", "token_choice", "recipe, best three", "weights overflow", "stops early")
 COUNTS = [name for name in CASES if name in (*COUNTING, "relu")]
 TIMES = ("perf/", "data/wait_frac", "cost/device_s", "checkpoint/age_s", "resumed/")
 
@@ -163,7 +163,7 @@ def whole(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 @pytest.mark.parametrize("seed", mostly_slow([0, 1, 2, 3, 4], fast=[0]))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_smoke(CASES, fast=FAST))
 def test_a_run_cut_anywhere_is_the_undisturbed_run(
     case: str, seed: int, whole: Callable[[str], RunConfig]
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_run_that_diverges_where_it_is_cut(
     assert record_of(cut)["reports"].keys() == {3}
 
 
-@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize("case", mostly_smoke(COUNTS, fast=FAST))
 def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> None:
     """With the same steps and rates; and a model that is loaded from it begins with counts of 0."""
     trunk = whole(case)
@@ -212,7 +212,7 @@ def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> 
 
 def two_workers(rank: int, ranks: int, folder: str) -> None:
     digits = Path(folder, "digits").read_text()
-    for case in COUNTS if os.environ.get("MOE_FRONTIER_ALL_PARTS") else ("sign and shares",):
+    for case in COUNTS:
         layout = {"scale.workers": ranks, "scale.ep": ranks}
         run = small_run(digits, folder, case, name=f"{case} whole".replace(" ", "-"), **layout)
         cut = override(run, {"name": f"{case} cut".replace(" ", "-")})
@@ -222,6 +222,7 @@ def two_workers(rank: int, ranks: int, folder: str) -> None:
         assert record_of(cut) == record_of(run), case
 
 
+@pytest.mark.smoke
 def test_two_workers(digits: str, tmp_path: Path) -> None:
     (tmp_path / "digits").write_text(digits)
     spawn(2, two_workers, str(tmp_path))

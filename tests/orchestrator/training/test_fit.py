@@ -96,6 +96,7 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.smoke
 def test_two_workers_equal_one(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
     run = override(run, {"train.steps": 10, **RECIPE})

@@ -103,7 +103,10 @@ def test_a_checkpoint_says_what_was_done(run: RunConfig) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "tolerance"),
-    [({"train.optimizer.state_dtype": "bfloat16"}, 1e-3), (ADAFACTOR, 0.1)],
+    [
+        ({"train.optimizer.state_dtype": "bfloat16"}, 1e-3),
+        pytest.param(ADAFACTOR, 0.1, marks=pytest.mark.smoke),
+    ],
     ids=["AdamW", "Adafactor"],
 )
 def test_a_first_moment_in_bfloat16(run: RunConfig, optimizer: dict[str, Any], tolerance: float) -> None:
