@@ -175,18 +175,20 @@ class Sweep(Config):
     def of_arm(self, arm: str, changes: Mapping[str, Any]) -> list[Trial]:
         """The trials of one arm: for each seed itself, or its trunk and their branches."""
         found: list[Trial] = []
+        run = trial_config(self.base, arm, changes)
         for seed in self.seeds or (None,):
-            name = arm if seed is None else f"{arm}-seed{seed}"
-            seeded = dict(changes) if seed is None else {**changes, "train.seed": seed}
-            run = trial_config(self.base, name, seeded)
+            name, seeded = arm, dict(changes)
+            if seed is not None:
+                name, seeded = f"{arm}-seed{seed}", {**changes, "train.seed": seed}
+                run = replace(run, name=trial_name(self.base, name), train=replace(run.train, seed=seed))
             if self.trunk is None:
                 found.append(Trial(name=name, arm=arm, changes=seeded, run=run))
                 continue
             changed, first = seeded | self.trunk.changes(run), f"{name}-trunk"
-            run = trial_config(self.base, first, changed)
-            found.append(Trial(name=first, arm=arm, changes=changed, run=run, role="trunk"))
+            trunk = trial_config(self.base, first, changed)
+            found.append(Trial(name=first, arm=arm, changes=changed, run=trunk, role="trunk"))
             for step in self.trunk.at:
-                cooled, branch = seeded | self.trunk.branch_changes(run, step), f"{name}-at{step}"
+                cooled, branch = seeded | self.trunk.branch_changes(trunk, step), f"{name}-at{step}"
                 own = trial_config(self.base, branch, cooled)
                 found.append(Trial(name=branch, arm=f"{arm}-at{step}", changes=cooled, run=own, after=first))
         return found
@@ -229,10 +231,14 @@ def _arm_changes(base: RunConfig, arm: str, given: Mapping[str, Any] | Config) -
     return changes
 
 
+def trial_name(base: RunConfig, trial: str) -> str:
+    return f"{base.name}/trials/{trial}"
+
+
 def trial_config(base: RunConfig, name: str, changes: Mapping[str, Any]) -> RunConfig:
     """The run of one trial. Raises UsageError naming the trial whose config is refused."""
     try:
-        return resolve_auto(override(base, {**changes, "name": f"{base.name}/trials/{name}"}))
+        return resolve_auto(override(base, {**changes, "name": trial_name(base, name)}))
     except UsageError as error:
         raise UsageError(f"arm {name}: {error}") from None
 

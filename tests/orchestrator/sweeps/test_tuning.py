@@ -256,7 +256,7 @@ def test_a_grid_does_not_grow_beyond_what_runs_take(rounds: Any) -> None:
     assert made.grids == [[2, 3]]
     assert tuned.best == {"w16-a": 2, "w16-b": 3}
     refused, other, stopped = made.said
-    assert refused.startswith("the grid cannot grow: arm w16-a@warmup_steps1.33-seed1000: ")
+    assert refused.startswith("the grid cannot grow: arm w16-a@warmup_steps1.33: ")
     assert "warmup_steps must be an integer or None, got 1.33" in refused
     assert "got 4.5" in other
     assert stopped.endswith("the grid stopped growing; the best lies at its end for w16-a, w16-b")
