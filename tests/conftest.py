@@ -33,17 +33,22 @@ hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PARTS") else "few")
 
 
+# What costs seconds to make -> how files that use it are known.
+SHARED = {"cluster": r'\bcluster: None|usefixtures\("cluster"\)', "undisturbed": r"[(,] ?undisturbed\b"}
+
+
 class OneRay(LoadFileScheduling):
-    """Several processes: a file's tests stay in one, and all files that use the cluster in the same one."""
+    """Several processes: a file's tests stay in one, and so do all files that share something."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "cluster" if uses_cluster(file) else file
+        return shares(file) or file
 
 
 @cache
-def uses_cluster(file: str) -> bool:
-    return re.search(r'\bcluster: None|usefixtures\("cluster"\)', (ROOT / file).read_text()) is not None
+def shares(file: str) -> str | None:
+    text = (ROOT / file).read_text()
+    return next((what for what, of in SHARED.items() if re.search(of, text)), None)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,14 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with what uses the cluster, which takes longest. Tests for a GPU skip where there is none."""
+    """Begins with what is shared, which takes longest. Tests for a GPU skip where there is none."""
     import torch
 
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
-    items.sort(key=lambda item: not uses_cluster(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: [*SHARED, None].index(shares(item.nodeid.partition("::")[0])))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,7 @@ CONF = """
 ClusterName=frontier
 SlurmctldHost=m1(10.77.0.1)
 SlurmUser=root
-AuthInfo=socket={folder}/munge
+AuthInfo=socket={folder}/munge,cred_expire=10
 StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -89,9 +89,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.smoke
 def test_a_notice_saves_and_the_requeued_job_repeats_no_step(digits, empty_store, tmp_path):
-    """Slurm waits two minutes before the job begins again, and so does the test: nodes refuse a job that they
-    have just ended.
-    """
+    """A requeued job waits for the end of its credential: `cred_expire`, by default two minutes."""
     out, file = tmp_path / "out.txt", tmp_path / "home" / "noticed" / "metrics.jsonl"
     train = [sys.executable, "jobs/train.py", "--name", "noticed", "--workers", "2", "--ep", "2"]
     train += ["--grace", "60", "--data", digits, "--tracking-uri", empty_store(tmp_path)]

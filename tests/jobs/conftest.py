@@ -3,8 +3,25 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.jobs.test_killed_sweep import State
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> "State":
+    """What `small_sweep.py` leaves in MLflow if nothing happens to it."""
+    from tests.jobs.small_sweep import ARMS
+    from tests.jobs.test_killed_sweep import start, state
+
+    home = tmp_path_factory.mktemp("undisturbed")
+    assert start(home).wait(timeout=900) == 0
+    found = state(f"sqlite:///{home}/mlflow.db")
+    assert [status for status, *_ in found.values()] == ["FINISHED"] * ARMS
+    return found
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ FIELDS = ("train.steps=400", "train.report_every=10", "checkpoint.every=400")
     [
         pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, marks=pytest.mark.smoke),
-        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.smoke),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_saves_and_continues_without_repeating_a_step(sent, workers, tmp_path):

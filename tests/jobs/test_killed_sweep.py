@@ -23,15 +23,6 @@ ROOT = Path(__file__).parents[2]
 State = dict[str, tuple[str, float, float, str]]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
-    home = tmp_path_factory.mktemp("undisturbed")
-    assert start(home).wait(timeout=900) == 0
-    found = state(f"sqlite:///{home}/mlflow.db")
-    assert [status for status, *_ in found.values()] == ["FINISHED"] * ARMS
-    return found
-
-
 def start(home: Path, *interpreter: str, **env: str) -> subprocess.Popen[bytes]:
     job = ["jobs/pareto_sweep.py", "--sweep", "tests/jobs/small_sweep.py:make", "--confirm", "0"]
     command = [*interpreter, *job]
@@ -122,7 +113,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.smoke
+@pytest.mark.slow  # `test_storage` and `test_lock` hold the rules of each cloud
 @pytest.mark.parametrize(("scheme", "cloud"), [("gs", google), ("az", azure)])
 def test_the_driver_is_killed_with_all_files_in_a_cloud(scheme, cloud, tmp_path, undisturbed, monkeypatch):
     home, root = tmp_path / "home", f"{scheme}://bucket/runs"

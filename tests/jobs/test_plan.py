@@ -88,7 +88,7 @@ def test_mistakes(call: Call, args: list[str], message: str) -> None:
     assert not lines
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_dry_run_of_54_billion(call: Call) -> None:
     """0.98e9 bytes of parameters on each of 256 workers: 53.7e9 / 256 of experts, and a part of the rest."""
     layout = ("--workers", "256", "--ep", "32", "--set", "data.batch_size=4096")

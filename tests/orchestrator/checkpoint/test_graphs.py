@@ -52,13 +52,17 @@ def built(moe: dict[str, Any] | None, **fields: Any) -> Model:
     return model.eval()
 
 
+SMOKE = ("soft", "token choice, sinkhorn", "dropless", "expert choice", "attention pooling")
+
+
 def models(fast: tuple[str, ...]) -> list[Any]:
     cases = {name: (moe, {}) for name, moe in CASES.items()}
     cases |= {name: (None, fields) for name, fields in MODELS.items()}
-    return [
-        pytest.param(*case, id=name, marks=() if name in fast else pytest.mark.smoke)
-        for name, case in cases.items()
-    ]
+
+    def lane(name: str) -> Any:
+        return () if name in fast else pytest.mark.smoke if name in SMOKE else pytest.mark.slow
+
+    return [pytest.param(*case, id=name, marks=lane(name)) for name, case in cases.items()]
 
 
 @pytest.mark.parametrize(("moe", "fields"), models(fast=("token choice, groups",)))
