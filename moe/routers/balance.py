@@ -118,9 +118,9 @@ class QuantileConfig(BalanceConfig):
 
     def next_bias(self, bias_E: Tensor, counts_RE: Tensor, k: int) -> Tensor:
         E = len(bias_E)
-        low, width = self._bins(bias_E)
-        tokens = counts_RE[:, 0].sum()
-        needed_E = low + width * (quantile_bin(counts_RE, self.rank(tokens, k / E)) + 0.5)
+        tokens, (_, width) = counts_RE[:, 0].sum(), self._bins(bias_E)
+        # From where the bins begin, which the mean takes off.
+        needed_E = width * quantile_bin(counts_RE, self.rank(tokens, k / E))
         mixed_E = self.ema * bias_E + (1 - self.ema) * needed_E.to(bias_E)
         return torch.where((tokens > 0) & (k < E), mixed_E - mixed_E.mean(), bias_E)
 

@@ -7,7 +7,7 @@ import torch
 
 from moe.routers import MixtureConfig
 from moe.routers.mixture import MixtureRouter
-from tests.moe.parts import build_layer, build_router, every_expert, randn
+from tests.moe.parts import build_layer, build_router, every_expert, keys, randn
 
 G, S, D, E = 3, 5, 8, 4
 X, ONES = randn(G, S, D), torch.ones(G, S)
@@ -106,6 +106,21 @@ def test_padding_is_in_no_mean_and_no_load():
     routing = build()(X, valid)
     torch.testing.assert_close(routing.load_GE[0], routing.gates_GSE[0, :2].sum(0))
     assert routing.load_GE.sum(1).tolist() == pytest.approx([2, S, S])
+
+
+def test_a_random_mixture_draws_clusters_and_experts_apart():
+    """No difference of two logits in a cluster tells anything about the clusters, nor about another one."""
+    gates = build(level="hierarchical")(randn(1, 4000, D), torch.ones(1, 4000), random_GS=keys(1, 4000))
+    pairs_SQE = gates.gates_GSE[0].unflatten(-1, (2, 2))
+    drawn = [pairs_SQE.sum(-1).log().diff(dim=-1), *pairs_SQE.log().diff(dim=-1).unbind(1)]
+    correlation = torch.corrcoef(torch.cat(drawn, 1).T)
+    assert (correlation - torch.eye(3)).abs().max() < 5 / math.sqrt(4000)
+
+
+def test_a_random_mixture_of_images_weighs_all_tokens_alike():
+    gates = build(level="image")(X, ONES, random_GS=keys(G, S)).gates_GSE
+    assert torch.equal(gates, gates[:, :1].expand(G, S, E))
+    assert not torch.equal(gates[0], gates[1])
 
 
 def test_config_errors():

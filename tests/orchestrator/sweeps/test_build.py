@@ -137,6 +137,22 @@ def test_a_trial_has_one_state_everywhere(
     assert {point.arm: point.status for point in live.points} == states | running
 
 
+def test_a_trial_that_paused_is_drawn_at_its_end(tmp_path: Path) -> None:
+    """With the quality, the loss and the costs of its last step, whatever it had at its pauses."""
+    sweep = sweep_at(tmp_path)
+    run = sweep.runs()["a"]
+    directory = end_sweep(sweep, {"b": 0.6})
+    begin(run)
+    for step, quality in ((1, 0.5), (2, 0.9)):
+        metrics = {"val/acc1": quality, "val/loss": 9.0, "cost/train_flops_6mac": 1.0, "cost/device_s": 1.0}
+        RunDir.of(run).write_result(Result(status="paused", step=step, metrics=metrics, time_s=float(step)))
+    end(run, 3, val__acc1=0.8, val__loss=0.7, cost__train_flops_6mac=2e9, cost__device_s=4.0)
+    point, _ = sweep_frontier(directory)[0].points
+    assert (point.arm, point.status) == ("a", "finished")
+    assert (point.quality, point.details["validation loss"]) == (0.8, 0.7)
+    assert (point.cost, point.costs["cost/device_s"]) == (2e9, 4.0)
+
+
 def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:
     """A trial that paused early and was stopped spent its seconds before the later trials."""
     sweep = sweep_at(tmp_path, arms={arm: {} for arm in "abc"})
