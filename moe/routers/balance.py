@@ -142,7 +142,7 @@ def quantile_bin(counts_RE: Tensor, rank: Tensor) -> Tensor:
     below = rank.floor()
     ranks_E2 = torch.stack([below, below + 1]).to(until_ER.dtype).expand(len(until_ER), 2).contiguous()
     last_E1 = until_ER[:, -1:] - 1
-    bins_E2 = torch.searchsorted(until_ER, torch.minimum(ranks_E2, last_E1).clamp(min=0), right=True)
+    bins_E2 = torch.searchsorted(until_ER, torch.minimum(ranks_E2, last_E1), right=True)
     first_E, second_E = bins_E2.to(rank.dtype).clamp(max=len(counts_RE) - 1).unbind(-1)
     return first_E + (rank - below) * (second_E - first_E)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe.routers.balance import Level, QuantileConfig, SignConfig, frequency, frequency_loss
+from moe.routers.balance import Level, QuantileConfig, SignConfig, frequency, frequency_loss, quantile_bin
 from tests.moe.parts import randn
 
 G, S, E, K = 3, 6, 4, 2
@@ -37,6 +37,7 @@ def test_the_loss_is_its_definition(level: Level) -> None:
             share = sum(chosen[at][e].item() for at in counted) / max(1, K * len(counted))
             expected += E * share * sum(SCORES[at][e].item() for at in meant) / max(1, len(meant))
         assert losses[group].item() == pytest.approx(expected, rel=1e-5), group
+    assert not frequency(chosen.requires_grad_(), level).requires_grad
     losses.sum().backward()
     assert gates.grad is not None
     assert gates.grad[0].any()
@@ -66,6 +67,8 @@ def test_the_quantile_is_that_of_the_biases_that_valid_tokens_need(ema: float) -
     counts = config.count(SCORES, bias, chosen, VALID)
     assert counts.shape == (config.rows, E)
     assert counts.sum(0).tolist() == [VALID.sum()] * E
+    unknown = SCORES.masked_fill(VALID.unsqueeze(-1) == 0, torch.nan)
+    assert torch.equal(config.count(unknown, bias, chosen, VALID), counts), "padding may be anything"
     cutoff = biased.sort(-1, descending=True).values[..., K : K + 1]
     needs = np.sort((cutoff - SCORES)[VALID.bool()].numpy(), axis=0)  # (tokens, E)
     rank = len(needs) * K / E
@@ -75,6 +78,16 @@ def test_the_quantile_is_that_of_the_biases_that_valid_tokens_need(ema: float) -
     width = (bias.max() - bias.min() + 2) / config.bins
     got = config.next_bias(bias, counts, K)
     torch.testing.assert_close(got, mixed - mixed.mean(), rtol=0, atol=1.5 * width.item())
+
+
+@pytest.mark.parametrize("rank", [0.0, 0.25, 2.5, 5.0, 5.75, 6.0, 6.5])
+def test_a_rank_between_two_numbers_is_between_their_bins(rank: float) -> None:
+    """The last number is that of every higher rank."""
+    numbers = torch.randint(10, (7, E), generator=torch.Generator().manual_seed(0)).sort(0).values
+    counts = torch.stack([column.bincount(minlength=10) for column in numbers.T], 1)
+    below, above = (numbers[min(int(rank) + n, 6)].double() for n in (0, 1))
+    found = quantile_bin(counts, torch.tensor(rank, dtype=torch.float64))
+    torch.testing.assert_close(found, below + (rank - int(rank)) * (above - below))
 
 
 def test_a_bias_stays_where_nothing_can_be_balanced() -> None:

@@ -137,8 +137,8 @@ def test_rows_of_shards(
 def test_workers_that_share_a_model_make_equal_passes(
     ranks: int, pack_greys: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """64, 36 and 30 images, in batches of 48: each pass exchanges a whole batch, and a worker with a smaller part
-    or none makes as many passes as the others. All images are predicted once."""
+    """64, 36 and 30 images, in batches of 48: each pass exchanges a whole batch, and a worker with a smaller
+    part or none makes as many passes as the others. All images are predicted once."""
     path, _ = pack_greys(train=100, val=30)
     model = exported(tmp_path / "model.safetensors")
     _, parts = list_parts(path, None, group=1)

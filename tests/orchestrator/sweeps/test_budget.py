@@ -265,8 +265,8 @@ def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
 
 
 def test_only_steps_that_a_job_trained_count(trials: Trials) -> None:
-    """A job that continues at the checkpoint of step 80 or at a pause there, a branch of the last fifth, and a
-    job that ends at step 20 of 100."""
+    """A job that continues at the checkpoint of step 80 or at a pause there, a branch of the last fifth, and
+    a job that ends at step 20 of 100."""
     resumed, paused, early = (trials.make(name, 1e9) for name in ("resumed", "paused", "early"))
     save_at(resumed, 80)
     paused.reached[80] = 0.5

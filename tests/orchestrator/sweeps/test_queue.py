@@ -116,7 +116,7 @@ def ends(job: Job) -> tuple[str, int]:
 
 
 def test_no_more_jobs_run_than_are_allowed():
-    work = queue(*(state(name) for name in "abc"), cpus=9, max_concurrent=2)
+    work = queue(*(state(name) for name in "abcd"), cpus=9, max_concurrent=2)
     assert names(work) == ["a", "b"]
     work.done("a", DONE)
     work.release("a")  # its process dies after its end

@@ -1,5 +1,7 @@
 """The step and the loop, on random images and without files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -19,6 +21,7 @@ from orchestrator.training import loop
 from orchestrator.training.loop import Diverged, run_steps, train_step
 from orchestrator.training.metrics import Meter
 from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.profile import phase_seconds
 from tests.orchestrator.training.batches import make_batch
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -149,6 +152,55 @@ def test_it_saves_where_it_ends_early() -> None:
     assert calls == [("validate", -1), ("report", 4), ("save", 4)]
 
 
+def test_evaluations_reports_and_saves_are_no_time_of_training() -> None:
+    """And only where something is due does the loop wait for the device."""
+    run = small_run(
+        **{"train.steps": 4, "train.report_every": 2, "train.eval_every": 4, "checkpoint.every": 3}
+    )
+    during = list[tuple[str, bool]]()
+
+    class Watched(Meter):
+        is_paused = False
+
+        @contextmanager
+        def paused(self) -> Iterator[None]:
+            during.append(("pause", False))
+            self.is_paused = True
+            with super().paused():
+                yield
+            self.is_paused = False
+
+    meter, model = Watched(), ViT(run.model)
+
+    def noted(what: str) -> None:
+        during.append((what, meter.is_paused))
+
+    run_steps(
+        model,
+        run.train.optimizer.build(model),
+        (random_batch(8, seed) for seed in range(4)),
+        run,
+        meter,
+        start=0,
+        until=4,
+        report=lambda step, metrics: noted("report"),
+        validate=lambda: noted("validate") or {},
+        save=lambda step: noted("save"),
+    )
+    pause = ("pause", False)
+    last = [pause, ("validate", True), ("report", True), ("save", True)]
+    assert during == [pause, ("report", True), pause, ("save", True), *last]
+
+
+def test_a_report_has_the_time_of_each_phase_since_the_report_before() -> None:
+    every_second = {"train.report_every": 2, "train.eval_every": 2, "checkpoint.every": 2}
+    phase_seconds()  # of other tests
+    _, (first, second) = run_loop(small_run(**{"train.steps": 4, **every_second}))
+    steps = {"perf/forward_s", "perf/backward_s", "perf/optimizer_s"}
+    assert steps <= first.keys() & second.keys()
+    assert second.keys() - first.keys() == {"perf/evaluate_s", "perf/report_s", "perf/checkpoint_s"}
+
+
 def test_what_it_reports() -> None:
     run = small_run("token_choice", **{"train.steps": 2})
     _, (metrics,) = run_loop(run)
@@ -193,6 +245,22 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None
         torch.testing.assert_close(ours.detach(), theirs.detach() - 0.1 * 0.5 / norm * theirs.grad)
+
+
+def test_the_state_of_routers_follows_the_steps() -> None:
+    """The temperature is that of the step, and the bias follows the choices of its batch alone."""
+    router = "model.moe.router."
+    cooling = {"kind": "mixture", "temperature": 2.0, "temperature_decay": 0.5}
+    counting = {"kind": "top_k", "k": 1, "balance.kind": "sign", "balance.rate": 0.1}
+    found = dict[str, Tensor]()
+    for fields in (cooling, counting):
+        run = small_run(**{f"{router}{name}": value for name, value in fields.items()})
+        model = live_model(run)
+        train_step(model, run.train.optimizer.build(model), random_batch(8), run, step=2)
+        found |= {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    assert found["temperature"].item() == 0.5
+    assert found["bias_E"].abs().max() > 0.05
+    assert not found["counts"].any()
 
 
 def test_router_noise_depends_on_the_seed() -> None:
