@@ -118,9 +118,9 @@ class QuantileConfig(BalanceConfig):
 
     def next_bias(self, bias_E: Tensor, counts_RE: Tensor, k: int) -> Tensor:
         E = len(bias_E)
-        low, width = self._bins(bias_E)
-        tokens = counts_RE[:, 0].sum()
-        needed_E = low + width * (quantile_bin(counts_RE, self.rank(tokens, k / E)) + 0.5)
+        tokens, (_, width) = counts_RE[:, 0].sum(), self._bins(bias_E)
+        # From where the bins begin, which the mean takes off.
+        needed_E = width * quantile_bin(counts_RE, self.rank(tokens, k / E))
         mixed_E = self.ema * bias_E + (1 - self.ema) * needed_E.to(bias_E)
         return torch.where((tokens > 0) & (k < E), mixed_E - mixed_E.mean(), bias_E)
 
@@ -142,7 +142,7 @@ def quantile_bin(counts_RE: Tensor, rank: Tensor) -> Tensor:
     below = rank.floor()
     ranks_E2 = torch.stack([below, below + 1]).to(until_ER.dtype).expand(len(until_ER), 2).contiguous()
     last_E1 = until_ER[:, -1:] - 1
-    bins_E2 = torch.searchsorted(until_ER, torch.minimum(ranks_E2, last_E1).clamp(min=0), right=True)
+    bins_E2 = torch.searchsorted(until_ER, torch.minimum(ranks_E2, last_E1), right=True)
     first_E, second_E = bins_E2.to(rank.dtype).clamp(max=len(counts_RE) - 1).unbind(-1)
     return first_E + (rank - below) * (second_E - first_E)
 

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from moe.overrides import RoutingOverrides
 from moe.routers import MixtureConfig
 from moe.routers.mixture import MixtureRouter
-from tests.moe.parts import build_layer, build_router, every_expert, randn
+from tests.moe.parts import build_layer, build_router, every_expert, keys, randn
 
 G, S, D, E = 3, 5, 8, 4
 X, ONES = randn(G, S, D), torch.ones(G, S)
@@ -65,6 +66,14 @@ def test_the_articles_other_parts():
     torch.testing.assert_close(layer(X, torch.ones(G))[1].gates_GSE, routing.gates_GSE)
 
 
+def test_clusters_are_weighed_by_one_matrix_whatever_the_gate_of_experts():
+    router = build(level="hierarchical", gate="mlp")
+    pairs = router(X, ONES).gates_GSE.unflatten(-1, (2, 2))
+    torch.testing.assert_close(pairs.sum(-1), (X @ router.gate_clusters).softmax(-1))
+    within = (torch.nn.functional.silu(X @ router.gate_DD) @ router.gate_DE).unflatten(-1, (2, 2)).softmax(-1)
+    torch.testing.assert_close(pairs / pairs.sum(-1, keepdim=True), within)
+
+
 def test_temperature_by_hand():
     config = MixtureConfig(temperature=2.0, temperature_decay=0.5, temperature_min=0.3)
     assert [config.temperature_at(step) for step in (0, 1, 2, 3, 4, 1000)] == [2, 1, 0.5, 0.3, 0.3, 0.3]
@@ -90,6 +99,8 @@ def test_before_step_changes_the_temperature_and_checkpoints_keep_it():
 def test_only_hierarchical_has_clusters():
     with pytest.raises(ValueError, match="clusters=3 does not divide num_experts=4"):
         MixtureConfig(level="hierarchical", clusters=3).slots(num_tokens=5, num_experts=4)
+    with pytest.raises(ValueError, match="clusters=3 does not divide num_experts=4"):
+        build(level="hierarchical", clusters=3)(X, ONES)
     assert MixtureConfig(clusters=3).slots(num_tokens=5, num_experts=4) == 5
     names = {level: list(dict(build(level=level).named_parameters())) for level in LEVELS}
     assert names["token"] == names["image"] == ["gate_DE"]
@@ -103,9 +114,32 @@ def test_padding_is_in_no_mean_and_no_load():
     torch.testing.assert_close(
         gates[0, :1], build(level="image")(X[:1, :2], torch.ones(1, 2)).gates_GSE[0, :1]
     )
+    valid[1] = 0
+    assert build(level="image")(X, valid).gates_GSE.isfinite().all(), "a group may be padding alone"
+    valid[1] = 1
     routing = build()(X, valid)
     torch.testing.assert_close(routing.load_GE[0], routing.gates_GSE[0, :2].sum(0))
     assert routing.load_GE.sum(1).tolist() == pytest.approx([2, S, S])
+
+
+def test_a_random_mixture_draws_clusters_and_experts_apart():
+    """No difference of two logits in a cluster tells anything about the clusters, nor about another one."""
+    gates = build(level="hierarchical")(randn(1, 4000, D), torch.ones(1, 4000), random_GS=keys(1, 4000))
+    pairs_SQE = gates.gates_GSE[0].unflatten(-1, (2, 2))
+    drawn = [pairs_SQE.sum(-1).log().diff(dim=-1), *pairs_SQE.log().diff(dim=-1).unbind(1)]
+    correlation = torch.corrcoef(torch.cat(drawn, 1).T)
+    assert (correlation - torch.eye(3)).abs().max() < 5 / math.sqrt(4000)
+
+
+def test_a_random_mixture_of_images_weighs_all_tokens_alike():
+    gates = build(level="image")(X, ONES, random_GS=keys(G, S)).gates_GSE
+    assert torch.equal(gates, gates[:, :1].expand(G, S, E))
+    assert not torch.equal(gates[0], gates[1])
+
+
+def test_a_mixture_has_no_choices_to_override():
+    with pytest.raises(ValueError, match="a router of kind 'mixture' has no k to override"):
+        build()(X, ONES, overrides=RoutingOverrides(k=1))
 
 
 def test_config_errors():

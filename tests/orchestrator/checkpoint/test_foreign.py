@@ -6,7 +6,7 @@ Each golden was written by the foreign library itself, which also computed the o
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -139,6 +139,14 @@ def test_another_size_resizes_positions_as_the_source_does(tmp_path: Path) -> No
     assert torch.allclose(found[1:], wanted.flatten(2)[0].T)
 
 
+def configured(case: str, folder: Path, changes: dict[str, Any], *, without: Sequence[str] = ()) -> Path:
+    """A copy of a golden folder with another config.json."""
+    copy = Path(shutil.copytree(GOLDENS / case, folder / case, dirs_exist_ok=True))
+    config = json.loads((copy / "config.json").read_text()) | changes
+    (copy / "config.json").write_text(json.dumps({n: v for n, v in config.items() if n not in without}))
+    return copy
+
+
 def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         for name in [*tensors]:
@@ -230,10 +238,30 @@ def test_tensors_that_do_not_fit_are_refused(
 def test_configs_that_do_not_fit_are_refused(
     case: str, changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copytree(GOLDENS / case, tmp_path / case))
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | changes))
+    copy = configured(case, tmp_path, changes)
     with pytest.raises(UsageError, match=says):
+        plan_import(str(copy), name="x")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "epsilon", "gelu"),
+    [
+        ("hf_vit", "vit", 1e-12, "exact"),
+        ("hf_vit", "vit_mae", 1e-12, "exact"),
+        ("hf_dinov2", "dinov2", 1e-6, "exact"),
+        ("hf_siglip", "siglip_vision_model", 1e-6, "tanh"),
+        ("hf_siglip", "siglip", 1e-6, "tanh"),
+    ],
+)
+def test_what_a_config_leaves_out_is_the_default_of_its_class(
+    case: str, kind: str, epsilon: float, gelu: str, tmp_path: Path
+) -> None:
+    """Those of transformers 5.23, in which a model has 12 heads."""
+    copy = configured(case, tmp_path, {"model_type": kind}, without=("layer_norm_eps", "hidden_act"))
+    config = plan_import(str(copy), name="x").plan.config
+    assert (config.norm_eps, config.gelu, config.heads) == (epsilon, gelu, 2)
+    copy = configured(case, tmp_path, {"model_type": kind}, without=("num_attention_heads",))
+    with pytest.raises(UsageError, match="heads=12 does not divide the width 32"):
         plan_import(str(copy), name="x")
 
 

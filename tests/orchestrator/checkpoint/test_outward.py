@@ -1,6 +1,7 @@
 """Dense models as folders of timm and transformers: opened with no difference, and read back equal."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,9 @@ CASES: list[tuple[Library, dict[str, Any]]] = [
 ]
 
 
-def written(folder: Path, model: dict[str, Any], **changes: Any) -> Model:
+def written(
+    folder: Path, model: dict[str, Any], *, classes: Sequence[str] = CLASSES, **changes: Any
+) -> Model:
     """A model of random weights, all away from where they start, and its export in a folder."""
     fields = {f"model.{name}": value for name, value in {"num_classes": 5, **TINY, **model}.items()}
     run = override(RunConfig(), {"name": "x", **fields, **changes})
@@ -45,8 +48,8 @@ def written(folder: Path, model: dict[str, Any], **changes: Any) -> Model:
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    classes = CLASSES if run.model.num_classes == len(CLASSES) else None
-    write_export(str(folder), built.state_dict(), run, classes=classes, more={})
+    named = classes if run.model.num_classes == len(classes) else None
+    write_export(str(folder), built.state_dict(), run, classes=named, more={})
     return built.eval()
 
 
@@ -123,6 +126,22 @@ def test_out_and_in_again_is_the_same_model(to: Library, model: dict[str, Any], 
         assert torch.equal(again(images).logits, ours(images).logits)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+@pytest.mark.parametrize("names", [tuple("lkjihgfedcba"), ()], ids=["named", "unnamed"])
+def test_twelve_classes_go_out_and_in_again_in_order(
+    to: Library, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Ten and more have numbers of two digits; classes without names have none afterwards either."""
+    model = {"pooling": "token", "qk_norm": False, "num_classes": 12}
+    written(tmp_path / "ours", model, classes=names)
+    sent(to, tmp_path / "ours", tmp_path / "theirs")
+    assert plan_import(str(tmp_path / "theirs"), name="x").facts.classes == (names or None)
+    if to == "huggingface":
+        config = json.loads((tmp_path / "theirs/config.json").read_text())
+        assert [*config["id2label"]] == [str(i) for i in range(12)]
+        assert {str(i): name for name, i in config["label2id"].items()} == config["id2label"]
 
 
 @pytest.mark.parametrize(

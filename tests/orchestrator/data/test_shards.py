@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -194,6 +195,36 @@ def test_a_data_set_of_an_older_version(tmp_path: Path) -> None:
         open_manifest(str(tmp_path))
 
 
+GAP, MOST = 32 << 10, 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("place", "together"),
+    [
+        ((0, 150, 10), True),
+        ((0, 150 + GAP, 10), True),
+        ((0, 151 + GAP, 10), False),
+        ((0, 149, 10), False),  # it comes before the end of the other
+        ((0, 0, 10), False),
+        ((1, 150, 10), False),
+        ((0, 150, MOST - 50), True),
+        ((0, 150, MOST - 49), False),
+    ],
+)
+def test_neighbours_that_one_request_fetches(place: shards.Place, together: bool) -> None:
+    """Beside 50 bytes at 100 of shard 0: of the same shard, at most 32 KiB on, and 8 MiB in all."""
+    first = (0, 100, 50)
+    assert [*shards._runs([first, place])] == ([[first, place]] if together else [[first], [place]])
+
+
+def test_no_request_grows_with_the_number_of_neighbours() -> None:
+    """An image of its own may be larger."""
+    places = [(0, n * (1 << 20), 1 << 20) for n in range(20)] + [(0, 20 << 20, 2 * MOST), (0, 36 << 20, 1)]
+    runs = [*shards._runs(places)]
+    assert [place for run in runs for place in run] == places
+    assert [len(run) for run in runs] == [8, 8, 4, 1, 1]
+
+
 class TestS3:
     @pytest.fixture
     def data(self, bucket: Bucket) -> DataSet:
@@ -289,6 +320,16 @@ class TestS3:
         bucket.proxy.requests.clear()
         assert read(data, rows) == [IMAGES[n] for n in rows]
         assert bucket.proxy.requests == []
+
+    def test_a_shard_is_asked_for_once(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However many of its images are read before it is there."""
+        data, asked = data_set(bucket.uri("data"), whole=True), Queue()
+        monkeypatch.setattr(shards, "_wanted", lambda: asked)
+        for _ in range(2):
+            read(data, RNG.permutation(20))
+        wanted = [asked.get_nowait() for _ in range(asked.qsize())]
+        whole = [(data.location("train", n), data.manifest.splits["train"][n], 10**9) for n in range(3)]
+        assert sorted(wanted) == sorted(whole)
 
     def test_a_flipped_byte_in_a_whole_shard(
         self, bucket: Bucket, own_cache: Path, caplog: pytest.LogCaptureFixture

@@ -30,8 +30,10 @@ from orchestrator.evaluation.predict import (
     part_size,
     pool_size,
     predict_in_pool,
+    predict_together,
     write_parts,
 )
+from orchestrator.evaluation.sharded import Sharding
 from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.evaluation.exported import exported
 from tests.parts import png
@@ -129,6 +131,45 @@ def test_rows_of_shards(
     assert numbers == sorted(numbers)
     assert set(numbers) == {part["number"] for part in parts}
     assert [row["key"] for row in rows_of(predict_rows, "val")] == [f"grey-{n}" for n in range(100, 170)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_workers_that_share_a_model_make_equal_passes(
+    ranks: int, pack_greys: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """64, 36 and 30 images, in batches of 48: each pass exchanges a whole batch, and a worker with a smaller
+    part or none makes as many passes as the others. All images are predicted once."""
+    path, _ = pack_greys(train=100, val=30)
+    model = exported(tmp_path / "model.safetensors")
+    _, parts = list_parts(path, None, group=1)
+    assert [part["stop"] - part["first"] for part in parts] == [64, 36, 30]
+    settings: Any = {"point": RoutingOverrides(), "images": path, "classes": None, "background": None}
+    passes: list[list[int]] = [[] for _ in range(ranks)]
+    tables: list[pa.Table] = []
+
+    class InTurn(Sharding):
+        def answers(self, model: ModelRef, function: Any, *, batch_size: int) -> Any:
+            assert batch_size == 48 * ranks
+            for rank in range(ranks):
+                monkeypatch.setattr(
+                    "orchestrator.evaluation.predict.this_rank", lambda rank=rank: (rank, ranks)
+                )
+                loaded = model.load()
+                loaded.register_forward_pre_hook(
+                    lambda _, inputs, rank=rank: passes[rank].append(len(inputs[0]))
+                )
+                function(loaded, tables.append)
+            return iter(tables)
+
+    found = predict_together(parts, InTurn(workers=ranks, root=""), model, batch_size=48, **settings)
+    rows = {row["key"]: row for table in found for row in table.to_pylist()}
+    assert passes == [[48] * 2 * (2 if ranks == 2 else 1)] * ranks
+    alone = Predictor(model=model, batch_size=48, **settings)
+    wanted = {row["key"]: row for part in parts for row in alone.table(part).to_pylist()}
+    assert len(wanted) == 130 == sum(map(len, tables))
+    for key, row in wanted.items():
+        assert (rows[key]["part"], rows[key]["top5_index"]) == (row["part"], row["top5_index"])
+        assert rows[key]["top5_prob"] == pytest.approx(row["top5_prob"], rel=1e-5)
 
 
 def test_where_there_are_no_images(tmp_path: Path):
@@ -243,6 +284,9 @@ def test_a_call_that_continues(tmp_path: Path):
         ("routing", {"k": 1}),
         ("group", 8),
         ("background", [255, 255, 255]),
+        ("features", True),
+        ("names", ["cat"]),
+        ("dtype", "bfloat16"),
     ],
 )
 def test_nothing_is_mixed(field: str, value: Any, tmp_path: Path):

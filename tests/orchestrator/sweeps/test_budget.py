@@ -60,8 +60,30 @@ def test_money_is_device_hours_at_the_price() -> None:
     assert Budget().limit_s() == math.inf
     with pytest.raises(UsageError, match="`usd` 3 needs the price of a device"):
         Budget(usd=3)
-    with pytest.raises(UsageError, match="`hours` must be above 0, got 0"):
-        Budget(hours=0)
+    for hours in (0, -1, math.nan):
+        with pytest.raises(UsageError, match=f"`hours` must be above 0, got {hours:g}"):
+            Budget(hours=hours)
+    with pytest.raises(UsageError, match="`usd` must be above 0, got nan"):
+        Budget(usd=math.nan, usd_per_hour=1)
+
+
+def test_a_device_trains_at_a_part_of_its_peak() -> None:
+    device = load_prices(PRICES)["H100-80"]
+    assert device.flops_per_s(1.0) == device.peak_tflops * 1e12
+    assert device.flops_per_s(0.4) == pytest.approx(0.4 * device.peak_tflops * 1e12)
+    for mfu in (0.0, -0.1, 1.01, math.nan):
+        with pytest.raises(UsageError, match="must be above 0 and at most 1: a part of 989 TFLOP/s"):
+            device.flops_per_s(mfu)
+
+
+def test_what_is_left_of_a_budget() -> None:
+    """Money too; and no bound stays none."""
+    assert Budget(hours=2).less(1800).limit_s() == 5400
+    assert Budget(usd=3, usd_per_hour=1.5).less(1800).limit_s() == 5400
+    assert Budget().less(1e9) == Budget()
+    for spent_s in (7200, 7201):
+        with pytest.raises(UsageError, match="Budget exhausted: 2 of 2 device-hours are spent"):
+            Budget(hours=2).less(spent_s)
 
 
 @pytest.fixture
@@ -96,6 +118,13 @@ class Trials:
         tracker.begin(job(state))
         self.clock[0] += seconds
         tracker.record(job(state), finished() if outcome is None else outcome)
+
+
+def save_at(state: TrialState, step: int) -> None:
+    """A checkpoint of the trial."""
+    saved = Path(folder_of(RunDir.of(state.trial.run).checkpoints, step))
+    saved.mkdir(parents=True)
+    (saved / MANIFEST).touch()
 
 
 def job(state: TrialState, until: int = 100) -> Job:
@@ -146,6 +175,34 @@ def test_durations_come_from_jobs_of_similar_size(trials: Trials) -> None:
         assert known.predict_s(1.1e9) == pytest.approx(10, rel=0.01)
         assert known.predict_s(0.9e11) == pytest.approx(19, rel=0.01)
         assert known.spent_s == 120
+        assert known.predict_s(0) == 0, "nothing is left to train"
+
+
+@pytest.mark.parametrize(
+    ("ended", "flops", "seconds"),
+    [
+        ([(1e9, 30), (2e9, 20)], 5e9, 250 / 3),  # a line through both is below 0 from 4e9 on
+        ([(1e9, 1), (2e9, 10)], 1e8, 11 / 30),  # and here below 9e8
+        ([(1e9, 10), (1.05e9, 10.1)], 5e9, 5e9 * 20.1 / 2.05e9),  # too much alike to tell the start apart
+        ([(1e9, 10), (2e9, 15)], 5e9, 30),
+    ],
+)
+def test_a_prediction_is_a_line_only_where_it_can_be(
+    ended: list[tuple[float, float]], flops: float, seconds: float, trials: Trials
+) -> None:
+    """Neither starting nor training takes less than no time: else all FLOPs cost the same."""
+    tracker = trials.tracker()
+    for number, (size, taken) in enumerate(ended):
+        trials.work(tracker, trials.make(f"{number}", size), taken)
+    assert tracker.predict_s(flops) == pytest.approx(seconds)
+
+
+def test_the_eight_jobs_nearest_in_size_predict(trials: Trials) -> None:
+    """By their ratio: a fourth of them is nearer than ten times as many."""
+    tracker = trials.tracker()
+    for number, (flops, seconds) in enumerate([(4e9, 40.0), (1e8, 100.0)] * 8):
+        trials.work(tracker, trials.make(f"{number}", flops), seconds)
+    assert tracker.predict_s(1e9) == pytest.approx(10)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -159,6 +216,30 @@ def test_running_jobs_count_their_prediction_or_more(workers: int, trials: Trial
     assert tracker.remaining_s([a, b]) == pytest.approx(5 + 10)
     trials.clock[0] = 23.0 / workers  # longer than predicted
     assert not tracker.admits(job(c), c)
+
+
+def test_a_running_job_needs_the_steps_after_its_checkpoint(trials: Trials) -> None:
+    """20 of 100 s; never less than none, and what has ended needs nothing."""
+    tracker = trials.tracker(flops_per_s=1e7)
+    resumed, other, ended = (trials.make(name, 1e9) for name in ("resumed", "other", "ended"))
+    save_at(resumed, 80)
+    ended.outcome = "out of memory"
+    tracker.begin(job(resumed))
+    for now, needed in ((0.0, 20), (5.0, 15), (50.0, 0)):
+        trials.clock[0] = now
+        assert tracker.remaining_s([resumed]) == pytest.approx(needed)
+        assert tracker.remaining_s([resumed, other, ended]) == pytest.approx(needed + 100)
+
+
+def test_what_runs_is_known_to_the_next_process_at_every_start_and_end(trials: Trials) -> None:
+    """This one is killed after each of them."""
+    tracker = trials.tracker()
+    for name, seconds in (("a", 5.0), ("b", 7.0)):
+        tracker.begin(job(trials.make(name, 1e9)))
+        assert trials.tracker().spent_s == (5 if name == "b" else 0)
+        trials.clock[0] += seconds
+    tracker.record(job(trials.make("a", 1e9)), finished())
+    assert trials.tracker().spent_s == 12 + 7
 
 
 def test_a_job_that_was_admitted_stays_so_when_its_process_dies(trials: Trials) -> None:
@@ -184,16 +265,33 @@ def test_a_failed_job_does_not_make_others_look_cheap(trials: Trials) -> None:
 
 
 def test_only_steps_that_a_job_trained_count(trials: Trials) -> None:
-    """A job that continues at the checkpoint of step 80, and one that ends at step 20 of 100."""
-    resumed, early = trials.make("resumed", 1e9), trials.make("early", 1e9)
-    saved = Path(folder_of(RunDir.of(resumed.trial.run).checkpoints, 80))
-    saved.mkdir(parents=True)
-    (saved / MANIFEST).touch()
-    for state, outcome in ((resumed, finished()), (early, finished(step=20))):
+    """A job that continues at the checkpoint of step 80 or at a pause there, a branch of the last fifth, and
+    a job that ends at step 20 of 100."""
+    resumed, paused, early = (trials.make(name, 1e9) for name in ("resumed", "paused", "early"))
+    save_at(resumed, 80)
+    paused.reached[80] = 0.5
+    branch = trials.make("branch", 0.2e9, trunk=80)
+    cases = [(each, finished()) for each in (resumed, paused, branch)]
+    for state, outcome in (*cases, (early, finished(step=20))):
         tracker = trials.tracker()
         trials.work(tracker, state, 200, outcome)
         assert tracker.predict_s(1e9) == pytest.approx(1000)
         Path(trials.folder, "spent.json").unlink()
+    ahead, tracker = trials.make("ahead", 1e9), trials.tracker(flops_per_s=1e9)
+    save_at(ahead, 80)  # of a process that was given more steps
+    trials.work(tracker, ahead, 200, finished(step=50))
+    assert tracker.predict_s(1e9) == 1
+
+
+def test_reports_are_saved_every_half_minute(trials: Trials) -> None:
+    tracker, file, saved = trials.tracker(), Path(trials.folder, "spent.json"), []
+    tracker.begin(job(trials.make("a", 1e9)))
+    for second in range(1, 100):
+        file.unlink(missing_ok=True)
+        trials.clock[0] = second
+        tracker.report("a", second, second)
+        saved += [second] * file.exists()
+    assert saved == [31, 62, 93]
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -10,9 +10,10 @@ import pytest
 
 from jobs.pareto_sweep import print_frontier
 from moe.cost import train_flops_6mac
+from orchestrator.data.manifest import open_manifest
 from orchestrator.errors import UsageError
 from orchestrator.frontier.figure import TIMES
-from orchestrator.sweeps.build import mlflow_frontier, sweep_frontier
+from orchestrator.sweeps.build import judged_runs, mlflow_frontier, sweep_frontier
 from orchestrator.sweeps.publish import publish, write_files
 from orchestrator.sweeps.sweep import Sweep, Trunk
 from orchestrator.tracking.find import children, find_sweep
@@ -135,6 +136,63 @@ def test_a_trial_has_one_state_everywhere(
     live, *_ = sweep_frontier(directory, live=True)
     running = dict.fromkeys(("begun", "paused"), "running")
     assert {point.arm: point.status for point in live.points} == states | running
+
+
+def test_a_trial_that_paused_is_drawn_at_its_end(tmp_path: Path) -> None:
+    """With the quality, the loss and the costs of its last step, whatever it had at its pauses."""
+    sweep = sweep_at(tmp_path)
+    run = sweep.runs()["a"]
+    directory = end_sweep(sweep, {"b": 0.6})
+    begin(run)
+    for step, quality in ((1, 0.5), (2, 0.9)):
+        metrics = {"val/acc1": quality, "val/loss": 9.0, "cost/train_flops_6mac": 1.0, "cost/device_s": 1.0}
+        RunDir.of(run).write_result(Result(status="paused", step=step, metrics=metrics, time_s=float(step)))
+    end(run, 3, val__acc1=0.8, val__loss=0.7, cost__train_flops_6mac=2e9, cost__device_s=4.0)
+    point, _ = sweep_frontier(directory)[0].points
+    assert (point.arm, point.status) == ("a", "finished")
+    assert (point.quality, point.details["validation loss"]) == (0.8, 0.7)
+    assert (point.cost, point.costs["cost/device_s"]) == (2e9, 4.0)
+
+
+def test_every_number_of_a_point_is_the_mean_of_its_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are those of one of them, by name."""
+    sweep = sweep_at(tmp_path, arms={"a": {}}, seeds=(0, 1))
+    directory = end_sweep(sweep, {"a-seed0": 0.5, "a-seed1": 0.5})
+    for seed, number in enumerate((1.0, 3.0)):
+        metrics = {"val__acc1": number, "val__loss": number, "cost__train_flops_6mac": number}
+        end(sweep.runs()[f"a-seed{seed}"], 3, **metrics, cost__device_s=number)
+    (point,) = sweep_frontier(directory)[0].points
+    numbers = (point.quality, point.cost, point.costs["cost/device_s"], point.details["validation loss"])
+    assert numbers == (2, 2, 2, 2)
+    loaded = list[str]()
+    monkeypatch.setattr("orchestrator.sweeps.build.load_checkpoint", loaded.append)
+    for name in ("a-seed1", "a-seed0"):
+        point.load_run(name)
+        assert loaded.pop().endswith(f"{name}/checkpoints/step-00000003")
+    own = RunDir.of(sweep.runs()["a-seed0"])
+    result = own.result()
+    assert result
+    own.write_result(replace(result, checkpoint=""))
+    with pytest.raises(UsageError, match="trial 'a-seed0' has no checkpoint in "):
+        sweep_frontier(directory)[0].points[0].load_run("a-seed0")
+
+
+def test_a_search_learns_from_what_finished_on_the_same_data(digits: str, tmp_path: Path) -> None:
+    sweep = Sweep(base=run_at(tmp_path, "s", data__path=digits), arms={arm: {} for arm in "abcd"})
+    directory = end_sweep(sweep, {"a": 0.8, "b": "diverged", "c": "stopped"})
+    metrics = {"val/acc1": 0.9, "cost/train_flops_6mac": 1.0}
+    RunDir.of(sweep.runs()["c"]).write_result(Result(status="paused", step=1, metrics=metrics))
+    with pytest.raises(UsageError, match=f"s was trained on other data than {digits}"):
+        judged_runs(directory, sweep)
+    record = replace(sweep_record(directory), data_digest=open_manifest(digits).digest())
+    SweepDir(directory).write(record)
+    ((run, *judged),) = judged_runs(directory, sweep)
+    assert (run, judged) == (sweep.runs()["a"], [0.8, 1e9])
+    assert judged_runs(directory, replace(sweep, quality="val/acc5")) == []
+    with pytest.raises(UsageError, match="no sweep in"):
+        judged_runs(str(tmp_path), sweep)
 
 
 def test_cost_is_charged_when_it_was_spent(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""The step, the loop and the evaluation, on random images and without files."""
+"""The step and the loop, on random images and without files."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -16,14 +18,10 @@ from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.batch import Batch, normalize
 from orchestrator.training import loop
-from orchestrator.training.loop import (
-    Diverged,
-    evaluate,
-    run_steps,
-    train_step,
-)
+from orchestrator.training.loop import Diverged, run_steps, train_step
 from orchestrator.training.metrics import Meter
 from orchestrator.training.metrics_file import Metrics
+from orchestrator.training.profile import phase_seconds
 from tests.orchestrator.training.batches import make_batch
 
 ROUTERS: dict[str, dict[str, Any]] = {
@@ -154,6 +152,55 @@ def test_it_saves_where_it_ends_early() -> None:
     assert calls == [("validate", -1), ("report", 4), ("save", 4)]
 
 
+def test_evaluations_reports_and_saves_are_no_time_of_training() -> None:
+    """And only where something is due does the loop wait for the device."""
+    run = small_run(
+        **{"train.steps": 4, "train.report_every": 2, "train.eval_every": 4, "checkpoint.every": 3}
+    )
+    during = list[tuple[str, bool]]()
+
+    class Watched(Meter):
+        is_paused = False
+
+        @contextmanager
+        def paused(self) -> Iterator[None]:
+            during.append(("pause", False))
+            self.is_paused = True
+            with super().paused():
+                yield
+            self.is_paused = False
+
+    meter, model = Watched(), ViT(run.model)
+
+    def noted(what: str) -> None:
+        during.append((what, meter.is_paused))
+
+    run_steps(
+        model,
+        run.train.optimizer.build(model),
+        (random_batch(8, seed) for seed in range(4)),
+        run,
+        meter,
+        start=0,
+        until=4,
+        report=lambda step, metrics: noted("report"),
+        validate=lambda: noted("validate") or {},
+        save=lambda step: noted("save"),
+    )
+    pause = ("pause", False)
+    last = [pause, ("validate", True), ("report", True), ("save", True)]
+    assert during == [pause, ("report", True), pause, ("save", True), *last]
+
+
+def test_a_report_has_the_time_of_each_phase_since_the_report_before() -> None:
+    every_second = {"train.report_every": 2, "train.eval_every": 2, "checkpoint.every": 2}
+    phase_seconds()  # of other tests
+    _, (first, second) = run_loop(small_run(**{"train.steps": 4, **every_second}))
+    steps = {"perf/forward_s", "perf/backward_s", "perf/optimizer_s"}
+    assert steps <= first.keys() & second.keys()
+    assert second.keys() - first.keys() == {"perf/evaluate_s", "perf/report_s", "perf/checkpoint_s"}
+
+
 def test_what_it_reports() -> None:
     run = small_run("token_choice", **{"train.steps": 2})
     _, (metrics,) = run_loop(run)
@@ -198,6 +245,22 @@ def test_the_gradient_is_of_the_mean_over_the_batch() -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None
         torch.testing.assert_close(ours.detach(), theirs.detach() - 0.1 * 0.5 / norm * theirs.grad)
+
+
+def test_the_state_of_routers_follows_the_steps() -> None:
+    """The temperature is that of the step, and the bias follows the choices of its batch alone."""
+    router = "model.moe.router."
+    cooling = {"kind": "mixture", "temperature": 2.0, "temperature_decay": 0.5}
+    counting = {"kind": "top_k", "k": 1, "balance.kind": "sign", "balance.rate": 0.1}
+    found = dict[str, Tensor]()
+    for fields in (cooling, counting):
+        run = small_run(**{f"{router}{name}": value for name, value in fields.items()})
+        model = live_model(run)
+        train_step(model, run.train.optimizer.build(model), random_batch(8), run, step=2)
+        found |= {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    assert found["temperature"].item() == 0.5
+    assert found["bias_E"].abs().max() > 0.05
+    assert not found["counts"].any()
 
 
 def test_router_noise_depends_on_the_seed() -> None:
@@ -269,102 +332,6 @@ def test_a_state_that_is_not_finite_ends_the_run(report_every: int) -> None:
         )
     assert steps == [2]
     assert 0 < reports[0]["train/loss"] < 10
-
-
-def plain_evaluation(model: ViT, batches: list[Batch]) -> tuple[float, float]:
-    with torch.no_grad():
-        # groups never cross batches
-        logits = [model(normalize(b["image"]), b.valid).logits.double()[b.valid.bool()] for b in batches]
-    labels = torch.cat([batch["label"][:, 0][batch.valid.bool()] for batch in batches])
-    logits = torch.cat(logits)
-    return (logits.argmax(-1) == labels).double().mean().item(), F.cross_entropy(logits, labels).item()
-
-
-@EVERY_ROUTER
-@pytest.mark.parametrize(("microbatch", "valid"), [(None, 8), (None, 1), (2, 5), (2, 4)])
-def test_evaluation_is_the_mean_over_valid_images(router: str, microbatch: int | None, valid: int) -> None:
-    run = small_run(router, **{"train.microbatch": microbatch})
-    model = live_model(run)
-    batches = [random_batch(8, 0), random_batch(8, 1), random_batch(8, 2, valid=valid)]
-    metrics = evaluate(model, batches, run)
-    accuracy, loss = plain_evaluation(model, batches)
-    assert metrics["val/acc1"] == pytest.approx(accuracy, abs=1e-6)
-    assert metrics["val/loss"] == pytest.approx(loss, rel=1e-4)
-    assert metrics["perf/ms_per_image"] > 0
-    assert metrics.keys() == {"val/acc1", "val/loss", "perf/ms_per_image"}
-    assert model.training
-    assert all(param.grad is None for param in model.parameters())
-
-
-@EVERY_ROUTER
-def test_padding_does_not_matter(router: str) -> None:
-    """Neither the pixels of invalid images nor their number change anything."""
-    run = small_run(router)
-    model = live_model(run)
-    black, noise = random_batch(8, 0, valid=3), random_batch(8, 0, valid=3)
-    black["image"][3:] = 0
-    noise["label"][:, 0][3:] = 9 - noise["label"][:, 0][3:]
-    short = black.map(lambda field: field[:4])
-    losses = [evaluate(model, [batch], run)["val/loss"] for batch in (black, noise, short)]
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
-
-
-def test_padding_takes_no_capacity() -> None:
-    """A pair of padding and an image has the seats of a pair: it is one image alone with twice the capacity.
-
-    The padding comes first here, where seats are given away.
-    """
-    tight = {"model.moe.num_experts": 2, "model.moe.router.k": 1}
-    factor = "model.moe.router.capacity_factor"
-    run = small_run("token_choice", **tight, **{factor: 0.5})
-    alone = small_run("token_choice", **tight, **{factor: 1.0, "model.moe.images_per_group": 1})
-    assert run.model.slots() == alone.model.slots()
-    model, single = live_model(run), live_model(alone)
-    image = random_batch(1, 3)
-    pair = image.map(lambda field: torch.cat([field, field]))  # both would want the same seats
-    pair.valid[0] = 0
-    expected = evaluate(single, [image], alone)["val/loss"]
-    assert evaluate(model, [pair], run)["val/loss"] == pytest.approx(expected, rel=1e-5)
-    pair.valid[0] = 1
-    assert evaluate(model, [pair], run)["val/loss"] != pytest.approx(expected, rel=1e-3)
-
-
-def test_times_are_taken_on_one_thread() -> None:
-    """The median over five passes after two others; the rest of the validation uses all threads."""
-    run, seen = small_run(), list[int]()
-    model = live_model(run)
-    model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        values = evaluate(model, [random_batch(8, seed) for seed in range(9)], run)
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [2] * 2 + [1] * 5 + [2] * 2
-    assert values["perf/ms_per_image"] > 0
-
-
-@pytest.mark.parametrize(("passes", "run_in_all"), [(1, 3), (2, 3), (3, 3), (9, 9)])
-def test_the_time_of_a_forward_pass_has_no_warm_up(
-    passes: int, run_in_all: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first two passes take as long as a compilation; an evaluation of fewer than three repeats its last
-    pass, which changes no other metric."""
-    run, now, calls = small_run(), [0.0], list[int]()
-    model = live_model(run)
-    batches = [random_batch(8, seed) for seed in range(passes)]
-    expected = plain_evaluation(model, batches)
-
-    def take_time(*_: object) -> None:
-        calls.append(len(calls))
-        now[0] += 100.0 if len(calls) <= 2 else 0.008
-
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    model.register_forward_pre_hook(take_time)
-    values = evaluate(model, batches, run)
-    assert len(calls) == run_in_all
-    assert values["perf/ms_per_image"] == pytest.approx(1.0)
-    assert (values["val/acc1"], values["val/loss"]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_report_waits_for_one_copy_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ import csv
 import errno
 import logging
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +23,7 @@ from moe import init
 from moe.cost import train_flops_6mac
 from orchestrator import storage
 from orchestrator.checkpoint import manifest as manifests
-from orchestrator.checkpoint.manifest import newest
+from orchestrator.checkpoint.manifest import MANIFEST, newest
 from orchestrator.codec import override
 from orchestrator.config import RunConfig
 from orchestrator.data.packing import Sample, write_shards
@@ -33,13 +31,13 @@ from orchestrator.data.stream import in_process
 from orchestrator.errors import UsageError
 from orchestrator.schedules import ScheduleConfig
 from orchestrator.training.metrics_file import Metrics
-from orchestrator.training.progress import Progress
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
 from tests.lanes import mostly_slow
+from tests.orchestrator.buckets import Bucket
 from tests.orchestrator.checkpoint.counted import flip
 from tests.orchestrator.checkpoint.small_runs import ADAFACTOR
-from tests.parts import png, without
+from tests.parts import png
 
 SMALL = {
     "model.width": 16,
@@ -237,6 +235,40 @@ def test_it_says_from_where_it_goes_on(run: RunConfig, caplog: pytest.LogCapture
     assert line == f"train: resumes from step 15 of 24, best val/acc1 {best[0]:.4g} at step {-best[1]}"
 
 
+def test_a_branch_has_its_own_best_and_its_own_costs(
+    run: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All its evaluations are as good as the first of its trunk, because nothing changes at a rate of 0."""
+    same = {"train.lr": 0.0, "train.eval_every": 4, "checkpoint.every": 10, "train.stop_at": 1.0}
+    trunk, branch = (override(run, same | {"name": name}) for name in ("trunk", "branch"))
+    trained(trunk, stop_at=11)
+    at = manifests.folder_of(RunDir.of(trunk).checkpoints, 10)
+    kept = manifests.read(at).progress
+    assert kept["best_k"][0][1] == 4
+    caplog.clear()
+    reports = trained(override(branch, {"train.trunk": at, "train.steps": 16}))
+    assert [step for step, _ in reports] == [*range(11, 17)]
+    best = [step for _, step in newest(RunDir.of(branch).checkpoints)[1].progress["best_k"]]
+    result = RunDir.of(branch).result()
+    assert result
+    assert (best, result.best_checkpoint) == ([12], "checkpoints/step-00000012")
+    assert " at step 12" in caplog.text
+    for step, metrics in reports:
+        images = (step - 10) * run.data.batch_size
+        assert metrics["cost/marginal_train_flops_6mac"] == train_flops_6mac(run.model, images=images)
+        own = metrics["cost/device_s"] - kept["device_s"]
+        assert metrics["cost/marginal_device_s"] == own > 0
+
+
+def test_reports_are_stored_before_the_checkpoint_that_contains_them(run: RunConfig, bucket: Bucket) -> None:
+    """Else a process that is killed after the save would leave a run with fewer reports for good."""
+    storing = {"storage": bucket.uri("home"), "train.steps": 6, "checkpoint.every": 2}
+    trained(override(run, storing))
+    puts = [request for request in bucket.proxy.requests if request.startswith("PUT")]
+    kinds = ["metrics" if "/metrics-" in r else "manifest" for r in puts if "/metrics-" in r or MANIFEST in r]
+    assert kinds == ["metrics", "manifest"] * 3
+
+
 def test_it_starts_from_other_weights_once(run: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     dense = override(run, {"name": "dense", "model.moe": None, "train.lr": 0.02})
     trained(dense)
@@ -356,46 +388,3 @@ def test_too_many_bad_images_end_the_run_which_continues_with_a_higher_limit(bro
     assert counts == sorted(counts)
     with Path(RunDir.of(broken).path, "bad_images.csv").open() as file:
         assert {row["key"] for row in csv.DictReader(file)} == {f"grey-{n}" for n in (*BAD, 45)}
-
-
-PAGE_FAULTS = """
-import ctypes, resource, torch
-from orchestrator.training.worker import keep_freed_memory
-
-x, w = torch.ones(256, 256), torch.ones(32, 256, 1024, requires_grad=True)
-
-def faults(steps):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(steps):
-        w.grad = None  # 32 MiB, as the backward below makes it anew
-        (x @ w).sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-fresh = faults(4)
-keep_freed_memory()
-faults(20)  # until the heap has found its layout
-print(fresh, faults(4), hasattr(ctypes.CDLL(None), "mallopt"))
-"""
-
-
-@pytest.mark.smoke
-def test_pages_of_freed_tensors_are_used_again() -> None:
-    """Four steps take some hundred thousand page faults, and hardly any with `keep_freed_memory`."""
-    command = [sys.executable, "-c", PAGE_FAULTS]
-    fresh, kept, glibc = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    if glibc == "False":
-        without("needs glibc")
-    assert int(kept) < 0.1 * int(fresh)
-
-
-def test_the_best_is_finite_and_the_first() -> None:
-    progress = Progress()
-    for step, quality in enumerate((math.nan, 0.5, 0.9, math.inf, 0.9, 0.7), start=1):
-        progress = progress.after(step, {"q": quality}, "q", k=2)
-    assert (progress.best, progress.best_k) == ((0.9, 3), [(0.9, 3), (0.9, 5)])
-    assert progress.after(7, {}, "q", k=2).best_k == progress.best_k
-
-
-@pytest.mark.parametrize(("best", "best_k"), [(None, []), ([0.5, 10], [(0.5, 10)]), ([math.nan, 10], [])])
-def test_progress_of_older_checkpoints(best: Any, best_k: list[tuple[float, int]]) -> None:
-    assert Progress.read({"reported": 20, "metrics": {}, "best": best}).best_k == best_k
