@@ -45,6 +45,7 @@ NUMBERS_OR = {"clip_norm": "none", "mixup": "none", "head_bias": "-log(num_class
 TEXT = {"sweep", "paper", "arm", "family", "source", "randaugment"}
 MOE_SOURCES = ("appendix", "section", "table", "figure", "caption", "equation", "configs/")
 
+
 def test_every_sweep_has_its_rows() -> None:
     assert {name: sum(row["sweep"] == name for row in ROWS) for name in SWEEPS} == SWEEPS
     assert len(ROWS) == sum(SWEEPS.values())
