@@ -29,7 +29,8 @@ def print_sweeps(scale: str) -> None:
     print_table(*listed["sweeps"][scale], title="sweeps", left=3)
     print_table(*listed["scales"], title="scales, before a sweep's own recipe", left=2)
     print_models()
-    print_table(("row", "of the papers", "state", "how"), from_papers(".rows:rows", list)(), left=4)
+    rows = [row[:4] for row in from_papers(".rows:rows", list)()]
+    print_table(("row", "of the papers", "state", "how"), rows, left=4)
 
 
 def _read() -> dict[str, Any]:

@@ -23,8 +23,13 @@ What each paper describes, and the command, setting or test that has it here. *I
 *not built* says why. `--sweep NAME` and `--scale NAME` are flags of `jobs/pareto_sweep.py`, fields as
 `model.moe.router.k` go to `--set`, and goldens are arrays of other implementations
 (`python -m tests.golden tests/goldens`). `jobs/pareto_sweep.py --list` prints the same rows. No accuracy of
-the papers was reproduced here."""
+the papers was reproduced here.
 
+*run by* is the [lane of tests](testing.md) that runs the row in its cheapest form, with small models and images
+that come with the project. *its arms* means that nothing is trained: the configs are built, and compared with
+the papers where these print a number. `papers/rows.csv` names each test."""
+
+NOT_RUN = "not run by a lane"
 State = Literal["works", "in part", "not built"]
 
 
@@ -33,12 +38,13 @@ class Row(NamedTuple):
     what: str
     state: State
     how: str
+    lane: str
+    test: str
 
 
 def rows() -> list[Row]:
     with Path(__file__).with_name("rows.csv").open() as file:
-        listed = csv.DictReader(file)
-        return [Row(row["id"], row["what"], cast(State, row["state"]), row["how"]) for row in listed]
+        return [Row(**{**row, "state": cast(State, row["state"])}) for row in csv.DictReader(file)]
 
 
 def page() -> str:
@@ -51,10 +57,10 @@ def _lines() -> Iterator[str]:
     yield HEAD
     yield f"\n{count(listed)}."
     for letter, title in PAPERS.items():
-        yield f"\n## {title}\n\n| | what | state | how |\n|---|---|---|---|"
+        yield f"\n## {title}\n\n| | what | state | how | run by |\n|---|---|---|---|---|"
         for row in listed:
             if row.id.startswith(letter):
-                yield f"| {row.id} | {row.what} | {row.state} | {row.how} |"
+                yield f"| {row.id} | {row.what} | {row.state} | {row.how} | {row.lane} |"
 
 
 def count(listed: list[Row]) -> str:

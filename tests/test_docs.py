@@ -4,7 +4,6 @@ A block that its page cannot run has a comment above it: <!-- needs: what it nee
 """
 
 import ast
-import importlib
 import os
 import re
 import secrets
@@ -23,19 +22,10 @@ import pytest
 
 import moe
 import orchestrator
-from jobs.evaluate import EvaluateFlags
-from jobs.finetune import FineTuneFlags
-from jobs.pareto_sweep import SweepFlags
-from jobs.plan import PlanFlags
-from jobs.predict import PredictFlags
-from jobs.train import RunFlags, preset
-from moe.codec import to_dict
-from orchestrator.codec import override
-from orchestrator.config import RunConfig
-from orchestrator.evaluation.points import parse_point
 from orchestrator.tasks import ClassificationConfig
 from orchestrator.training.metrics import METRICS
 from orchestrator.training.metrics_file import read_metrics
+from tests.commands import check_settings, flags_of
 from tests.parts import png
 
 ROOT = Path(__file__).parents[1]
@@ -121,45 +111,6 @@ def commands(script: str) -> Iterator[list[str]]:
             command = []
         elif command or not re.match(r"\w+=", word):
             command.append(word)
-
-
-class Parsed(Exception):
-    """Ends a command once its flags are read."""
-
-
-def flags_of(job: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The flags that a command reads from these words."""
-    module = importlib.import_module(f"jobs.{job}")
-    parse = module.parse
-    found = []
-
-    def record(*args: Any, **options: Any) -> None:
-        found.append(parse(*args, **options))
-        raise Parsed
-
-    monkeypatch.setattr(module, "parse", record)
-    monkeypatch.setattr(sys, "argv", [job, *words])
-    with pytest.raises(Parsed):
-        module.main()
-    monkeypatch.setattr(module, "parse", parse)
-    return found[0]
-
-
-def check_settings(flags: Any) -> None:
-    """Fails for a field that --set does not know, or a value that it refuses."""
-    run = flags.run if isinstance(flags, SweepFlags) else flags
-    if isinstance(flags, EvaluateFlags | PredictFlags):
-        parse_point(flags.set)
-    elif isinstance(run, RunFlags | FineTuneFlags | PlanFlags):
-        changes = {field: value for field, value in run.set if field != "help"}
-        if isinstance(run, RunFlags) and run.init_from:
-            changes["train.init_from"] = run.init_from
-        if isinstance(flags, SweepFlags):
-            flags.named_sweep(changes)
-        else:
-            if isinstance(flags, RunFlags) and flags.model:
-                changes["model"] = to_dict(preset(flags.model))
-            override(RunConfig(), changes)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -25,9 +25,11 @@ from bench.study_table import COST, ONE_RATE, TABLE, TEST, VAL, against, judged_
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, make_sweep, modern
 from orchestrator.sweeps.tuning import Tuning
+from tests.lanes import mostly_slow
 
 
-@pytest.mark.parametrize("name", [name for name in (*BLOCKS, *EARLIER) if name != "replay"])  # half a minute
+# The replay takes half a minute.
+@pytest.mark.parametrize("name", mostly_slow([*BLOCKS, *EARLIER], {*BLOCKS, *EARLIER} - {"replay"}))
 def test_the_page_is_recomputed(name: str) -> None:
     page = PAGE.read_text()
     assert f"<!-- {name} -->" in page
