@@ -26,8 +26,8 @@ What each paper describes, and the command, setting or test that has it here. *I
 the papers was reproduced here.
 
 *run by* is the [lane of tests](testing.md) that runs the row in its cheapest form, with small models and
-images that come with the project. *its arms* means that nothing is trained: the configs are built, and compared
-with the papers where these print a number. `papers/rows.csv` names each test."""
+images that come with the project. *its arms* means that nothing is trained: the configs are built, and
+compared with the papers where these print a number. `papers/rows.csv` names each test."""
 
 NOT_RUN = "not run by a lane"
 State = Literal["works", "in part", "not built"]
