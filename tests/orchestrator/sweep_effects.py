@@ -90,6 +90,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
     store: Any = SimpleNamespace()
     patches: list[Any] = [
         patch.object(driver, "preflight", lambda *_, **given: asked.update(retrain=given["retrain"]) or []),
+        patch.object(driver, "SAMPLED", 4),
         patch.object(driver, "publish", drawn),
         patch.object(driver, "BackgroundSync", lambda *_: nullcontext()),
         patch.object(driver, "SystemMetrics", lambda *_: nullcontext()),
