@@ -1,4 +1,4 @@
-"""Cases of fields of what reads files, trains in a worker, or asks a cluster (`tests.orchestrator.option_cases`)."""
+"""The cases of `option_cases` for what reads files, trains in a worker, or asks a cluster."""
 
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ def in_files(root: Path) -> dict[str, Place]:
     dense = trained(override(RunConfig(), files | {"name": "dense"}))
     starts = router("soft") | {"train.init_from": dense}
     trunk = trained(override(RunConfig(), files | {"name": "trunk"}))
+    named = {"data.path": data_set(root), "model.num_classes": 10}
     spread = router("soft") | {"scale.workers": 4, "data.batch_size": 16}
     return {
         "RunConfig": Place("", "place", files | {"storage": str(root / "place-a")}, {
@@ -91,7 +92,7 @@ def in_files(root: Path) -> dict[str, Place]:
             "asynchronous": Case(False, "worker:threads"),
             "keep_last": Case(3, "worker:kept planned:disk"),
             "keep_best": Case(3, "worker:kept planned:disk"),
-            "keep_every": Case(2, "worker:kept planned:disk"),
+            "keep_every": Case(2, "worker:kept planned:disk", {"checkpoint.every": 100}),
         }),
         "ScaleConfig": Place("scale", "split", spread | files | {"data.batch_size": 16}, {
             "dp_replicate": Case(2, "split planned:traffic"),
@@ -111,11 +112,13 @@ def in_files(root: Path) -> dict[str, Place]:
             "deterministic": Case(True, "worker:modes", {"scale.workers": 1}),
             "profile_steps": Case(1, "worker:files", {"scale.workers": 1, "train.steps": 9}),
         }),
-        "ViTConfig": Place("model", "read:train read:val", files, {"image_size": 16}),
-        "DecoderConfig": Place("model", "", DECODER | {"data.path": data_set(root), "model.num_classes": 10}, {
+        "ViTConfig": Place("model", "read:train read:val", files, {
+            "image_size": 16,
+        }),
+        "DecoderConfig": Place("model", "", DECODER | named, {
             "num_classes": Case(12, "classes"),
         }),
-        "TwoTowersConfig": Place("model", "", TOWERS | {"data.path": data_set(root), "model.num_classes": 10}, {
+        "TwoTowersConfig": Place("model", "", TOWERS | named, {
             "num_classes": Case(12, "classes"),
         }),
     }  # fmt: skip

@@ -1,9 +1,11 @@
 """For every field of every config: another value, and what then differs (`tests.orchestrator.effects`)."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Changes = Mapping[str, Any]
+NOTHING: Changes = MappingProxyType({})
 ALL = object()  # each value of a Literal differs from each other
 
 
@@ -16,7 +18,7 @@ class Case(NamedTuple):
 
     other: Any
     by: str = ""
-    given: Changes = {}
+    given: Changes = NOTHING
 
 
 class Place(NamedTuple):
@@ -181,7 +183,9 @@ LAYERS = {
     "SoftmaxConfig": Place("model.moe.router.affinity", "steps", EXPERTS, {}),
     "SinkhornConfig": Place("model.moe.router.affinity", "steps", EXPERTS | SINKHORN, {"iterations": 1}),
     "SparseTransportConfig": Place(
-        "model.moe.router.affinity", "steps", EXPERTS | {"model.moe.router.affinity.kind": "sparse_transport"},
+        "model.moe.router.affinity",
+        "steps",
+        EXPERTS | {"model.moe.router.affinity.kind": "sparse_transport"},
         {"iterations": 1},
     ),
     "ExpertChoiceConfig": Place("model.moe.router", "steps", EXPERTS, CAPACITY | {
@@ -254,7 +258,9 @@ MOMENTS = {"beta1": 0.5, "beta2": 0.5}
 
 
 def optimizer(kind: str, fields: Changes) -> Place:
-    return Place("train.optimizer", "steps:weights", PARTS | {"train.optimizer.kind": kind}, DECAYS | fields)
+    return Place(
+        "train.optimizer", "steps:weights", PARTS | {"train.optimizer.kind": kind}, {**DECAYS, **fields}
+    )
 
 
 def schedule(kind: str, fields: Changes, **given: Any) -> Place:
@@ -304,6 +310,9 @@ TRAINING = {
     "CosineConfig": schedule("cosine", DECAYING),
     "LinearConfig": schedule("linear", DECAYING),
     "DeitConfig": schedule(
-        "deit", {"warmup_steps": 2, "epoch_steps": 2, "start": 0.01, "end": 0.01}, warmup_steps=1, epoch_steps=1
+        "deit",
+        {"warmup_steps": 2, "epoch_steps": 2, "start": 0.01, "end": 0.01},
+        warmup_steps=1,
+        epoch_steps=1,
     ),
 }  # fmt: skip

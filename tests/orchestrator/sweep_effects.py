@@ -54,7 +54,8 @@ def _ended(job: Job, metrics: Metrics) -> Result:
     if job.until < run.train.steps:
         return Result(status="paused", step=job.until, metrics=metrics)
     begin(run)
-    end(run, job.until, **{name.replace("/", "__"): value for name, value in metrics.items()})
+    values: dict[str, Any] = {name.replace("/", "__"): value for name, value in metrics.items()}
+    end(run, job.until, **values)
     result = RunDir.of(run).result()
     assert result
     return result
