@@ -324,9 +324,16 @@ def requests(run: RunConfig) -> dict[str, Any]:
 
     with patch.object(launch, "Trainer", Trainer), patch.dict(os.environ):
         launch.on_workers(lambda config: None, run, {}, with_feeds=False)
-    scaling, backend = given["scaling_config"], given["torch_config"].backend
-    asked = scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker, scaling.placement_strategy
-    return {"ray": (*asked, backend), "resources": run_resources(run), "compute": run.compute_dtype()}
+    scaling = given["scaling_config"]
+    return {
+        "workers": scaling.num_workers,
+        "gpu": scaling.use_gpu,
+        "each": scaling.resources_per_worker,
+        "placement": scaling.placement_strategy,
+        "backend": given["torch_config"].backend,
+        "all": run_resources(run),
+        "compute": run.compute_dtype(),
+    }
 
 
 def waits(run: RunConfig) -> list[tuple[int, float]]:

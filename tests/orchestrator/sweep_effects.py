@@ -83,6 +83,7 @@ def swept(sweep: Sweep, options: SweepOptions) -> dict[str, Any]:
             values = costs(job.trial.run, job.until) | {"cost/device_s": 1.0}
             metrics = {"val/acc1": part * width.width / 100, "val/acc5": part * 8 / width.width}
             queue.done(job.trial.name, _ended(job, values | metrics))
+        asked["judged"] = [(state.name, state.cost, state.reached) for state in queue.states.values()]
 
     def drawn(directory: str) -> Frontier:
         return sweep_frontier(directory)[0]

@@ -225,8 +225,8 @@ def sweep_cases(root: Path) -> dict[Field, list[tuple[str, Pair, Pair]]]:
 
     sweeps("base", "trials swept:points", override(base, {"model.mlp_dim": 64}))
     sweeps("arms", "trials swept:points", arms_of(8, 16))
-    sweeps("quality", "swept:points swept:names", "val/acc5")
-    sweeps("cost", "swept:points swept:names", "cost/device_s")
+    sweeps("quality", "swept:points swept:names swept:judged", "val/acc5")
+    sweeps("cost", "swept:points swept:names swept:judged", "cost/forward_gflops_2mac")
     sweeps("seeds", "trials swept:order", (0, 1))
     sweeps("trunk", "trials swept:order", Trunk(at=(4, 8), cooldown=2))
     sweeps("claims", "swept:verdicts", claims)
