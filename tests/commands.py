@@ -32,11 +32,11 @@ def flags_of(job: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any
         found.append(parse(*args, **options))
         raise Parsed
 
-    monkeypatch.setattr(module, "parse", record)
-    monkeypatch.setattr(sys, "argv", [job, *words])
-    with pytest.raises(Parsed):
-        module.main()
-    monkeypatch.setattr(module, "parse", parse)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "parse", record)
+        patch.setattr(sys, "argv", [job, *words])
+        with pytest.raises(Parsed):
+            module.main()
     return found[0]
 
 
