@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 
 # without a deadline, for the first example imports libraries; with many examples where time is no matter
-hypothesis.settings.register_profile("few", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("few", max_examples=10, deadline=None)
 hypothesis.settings.register_profile("many", max_examples=200, deadline=None)
 hypothesis.settings.load_profile("many" if os.environ.get("MOE_FRONTIER_ALL_PARTS") else "few")
 

@@ -79,6 +79,7 @@ def test_recorded_curves_have_every_rung() -> None:
                 assert min(abs(step - part * recorded.steps) for step in curve) <= recorded.steps / 32, file
 
 
+@pytest.mark.smoke
 def test_a_trained_sweep_is_replayed(trained_home: Path) -> None:
     found = sweep_curves(f"{trained_home}/tiny")
     assert set(found.cost) == {"dense", "token", "soft"}

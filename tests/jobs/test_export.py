@@ -141,6 +141,7 @@ def test_the_card_in_a_folder(home, call, tmp_path):
     assert (beside["size"], beside["image_mean"]) == ({"shortest_edge": 9}, [0.5] * 3)
 
 
+@pytest.mark.smoke
 def test_a_program_of_torch(home, call, tmp_path):
     out = f"{tmp_path}/soft.pt2"
     code, said = call("soft", "--out", out, "--format", "torch")

@@ -25,14 +25,13 @@ WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def homes(
     captioned: str, empty_store: Callable[[Path], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A storage with two towers from scratch, a classifier, and a text tower beside it."""
+    """A storage with a classifier, and a text tower beside it."""
     home = tmp_path_factory.mktemp("image-text")
     empty_store(home)
     base = override(
         make_sweep("laion", "tiny").base,
         {"storage": str(home), "data.path": captioned, "train.eval_every": 400, "task.loss": "softmax"},
     )
-    _trained(override(base, {"name": "scratch"}))
     small = {f"model.{n}": v for n, v in flat(base.model).items() if n.startswith("image.")}
     image = {n.replace("image.", ""): v for n, v in small.items()}
     classes = override(
@@ -41,14 +40,10 @@ def homes(
     )
     train(classes, progress=False)
     tower = {"train.init_from": f"{home}/classes/checkpoints", "train.freeze": ("image.",)}
-    _trained(override(base, tower | {"name": "beside"}))
-    return home
-
-
-def _trained(run: RunConfig) -> None:
-    result = train(run, progress=False)
+    result = train(override(base, tower | {"name": "beside"}), progress=False)
     assert result.metrics["val/zero_shot_acc1"] > 0.6
     assert result.metrics["train/loss"] < result.metrics["train/loss_of_chance"]
+    return home
 
 
 @pytest.fixture
@@ -68,9 +63,7 @@ def test_classes_by_their_names(
     home: Path, names: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "figures.json"
-    stopped, printed = call(
-        evaluate.main, "scratch", "beside", "--zero-shot", names, "--per-class", "--out", str(out)
-    )
+    stopped, printed = call(evaluate.main, "beside", "--zero-shot", names, "--per-class", "--out", str(out))
     assert stopped == ""
     assert "beside by template" in printed
     assert "beside by class" in printed
@@ -82,10 +75,10 @@ def test_classes_by_their_names(
         assert report["baselines"]["nearest_pixels"] > 0.9
         assert len(report["templates"]) == 2
         assert report["classes"]["class"] == WORDS
-    _, printed = call(evaluate.main, "scratch", "--zero-shot", names, "--split", "train")
+    _, printed = call(evaluate.main, "beside", "--zero-shot", names, "--split", "train")
     assert "nearest image of val by pixels" in printed  # not itself
     monkeypatch.setattr(_image_text, "MOST_PIXELS", 1000)
-    _, printed = call(evaluate.main, "scratch", "--zero-shot", names)
+    _, printed = call(evaluate.main, "beside", "--zero-shot", names)
     assert "nearest image" not in printed
     stopped, _ = call(evaluate.main, "beside", "--repeats", "1", "--out", str(out))
     assert stopped == ""
@@ -130,7 +123,7 @@ def test_pictures_get_names_from_the_command_line(
 def test_a_sweep_over_trained_towers(home: Path, call: Call, cluster: None) -> None:
     stopped, printed = call(
         pareto_sweep.main,
-        *("--sweep", "lit", "--towers", "classes,scratch", "--data", digits(str(home), "digits-captions")),
+        *("--sweep", "lit", "--towers", "classes,beside", "--data", digits(str(home), "digits-captions")),
     )
     assert "an image tower has a linear head" in stopped
     words = ["--sweep", "lit", "--towers", "classes", "--confirm", "0", "--set", "train.steps=20"]

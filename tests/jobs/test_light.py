@@ -34,15 +34,14 @@ for name in {COMMANDS!r}:
 print(json.dumps(answers))
 """
 FIRST_LINE = """
-import builtins, runpy, sys
-lines, show = [], print
-def record(*words, **where):
-    lines.append((words[0], "torch" in sys.modules))
-    show(*words, **where)
-builtins.print = record
+import runpy, sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit("torch is loaded")
+sys.meta_path.insert(0, Stop())
 sys.argv = ["plan.py", "--cost", "S/16", "--json"]
 runpy.run_path("jobs/plan.py", run_name="__main__")
-show(*lines[0], "torch" in sys.modules, file=sys.stderr)
 """
 
 
@@ -77,11 +76,7 @@ def test_help_and_usage_errors_load_no_large_library(answers: list[Any]):
 
 def test_the_first_line_comes_before_torch():
     done = run_bare("-c", FIRST_LINE)
-    assert done.returncode == 0, done.stderr
-    first, *_, last = done.stderr.splitlines()
-    assert first == "computing costs: loading libraries .."
-    assert last == f"{first} False True"
-    assert json.loads(done.stdout)[0]["model"] == "S/16", "nothing but JSON on stdout"
+    assert done.stderr.splitlines() == ["computing costs: loading libraries ..", "torch is loaded"]
 
 
 def test_a_storage_that_cannot_be_written_to_is_refused_before_torch_is_loaded():

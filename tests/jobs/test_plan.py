@@ -136,6 +136,7 @@ def test_layouts_that_are_refused(call: Call, args: list[str], message: str) -> 
     assert not lines
 
 
+@pytest.mark.smoke
 def test_costs_beside_every_row_of_the_papers() -> None:
     job = run_bare("jobs/plan.py", "--cost")
     assert job.returncode == 0, job.stderr
@@ -175,6 +176,7 @@ def test_a_row_that_is_out_fails(call: Call, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("empty_home", "cluster")
+@pytest.mark.smoke
 def test_checks_of_a_healthy_laptop(call: Call) -> None:
     code, out = call(plan.main, "--check")
     assert code == ""

@@ -12,6 +12,7 @@ import pytest
 from jobs import evaluate, export, pack_shards, pareto_sweep, predict, report, train
 from moe.load import load
 from orchestrator.plugins import load_plugins
+from tests.lanes import mostly_slow
 from tests.parts import png
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("cluster")]
@@ -42,7 +43,7 @@ def reports(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", GUESTS)
+@pytest.mark.parametrize("name", mostly_slow(GUESTS, fast=["convnet", "proportions"]))
 def test_a_guest(name, empty_home, call, new_process, tmp_path):
     """It trains on two workers and goes on with one, is exported, evaluated, predicts; or refused by name."""
     file, run = OWN / f"{name}.py", empty_home / name

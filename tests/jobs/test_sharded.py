@@ -37,7 +37,7 @@ def test_every_figure(cluster: None, home: Path, digits: str, call: Call, tmp_pa
     assert not list((home / "evaluation").iterdir())
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_points_and_shots(cluster: None, home: Path, digits: str, call: Call, tmp_path: Path):
     grid = (SOFT, "--grid", "routing.experts=2,4", "--repeats", "1", "--out", str(tmp_path / "page"))
     assert call(evaluate.main, *grid)[0] == ""

@@ -1,4 +1,4 @@
-"""`jobs/pareto_sweep.py --tune` as a user runs it: killed in its first round, resumed, and run once more."""
+"""`jobs/pareto_sweep.py --tune` as a user runs it: killed in its first round, and resumed."""
 
 import json
 import os
@@ -89,11 +89,3 @@ def test_a_sweep_that_tunes_is_killed_in_its_first_round(empty_home: Path) -> No
     assert tuned
     assert own.summary()["note"].count(tuned[0]) == 1
     assert tuned[0] in Path(home, "four/frontier.html").read_text()
-
-    driver = start(home, data)
-    assert driver.wait(timeout=600) == 0, (home / "log.txt").read_text()[-3000:]
-    said = (home / "log.txt").read_text()
-    assert results(home) == done
-    assert f"{len(first.trials)} of {len(first.trials)} trials are complete already" in said
-    assert "4 of 4 trials are complete already" in said
-    assert tuned[0] in said

@@ -126,7 +126,8 @@ ONCE = {
 CASES = EVERYWHERE | ONCE
 LONG = {f"{name}, long": replace(case, steps=20) for name, case in EVERYWHERE.items()}
 LONG |= {f"{name}, float32": replace(case, dtype=torch.float32) for name, case in LONG.items()}
-CASES_OF = {2: CASES, 4: CASES | LONG}  # ranks -> cases
+FAST = EVERYWHERE | {n: ONCE[n] for n in ("a user's convolutions", "batch norm", "loss-free", "dropless")}
+REST = {name: case for name, case in ONCE.items() if name not in FAST}
 
 
 def worker(rank: int, ranks: int, folder: str) -> None:
@@ -134,9 +135,9 @@ def worker(rank: int, ranks: int, folder: str) -> None:
     for dp, ep in LAYOUTS[ranks]:
         mesh = make_mesh("cpu", ep=ep)
         assert mesh.shape == (dp, ep)
-        for name, case in CASES_OF[ranks].items():
+        for name, result in expected.items():
             if name not in ONCE or (dp, ep) == MIXED[ranks]:
-                check_equal(name, case, mesh, mine, expected[name])
+                check_equal(name, (CASES | LONG)[name], mesh, mine, result)
 
 
 def reference(cases: dict[str, Case], folder: Path) -> None:
@@ -148,12 +149,18 @@ def reference(cases: dict[str, Case], folder: Path) -> None:
         assert len(result.logits) == 1 or not torch.allclose(*result.logits), name
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_equals_one_process(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, FAST, id="2"),
+        pytest.param(2, REST, id="2, rest", marks=pytest.mark.smoke),
+        pytest.param(4, CASES | LONG, id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_equals_one_process(ranks, cases, tmp_path):
     """All cases give different losses, so equal results mean something."""
-    reference(CASES_OF[ranks], tmp_path)
-    results = read(tmp_path)
-    assert len({tuple(results[name].losses) for name in CASES_OF[ranks]}) == len(CASES_OF[ranks])
+    reference(cases, tmp_path)
+    assert len({tuple(result.losses) for result in read(tmp_path).values()}) == len(cases)
     spawn(ranks, worker, str(tmp_path))
 
 
@@ -227,6 +234,7 @@ def test_compiled_equals_eager(tmp_path):
 
 
 @pytest.mark.parametrize("compute_dtype", mostly_slow([None, torch.bfloat16], fast=[torch.bfloat16]), ids=str)
+@pytest.mark.smoke
 def test_graphs_do_not_grow_with_depth(monkeypatch, compute_dtype):
     """A dense block is one graph. A MoE block is five: before and after its experts, in `Block` and in
     `MoELayer`, and the experts' MLPs; under bfloat16 the router, a unit of FSDP, adds two."""
@@ -244,6 +252,7 @@ def test_graphs_do_not_grow_with_depth(monkeypatch, compute_dtype):
     assert found == 2 * [(1 + 5, 2) if compute_dtype is None else (1 + 7, 3)]
 
 
+@pytest.mark.smoke
 def test_no_block_runs_uncompiled_however_many_batch_sizes(monkeypatch):
     """Dense and MoE blocks, here in evaluation alone, share one limit."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

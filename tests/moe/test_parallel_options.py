@@ -179,6 +179,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.smoke
 def test_options_change_no_result(reference, ranks):
     spawn(ranks, worker, str(reference))
 
@@ -205,7 +206,7 @@ def test_copies_change_no_result(reference):
     spawn(4, copies_worker, str(reference))
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_one_rank(reference):
     expected = read(reference)
     with one_rank("cpu") as mesh:

@@ -59,7 +59,7 @@ def trained(
 
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [ParallelConfig(), CHECKPOINTED], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", mostly_slow(CASES, fast=["soft", "token choice", "sparse transport"]))
+@pytest.mark.parametrize("name", mostly_slow(CASES, fast=["token choice"]))
 def test_equals_a_mesh_of_one_rank(name, options, compute_dtype):
     """Gradients of equal weights are equal to the bit; microbatches add up in float32 in both. Norms are
     summed in another order, so later weights may round to other numbers, which transport plans amplify."""

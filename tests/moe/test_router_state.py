@@ -16,6 +16,7 @@ from moe.parallel import ParallelConfig, build_whole
 from moe.router_state import after_batch, before_step
 from moe.routers import MixtureConfig, ReLUConfig, TopKConfig
 from moe.routers.balance import QuantileConfig, SignConfig
+from tests.lanes import mostly_smoke
 from tests.moe.parts import images, vit_config
 
 E, B = 4, 8
@@ -90,7 +91,9 @@ def test_state_is_the_same_to_the_bit_for_any_microbatch_and_with_evaluation_bet
 
 
 @each_router
-@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
+@pytest.mark.parametrize(
+    "option", mostly_smoke(["activation_checkpointing", "compile"], fast=["activation_checkpointing"])
+)
 def test_recomputation_and_compilation_count_once(monkeypatch, router, option):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **rest: compiler(f, **rest | {"backend": "eager"}))

@@ -16,6 +16,7 @@ from moe.parallel import ParallelConfig, build_whole
 from moe.routers import TokenChoiceConfig, TopKConfig
 from moe.routers.balance import SignConfig
 from moe.rows import RowsRouting, sort_by_expert
+from tests.lanes import mostly_smoke
 from tests.moe.parts import build_layer, images, randn, vit_config
 
 E, S, D = 4, 12, 8
@@ -168,7 +169,9 @@ def test_dropout_belongs_to_a_choice():
     torch.testing.assert_close(exact, whole.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
+@pytest.mark.parametrize(
+    "option", mostly_smoke(["activation_checkpointing", "compile"], fast=["activation_checkpointing"])
+)
 def test_recomputation_and_compilation_change_nothing(monkeypatch, option):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **rest: compiler(f, **rest | {"backend": "eager"}))

@@ -45,6 +45,7 @@ def test_a_file_of_merges_has_a_header():
     assert BPEConfig.of_merges("#version: 0.2\na b\nab c</w>\n") == BPEConfig(vocabulary="a b\nab c</w>")
 
 
+@pytest.mark.smoke
 def test_a_vocabulary_is_the_same_in_every_process():
     """Hashes of strings differ between them."""
     root = Path(__file__).parents[2]

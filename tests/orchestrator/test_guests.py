@@ -1,5 +1,7 @@
 """The product without its guests."""
 
+import pytest
+
 from tests.jobs.bare import run_bare
 
 LIST = """
@@ -16,6 +18,7 @@ print(*SWEEPS, *SCALES, DRAWABLE, published("imagenet/acc1", "cost/params"))
 """
 
 
+@pytest.mark.smoke
 def test_without_the_papers_the_product_has_its_own_sweeps_and_scales() -> None:
     done = run_bare("-c", LIST)
     assert done.returncode == 0, done.stderr

@@ -122,6 +122,7 @@ def test_a_lost_answer(bucket):
 
 
 @in_every_cloud
+@pytest.mark.smoke
 def test_a_storm(bucket):
     """A second of refusals, again and again, delays everything and fails nothing."""
     with bucket.failing("busy", for_s=1, attempts=8):

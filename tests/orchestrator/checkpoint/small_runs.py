@@ -36,6 +36,7 @@ RUNS = {
         "expert_choice, Adafactor": ADAFACTOR,
     }.items()
 }
+FAST = ("soft, AdamW", "top_k, SGD", "expert_choice, Adafactor")
 DTYPES = {name: torch.float32 if "soft" in name else torch.float64 for name in RUNS}
 
 

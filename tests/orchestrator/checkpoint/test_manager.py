@@ -19,9 +19,18 @@ from orchestrator.checkpoint import manifest as manifests
 from orchestrator.checkpoint.files import state_of
 from orchestrator.checkpoint.manager import Checkpoints, NotFiniteError, Snapshot
 from orchestrator.config import CheckpointConfig
+from tests.lanes import mostly_smoke
 from tests.orchestrator.checkpoint.counted import IN_STEP, fill, folder, odd, said, save, saved, step_restored
 from tests.orchestrator.checkpoint.operations import before_opening
-from tests.orchestrator.checkpoint.small_runs import RUNS, assert_same, built, one_rank, train, whole_state
+from tests.orchestrator.checkpoint.small_runs import (
+    FAST,
+    RUNS,
+    assert_same,
+    built,
+    one_rank,
+    train,
+    whole_state,
+)
 
 BESIDE = CheckpointConfig(keep_last=9)
 REPORT = {"images": 0, "progress": {}, "config": {}}
@@ -69,7 +78,7 @@ def test_the_thread_has_the_gpu_of_its_worker(tmp_path, monkeypatch):
     assert chosen == [("checkpoint_0", 3)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_smoke(RUNS, fast=FAST))
 def test_the_state_at_the_call_is_saved(name, blocked, tmp_path, monkeypatch):
     """`save` returns before anything is written. One copy is made, before training starts."""
     made = []
@@ -96,7 +105,7 @@ def test_the_state_at_the_call_is_saved(name, blocked, tmp_path, monkeypatch):
 
 
 @both_ways
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_smoke(RUNS, fast=FAST))
 def test_saving_does_not_change_training(name, asynchronous, tmp_path):
     """Reading a new optimiser's state must not count as an update."""
     plain, saving = built(name, seed=0), built(name, seed=0)
@@ -110,7 +119,7 @@ def test_saving_does_not_change_training(name, asynchronous, tmp_path):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_smoke(RUNS, fast=FAST))
 def test_training_replaces_no_tensor(name, sharded):
     """Neither do evaluation and reading the state, so a snapshot looks the tensors up only once."""
     with one_rank():

@@ -408,6 +408,7 @@ class TestTorchvision:
         assert len(found) == 30
 
 
+@pytest.mark.smoke
 def test_cluttered_digits() -> None:
     """The images are the same on every machine; a digit is in one split, and whole in each of its images."""
     source, plain = open_source("cluttered-digits"), open_source("digits")

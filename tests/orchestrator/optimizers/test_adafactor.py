@@ -188,6 +188,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.smoke
 def test_several_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
     expected = {}
     for router, dtype in CASES[ranks]:

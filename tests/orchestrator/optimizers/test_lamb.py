@@ -89,6 +89,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.smoke
 def test_several_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
     expected = {case: train(*built(*case), STEPS, RATE) for case in CASES}
     assert all(losses[-1] < losses[0] for losses in expected.values())

@@ -12,11 +12,12 @@ from orchestrator.codec import flat, to_dict
 from orchestrator.errors import UsageError
 from orchestrator.sweeps.catalog import SCALES, SWEEPS, make_sweep
 from orchestrator.sweeps.preflight import check_claims
+from tests.lanes import mostly_smoke
 
 
-@pytest.mark.parametrize("name", SWEEPS)
-def test_every_arm_is_a_config_and_every_claim_is_about_them(name: str) -> None:
-    for scale in (scale for scale, each in SCALES.items() if each.has(name)):
+@pytest.mark.parametrize("scale", mostly_smoke(SCALES, fast=["tiny"]))
+def test_every_arm_is_a_config_and_every_claim_is_about_them(scale: str) -> None:
+    for name in filter(SCALES[scale].has, SWEEPS):
         sweep = make_sweep(name, scale)
         assert sweep.base.name == name
         assert len(sweep.runs()) == len(sweep.arms) * max(1, len(sweep.seeds)) > 3
@@ -25,7 +26,7 @@ def test_every_arm_is_a_config_and_every_claim_is_about_them(name: str) -> None:
         for claim, count in counts.items():
             print(f"{name} {scale}: {count:3} comparisons of {claim!r}")
             assert count > 0
-    assert "Source:" in (SWEEPS[name].__doc__ or "")
+        assert "Source:" in (SWEEPS[name].__doc__ or "")
 
 
 @pytest.mark.parametrize("scale", [name for name, scale in SCALES.items() if scale.has("routers")])

@@ -93,6 +93,7 @@ def shown(tracking: Tracking, sweep: Sweep) -> dict[str, str]:
     return {run.name: run.status for run in children(tracking, parent.run_id)}
 
 
+@pytest.mark.smoke
 def test_a_failing_trial_is_named_and_mended_by_the_same_call(sweep, tracking):
     sweep = replace(sweep, arms={arm: ARMS[arm] for arm in ("soft", "broken")})
     client, folder = MlflowClient(tracking.uri), Path(RunDir.of(sweep.base).path)

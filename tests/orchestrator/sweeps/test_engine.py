@@ -92,7 +92,7 @@ def test_a_trials_process_reserves_no_device_of_its_workers(changes, reserved):
     assert _reserved(config).bundles == [reserved]
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_cluster")
 def test_resources_that_are_given_back_at_once_are_not_lost() -> None:
     """Ray would lose those of one group in a few hundred: the one it was placing when it was removed."""

@@ -114,6 +114,7 @@ def test_a_killed_process_resumes_and_a_budget_ends_the_sweep(tmp_path: Path) ->
     assert not results.errors
 
 
+@pytest.mark.smoke
 def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
     """It ends at its first report, and what is expected of an arm without a quality is nothing."""
     scheduler, results = run(tmp_path, ["nan", "good0"])
@@ -127,7 +128,7 @@ def test_a_quality_that_is_not_a_number_ends_its_arm(tmp_path: Path) -> None:
     assert scheduler.predicted(failed[0].name) is None
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_what_a_notice_has_stopped_has_no_outcome(tmp_path: Path) -> None:
     """Tune completes what is paused when it ends, with the last report."""
     scheduler, _ = run(tmp_path, ["good0"])
@@ -138,7 +139,7 @@ def test_what_a_notice_has_stopped_has_no_outcome(tmp_path: Path) -> None:
     assert state.outcome is before
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_known_results_are_not_trained_again(tmp_path: Path) -> None:
     scheduler, results = run(tmp_path, ["good0"], known=lambda config: {STEPS: 0.3})
     assert scheduler.spent == 0

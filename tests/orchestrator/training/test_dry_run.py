@@ -94,7 +94,7 @@ def measure_all(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_workers(workers: int, tmp_path: Path) -> None:
     """Parameters and state of the first worker exactly, its memory within 10 %.
 
@@ -128,7 +128,7 @@ def test_collectives_by_hand() -> None:
     assert {of.kind for of in found} == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_shares_of_large_experts() -> None:
     """On 512 workers: no tensor of a whole stack of experts (1 GiB in bfloat16) is counted."""
     scale = {"scale.workers": 512, "scale.ep": 128, "data.batch_size": 4096, "scale.use_gpu": True}

@@ -40,6 +40,7 @@ from orchestrator.training.heartbeat import HeartbeatMonitor
 from orchestrator.training.metrics_file import read_metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import Report
+from tests.lanes import mostly_slow
 from tests.orchestrator.training.recipe import RECIPE
 from tests.parts import command_of, png
 
@@ -96,7 +97,7 @@ def kill_a_worker(ready: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_two_workers_equal_one(run, tmp_path):
     """FSDP and expert parallelism by Ray Train, fed by Ray Data."""
     run = override(run, {"train.steps": 10, **RECIPE})
@@ -113,13 +114,13 @@ def test_four_workers_equal_one(run, tmp_path):
     assert_same(alone, four)
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.smoke)])
-def test_a_notice_saves_and_no_step_is_repeated(workers, run, monkeypatch):
+@pytest.mark.parametrize(("workers", "steps"), mostly_slow([(1, 60), (2, 400)], fast=[(1, 60)]))
+def test_a_notice_saves_and_no_step_is_repeated(workers, steps, run, monkeypatch):
     """Between two reports, with no checkpoint near."""
     changes = {
-        "train.steps": 400,
+        "train.steps": steps,
         "train.report_every": 20,
-        "checkpoint.every": 400,
+        "checkpoint.every": steps,
         "scale.workers": workers,
     }
     run = override(run, changes)
@@ -132,28 +133,30 @@ def test_a_notice_saves_and_no_step_is_repeated(workers, run, monkeypatch):
     with pytest.raises(notice.Stopped) as stopped:
         fit(run, report)
     (step,) = stopped.value.saved.values()
-    assert 20 < step < 400
+    assert 20 < step < steps
     assert manifests.steps(RunDir.of(run).checkpoints) == [step]
     monkeypatch.setattr(notice, "_given", False)
-    assert fit(run).step == 400
+    assert fit(run).step == steps
     rows = [json.loads(line) for line in Path(RunDir.of(run).path, "metrics.jsonl").read_text().splitlines()]
     assert [row["resumed"] for row in rows if "resumed" in row] == [step]
-    assert [row["step"] for row in rows if "metrics" in row] == [*range(20, 401, 20)]
+    assert [row["step"] for row in rows if "metrics" in row] == [*range(20, steps + 1, 20)]
 
 
 @pytest.mark.smoke  # workers are started twice
 def test_a_worker_is_killed(run, tmp_path):
-    """Half-way: the losses of one undisturbed process."""
-    run = override(run, {"train.steps": 120, "checkpoint.every": 10})
+    """FSDP and expert parallelism by Ray Train, fed by Ray Data, and half-way a kill: the losses of one
+    undisturbed process.
+    """
+    run = override(run, {"train.steps": 80, "checkpoint.every": 10, **RECIPE})
     alone = trained(run, tmp_path / "alone.jsonl", name="alone")
 
     log = tmp_path / "two.jsonl"
-    killer = kill_a_worker(lambda: log.exists() and len(log.read_text().splitlines()) > 45)
+    killer = kill_a_worker(lambda: log.exists() and len(log.read_text().splitlines()) > 25)
     two = trained(run, log, name="two", **{"scale.workers": 2, "scale.ep": 2})
     killer.join(timeout=1)
     assert not killer.is_alive()
     reported = [json.loads(line)[0] for line in log.read_text().splitlines()]
-    assert len(reported) > 120, "nothing was replayed: the kill came too late"
+    assert len(reported) > 80, "nothing was replayed: the kill came too late"
     assert_same(alone, two)
 
 
