@@ -111,6 +111,21 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def few_digits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Some of the bundled digits as shards, for tests that evaluate often; not to be written to."""
+    from orchestrator.data.packing import write_shards
+    from orchestrator.data.sources import open_source
+
+    path = str(tmp_path_factory.mktemp("digits") / "few")
+    source = open_source("digits")
+    splits = {
+        split: [*samples][: 400 if split == "train" else 60] for split, samples in source.splits.items()
+    }
+    write_shards(path, source.classes, splits)
+    return path
+
+
+@pytest.fixture(scope="session")
 def captioned(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled digits with captions, as shards; not to be written to."""
     from orchestrator.data import packing

@@ -138,19 +138,19 @@ def check_best(record: dict[str, Any], run: RunConfig) -> None:
     assert record["best"] == (f"checkpoints/step-{best[0][1]:08d}", -best[0][0])
 
 
-def small_run(digits: str, folder: Path | str, case: str, **changes: Any) -> RunConfig:
-    changes = SMALL | {"data.path": digits, "storage": str(folder)} | CASES[case] | changes
+def small_run(few_digits: str, folder: Path | str, case: str, **changes: Any) -> RunConfig:
+    changes = SMALL | {"data.path": few_digits, "storage": str(folder)} | CASES[case] | changes
     return override(RunConfig(), changes)
 
 
 @pytest.fixture(scope="module")
-def whole(digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
+def whole(few_digits: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
     """Trains a case once, undisturbed."""
     folder = tmp_path_factory.mktemp("whole")
 
     @cache
     def trained(case: str) -> RunConfig:
-        run = small_run(digits, folder, case, name=case.replace(" ", "-").replace(",", ""))
+        run = small_run(few_digits, folder, case, name=case.replace(" ", "-").replace(",", ""))
         train(run, None)
         record = record_of(run)
         assert record["end"][0] == ("diverged" if case in DIVERGING else "finished")
@@ -211,10 +211,10 @@ def test_a_branch_is_its_trunk(case: str, whole: Callable[[str], RunConfig]) -> 
 
 
 def two_workers(rank: int, ranks: int, folder: str) -> None:
-    digits = Path(folder, "digits").read_text()
+    few_digits = Path(folder, "digits").read_text()
     for case in ("quantile", "sign and shares", "relu"):
         layout = {"scale.workers": ranks, "scale.ep": ranks}
-        run = small_run(digits, folder, case, name=f"{case} whole".replace(" ", "-"), **layout)
+        run = small_run(few_digits, folder, case, name=f"{case} whole".replace(" ", "-"), **layout)
         cut = override(run, {"name": f"{case} cut".replace(" ", "-")})
         train(run, None)
         train(cut, random.Random(case))
@@ -223,8 +223,8 @@ def two_workers(rank: int, ranks: int, folder: str) -> None:
 
 
 @pytest.mark.smoke
-def test_two_workers(digits: str, tmp_path: Path) -> None:
-    (tmp_path / "digits").write_text(digits)
+def test_two_workers(few_digits: str, tmp_path: Path) -> None:
+    (tmp_path / "digits").write_text(few_digits)
     spawn(2, two_workers, str(tmp_path))
 
 
@@ -233,11 +233,11 @@ def test_two_workers(digits: str, tmp_path: Path) -> None:
     ("evaluates", "saves"), mostly_slow([(2, 7), (3, 5), (7, 2), (10, 100), (100, 3)], fast=[(3, 5)])
 )
 def test_the_best_is_kept_at_any_intervals(
-    evaluates: int, saves: int, keep_best: int, digits: str, tmp_path: Path
+    evaluates: int, saves: int, keep_best: int, few_digits: str, tmp_path: Path
 ) -> None:
     """The rate is so high that the model gets worse in the middle of the run."""
     changes = {"train.eval_every": evaluates, "checkpoint.every": saves, "checkpoint.keep_best": keep_best}
-    run = small_run(digits, tmp_path, "soft", **changes, **{"train.lr": 0.3})
+    run = small_run(few_digits, tmp_path, "soft", **changes, **{"train.lr": 0.3})
     train(run, random.Random(evaluates))
     record = record_of(run)
     check_best(record, run)

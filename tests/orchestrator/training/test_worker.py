@@ -58,8 +58,8 @@ class UnpluggedError(Exception):
 
 
 @pytest.fixture
-def run(digits: str, tmp_path: Path) -> RunConfig:
-    return override(RunConfig(), {**SMALL, "data.path": digits, "storage": str(tmp_path)})
+def run(few_digits: str, tmp_path: Path) -> RunConfig:
+    return override(RunConfig(), {**SMALL, "data.path": few_digits, "storage": str(tmp_path)})
 
 
 @pytest.fixture(autouse=True)
