@@ -162,6 +162,7 @@ def test_the_rate_that_was_chosen_is_bold() -> None:
     ]
 
 
+@pytest.mark.smoke
 def test_a_trained_sweep_is_collected(trained_home: Path) -> None:
     table = collect(f"{trained_home}/tiny")
     assert table["planned"] == [*table["arms"]] == ["dense", "token", "soft"]

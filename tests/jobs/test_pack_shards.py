@@ -218,10 +218,9 @@ def test_interrupted(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("function", ["make", "placed"])
-def test_a_source_of_ones_own(function: str, call: Call, tmp_path: Path, home: Path) -> None:
+def test_a_source_of_ones_own(call: Call, tmp_path: Path, home: Path) -> None:
     own, out = ROOT / "tests/own/stripes.py", str(tmp_path / "shards")
-    error, lines = call("--source", f"{own}:{function}", "--out", out)
+    error, lines = call("--source", f"{own}:make", "--out", out)
     assert error == ""
     manifest = open_manifest(out)
     assert (sorted(manifest.classes), manifest.rows("train") + manifest.rows("val")) == (

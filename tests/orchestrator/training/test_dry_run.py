@@ -138,13 +138,14 @@ def test_shares_of_large_experts() -> None:
 
 @pytest.mark.parametrize("kind", [member.kind for member in members(RouterConfig)])
 def test_every_router(kind: str) -> None:
-    run = run_of(4, {"model.moe.router.kind": kind, "model.moe.num_experts": 4, "scale.ep": 2}, images=1)
+    router = {"model.moe.router.kind": kind, "model.moe.num_experts": 4, "scale.ep": 2}
+    run = run_of(4, router | {"model.depth": 2, "model.moe.layers": (0, 1)}, images=1)
     assert dry_run(run).collectives[Collective("all_to_all", 2, 1)][0] >= 8  # two layers
 
 
 @pytest.mark.parametrize("kind", [member.kind for member in members(OptimizerConfig)])
 def test_every_optimizer(kind: str) -> None:
-    run = run_of(4, SPREAD | {"train.optimizer.kind": kind}, images=1)
+    run = run_of(4, SPREAD | {"train.optimizer.kind": kind, "model.depth": 2}, images=1)
     state = layout(run, 2).memory["optimizer"]
     assert state <= dry_run(run).optimizer <= state + 500  # counts of updates
 
