@@ -29,6 +29,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     return shell | {
         "PATH": f"{Path(RAY).parent}:{os.environ['PATH']}",  # as in an activated .venv
         "RAY_AUTH_MODE": "token",
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",  # a busy machine needs more than the 3 s of the default
         "RAY_AUTH_TOKEN_PATH": str(token),
         "MOE_FRONTIER_HOME": str(tmp_path / "home"),
         "RAY_USAGE_STATS_ENABLED": "0",
