@@ -50,7 +50,7 @@ def cpu_ms(call: Callable[[int], Any], some: int = SOME) -> float:
 
 
 def decoding() -> dict[str, dict[str, float]]:
-    """Of JPEGs with and without grain: as it is done, without reducing large ones, and by Pillow."""
+    """Measures JPEGs with and without grain: read as in training, without reducing, and by Pillow."""
     found: dict[str, dict[str, float]] = {}
     transform = Transform(size=224, augment="inception")
     for side in (450, *SIDES):
@@ -79,7 +79,7 @@ def jpeg(side: int, grain: bool) -> bytes:
 
 
 def operations() -> dict[str, float]:
-    """Of 224 x 224 pixels, at RandAugment's full range."""
+    """Measures every random operation on 224 x 224 pixels, RandAugment's at the full range."""
     image = decode(draw_jpeg(0))[:, :224, :224].contiguous()
     others, blurs = seeds(1), seeds(2)
     calls: dict[str, Callable[[int], Any]] = {
@@ -97,7 +97,7 @@ def operations() -> dict[str, float]:
 
 
 def seeds(case: int) -> list[int]:
-    """Those with which 3-Augment takes its operation `case`."""
+    """Returns seeds with which 3-Augment draws the operation number `case`."""
     return [seed for seed in range(1000) if Random(seed).randrange(3) == case]
 
 

@@ -1,6 +1,6 @@
 """Prints what can be trained by name: sweeps and their sources, scales, and models with their cost.
 
-``listing.json`` has them, for to compute them takes half a minute. ``write`` writes it anew.
+They are read from ``listing.json``, because computing them takes half a minute; ``write`` makes that file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def print_sweeps(scale: str) -> None:
 
 
 def _read() -> dict[str, Any]:
-    """What the file has, which is of the product with its guests."""
+    """Reads the file, which lists the papers' sweeps too; without the papers the lists are computed."""
     return json.loads(FILE.read_text()) if find_spec("papers") else listing()
 
 
 def listing() -> dict[str, Any]:
-    """Computes what the file has."""
+    """Computes what the file holds."""
     from orchestrator.sweeps.catalog import SCALES
 
     by_scale = {scale: sweeps(scale) for scale in SCALES}

@@ -181,6 +181,13 @@ def _requirement(hint: Any, value: Any) -> str:
             return "be finite"
         if get_origin(member) is Annotated and _accepts(_bare(member))(value):
             return str(next(bound for bound in member.__metadata__ if not bound.holds(value)))
+        if get_origin(member) is tuple and isinstance(value, tuple):
+            entry = get_args(member)[0]
+            out = next(
+                (part for part in value if _accepts(_bare(entry))(part) and not _accepts(entry)(part)), None
+            )
+            if out is not None:
+                return f"be {_words(member)[0]}, and {out!r} must {_requirement(entry, out)}"
     words = [word for member in members(hint) for word in _words(_bare(member))]
     return "be " + " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

@@ -369,7 +369,6 @@ def find_moe_layers(module: nn.Module) -> list[MoELayer]:
 
 
 @cache
-@cache
 def unit_shapes(config: ModelConfig) -> Sequence[Mapping[str, torch.Size]]:
     """Shapes by parameter name, read from a model on the meta device: outside of its units, then of each."""
     with torch.device("meta"):

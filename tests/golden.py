@@ -129,7 +129,9 @@ NOT_BUILT = {  # family -> why
 
 
 def _constant_weights(family: str, arrays: Arrays, config: Any) -> bool:
-    """Of a single expert, divided by themselves. A trajectory of the bias does not depend on them."""
+    """Whether the only weight of a token is divided by itself. Cases of `loss_free` compare biases,
+    which do not depend on weights.
+    """
     alone = config.get("k") == 1 and config.get("normalise") and config.get("normalise_k1")
     return bool(alone) and family != "loss_free"
 

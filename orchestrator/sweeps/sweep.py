@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, Literal, cast
 
-from moe.config import Config
+from moe.config import Config, NonNegativeInt
 from moe.cost import slots_per_token
 from orchestrator.checkpoint.manifest import folder_of
 from orchestrator.codec import differences, flat, override, places_of, to_dict
@@ -131,7 +131,7 @@ class Sweep(Config):
     arms: Mapping[str, Mapping[str, Any] | Config]
     quality: str = ""
     cost: str = "cost/train_flops_6mac"
-    seeds: tuple[int, ...] = ()
+    seeds: tuple[NonNegativeInt, ...] = ()
     trunk: Trunk | None = None
     claims: tuple[str, ...] = ()
     space: Space | None = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> "State":
-    """What `small_sweep.py` leaves in MLflow if nothing happens to it."""
+    """Runs the sweep of `small_sweep.py` without a fault, and returns its state in MLflow."""
     from tests.jobs.small_sweep import ARMS
     from tests.jobs.test_killed_sweep import start, state
 

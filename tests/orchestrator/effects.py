@@ -1,4 +1,4 @@
-"""What a config makes of a small run: its weights and losses, batches, files, bytes, requests, trials.
+"""Observations of a small run, by which configs are compared: weights, losses, batches, files, requests.
 
 Each function takes a `RunConfig`, or a sweep and its options, and returns what can be compared; nothing in it
 is a copy of the config, a time, or a random name.
@@ -207,7 +207,7 @@ def classes(run: RunConfig) -> tuple[str, ...] | None:
 
 
 class _AskedError(Exception):
-    """What is observed has happened; the rest is not run."""
+    """Ends a run once the observed call was made."""
 
 
 @contextmanager

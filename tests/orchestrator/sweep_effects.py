@@ -1,4 +1,4 @@
-"""What a sweep and its options make of trials that end at once: their order, the frontier, what is said."""
+"""Observations of a sweep whose trials end at once: their order, the frontier, the lines for the user."""
 
 import json
 import shutil

@@ -256,7 +256,7 @@ def test_configs_that_do_not_fit_are_refused(
 def test_what_a_config_leaves_out_is_the_default_of_its_class(
     case: str, kind: str, epsilon: float, gelu: str, tmp_path: Path
 ) -> None:
-    """Those of transformers 5.23, in which a model has 12 heads."""
+    """The defaults are those of transformers 5.23, where a model has 12 heads."""
     copy = configured(case, tmp_path, {"model_type": kind}, without=("layer_norm_eps", "hidden_act"))
     config = plan_import(str(copy), name="x").plan.config
     assert (config.norm_eps, config.gelu, config.heads) == (epsilon, gelu, 2)

@@ -17,7 +17,7 @@ from orchestrator.errors import UsageError
 from orchestrator.frontier.frontier import Frontier
 from orchestrator.sweeps import run as sweep_run
 from orchestrator.sweeps.run import keep_weights_only
-from orchestrator.sweeps.sweep import Sweep, Trunk
+from orchestrator.sweeps.sweep import Sweep, Trunk, trial_config
 from orchestrator.training.metrics_file import Metrics
 from orchestrator.training.run_directory import RunDir
 from orchestrator.training.worker import train_worker
@@ -110,3 +110,16 @@ def test_trunks_that_cannot_be(sweep):
         replace(sweep, base=override(sweep.base, {"train.schedule.kind": "cosine"})).trials()
     with pytest.raises(UsageError, match="leaves at step 6, within warmup_steps=8"):
         replace(sweep, base=override(sweep.base, {"train.schedule.warmup_steps": 8})).trials()
+
+
+def test_the_run_of_a_seed_is_its_changes_of_the_base(sweep: Sweep) -> None:
+    for each in (replace(sweep, trunk=None), sweep):
+        trials = replace(each, seeds=(3, 5)).trials()
+        assert {trial.run.train.seed for trial in trials.values()} == {3, 5}
+        for trial in trials.values():
+            assert trial.run == trial_config(sweep.base, trial.name, trial.changes)
+
+
+def test_a_seed_that_no_run_takes_is_refused(sweep: Sweep) -> None:
+    with pytest.raises(ValueError, match=r"seeds must be .*, and -1 must not be negative, got \(2, -1\)"):
+        replace(sweep, seeds=(2, -1))

@@ -32,12 +32,12 @@ class Clock:
 
     now = 100.0
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
 
     def batches(self, count: int, *, wait_s: float) -> Iterator[Batch]:
         for _ in range(count):
-            self.pass_(wait_s)
+            self.advance(wait_s)
             yield make_batch(torch.zeros(5, 3, 2, 2), torch.zeros(5))
 
 
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_waiting_and_computing(clock: Clock) -> None:
     meter = Meter()
     for _ in meter.timed(clock.batches(4, wait_s=3.0)):
-        clock.pass_(1.0)
+        clock.advance(1.0)
     with meter.paused():
         first = meter.read()
     assert first["cost/device_s"] == meter.device_s == 16
@@ -63,9 +63,9 @@ def test_pauses_are_no_training(clock: Clock) -> None:
     """Nor do they count as waiting for data."""
     meter = Meter()
     for _ in meter.timed(clock.batches(3, wait_s=1.0)):
-        clock.pass_(1.0)
+        clock.advance(1.0)
         with meter.paused():
-            clock.pass_(50.0)
+            clock.advance(50.0)
     with meter.paused():
         values = meter.read()
     assert (meter.device_s, values["data/wait_frac"]) == (6, 0.5)
@@ -78,7 +78,7 @@ def test_rates_are_since_the_last_reading_and_costs_since_the_start(clock: Clock
     with meter.paused():
         first = meter.read()
     for _ in meter.timed(clock.batches(4, wait_s=1.0)):
-        clock.pass_(1.0)
+        clock.advance(1.0)
     with meter.paused():
         second = meter.read()
     assert (first["perf/images_per_s"], second["perf/images_per_s"]) == (2 * 10 / 4, 2 * 20 / 8)

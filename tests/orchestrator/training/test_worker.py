@@ -107,14 +107,17 @@ def test_a_checkpoint_says_what_was_done(run: RunConfig) -> None:
     ],
     ids=["AdamW", "Adafactor"],
 )
-def test_a_first_moment_in_bfloat16(run: RunConfig, optimizer: dict[str, Any], tolerance: float) -> None:
+def test_a_first_moment_in_bfloat16(
+    run: RunConfig, optimizer: dict[str, Any], tolerance: float, digits: str
+) -> None:
     """The run learns as AdamW in float32, its checkpoints hold the moment so, and it goes on to the bit."""
+    run = override(run, {"data.path": digits})
     exact = trained(override(run, {"name": "exact", "train.lr": 1e-2}))
     run = override(run, {"train.lr": 1e-2} | optimizer)
     undisturbed = override(run, {"name": "whole"})
     whole = trained(undisturbed)
     assert whole[-1][1]["val/loss"] == pytest.approx(exact[-1][1]["val/loss"], rel=tolerance)
-    assert whole[-1][1]["val/loss"] < 0.99 * math.log(10)
+    assert whole[-1][1]["val/loss"] < 0.97 * math.log(10)
     assert numbers(whole) != numbers(exact)
     files = Path(newest(RunDir.of(undisturbed).checkpoints)[0]).glob("optimizer-*")
     state = {name: tensor.dtype for file in files for name, tensor in load_file(file).items()}
@@ -338,15 +341,17 @@ def test_a_run_is_not_complete_without_its_weights(run: RunConfig, monkeypatch: 
     ("changes", "least", "most"),
     [
         ({"scale.activation_checkpointing": True}, 0, 1e-5),
-        ({"train.compute_dtype": "bfloat16"}, 1e-6, 0.02),
+        ({"train.compute_dtype": "bfloat16"}, 1e-5, 0.02),
         ({"scale.deterministic": True}, 0, 0),
     ],
 )
 def test_options_of_one_worker_change_no_more_than_rounding(
-    changes: dict[str, Any], least: float, most: float, run: RunConfig
+    changes: dict[str, Any], least: float, most: float, run: RunConfig, digits: str
 ) -> None:
     """Whatever it computes with, its checkpoints hold float32 weights."""
-    run = override(run, {"train.steps": 6, "train.eval_every": 6, "model.moe.router.kind": "soft"})
+    run = override(
+        run, {"data.path": digits, "train.steps": 6, "train.eval_every": 6, "model.moe.router.kind": "soft"}
+    )
     plain = trained(override(run, {"name": "plain"}))
     spread = trained(override(run, {"name": "spread", **changes}))
     pairs = zip(plain, spread, strict=True)
