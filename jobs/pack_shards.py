@@ -15,7 +15,8 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
                     with a label or a list of them
   parquet:PATH      a file, a folder of them, or a pattern: a column of encoded images and one of labels,
                     or of lists of them where images have several
-  csv:PATH          a csv or tsv file, a folder of them, or a pattern: a column of paths and one of labels
+  csv:PATH          a csv, tsv or jsonl file, a folder of them, or a pattern: a column of paths and one of
+                    labels
   python-topics     0.5 MB of text about Python that ship inside Python, in sequences of 129 bytes
   text:PATH         a text file, a folder of .txt, .md and .rst files, or a pattern; longer sequences are
                     'text:PATH?length=256', of 257 bytes
@@ -26,16 +27,18 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
 With --captions, labels are optional, and captions come from .txt files beside the images of a folder (one
 in a line), .txt or .json members of tars, or a column of parquet and csv files.
 
+Beside the shards, report.html shows a few images of each class, and what may not be meant so: look at it.
+
 All CPUs of the Ray cluster of $RAY_ADDRESS, or of this machine, pack at the same time; fewer than eight
 shards are packed by this process. More: docs/data.md.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, log
 from typing import TYPE_CHECKING
 
@@ -86,9 +89,17 @@ class PackFlags:
         "of captions: words, words:SIZE or bpe:SIZE, made from those for training, or a file, as another data"
         " set's tokenizer.json or CLIP's merges; default: words",
     )
+    caption_lines: bool = flag(False, "each line of a .txt in a tar is a caption; default: the whole text is")
     background: str | None = flag(
         None, "colour under transparent pixels, as white or #808080; default: alpha is dropped"
     )
+    white: int | None = flag(
+        None, "sample of 16-bit images that becomes white, as 4095; default: 65535, by the high byte"
+    )
+    ignore_split_names: bool = flag(
+        False, "train, val, test and the like, in names of folders, files and samples, are no splits"
+    )
+    json: bool = flag(False, "print the report as JSON")
 
 
 def main() -> None:
@@ -115,14 +126,14 @@ def pack_source(flags: PackFlags) -> None:
     check_writable("--out", out)
 
     from orchestrator.data.formats import Columns
-    from orchestrator.data.packing import captions_of_split, check_free, encode_for_shard, pack
+    from orchestrator.data.packing import captions_of_split, check_free, pack
+    from orchestrator.data.preparation import Preparation
     from orchestrator.data.sources import open_source
     from orchestrator.data.text import caption_report, tokenizer_of
-    from orchestrator.data.transparency import colour
 
     if not flags.fresh:
         check_free(out)
-    encode = partial(encode_for_shard, background=colour(flags.background) if flags.background else None)
+    preparation = Preparation(background=flags.background, white=flags.white)
     source = open_source(
         flags.source,
         root=flags.root,
@@ -130,48 +141,62 @@ def pack_source(flags: PackFlags) -> None:
         val_frac=flags.val_frac,
         columns=Columns(flags.image_column, flags.label_column, flags.caption_column),
         captions=captions,
+        caption_lines=flags.caption_lines,
+        ignore_split_names=flags.ignore_split_names,
         execute=on_cluster,
     )
     train, val = (captions_of_split(source, split) if captions else [] for split in ("train", "val"))
     tokenizer = tokenizer_of(flags.tokenizer or "words", train) if captions else None
-    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, encode=encode, tokenizer=tokenizer)
+    more = {"preparation": preparation, "tokenizer": tokenizer}
+    report = pack(out, source, fresh=flags.fresh, execute=on_cluster, **more)
+    report.save(out)
+    if flags.json:
+        print(json.dumps(report.to_json(), indent=1))
+        return
     if tokenizer:
         print_captions(tokenizer, caption_report(tokenizer, train, val, batch=BATCH))
-    print_report(out, report, flags.background, "images" if source.images else "sequences")
+    print_report(out, report, "images" if source.images else "sequences")
 
 
-def print_report(out: str, report: PackingReport, background: str | None, noun: str) -> None:
-    from orchestrator.data.sources import NOT_AN_IMAGE
+def print_report(out: str, report: PackingReport, noun: str) -> None:
+    manifest, pixels = report.manifest, report.pixels
+    print_skipped(report)
+    for split, shards in manifest.splits.items():
+        size = sum(shard.bytes for shard in shards) / 1e6
+        print(f"{split}: {manifest.rows(split)} {noun}, {size:.1f} MB in {len(shards)} shards")
+    for number, name in enumerate(manifest.classes[:SHOWN]):
+        counts = " and ".join(f"{report.labels[split][number]:,} {split}" for split in manifest.splits)
+        print(f"class {number}, {name}: {counts}")
+    if len(manifest.classes) > SHOWN:
+        print(f".. and {len(manifest.classes) - SHOWN} more classes, see {out}/report.html")
+    total = sum(manifest.rows(split) for split in manifest.splits)
+    if pixels.transparent:
+        background = manifest.background
+        done = f"were put on {background}" if background else "are trained on without their alpha"
+        hint = "" if background else ": --background white puts them on a colour"
+        print(f"{pixels.transparent:,} of {total:,} images have transparency and {done}{hint}")
+    for line in report.warnings():
+        print(f"warning: {line}")
+    several = f", up to {manifest.labels} labels per image" if manifest.labels > 1 else ""
+    print(
+        f"{out}: {manifest.rows('train')} training and {manifest.rows('val')} validation {noun},"
+        f" {len(manifest.classes)} classes{several}, {len(report.skipped)} skipped"
+    )
 
-    manifest = report.manifest
+
+def print_skipped(report: PackingReport) -> None:
+    from orchestrator.data.report import NOT_AN_IMAGE
+
     others = [line.removesuffix(NOT_AN_IMAGE) for line in report.skipped if line.endswith(NOT_AN_IMAGE)]
     if others:
         extensions = Counter(os.path.splitext(name)[1].lower() for name in others).most_common(SHOWN)
         listed = ", ".join(f"{count:,} {extension}" for extension, count in extensions)
         print(f"skipped {len(others):,} files that are not images: {listed}")
-    skipped = [line for line in report.skipped if not line.endswith(NOT_AN_IMAGE)]
-    for line in skipped[:SHOWN]:
-        print(f"skipped {line}")
-    if len(skipped) > SHOWN:
-        print(f".. and {len(skipped) - SHOWN} more, see {out}/skipped.txt")
-    for split, shards in manifest.splits.items():
-        size = sum(shard.bytes for shard in shards) / 1e6
-        print(f"{split}: {manifest.rows(split)} {noun}, {size:.1f} MB in {len(shards)} shards")
-        missing = [name for number, name in enumerate(manifest.classes) if not report.labels[split][number]]
-        if missing:
-            print(f"warning: {split} has no image of {len(missing)} classes: {', '.join(missing[:SHOWN])}")
-    rows = {split: manifest.rows(split) for split in manifest.splits}
-    if report.transparent:
-        done = f"were put on {background}" if background else "are trained on without their alpha"
-        hint = "" if background else ": --background white, here and in predict.py, puts them on a colour"
-        print(f"{report.transparent:,} of {sum(rows.values()):,} images have transparency and {done}{hint}")
-    if len(report.skipped) > sum(rows.values()):
-        print(f"warning: more than half of all files were skipped, see {out}/skipped.txt")
-    several = f", up to {manifest.labels} labels per image" if manifest.labels > 1 else ""
-    print(
-        f"{out}: {rows['train']} training and {rows['val']} validation {noun},"
-        f" {len(manifest.classes)} classes{several}, {len(report.skipped)} skipped"
-    )
+    reasons = [found for found in report.reasons() if not NOT_AN_IMAGE.endswith(found[0])]
+    for why, count, first in reasons[:SHOWN]:
+        print(f"skipped {first}: {why}" if count == 1 else f"skipped {count:,}: {why}, such as {first}")
+    if len(reasons) > SHOWN:
+        print(f".. for {len(reasons) - SHOWN} more reasons, see skipped.txt")
 
 
 def print_captions(tokenizer: TokenizerConfig, report: CaptionReport) -> None:

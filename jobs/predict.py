@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from jobs._cli import Places, check_out, command, connect, model_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pyarrow import Table
 
     from orchestrator.checkpoint.models import ModelRef
+    from orchestrator.data.preparation import Preparation
     from orchestrator.evaluation.image_text import ClassNames
     from orchestrator.evaluation.predict import ImagePart
 
@@ -51,7 +52,7 @@ class PredictFlags:
     dtype: Dtype = flag("float32", DTYPE)
     set: tuple[str, ...] = flag((), f"operating point: {POINT}", metavar="FIELD=VALUE", nargs="+")
     background: str | None = flag(
-        None, "colour under transparent pixels, as in packing; default: alpha is dropped"
+        None, "colour under transparent pixels; default: that of the model's data, else alpha is dropped"
     )
     classes: tuple[str, ...] = flag(
         (), "names of classes, for a model of images and texts", metavar="NAME", nargs="+"
@@ -81,14 +82,13 @@ def predict(flags: PredictFlags) -> None:
         UsageError: for flags that do not fit, and an --out that holds other files or lies among the images.
     """
     from orchestrator import storage
-    from orchestrator.data.transparency import colour
     from orchestrator.evaluation import predict
     from orchestrator.evaluation.points import parse_point, settings_of
     from orchestrator.evaluation.predict import PART, PLAN, begin, digest_of, list_parts
 
-    point, background = parse_point(flags.set), colour(flags.background) if flags.background else None
+    point = parse_point(flags.set)
     model = model_of(flags.model, flags.places, flags.places.open_store())
-    names = class_names(flags, model)
+    names, preparation = class_names(flags, model), preparation_for(flags, model)
     if not (model.run.task.classifies or names or flags.features):
         raise UsageError(
             f"{model.name} was trained for {model.run.task.kind}: it has no classes to predict;"
@@ -109,7 +109,7 @@ def predict(flags: PredictFlags) -> None:
         "split": flags.split,
         "routing": settings_of(point),
         "group": group,
-        "background": list(background) if background else None,
+        **vars(preparation),
         "features": flags.features or None,  # as plans of earlier versions have it
         "names": [list(names.classes), list(names.templates)] if names else None,
         "dtype": flags.dtype if flags.dtype != "float32" else None,
@@ -121,11 +121,26 @@ def predict(flags: PredictFlags) -> None:
     if missing:
         log.info("%s of %s images are left to predict by %s", f"{left:,}", f"{count:,}", model.location)
         settings = {"model": model, "point": point, "images": images, "classes": plan["classes"]}
-        settings |= {"background": background, "features": flags.features, "names": names}
+        settings |= {"preparation": preparation, "features": flags.features, "names": names}
         tables = predicted(flags, missing, batch_size=flags.batch_size, **settings)
         follow(predict.write_parts(out, tables), left)
     print(f"{count:,} images in {len(parts)} file{'s' * (len(parts) != 1)}: {out}")
     print(f"import pandas; pandas.read_parquet({out!r})")
+
+
+def preparation_for(flags: PredictFlags, model: ModelRef) -> Preparation:
+    """What is done to images before they are decoded: what was done to those that the model learned from.
+    Raises UsageError for a --background that contradicts it.
+    """
+    from orchestrator.data.preparation import colour
+
+    known = model.preparation
+    if known.background and flags.background and colour(known.background) != colour(flags.background):
+        raise UsageError(
+            f"--background {flags.background}: {model.name} learned from images on {known.background}, which"
+            " it is given without the flag"
+        )
+    return replace(known, background=known.background or flags.background)
 
 
 def class_names(flags: PredictFlags, model: ModelRef) -> ClassNames | None:

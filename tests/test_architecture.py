@@ -72,11 +72,15 @@ orchestrator.data.augment:
 orchestrator.data.images: orchestrator.data.augment
 orchestrator.data.offsets:
 orchestrator.data.listing: orchestrator.data.images orchestrator.storage
-orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.manifest
-orchestrator.data.tars: orchestrator.data.manifest orchestrator.data.samples orchestrator.data.text
+orchestrator.data.labels: moe.config.did_you_mean
+orchestrator.data.splits:
+orchestrator.data.samples: orchestrator.data.images orchestrator.data.index orchestrator.data.labels
+    orchestrator.data.manifest orchestrator.data.splits
+orchestrator.data.tars: orchestrator.data.labels orchestrator.data.manifest orchestrator.data.samples
+    orchestrator.data.splits orchestrator.data.text
     orchestrator.storage
-orchestrator.data.formats: orchestrator.data.offsets orchestrator.data.samples orchestrator.data.tars
-    orchestrator.data.text orchestrator.storage
+orchestrator.data.formats: orchestrator.data.labels orchestrator.data.offsets orchestrator.data.samples
+    orchestrator.data.splits orchestrator.data.tars orchestrator.data.text orchestrator.storage
 orchestrator.checkpoint: moe orchestrator.checkpoint orchestrator.codec orchestrator.config
     orchestrator.data orchestrator.names orchestrator.plugins orchestrator.storage orchestrator.tasks
     orchestrator.threads

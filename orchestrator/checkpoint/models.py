@@ -16,10 +16,11 @@ from orchestrator import storage
 from orchestrator.checkpoint.files import SUFFIX
 from orchestrator.checkpoint.manifest import find_checkpoint
 from orchestrator.checkpoint.start import start_from
-from orchestrator.checkpoint.weights import classes_of_run, read_metadata
+from orchestrator.checkpoint.weights import classes_of_run, preparation_of_run, read_metadata
 from orchestrator.codec import read_config
 from orchestrator.config import DataConfig, RunConfig, ScaleConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.threads import set_threads
 
@@ -37,6 +38,7 @@ class ModelRef:
     run: RunConfig  # as it was trained
     step: int  # of training; -1 if unknown
     classes: tuple[str, ...] | None = None  # that it learned, by label; None if unknown
+    preparation: Preparation = Preparation()  # of the images that it learned from
     run_id: str | None = None  # of MLflow; None if MLflow does not know the run
 
     def load(self, device: torch.device | None = None) -> Model:
@@ -132,7 +134,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
     Raises:
         UsageError: if there is no such model, or its checkpoint is damaged.
     """
-    classes = ()
+    classes, preparation = (), None
     if location.endswith(SUFFIX):
         if storage.size(location) is None:
             raise UsageError(f"no file {location}")
@@ -143,6 +145,7 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
             folder, run = location, read_config(RunConfig, json.loads(metadata["config"]))
             step = int(metadata.get("step", -1))
             classes = tuple(json.loads(metadata.get("classes", "null")) or ())
+            preparation = Preparation(**json.loads(metadata.get("preparation", "{}")))
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UsageError(f"the metadata of {location} cannot be read: {error}") from None
     else:
@@ -152,7 +155,14 @@ def read_model(location: str, *, whole: bool = True) -> ModelRef:
             raise UsageError(str(error)) from None
         run, step = read_config(RunConfig, manifest.config), manifest.step
     name = f"{run.name}@{step}" if location == folder and step >= 0 else run.name
-    return ModelRef(name=name, location=folder, run=run, step=step, classes=classes or classes_of_run(run))
+    return ModelRef(
+        name=name,
+        location=folder,
+        run=run,
+        step=step,
+        classes=classes or classes_of_run(run),
+        preparation=preparation or preparation_of_run(run),
+    )
 
 
 def load_checkpoint(location: str) -> Model:

@@ -38,6 +38,7 @@ from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.codec import read_config, to_dict
 from orchestrator.config import RunConfig
 from orchestrator.data.manifest import open_manifest
+from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.plugins import save_plugins
 
@@ -152,6 +153,8 @@ def export(location: str, out: str, *, ema: bool = False, fresh: bool = False) -
     metrics = progress.get("metrics", {}) if progress.get("reported") == source.step else {}
     measured = "val_ema/" if ema else "val/"
     metrics = {n.replace(measured, "val/"): value for n, value in metrics.items() if n.startswith(measured)}
+    if (preparation := preparation_of_run(run)) != Preparation():
+        more["preparation"] = json.dumps(vars(preparation))
     write_export(out, tensors, run, classes=classes_of_run(run), more=more, metrics=metrics, fresh=fresh)
 
 
@@ -204,8 +207,8 @@ def write_export(
 
     The file's metadata holds `config` (of the run, JSON), `classes` (JSON, null if they are unknown),
     `version` and what is in `more`: the run's `step`, `manifest_sha256` of its checkpoint, `ema` if the
-    average was written, and the `initial_source` of the weights that the run started from, or the
-    `source` of an import.
+    average was written, the `preparation` of images if there is any, and the `initial_source` of the weights
+    that the run started from, or the `source` of an import.
 
     Raises:
         UsageError: if `out` is not local, or exists and is not to be replaced (`fresh`).
@@ -244,6 +247,17 @@ def write_export(
             beside = json.dumps(preprocessor(run.model.image_size, run.data), indent=1)
             storage.write_bytes(f"{out}/{PREPROCESSOR}", beside.encode())
         storage.write_bytes(config, json.dumps(content, indent=1).encode())
+
+
+def preparation_of_run(run: RunConfig) -> Preparation:
+    """Returns what is done to the images of the data set that a model was trained on; nothing if the data set
+    is gone.
+    """
+    try:
+        manifest = open_manifest(run.data.path)
+    except (UsageError, OSError):
+        return Preparation()
+    return Preparation(background=manifest.background, white=manifest.white)
 
 
 def classes_of_run(run: RunConfig) -> tuple[str, ...] | None:

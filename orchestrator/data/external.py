@@ -9,14 +9,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from orchestrator import storage
 from orchestrator.data.formats import index_file
 from orchestrator.data.index import IndexedShard, records_of, write_index
-from orchestrator.data.listing import shards_at, splits_of
+from orchestrator.data.listing import shards_at
 from orchestrator.data.manifest import FORMAT, UNFINISHED, Manifest, Shard, has_manifest, save_manifest
 from orchestrator.data.samples import Execute, Table, warn_if_sorted, with_progress
+from orchestrator.data.splits import splits_of
 from orchestrator.errors import UsageError
 
 VAL_FRAC = 0.1  # of the samples, if no file is for validation
@@ -49,34 +48,19 @@ def index_external_shards(path: str, root: str, *, execute: Execute = map) -> st
     data_set = storage.join(root, "data", "indexed", f"{folder.rpartition('/')[2]}-{digest[:12]}")
     if not has_manifest(data_set):
         log.info("reading %d shards of %s once", len(sizes), folder)
-        splits = {storage.join(folder, name): split for name, split in splits_of(sizes, folder).items()}
+        named, notes = splits_of(sizes, folder)
+        splits = {storage.join(folder, name): split for name, split in named.items()}
         parts = execute(index_file, list(splits))
         parts = with_progress(parts, len(splits), "indexed", lambda part: len(part.keys))
         table = Table(parts, splits, VAL_FRAC)
-        _check_classes(table, folder)
+        for note in notes + table.notes:
+            log.warning("%s: %s", folder, note)
+        if table.skipped:
+            log.warning("%d samples are left out: %s", len(table.skipped), "; ".join(table.skipped[:SHOWN]))
+        warn_if_sorted(table.neighbours(), folder, "pack it with jobs/pack_shards.py, which mixes them")
         save_manifest(data_set, _write(data_set, table))
         log.info("the %d samples of %s are indexed in %s", len(table.labels), path, data_set)
     return data_set
-
-
-def _check_classes(table: Table, folder: str) -> None:
-    """Logs what was left out and whether the shards are sorted by class. Raises UsageError for validation
-    images of a class without training images.
-    """
-    if table.skipped:
-        log.warning("%d samples are left out: %s", len(table.skipped), "; ".join(table.skipped[:SHOWN]))
-    hint = "pack it with jobs/pack_shards.py, which mixes them"
-    warn_if_sorted(table.neighbours(), folder, hint)
-    alone = np.setdiff1d(table.labels[table.is_val], table.labels[~table.is_val])
-    if len(alone):
-        further = {label for part in table.parts("train") for others in part.others for label in others}
-        alone = np.array([label for label in alone if label not in further])
-    if len(alone):
-        named = ", ".join(table.classes[label] for label in alone[:SHOWN])
-        raise UsageError(
-            f"{folder} has validation images of {len(alone)} classes without training images ({named}):"
-            " they could not be learned"
-        )
 
 
 def _write(data_set: str, table: Table) -> Manifest:

@@ -16,9 +16,11 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from orchestrator import storage
+from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.offsets import image_places
 from orchestrator.data.samples import Part
-from orchestrator.data.tars import Forward, distinct_labels, index_tar
+from orchestrator.data.splits import SPLIT_COLUMNS, splits_of_samples
+from orchestrator.data.tars import Forward, index_tar
 from orchestrator.data.text import TEXT, captions_or_error
 from orchestrator.errors import UsageError, reason_of
 
@@ -44,23 +46,32 @@ BY_NAME = Columns()
 
 def index_file(location: str) -> Part:
     """Indexes a file by its extension. Raises as `index_tar` and `index_parquet` do."""
-    return index_tar(location) if location.endswith(".tar") else index_parquet(BY_NAME, location)
+    is_tar = location.lower().endswith(".tar")
+    return index_tar(location) if is_tar else index_parquet(BY_NAME, location)
 
 
 def index_parquet(columns: Columns, location: str, *, captions: bool = False) -> Part:
     """Indexes the rows of a parquet file. If it does not hold the images verbatim, they are read to be
-    measured, a row group at a time. Rows with `captions` need no labels.
+    measured, a row group at a time. Rows with `captions` need no labels. A file without images, such as the
+    metadata beside tars, has no samples and says so.
 
     Raises:
         UsageError: naming the file, if it is cut short or no column fits.
     """
     with named_if_broken(location), storage.open_to_read(location) as source:
         file = pq.ParquetFile(source)
-        image, label, key = find_columns(file.schema_arrow, location, columns)
+        try:
+            image, label, key = find_columns(file.schema_arrow, location, columns)
+        except UsageError as error:
+            if columns.image:
+                raise
+            return Part(location, [], [], [], skipped=[f"{error}: it is passed over"])
         if label is None and not captions:
             raise no_column(location, "label", columns.label, LABEL_COLUMNS, _listed(file.schema_arrow))
         texts = _captions(file, location, columns) if captions else []
-        table = file.read(columns=[leaf for leaf in (label, key) if leaf])
+        split = first_column(None, SPLIT_COLUMNS, file.schema_arrow.names)
+        split = split if split and _is_text(file.schema_arrow.field(split).type) else None
+        table = file.read(columns=[leaf for leaf in (label, key, split) if leaf])
         # Names that are not UTF-8 are refused.
         table.validate(full=True)
         forward = Forward(location)
@@ -69,12 +80,13 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
             measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
             lengths, checks = np.array(measured, np.int64).reshape(-1, 2).T
             places, unpacked = (np.cumsum(lengths) - lengths, lengths, checks), int(lengths.sum())
-    sets = _labels(table, label, location) if label else [[None]] * table.num_rows
+    sets = _labels(table, label, location) if label else [[]] * table.num_rows
     name = location.rpartition("/")[2]
     keys = pa.array([f"{name}:{row}" for row in range(table.num_rows)], pa.string())
     if key:
         keys = pc.fill_null(read_column(table, key).cast(pa.string()).combine_chunks(), keys)
-    has_label = np.array([bool(each) and (not label or None not in each) for each in sets], bool)
+    labels = read_labels(sets, keys.to_pylist(), location)
+    has_label = np.array([captions or first is not None for first in labels.first], bool)
     has_image, has_text = places[1] > 0, np.array([isinstance(text, bytes) for text in texts], bool)
     problems = [
         f"{location}: {keys[row]}: no {part}"
@@ -85,37 +97,36 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
     rows = np.flatnonzero(has_label & has_image & (has_text if captions else True))
     kept = keys.take(rows).to_pylist()
     offsets, sizes, crcs = (column[rows].tolist() for column in places)
-    firsts, others = distinct_labels([sets[row] for row in rows], kept, location)
+    words = [str(word) for word in read_column(table, split).take(rows).to_pylist()] if split else []
     return Part(
         location,
-        firsts,
+        [labels.first[row] for row in rows],
         kept,
         list(zip(offsets, sizes, strict=True)),
         # Packing reads a compressed file by rows.
         images=[] if unpacked is None else [(location, row) for row in rows.tolist()],
-        others=others,
+        others=[labels.others[row] for row in rows] if labels.others else [],
         names=class_names(file.schema_arrow, columns),
         skipped=problems,
         shard=forward.shard(len(rows), unpacked),
         crcs=crcs,
         fields={TEXT: [texts[row] for row in rows]} if captions else {},
+        hot=labels.hot,
+        splits=splits_of_samples(words) or splits_of_samples(kept),
+        unlabelled=int((~has_label).sum()),
     )
 
 
 def _labels(table: pa.Table, label: str, location: str) -> list[list[Any]]:
-    """Returns the labels of each row."""
-    labels = read_column(table, label)
-    several = _is_list(labels.type)
-    kind = labels.type.value_type if several else labels.type
-    if not (types.is_integer(kind) or types.is_boolean(kind) or _is_text(kind)):
+    """Returns the labels of each row, as `read_labels` takes them."""
+    column = read_column(table, label)
+    kind = column.type.value_type if _is_list(column.type) else column.type
+    numbers = types.is_integer(kind) or types.is_boolean(kind) or types.is_floating(kind)
+    if not (numbers or _is_text(kind) or types.is_null(kind)):
         raise UsageError(
-            f"{location}: column {label} is {labels.type}: labels are whole numbers or names, or lists of"
-            " either"
+            f"{location}: column {label} is {column.type}: labels are numbers or names, or lists of either"
         )
-    # Arrow's own numbers may exceed int64.
-    kind = pa.string() if _is_text(kind) else pa.int8() if types.is_boolean(kind) else kind
-    listed = labels.cast(pa.list_(kind) if several else kind).to_pylist()
-    return listed if several else [[each] for each in listed]
+    return [listed_labels(each) for each in column.to_pylist()]
 
 
 def _captions(file: pq.ParquetFile, location: str, columns: Columns) -> list[bytes | ValueError]:
@@ -135,8 +146,9 @@ def _captions(file: pq.ParquetFile, location: str, columns: Columns) -> list[byt
 
 
 def first_column(named: str | None, known: Sequence[str], there: Sequence[str]) -> str | None:
-    """Returns the column that the user names, else the first of the known names, if it is there."""
-    return next((name for name in ((named,) if named else known) if name in there), None)
+    """Returns the column that the user names, else the first known name that is there, in any case."""
+    folded = {name.casefold(): name for name in reversed(there)} | {name: name for name in there}
+    return next((folded[name] for name in ((named,) if named else known) if name in folded), None)
 
 
 def no_column(location: str, what: str, named: str | None, known: Sequence[str], there: str) -> UsageError:
@@ -157,14 +169,16 @@ def find_columns(
 ) -> tuple[str, str | None, str | None]:
     """Returns the columns of the image and, if there are, the label and the key."""
     images = (columns.image,) if columns.image else IMAGE_COLUMNS
-    image = next((leaf for n in images if n in schema.names and (leaf := _bytes_leaf(schema.field(n)))), None)
+    there = filter(None, (first_column(name, (), schema.names) for name in images))
+    image = next((leaf for name in there if (leaf := _bytes_leaf(schema.field(name)))), None)
     if image is None:
         raise UsageError(
             f"{name} has no column of encoded images ({', '.join(images)}); it has {_listed(schema)}"
         )
     label = first_column(columns.label, LABEL_COLUMNS, schema.names)
     column, _, field = image.partition(".")
-    keys = [n for n in KEY_COLUMNS if n in schema.names and n not in (column, label)]
+    there = filter(None, (first_column(name, (), schema.names) for name in KEY_COLUMNS))
+    keys = [name for name in there if name not in (column, label)]
     keys = [n for n in keys if _is_text(schema.field(n).type) or types.is_integer(schema.field(n).type)]
     if field and "path" in [f.name for f in schema.field(column).type]:
         keys.append(f"{column}.path")  # Hugging Face stores images as structs of bytes and path

@@ -35,6 +35,8 @@ MAX_PIXELS = 64_000_000
 # per byte. A header that promises more is damaged, and libjpeg would fill the image with grey. A lossless
 # WebP of one colour has 23,000.
 JPEG_PIXELS_PER_BYTE = 512
+PNG_DEPTH = 24  # the byte of a PNG that has the bits of a sample
+TIFF_BITS = 258  # the tag of TIFF that has them
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
 # This warning recommends torchcodec.
@@ -107,9 +109,27 @@ class Picture:
                 image = decode_image(data, ImageReadMode.RGB)
             else:
                 image = _rgb(self._image)
-            if self._orientation > 4:
-                image = image.transpose(1, 2)
-            return image.flip(FLIPS[self._orientation]) if self._orientation in FLIPS else image
+            return self._upright(image)
+
+    def samples(self) -> Tensor | None:
+        """Decodes samples of 16 bits to (channels, height, width) int32; may be called once. Returns None for
+        an image of fewer bits. Of colours in TIFF the high bytes are known, and the low bytes are 0.
+        """
+        image = self._image
+        with damage_as_bad_image():
+            if image.format == "PNG" and self._encoded[PNG_DEPTH] == 16:
+                data = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
+                return self._upright(decode_image(data, ImageReadMode.UNCHANGED).to(torch.int32))
+            if _is_grey_of_16_bits(image):
+                return self._upright(torch.from_numpy(np.asarray(image).astype("int32"))[None])
+            bits = getattr(image, "tag_v2", {}).get(TIFF_BITS, ())
+            deep = 16 in (bits if isinstance(bits, tuple) else (bits,))
+            return _rgb(image).to(torch.int32) << 8 if deep else None
+
+    def _upright(self, image: Tensor) -> Tensor:
+        if self._orientation > 4:
+            image = image.transpose(1, 2)
+        return image.flip(FLIPS[self._orientation]) if self._orientation in FLIPS else image
 
 
 class Box(NamedTuple):
@@ -285,7 +305,7 @@ def _orientation(image: ImageFile) -> int:
 
 def _rgb(image: Image.Image) -> Tensor:
     """Decodes by Pillow to (3, H, W) in channels-last memory, in which resizing is fastest."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+    if _is_grey_of_16_bits(image):
         grey = (np.asarray(image) >> 8).astype("uint8")  # `convert` would clip to white
         pixels = np.repeat(grey[..., None], 3, axis=2)
     elif image.mode in ("I", "F"):
@@ -293,3 +313,7 @@ def _rgb(image: Image.Image) -> Tensor:
     else:
         pixels = np.array(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _is_grey_of_16_bits(image: Image.Image) -> bool:
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")

@@ -1,63 +1,53 @@
-"""The files that a source has, which of them validate, and reading many of them."""
+"""The files that a source has, and reading many of them."""
 
 import fnmatch
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from orchestrator import storage
 from orchestrator.data.images import BadImage
 from orchestrator.errors import UsageError
 
-VALIDATION = ("val", "valid", "validation", "test")  # the first that a source has is used
-SPLIT_WORD = re.compile(r"(?:^|[^a-z])(train|validation|valid|val|test)(?=$|[^a-z])")
+# Folders and files that systems and programs put beside images, in lower case.
+SIDE_FOLDERS = (
+    *(
+        "@eadir",
+        "#recycle",
+        "$recycle.bin",
+        "recycler",
+        "system volume information",
+        "lost+found",
+        "__macosx",
+    ),
+    *("thumbnails", "_thumbnails"),
+)
+SIDE_FILES = ("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r")
+PARQUET = re.compile(r"\.(parquet|pq)$", re.IGNORECASE)
 SHARD_NAMES = re.compile(r"\.(tar|tgz|tbz2?|txz|parquet|pq)\b[^/]*$", re.IGNORECASE)
 READERS = 16  # parallel requests: object storages answer slowly
 
 log = logging.getLogger(__name__)
 
 
-def splits_of(names: Iterable[str], where: str) -> dict[str, str | None]:
-    """Maps files to ``train`` or ``val`` by a folder or a word in their names, as `resolve_splits` does."""
-    hints = {}
-    for name in names:
-        *folders, file = name.lower().split("/")
-        word = SPLIT_WORD.search(file)
-        folder = next((folder for folder in folders if folder in ("train", *VALIDATION)), None)
-        hints[name] = folder or (word[1] if word else None)
-    return resolve_splits(hints, where)
-
-
-def resolve_splits(hints: Mapping[str, str | None], where: str) -> dict[str, str | None]:
-    """Maps the files that are used to ``train`` or ``val``; all to None if no file, or every file, is for
-    training. `hints` maps each file to ``train``, a name in `VALIDATION`, or None.
-
-    Raises:
-        UsageError: if there are no training images, or only some files have a split.
-    """
-    splits = {split for split in hints.values() if split}
-    if splits <= {"train"} and len({*hints.values()}) == 1:
-        return dict.fromkeys(hints)
-    if lost := next((name for name, split in hints.items() if split is None), None):
-        raise UsageError(f"{where}: {lost} is neither for training nor for validation, but others are")
-    if "train" not in splits:
-        raise UsageError(f"{where} has images for {' and '.join(sorted(splits))}, none for train")
-    val = next(name for name in VALIDATION if name in splits)
-    if rest := sorted(splits - {"train", val}):
-        log.warning("%s: validation is %s; left out: %s", where, val, ", ".join(rest))
-    names = {"train": "train", val: "val"}
-    return {name: names[split] for name, split in hints.items() if split in names}
-
-
-def files_below(location: str) -> dict[str, int]:
-    """Lists every file at any depth but hidden files: path below `location` -> bytes, sorted.
+def files_below(location: str, notes: list[str] | None = None) -> dict[str, int]:
+    """Lists every file at any depth but hidden files, and what systems and programs put beside images: path
+    below `location` -> bytes, sorted. Folders of these are said in `notes`, once by name.
 
     Raises:
         UsageError: if there are no files, or a file name is not UTF-8.
     """
-    visible = {path: size for path, size in storage.files(location).items() if not _is_hidden(path)}
+    there = storage.files(location)
+    visible = {path: size for path, size in there.items() if not is_hidden(path)}
+    side = Counter(
+        part for path in there if path not in visible for part in path.split("/")[:-1] if _is_side(part)
+    )
+    if side and notes is not None:
+        folders = ", ".join(f"{name} ({count})" for name, count in side.items())
+        notes.append(f"what systems put beside images is passed over: the files in {folders}")
     for path in visible:
         try:
             path.encode()
@@ -98,7 +88,8 @@ def shards_at(path: str, *extensions: str) -> tuple[str, dict[str, int]]:
     if passed and not is_pattern:
         what = "files are passed over, whose names do not end in"
         ends, shown = " or ".join(extensions), ", ".join(passed[:3])
-        log.warning("%s: %d %s %s (unpack compressed tars): %s", folder, len(passed), what, ends, shown)
+        packed = " (unpack compressed tars)" if any(not PARQUET.search(name) for name in passed) else ""
+        log.warning("%s: %d %s %s%s: %s", folder, len(passed), what, ends, packed, shown)
     return folder, matching
 
 
@@ -117,6 +108,12 @@ def _read_file(location: str) -> bytes | BadImage:
         return BadImage(error.strerror or str(error))
 
 
-def _is_hidden(path: str) -> bool:
+def is_hidden(path: str) -> bool:
+    """Returns whether a file is hidden, or is what a system or program put beside images."""
     *folders, name = path.split("/")
-    return any(part.startswith(".") for part in (*folders, name)) or name in ("Thumbs.db", "desktop.ini")
+    hidden = any(part.startswith(".") for part in (*folders, name))
+    return hidden or name.lower() in SIDE_FILES or any(map(_is_side, folders))
+
+
+def _is_side(folder: str) -> bool:
+    return folder.lower() in SIDE_FOLDERS

@@ -45,6 +45,7 @@ class Manifest:
     val_majority: validation images of the most frequent class.
     labels: the most labels of an image.
     fields: name -> how it is stored, of the fields beside image and label.
+    background, white: what was done to images of the source, as `Preparation` has it.
     """
 
     classes: tuple[str, ...]
@@ -53,6 +54,8 @@ class Manifest:
     val_majority: int
     labels: int = 1
     fields: Mapping[str, Stored] = field(default_factory=dict)
+    background: str | None = None
+    white: int | None = None
 
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
@@ -68,12 +71,11 @@ class Manifest:
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def to_json(self) -> bytes:
-        """Returns the content of `manifest.json`, without `labels` where images have one label, and without
-        `fields` where there are none beside image and label.
+        """Returns the content of `manifest.json`, without what is as in most data sets.
 
         An indent would take five times as long.
         """
-        usual = {"labels": 1, "fields": {}}
+        usual = {"labels": 1, "fields": {}, "background": None, "white": None}
         tree = {name: value for name, value in vars(self).items() if usual.get(name) != value}
         tree["format"] = FORMAT
         return json.dumps(tree, default=vars, sort_keys=True, separators=(",\n", ": ")).encode()
@@ -117,6 +119,8 @@ def open_manifest(path: str) -> Manifest:
             val_majority=tree["val_majority"],
             labels=tree.get("labels", 1),
             fields=tree.get("fields", {}),
+            background=tree.get("background"),
+            white=tree.get("white"),
         )
         indexes = [manifest.index_of(split) for split in manifest.splits]
         for shard in (*indexes, *(shard for shards in manifest.splits.values() for shard in shards)):

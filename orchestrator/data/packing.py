@@ -11,7 +11,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,14 +21,16 @@ import pyarrow.parquet as pq
 from moe.tokenizers import TokenizerConfig
 from orchestrator import storage
 from orchestrator.data.fields import Stored, stored_as
-from orchestrator.data.images import BadImage, decode, encode_png
+from orchestrator.data.images import BadImage, Picture, decode, encode_png
 from orchestrator.data.index import RECORD, IndexedShard, records_of, write_index
+from orchestrator.data.labels import refuse_unlearnt
 from orchestrator.data.manifest import UNFINISHED, Manifest, Shard, has_manifest, open_manifest, save_manifest
 from orchestrator.data.offsets import image_places
+from orchestrator.data.preparation import Preparation, is_transparent
+from orchestrator.data.report import PackingReport, Pixels, choose_shown
 from orchestrator.data.samples import Execute, Sample, Source, warn_if_sorted, with_progress
 from orchestrator.data.sources import open_source
-from orchestrator.data.text import TEXT, save_tokenizer, tokenizer_of
-from orchestrator.data.transparency import Colour, on_background
+from orchestrator.data.text import TEXT, captions_of, save_tokenizer, tokenizer_of
 from orchestrator.errors import UsageError
 
 ROWS_PER_SHARD = 512  # about 50 MB of ImageNet's JPEGs
@@ -40,65 +41,57 @@ SCHEMA = pa.schema([("image", pa.binary()), ("label", pa.int32()), ("key", pa.st
 SEVERAL_LABELS = pa.schema([("image", pa.binary()), ("label", pa.list_(pa.int32())), ("key", pa.string())])
 ARROW = {"bytes": pa.binary(), "number": pa.float64()}
 SORTED_HINT = "shuffle it first, or write its parquet files without compression, which lets packing mix them"
-# and hidden files
-OWN = rf"train|val|(train|val)\.(index|keys)|skipped\.txt|tokenizer\.json|{re.escape(UNFINISHED)}|\..*"
+BESIDE = r"(train|val)\.(index|keys)|skipped\.txt|report\.(json|html)|tokenizer\.json"
+OWN = rf"train|val|{BESIDE}|{re.escape(UNFINISHED)}|\..*"  # and hidden files
 KEPT = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP", re.DOTALL)
+
+AS_IT_IS = Preparation()
 
 log = logging.getLogger(__name__)
 
 
 class Encoded(NamedTuple):
-    """The bytes of an image in a shard, and whether it had transparent pixels."""
+    """The bytes of an image in a shard, its height and width, and what they were made from: whether it had
+    transparent pixels, and the largest sample of 16 bits, None where it has fewer bits.
+    """
 
     image: bytes
+    size: tuple[int, int] = (0, 0)
     transparent: bool = False
+    largest: int | None = None
 
 
-def encode_for_shard(encoded: bytes, background: Colour | None = None) -> Encoded:
-    """Returns JPEG, PNG and WebP as they are, and any other image as PNG of the pixels that training sees.
-    An image with transparent pixels is put on `background`, if there is one.
+def encode_for_shard(encoded: bytes, preparation: Preparation = AS_IT_IS) -> Encoded:
+    """Returns JPEG, PNG and WebP as they are, and any other image as PNG of the pixels that training sees,
+    after `preparation`.
 
     Raises:
         BadImage: for an image that training cannot decode.
     """
-    pixels = decode(encoded)
-    shown = on_background(encoded, background)
-    transparent = shown is not None
-    encoded = shown or encoded
-    if KEPT.match(encoded):
-        return Encoded(encoded, transparent)
-    return Encoded(encode_png(pixels.permute(1, 2, 0).numpy()), transparent)
+    samples = Picture(encoded).samples()
+    largest = None if samples is None else int(samples.max())
+    transparent = is_transparent(encoded)
+    prepared = preparation.prepare(encoded)
+    pixels = decode(prepared)
+    kept = prepared if KEPT.match(prepared) else encode_png(pixels.permute(1, 2, 0).numpy())
+    return Encoded(kept, (pixels.shape[1], pixels.shape[2]), transparent, largest)
 
 
 class Packed(NamedTuple):
-    """A packed shard (None if no image was valid), the samples skipped, the images of each label, and the
-    number of images with transparent pixels.
+    """A packed shard (None if no image was valid), the samples skipped, the images of each label, what the
+    images are, and the number of captions.
     """
 
     path: str
     shard: tuple[Shard, IndexedShard] | None
     skipped: tuple[str, ...]
     labels: Counter[int]
-    transparent: int
+    pixels: Pixels
+    captions: int
 
     @property
     def images(self) -> int:
         return self.shard[0].rows if self.shard else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackingReport:
-    """The data set that was packed.
-
-    skipped: all files and samples left out, with the reason; also in `skipped.txt` beside the manifest.
-    labels: split -> how many images have each label.
-    transparent: number of images with transparent pixels, whose alpha is dropped or was put on a background.
-    """
-
-    manifest: Manifest
-    skipped: tuple[str, ...]
-    labels: Mapping[str, Counter[int]]
-    transparent: int = 0
 
 
 def pack(
@@ -107,21 +100,29 @@ def pack(
     *,
     fresh: bool = False,
     execute: Execute = map,
-    encode: Callable[[bytes], Encoded] = encode_for_shard,
+    preparation: Preparation = AS_IT_IS,
+    verbatim: bool = False,
     tokenizer: TokenizerConfig | None = None,
 ) -> PackingReport:
     """Packs a source's valid images, and the tokenizer of their captions; the manifest is written last. The
-    same source gives the same bytes.
+    same source gives the same bytes. Returns what was packed, and what may not be meant so.
+
+    preparation: what is done to images; models of these data do it to every image.
+    verbatim: whether images are stored without decoding them, and labels taken as they are.
 
     Raises:
-        UsageError: if `out` holds a data set and is not to be overwritten, or a split has no valid images.
+        UsageError: if `out` holds a data set and is not to be overwritten, a split has no valid images, or
+            validation has classes without training images.
         OSError: if storage fails.
     """
     if not fresh:
         check_free(out)
     storage.write_bytes(storage.join(out, UNFINISHED), b"")
     _make_room(out)
-    rows, encode = (ROWS_PER_SHARD, encode) if source.images else (SEQUENCES_PER_SHARD, Encoded)
+    rows = ROWS_PER_SHARD if source.images else SEQUENCES_PER_SHARD
+    encode = partial(encode_for_shard, preparation=preparation)
+    if verbatim or not source.images:
+        encode = Encoded
     tasks = [
         (f"{split}/{number:06d}.parquet", samples)
         for split in source.splits
@@ -147,21 +148,39 @@ def pack(
             reason = f", see {out}/skipped.txt; the first: {skipped[0]}" if skipped else ""
             raise UsageError(f"no valid {split} images{reason}")
         index[split] = write_index(out, split, (indexed for _, indexed in shards))
-    most = max(labels["val"].values())
+    # The listing has judged labels; images that could not be decoded may have been the last of a class.
+    if (alone := sorted({*labels["val"]} - {*labels["train"]})) and not verbatim:
+        known = (labels["train"], labels["val"])
+        refuse_unlearnt(*([source.classes[n] for n in sorted(numbers)] for numbers in (alone, *known)))
     manifest = Manifest(
         classes=source.classes,
         splits=splits,
         index=index,
-        val_majority=most,
+        val_majority=max(labels["val"].values()),
         labels=most_labels,
         fields=fields,
+        **vars(preparation),
     )
     if tokenizer:
         save_tokenizer(out, tokenizer)
     save_manifest(out, manifest)
     storage.delete(storage.join(out, UNFINISHED))
-    transparent = sum(packed.transparent for packed in done)
-    return PackingReport(manifest=manifest, skipped=skipped, labels=labels, transparent=transparent)
+    captions = dict.fromkeys(source.splits, 0)
+    for packed in done:
+        captions[packed.path.partition("/")[0]] += packed.captions
+    return PackingReport(
+        manifest=manifest,
+        skipped=skipped,
+        notes=source.notes,
+        labels=labels,
+        pixels=Pixels.joined([packed.pixels for packed in done]),
+        captions=captions if TEXT in fields else {},
+        shown=choose_shown(
+            (packed.path.partition("/")[0], packed.path, packed.shard[1].records)
+            for packed in done
+            if packed.shard and source.images
+        ),
+    )
 
 
 def _fields_of(samples: Iterable[Sample]) -> Mapping[str, Stored]:
@@ -191,19 +210,20 @@ def pack_shard(
     `most_labels`: the most labels of an image of the data set.
     """
     path, samples = task
-    valid, skipped, transparent = [], [], 0
+    valid, skipped, images = [], [], []
     for sample, content in zip(samples, fetch([sample.image for sample in samples]), strict=True):
         try:
             if isinstance(content, BadImage):
                 raise content
             encoded = encode(content)
             valid.append(sample._replace(image=encoded.image))
-            transparent += encoded.transparent
+            images.append((encoded.size, encoded.transparent, encoded.largest))
         except BadImage as error:
             skipped.append(f"{sample.key}: {error}")
     shard = write_shard(out, path, valid, most_labels) if valid else None
     labels = Counter(label for sample in valid for label in (sample.label, *sample.others))
-    return Packed(path, shard, tuple(skipped), labels, transparent)
+    captions = sum(len(captions_of(sample.fields[TEXT])) for sample in valid if TEXT in sample.fields)
+    return Packed(path, shard, tuple(skipped), labels, Pixels.of(images), captions)
 
 
 def write_shards(
@@ -217,7 +237,7 @@ def write_shards(
     """Packs images that are in memory, without decoding them. Raises as `pack` does."""
     samples = {split: list(samples) for split, samples in splits.items()}
     source = Source(classes=tuple(classes), splits=samples, fetch=iter)
-    return pack(out, source, fresh=fresh, encode=Encoded, tokenizer=tokenizer).manifest
+    return pack(out, source, fresh=fresh, verbatim=True, tokenizer=tokenizer).manifest
 
 
 def write_shard(
@@ -273,9 +293,7 @@ def _make_room(out: str) -> None:
     if has_manifest(out):
         storage.delete(storage.join(out, "manifest.json"))
         for name in storage.files(out):
-            if re.fullmatch(
-                r"(train|val)(/\d{6}\.parquet|\.index|\.keys)|skipped\.txt|tokenizer\.json", name
-            ):
+            if re.fullmatch(rf"(train|val)/\d{{6}}\.parquet|{BESIDE}", name):
                 storage.delete(storage.join(out, name))
 
 
@@ -314,5 +332,5 @@ def digits(root: str, source: str = "digits") -> str:
         found = open_source(source)
         captions = captions_of_split(found, "train")
         tokenizer = tokenizer_of("words", captions) if captions else None
-        pack(path, found, fresh=True, encode=Encoded, tokenizer=tokenizer)
+        pack(path, found, fresh=True, verbatim=True, tokenizer=tokenizer)
     return path

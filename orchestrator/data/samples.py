@@ -8,6 +8,7 @@ import logging
 import pickle
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import Ints, sample_ids
+from orchestrator.data.labels import class_numbers, notes_on_classes, refuse_unlearnt
 from orchestrator.data.manifest import Shard
+from orchestrator.data.splits import meaning_of
 from orchestrator.errors import UsageError
 
 ONE_CLASS = "image"  # the class of images without labels
-MAX_CLASSES = 1_000_000
 NEIGHBOURS = 512  # samples whose classes are counted, to find samples sorted by class
 SORTED = 0.5  # of the classes that samples in random order would hold
 PROGRESS_EVERY_S = 5.0
@@ -37,7 +39,7 @@ class Sample(NamedTuple):
     """An image to be packed.
 
     image: the encoded bytes, or their place, which the source's `fetch` reads.
-    label: the class's number.
+    label: the class's number or, of a function of your own, its name.
     size: bytes of the image, 0 if the listing does not say.
     others: the numbers of further classes that the image has.
     fields: further fields, bytes or numbers, of the same names for every sample.
@@ -60,6 +62,7 @@ class Source:
     fetch: yields the encoded bytes of images, in order, or why they cannot be read; runs on any node.
     images: whether samples have images, else they have further fields alone.
     skipped: files and samples that the listing left out, with the reason.
+    notes: what the listing found out about labels and splits, and may not be meant so.
     """
 
     classes: tuple[str, ...]
@@ -67,6 +70,7 @@ class Source:
     fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]]
     images: bool = True
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -81,6 +85,9 @@ class Part(NamedTuple):
     shard: the file.
     crcs: CRC-32 of each image of the file.
     fields: name -> the further field of each sample, None where a sample lacks it.
+    hot: the length of the lists that labels come from, if they are a 0 or 1 for every class; else 0.
+    splits: what names the split of each sample, if every sample has a name for it.
+    unlabelled: how many samples were left out because they have no label.
     """
 
     name: str
@@ -94,6 +101,9 @@ class Part(NamedTuple):
     shard: Shard | None = None
     crcs: Sequence[int] = ()
     fields: Mapping[str, Sequence[Any]] = {}
+    hot: int = 0
+    splits: Sequence[str] = ()
+    unlabelled: int = 0
 
 
 class Table:
@@ -105,57 +115,60 @@ class Table:
     classes: names by label.
     shards: the files of the parts.
     skipped: samples left out, with the reason.
-    labels, is_val: first class number, and whether it is for validation, of every sample, (samples,).
+    notes: what was found out about labels and splits, in words.
+    labels, is_val, is_used: first class number of every sample, whether it is for validation, and whether it
+        is for training or validation at all, (samples,).
     most_labels: the most labels of a sample.
     """
 
     def __init__(self, parts: Iterable[Part], splits: Mapping[str, str | None], val_frac: float) -> None:
         """Takes parts in any order. `splits` maps the name of each to ``train`` or ``val``, or all to None:
-        then `choose_validation` splits the samples. If a sample has no label, all have the class `ONE_CLASS`.
+        then the samples' own names decide (`Part.splits`), else `choose_validation`. If a sample has no
+        label, all have the class `ONE_CLASS`.
 
         Raises:
-            UsageError: for labels that are not class numbers, a single class of samples without further
-                fields, or a split without images.
+            UsageError: for labels that are not those of classes, a single class of samples without further
+                fields, a split without images, and validation images of a class without training images.
         """
         self._spool = tempfile.TemporaryFile()  # noqa: SIM115 (it is removed with the table)
         numbers: dict[int | str | None, int] = {}
         first: dict[int | str | None, str] = {}
-        has_fields = False
         self.most_labels = 1
         listed = []
+        has_all = True
         for part in parts:
             self.most_labels = max([self.most_labels, *(1 + len(others) for others in part.others)])
+            has_all &= len(part.others) == len(part.keys) and all(part.others)
             further = ((n, key) for key, others in zip(part.keys, part.others, strict=False) for n in others)
             for label, key in chain(zip(part.labels, part.keys, strict=True), further):
                 if label not in numbers:
                     numbers[label], first[label] = len(numbers), key
             labels = np.array([numbers[label] for label in part.labels], np.int64)
-            has_fields |= bool(part.fields)
-            fields = self._spool.tell(), sample_ids(part.keys), labels, part.names, part.skipped, part.shard
-            listed.append((part.name, *fields))
+            light = part._replace(labels=(), keys=(), places=(), images=(), others=(), crcs=())
+            listed.append((light, self._spool.tell(), sample_ids(part.keys), labels))
             pickle.dump(part, self._spool)
-        columns = zip(*sorted(listed, key=lambda fields: fields[0]), strict=True)
-        names, self._begins, ids, labels, label_names, skipped, self.shards = columns
-        self.skipped = tuple(line for lines in skipped for line in lines)
+        files, self._begins, ids, labels = zip(*sorted(listed, key=lambda row: row[0].name), strict=True)
+        self.shards = tuple(part.shard for part in files)
+        self.skipped = tuple(line for part in files for line in part.skipped)
         self._starts = np.cumsum([0, *map(len, ids)])
         if not numbers:
             reason = "".join(f"; {line}" for line in self.skipped[:1])
-            raise UsageError(f"no sample with an image and a label in {names[0]}, ..{reason}")
-        for name, theirs in zip(names, label_names, strict=True):
-            if theirs != label_names[0]:
-                raise UsageError(f"{names[0]} and {name} name their labels differently")
+            raise UsageError(f"no sample with an image and a label in {files[0].name}, ..{reason}")
+        self.notes: list[str] = []
         if None in first:
             if len(first) > 1:
-                log.warning("%s has no label: all images are of one class, %s", first[None], ONE_CLASS)
+                self.notes.append(f"{first[None]} has no label: all images are of one class, {ONE_CLASS}")
             self.classes, self._class_of, self.most_labels = (ONE_CLASS,), dict.fromkeys(numbers, 0), 1
         else:
-            labelled = {label: key for label, key in first.items() if label is not None}
-            self.classes = classes_of(labelled, label_names[0])
-            by_name = {name: number for number, name in enumerate(self.classes)}
-            self._class_of: dict[Any, int] = {
-                label: label if isinstance(label, int) else by_name[label] for label in labelled
-            }
-        if len(self.classes) < 2 and not has_fields:
+            kept = [part for part, each in zip(files, ids, strict=True) if len(each)]
+            self.classes, self._class_of = class_numbers(first, _names_in(kept), _length_in(kept))
+            self.notes += notes_on_classes(self.classes, kept[0].hot)
+            if has_all and len(self.classes) == 2:
+                self.notes.append(
+                    "every image has both classes: if a list is a 0 or 1 for each class, give the class that"
+                    " the image has instead"
+                )
+        if len(self.classes) < 2 and not any(part.fields for part in files):
             raise UsageError(f"only one class ({', '.join(self.classes)}): there is nothing to learn")
         self.labels: Ints = np.array([*self._class_of.values()])[np.concatenate(labels)]
         ids = np.concatenate(ids)
@@ -163,20 +176,57 @@ class Table:
         repeated = np.searchsorted(self._starts, np.flatnonzero(self._occurrence > 1), side="right") - 1
         for number in map(int, np.unique(repeated)):
             ids[self._rows(number)] = sample_ids(self._load(number).keys)
-        if None in splits.values():
-            self.is_val = choose_validation(ids, self.labels, val_frac)
-        else:
-            self.is_val = np.repeat([splits[name] == "val" for name in names], np.diff(self._starts))
+        self.is_val, self.is_used = self._split(files, splits, ids, val_frac)
         if self.is_val.all() or not self.is_val.any():
             empty = "train" if self.is_val.all() else "val"
             raise UsageError(
                 f"none of the {len(self.is_val)} images is for {empty}: add images, or another `val_frac`"
             )
+        self._refuse_unlearnt()
+
+    def _split(
+        self, files: Sequence[Part], splits: Mapping[str, str | None], ids: Ints, val_frac: float
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Returns which samples are for validation, and which are used at all."""
+        counts, everything = np.diff(self._starts), np.ones(len(ids), bool)
+        if None not in splits.values():
+            is_val = np.repeat([splits[part.name] == "val" for part in files], counts)
+            unlabelled = sum(part.unlabelled for part in files if splits[part.name] == "val")
+            if is_val.any() or not unlabelled:
+                return is_val, everything
+            self.notes.append(
+                f"none of the {unlabelled} images for validation has a label: they are left out, and"
+                f" {val_frac:.0%} of the others are for validation"
+            )
+        words = Counter(chain.from_iterable(part.splits for part in files))
+        if "train" not in words or len(words) == 1:
+            return choose_validation(ids, self.labels, val_frac), everything
+        silent = [part.name for part, count in zip(files, counts, strict=True) if count and not part.splits]
+        if silent:
+            raise UsageError(f"{silent[0]} does not say for each image whether it is for training, others do")
+        meaning, notes = meaning_of(words)
+        self.notes += notes
+        found = [meaning.get(word) for part in files for word in part.splits]
+        return np.array([split == "val" for split in found]), np.array([split is not None for split in found])
+
+    def _refuse_unlearnt(self) -> None:
+        """Raises UsageError for validation images of a class without training images."""
+        trained, validated = (
+            {*np.unique(self.labels[self.is_used & (self.is_val == is_val)])} for is_val in (False, True)
+        )
+        if alone := validated - trained:
+            further = chain.from_iterable(part.others for part in self.parts("train"))
+            alone -= {*chain.from_iterable(further)}
+        if alone:
+            refuse_unlearnt(
+                *([self.classes[n] for n in sorted(found)] for found in (alone, trained, validated))
+            )
 
     def parts(self, split: str) -> Iterator[Part]:
         """Yields the parts with their samples of a split; labels are class numbers, and keys unique."""
         for number in range(len(self.shards)):
-            chosen = np.flatnonzero(self.is_val[self._rows(number)] == (split == "val")).tolist()
+            rows = self._rows(number)
+            chosen = np.flatnonzero(self.is_used[rows] & (self.is_val[rows] == (split == "val"))).tolist()
             if chosen:
                 part = self._load(number)
                 fields = "labels", "keys", "places", "crcs", "images", "others"
@@ -203,7 +253,7 @@ class Table:
         blocks: list[Ints] = []
         for number in range(len(self.shards)):
             rows = self._rows(number)
-            labels = self.labels[rows][~self.is_val[rows]]
+            labels = self.labels[rows][self.is_used[rows] & ~self.is_val[rows]]
             blocks += [labels[first : first + NEIGHBOURS] for first in range(0, len(labels), NEIGHBOURS)]
         return blocks
 
@@ -232,13 +282,20 @@ def tabulated(
     *,
     mixed: bool = True,
     skipped: Iterable[str] = (),
+    notes: Iterable[str] = (),
 ) -> Source:
     """Returns the samples of parts as a source. Raises as `Table` does."""
     table = Table(parts, splits, val_frac)
     # Packing would unpack a compressed file for every shard that takes samples of it.
     mixed = mixed and not any(shard and shard.unpacked for shard in table.shards)
     samples = {split: table.samples(split, mixed=mixed) for split in ("train", "val")}
-    return Source(classes=table.classes, splits=samples, fetch=fetch, skipped=(*skipped, *table.skipped))
+    return Source(
+        classes=table.classes,
+        splits=samples,
+        fetch=fetch,
+        skipped=(*skipped, *table.skipped),
+        notes=(*notes, *table.notes),
+    )
 
 
 def _by_sample(part: Part) -> list[dict[str, Any]]:
@@ -291,28 +348,23 @@ def warn_if_sorted(blocks: Sequence[Ints], where: str, hint: str) -> None:
         )
 
 
-def classes_of(labels: Mapping[int | str, str], names: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Returns class names by number: `names`, else the sorted labels, else ``"0"`` to the largest number.
+def _names_in(files: Sequence[Part]) -> Sequence[str] | None:
+    """Returns the names of classes that files have. Raises UsageError if they differ."""
+    named = [part for part in files if part.names is not None]
+    for part in named:
+        if part.names != named[0].names:
+            raise UsageError(f"{named[0].name} and {part.name} name their labels differently")
+    return named[0].names if named else None
 
-    `labels` maps each label to the key of a sample that has it.
 
-    Raises:
-        UsageError: for numbers below 0 or without a name, and names beside numbers.
-    """
-    texts = [label for label in labels if isinstance(label, str)]
-    numbers = [label for label in labels if isinstance(label, int)]
-    if not numbers:
-        return tuple(sorted(texts))
-    if texts:
-        raise UsageError(
-            f"some labels are numbers ({numbers[0]} of {labels[numbers[0]]}),"
-            f" some are names ({texts[0]!r} of {labels[texts[0]]})"
-        )
-    count = len(names) if names is not None else min(max(numbers) + 1, MAX_CLASSES)
-    for number in numbers:
-        if not 0 <= number < count:
-            raise UsageError(f"label {number} of {labels[number]}: classes are numbered 0 to {count - 1}")
-    return tuple(names) if names is not None else tuple(map(str, range(count)))
+def _length_in(files: Sequence[Part]) -> int:
+    """Returns the length of lists of a 0 or 1 for every class. Raises UsageError if files differ."""
+    for part in files:
+        if part.hot != files[0].hot:
+            says = {each.name: f"lists of {each.hot} times 0 or 1" for each in (files[0], part) if each.hot}
+            first, second = (says.get(name, "the numbers of classes") for name in (files[0].name, part.name))
+            raise UsageError(f"labels are {first} in {files[0].name}, and {second} in {part.name}")
+    return files[0].hot
 
 
 def with_progress(

@@ -7,7 +7,7 @@ sequence may reach over it.
 
 import pydoc_data.topics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ from orchestrator import storage
 from orchestrator.data.fields import Stored, check_fields
 from orchestrator.data.images import BadImage
 from orchestrator.data.index import record_type, sample_ids
-from orchestrator.data.listing import read_files, shards_at, splits_of
+from orchestrator.data.listing import read_files, shards_at
 from orchestrator.data.manifest import open_manifest
 from orchestrator.data.samples import Sample, Source
+from orchestrator.data.splits import splits_of
 from orchestrator.errors import UsageError
 
 SEQUENCE = "sequence"  # the field
@@ -74,7 +75,8 @@ def text_files(path: str, val_frac: float) -> Source:
     if query and (name != "length" or not length.isdecimal() or int(length) < 1):
         raise UsageError(f"text:{path}?{query}: only ?length=BYTES is known, of at least 1")
     folder, names = shards_at(path, *EXTENSIONS)
-    splits, skipped = splits_of(names, folder), []
+    splits, notes = splits_of(names, folder)
+    skipped = []
     texts: dict[str | None, list[bytes]] = {split: [] for split in splits.values()}
     contents = read_files([storage.join(folder, name) for name in splits])
     for (name, split), content in zip(splits.items(), contents, strict=True):
@@ -83,7 +85,7 @@ def text_files(path: str, val_frac: float) -> Source:
         else:
             assert isinstance(content, bytes)
             texts[split].append(content)
-    return _source(texts, int(length or LENGTH), val_frac, tuple(skipped))
+    return replace(_source(texts, int(length or LENGTH), val_frac, tuple(skipped)), notes=tuple(notes))
 
 
 def _problem(content: bytes | BadImage) -> str:

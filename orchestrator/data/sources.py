@@ -2,7 +2,7 @@
 
 import inspect
 import io
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import chain, groupby
@@ -18,22 +18,17 @@ from PIL import Image
 from moe.config import did_you_mean
 from orchestrator import storage
 from orchestrator.data import formats
-from orchestrator.data.csv_files import index_csv
+from orchestrator.data.csv_files import LISTS, index_csv
 from orchestrator.data.digits import cluttered_digits, plain_digits
+from orchestrator.data.folders import class_folders
 from orchestrator.data.formats import BY_NAME, Columns
-from orchestrator.data.images import BadImage, may_be_image
-from orchestrator.data.listing import (
-    READERS,
-    VALIDATION,
-    files_below,
-    read_files,
-    resolve_splits,
-    shards_at,
-    splits_of,
-)
+from orchestrator.data.images import BadImage
+from orchestrator.data.labels import listed_labels, read_labels
+from orchestrator.data.listing import READERS, read_files, shards_at
 from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
 from orchestrator.data.sequences import python_topics, text_files
-from orchestrator.data.text import TEXT, captions_in_file
+from orchestrator.data.splits import splits_of
+from orchestrator.data.text import TEXT
 from orchestrator.errors import UsageError
 from orchestrator.plugins import function_of
 
@@ -41,9 +36,6 @@ KINDS = (
     "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
     " python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
 )
-NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
-
-CAPTION_FILE = ".txt"  # beside an image, with its captions
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
 # value that a set knows is taken, so that test images are used for validation only if there are no others.
@@ -70,6 +62,8 @@ def open_source(
     val_frac: float = 0.2,
     columns: Columns = BY_NAME,
     captions: bool = False,
+    caption_lines: bool = False,
+    ignore_split_names: bool = False,
     execute: Execute = map,
 ) -> Source:
     """Lists the samples to be packed, without reading images.
@@ -77,6 +71,9 @@ def open_source(
     root, download: where torchvision keeps its files, and whether it may fetch them.
     columns: the columns of parquet and csv files.
     captions: whether samples have captions, which become their field `text`. Labels are optional then.
+    caption_lines: whether each line of a `.txt` member of tars is a caption.
+    ignore_split_names: whether words such as train and test, in names of folders, files and samples or in a
+        column, say nothing about what an image is for.
     execute: runs the listing of tars, parquet and csv files.
 
     Raises:
@@ -103,16 +100,16 @@ def open_source(
         fetch = partial(read_places, columns)
         match kind:
             case "folder":
-                return _folder(rest, val_frac, captions)
+                return class_folders(rest, val_frac, captions, ignore_split_names)
             case "webdataset":
-                index = partial(formats.index_tar, captions=captions)
-                return _shards(rest, (".tar",), index, fetch, val_frac, execute)
+                index = partial(formats.index_tar, captions=captions, caption_lines=caption_lines)
+                return _shards(rest, (".tar",), index, fetch, val_frac, ignore_split_names, execute)
             case "parquet":
                 index = partial(formats.index_parquet, columns, captions=captions)
-                return _shards(rest, (".parquet",), index, fetch, val_frac, execute)
+                return _shards(rest, (".parquet",), index, fetch, val_frac, ignore_split_names, execute)
             case "csv":
                 index = partial(index_csv, columns, captions=captions)
-                return _shards(rest, (".csv", ".tsv"), index, read_files, val_frac, execute)
+                return _shards(rest, LISTS, index, read_files, val_frac, ignore_split_names, execute)
             case "text":
                 return text_files(rest, val_frac)
             case "torchvision":
@@ -140,76 +137,28 @@ def _called(name: str, val_frac: float) -> Source:
         return found
     if not samples or not all(isinstance(sample, Sample) for sample in samples):
         raise UsageError(f"{name} must return a Source, or samples: Sample(image=.., label=.., key=..)")
-    images, labels, keys, _, others, fields = zip(*samples, strict=True)
-    places = [(0, len(image)) for image in images]
+    try:
+        sets = [listed_labels([sample.label, *sample.others]) for sample in samples]
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}") from None
+    labels = read_labels(sets, [sample.key for sample in samples], name)
+    # Samples with further fields need no labels.
+    there = [first is not None or bool(s.fields) for first, s in zip(labels.first, samples, strict=True)]
+    chosen = [row for row, has in enumerate(there) if has or not any(there)]
+    images, _, keys, _, _, fields = zip(*(samples[row] for row in chosen), strict=True)
     further = {name: [each.get(name) for each in fields] for name in dict.fromkeys(chain(*fields))}
-    part = Part("all", labels, keys, places, images, others, fields=further)
+    part = Part(
+        "all",
+        [labels.first[row] for row in chosen],
+        keys,
+        [(0, len(image)) for image in images],
+        images,
+        others=[labels.others[row] for row in chosen] if labels.others else [],
+        skipped=[f"{sample.key}: no label" for sample, has in zip(samples, there, strict=True) if not has],
+        fields=further,
+        hot=labels.hot,
+    )
     return tabulated([part], {"all": None}, val_frac, iter)
-
-
-def _folder(path: str, val_frac: float, captions: bool) -> Source:
-    """Lists a folder per class, or ``train`` and ``val`` of them; a class may hold deeper folders. Images
-    with captions may be in no class folder.
-    """
-    root = storage.absolute(path).rstrip("/")
-    listed = files_below(root)
-    top = {name.split("/")[0] for name in listed if "/" in name}
-    has_splits = "train" in top and (not top.isdisjoint(VALIDATION) or top == {"train"})
-    depth = 1 if has_splits else 0
-    skipped, hints = [], {}
-    texts = _captions_beside(root, filter(may_be_image, listed), listed) if captions else {}
-    for name in listed:
-        *folders, _ = name.split("/")
-        if has_splits and (not folders or folders[0] not in ("train", *VALIDATION)):
-            skipped.append(f"{root}/{name}: neither in train nor in a folder of validation images")
-        elif not may_be_image(name):
-            if not captions or not name.endswith(CAPTION_FILE):
-                skipped.append(f"{root}/{name}{NOT_AN_IMAGE}")
-        elif len(folders) <= depth and not captions:
-            skipped.append(f"{root}/{name}: in no class folder")
-        elif captions and isinstance(problem := texts[name], ValueError):
-            skipped.append(f"{root}/{name}: {problem}")
-        else:
-            hints[name] = folders[0] if has_splits else None
-    if not hints:
-        reasons = f"; {len(skipped)} files, the first: {skipped[0]}" if skipped else ""
-        found = "images with captions" if captions else "class folders with images"
-        raise UsageError(f"{root} has no {found}{reasons}")
-    splits = resolve_splits(hints, root)
-    parts = []
-    for split in {*splits.values()}:
-        names = [name for name in splits if splits[name] == split]
-        folders = [name.split("/")[depth:-1] for name in names]
-        labels, places = [path[0] if path else None for path in folders], [(0, listed[n]) for n in names]
-        fields = {TEXT: [texts[name] for name in names]} if captions else {}
-        images = [f"{root}/{name}" for name in names]
-        parts.append(Part(str(split), labels, names, places, images, fields=fields))
-    own = {str(split): split for split in splits.values()}
-    return tabulated(parts, own, val_frac, read_files, skipped=skipped)
-
-
-def _captions_beside(
-    root: str, images: Iterable[str], there: Collection[str]
-) -> dict[str, bytes | ValueError]:
-    """Returns the captions of each image as a field, or why it has none: those of the text file of the same
-    name, one in each line.
-    """
-    of = {image: f"{image.rpartition('.')[0]}{CAPTION_FILE}" for image in images}
-    found: dict[str, bytes | ValueError] = {
-        image: ValueError(f"no caption ({text.rpartition('/')[2]})")
-        for image, text in of.items()
-        if text not in there
-    }
-    images = [image for image in of if image not in found]
-    contents = read_files([storage.join(root, of[image]) for image in images])
-    for image, content in zip(images, contents, strict=True):
-        try:
-            if isinstance(content, ValueError):
-                raise content
-            found[image] = captions_in_file(content)
-        except ValueError as error:
-            found[image] = error
-    return found
 
 
 def _shards(
@@ -218,11 +167,16 @@ def _shards(
     index: Callable[[str], Part],
     fetch: Callable[[Sequence[Any]], Iterable[bytes | BadImage]],
     val_frac: float,
+    ignore_split_names: bool,
     execute: Execute,
 ) -> Source:
-    folder, names = shards_at(path, *extensions)
-    splits = {storage.join(folder, name): split for name, split in splits_of(names, folder).items()}
-    return tabulated(execute(index, list(splits)), splits, val_frac, fetch)
+    folder, sizes = shards_at(path, *extensions)
+    named, notes = (dict.fromkeys(sizes), []) if ignore_split_names else splits_of(sizes, folder)
+    splits = {storage.join(folder, name): split for name, split in named.items()}
+    parts = execute(index, list(splits))
+    if ignore_split_names:
+        parts = (part._replace(splits=()) for part in parts)
+    return tabulated(parts, splits, val_frac, fetch, notes=notes)
 
 
 def read_places(columns: Columns, places: Sequence[tuple[Any, ...]]) -> Iterator[bytes]:

@@ -5,15 +5,14 @@ other words: ``Training``, ``seg_train``, ``train2017``, ``trainset``, ``val-000
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from itertools import takewhile
 
 from orchestrator.errors import UsageError
 
-Split = Literal["train", "val", "test"]
-
 SPLIT_COLUMNS = ("split", "subset", "partition", "usage", "phase", "data set", "dataset", "data_set", "set")
-WORDS: Mapping[Split, str] = {
+WORDS: Mapping[str, str] = {
     "train": "train|training|trainval",
     "val": "val|valid|validation|dev",
     "test": "test|testing|eval|evaluation",
@@ -23,56 +22,64 @@ CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")  # TrainSet, imagesTrain
 NO_WORD = re.compile(r"[^a-z]+")
 
 
-def split_named(name: str) -> Split | None:
-    """Returns the split that a name has a word for; None if it has none, or words for several."""
+def split_named(name: str) -> str | None:
+    """Returns ``train``, ``val`` or ``test`` if a name has a word for it; None if it has none or several."""
     words = NO_WORD.split(CAPITAL.sub(" ", name).lower())
     found = {split for split, pattern in WHOLE.items() if any(map(pattern.fullmatch, words))}
     return found.pop() if len(found) == 1 else None
 
 
-def splits_in(names: Sequence[str]) -> list[Split | None]:
+def splits_in(names: Sequence[str]) -> list[str | None]:
     """Returns what the path of each file says: its uppermost folder that names a split, else its own name.
     What all paths begin with says nothing.
     """
     paths = [name.split("/") for name in names]
-    folders = [path[:-1] for path in paths]
-    shared = 0
-    while len({*(tuple(each[: shared + 1]) for each in folders)}) == 1 and len(folders[0]) > shared:
-        shared += 1
+    levels = zip(*(path[:-1] for path in paths), strict=False)
+    shared = sum(1 for _ in takewhile(lambda level: len({*level}) == 1, levels))
     named = ([split_named(part) for part in path[shared:]] for path in paths)
-    return [next((split for split in splits if split), None) for splits in named]
+    return [next(filter(None, each), None) for each in named]
 
 
-def resolve(hints: Mapping[str, Split | None], where: str) -> tuple[dict[str, str | None], list[str]]:
-    """Maps the files, or images, that are used to ``train`` or ``val``, all to None if no name, or every name,
-    is for training; and says in words what else there is.
+def splits_of_samples(names: Sequence[str]) -> list[str]:
+    """Returns what the names of the samples of a file say, if every name says it: a key with its folders, or
+    the text in a column of splits.
+    """
+    whole = [next(filter(None, map(split_named, name.split("/"))), None) for name in names]
+    found = splits_in(names), whole
+    return next(([split for split in each if split] for each in found if all(each)), [])
+
+
+def meaning_of(words: Mapping[str, int]) -> tuple[dict[str, str], list[str]]:
+    """Maps words for splits, with the number of files or images that have each, to ``train`` and ``val``, and
+    says in words what else is there. A test split validates only where there is no other.
+    """
+    if "val" in words:
+        left_out = [f"the test split is left out ({words['test']:,})"] if words.get("test") else []
+        return {"train": "train", "val": "val"}, left_out
+    return {"train": "train", "test": "val"}, ["validation is the test split, because there is no other"]
+
+
+def resolve(hints: Mapping[str, str | None], where: str) -> tuple[dict[str, str | None], list[str]]:
+    """Maps the files that are used to ``train`` or ``val``, all to None if no name, or every name, is for
+    training; and says in words what else there is.
 
     Raises:
         UsageError: if there are none for training, or only some have a split.
     """
-    splits = {split for split in hints.values() if split}
-    if splits <= {"train"} and len({*hints.values()}) <= 1:
+    words = Counter(hints.values())
+    if words.keys() <= {None} or words.keys() <= {"train"}:
         return dict.fromkeys(hints), []
+    way = "rename or leave out what is none, or `ignore_split_names`"
     if lost := next((name for name, split in hints.items() if split is None), None):
-        raise UsageError(
-            f"{where}: {lost} is neither for training nor for validation by its name, but others are: rename"
-            " it, leave it out, or let names say nothing about splits (--ignore-split-names)"
-        )
-    if "train" not in splits:
-        raise UsageError(
-            f"{where} has images for {' and '.join(sorted(splits))}, none for train; if these words are no"
-            " splits, let names say nothing about them (--ignore-split-names)"
-        )
-    notes = []
-    if splits == {"train", "test"}:
-        notes.append("validation is the test split, because there is no other: choose no model by it")
-        return {n: "val" if split == "test" else split for n, split in hints.items()}, notes
-    if left_out := sum(split == "test" for split in hints.values()):
-        notes.append(f"the test split is left out ({left_out})")
-    return {name: split for name, split in hints.items() if split != "test"}, notes
+        raise UsageError(f"{where}: {lost} is neither for training nor for validation, but others are: {way}")
+    if "train" not in words:
+        named = " and ".join(sorted(map(str, words)))
+        raise UsageError(f"{where} has images for {named}, none for train: {way}")
+    meaning, notes = meaning_of({split: count for split, count in words.items() if split})
+    return {name: meaning[split] for name, split in hints.items() if split in meaning}, notes
 
 
-def of_column(values: Iterable[str | None]) -> list[Split | None] | None:
-    """Returns the split of each row of a column of splits, None unless every value names one."""
-    found = [split_named(value) if value else None for value in values]
-    return found if found and all(found) else None
+def splits_of(names: Iterable[str], where: str) -> tuple[dict[str, str | None], list[str]]:
+    """Resolves what the paths of files say about them. Returns and raises as `resolve` does."""
+    names = [*names]
+    return resolve(dict(zip(names, splits_in(names), strict=True)), where)

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, cast
 
 from orchestrator import storage
+from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.manifest import Shard
 from orchestrator.data.samples import Part
+from orchestrator.data.splits import splits_of_samples
 from orchestrator.data.text import TEXT, captions_as_field, captions_in_file
 from orchestrator.errors import UsageError
 
@@ -23,8 +25,6 @@ TAR_LABELS = ("cls", "cls.txt", "json")
 TAR_CAPTION = "txt"
 JSON_CAPTIONS = ("captions", "caption", "text")
 JSON_LABELS = ("label", "cls", "class", "class_id", "target", "labels")
-CLASS_NUMBERS = re.compile(r"[+-]?\d+(?:[\s,]+[+-]?\d+)*")  # in .cls members
-MAX_LABELS = 64  # of an image; a longer list is probably a number for every class
 SHOWN = 5  # extensions of a sample without an image
 MEMBER = re.compile(r"((?:.*/|)[^./]+)\.([^/]+)")  # WebDataset's rule: key, extension; no hidden files
 
@@ -102,9 +102,10 @@ class Forward:
         return bool(piece)
 
 
-def index_tar(location: str, *, captions: bool = False) -> Part:
+def index_tar(location: str, *, captions: bool = False, caption_lines: bool = False) -> Part:
     """Indexes the samples of a tar, or of tars that were joined, in file order. Members whose names differ
-    only in the extension are one sample. Samples with `captions` need no labels.
+    only in the extension are one sample. Samples with `captions` need no labels; a member `.txt` is a
+    caption or, with `caption_lines`, one in each line.
 
     Raises:
         UsageError: if the tar is cut short, damaged, compressed or not a tar.
@@ -127,46 +128,38 @@ def index_tar(location: str, *, captions: bool = False) -> Part:
                 raise tarfile.ReadError(f"no end mark, it is cut short or damaged at byte {tar.offset}")
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise UsageError(f"{location} is not a whole uncompressed tar: {error}") from None
-    keys, sets, places, crcs, texts = [], [], [], [], []
+    rows, unlabelled = [], 0
     for key, parts in samples:
         try:
-            offset, size, crc = _tar_image(parts)
-            text = _tar_captions(parts) if captions else b""
-            sets.append(_tar_labels(parts, optional=captions))
-            texts.append(text)
-            keys.append(key)
-            places.append((offset, size))
-            crcs.append(crc)
+            place = _tar_image(parts)
+            text = _tar_captions(parts, caption_lines) if captions else b""
+            rows.append((key, place, text, _tar_labels(parts, optional=captions)))
         except (ValueError, RecursionError) as error:
             problems.append(f"{key}: {error}")
-    shard = file.shard(len(keys))
+    labels = read_labels([found for *_, found in rows], [key for key, *_ in rows], location)
+    chosen = [row for row, first in enumerate(labels.first) if captions or first is not None]
+    for row, first in enumerate(labels.first):
+        if first is None and not captions:
+            problems.append(f"{rows[row][0]}: no label")
+            unlabelled += 1
+    shard = file.shard(len(chosen))
     if begin:
         problems.append(f"the {shard.bytes - begin} bytes from byte {begin} on are not a tar")
-    labels, others = distinct_labels(sets, keys, location)
-    problems = [f"{location}: {problem}" for problem in problems]
-    fields = {TEXT: texts} if captions else {}
-    further = {"others": others, "skipped": problems, "shard": shard, "crcs": crcs, "fields": fields}
-    return Part(location, labels, keys, places, **further)
-
-
-def distinct_labels(
-    sets: Sequence[Sequence[Any]], keys: Sequence[str], location: str
-) -> tuple[list[Any], list[tuple[Any, ...]]]:
-    """Returns the first label of each image, and the further labels of each, none of them twice; no further
-    labels if every image has one.
-
-    Raises:
-        UsageError: if an image has more than `MAX_LABELS`.
-    """
-    for key, labels in zip(keys, sets, strict=True):
-        if len(labels) > MAX_LABELS:
-            raise UsageError(
-                f"{location}: {key} lists {len(labels)} labels, more than {MAX_LABELS}: list the classes that"
-                " the image has, not a number for every class"
-            )
-    distinct = [tuple(dict.fromkeys(labels)) for labels in sets]
-    others = [labels[1:] for labels in distinct]
-    return [labels[0] for labels in distinct], others if any(others) else []
+    keys = [rows[row][0] for row in chosen]
+    return Part(
+        location,
+        [labels.first[row] for row in chosen],
+        keys,
+        [rows[row][1][:2] for row in chosen],
+        others=[labels.others[row] for row in chosen] if labels.others else [],
+        skipped=[f"{location}: {problem}" for problem in problems],
+        shard=shard,
+        crcs=[rows[row][1][2] for row in chosen],
+        fields={TEXT: [rows[row][2] for row in chosen]} if captions else {},
+        hot=labels.hot,
+        splits=splits_of_samples(keys),
+        unlabelled=unlabelled,
+    )
 
 
 def _tar_samples(tar: tarfile.TarFile, problems: list[str], captions: bool) -> dict[str, dict[str, Any]]:
@@ -232,32 +225,29 @@ def _tar_image(parts: Mapping[str, Any]) -> tuple[int, int, int]:
     return parts[extension]
 
 
-def _tar_labels(parts: Mapping[str, Any], *, optional: bool) -> Sequence[int | str | None]:
-    """Returns the sample's labels as they are listed. Raises ValueError if it has none, unless `optional`."""
+def _tar_labels(parts: Mapping[str, Any], *, optional: bool) -> list[Any]:
+    """Returns the sample's labels as `read_labels` takes them. Raises ValueError if it has none, unless
+    `optional`.
+    """
     found = next((parts[extension] for extension in TAR_LABELS if extension in parts), None)
     if isinstance(found, ValueError):
         raise found
     for extension in ("cls", "cls.txt"):
         if extension in parts:
-            text = parts[extension].decode().strip()
-            is_number = CLASS_NUMBERS.fullmatch(text)
-            return [*map(int, re.split(r"[\s,]+", text))] if is_number else [_checked_name(text)]
-    found = _in_json(parts, JSON_LABELS)
-    labels = found if isinstance(found, list) else [found]
-    if not labels and optional:
-        return [None]
-    if not labels:
+            return listed_labels(parts[extension].decode(), typed=False)
+    labels = listed_labels(_in_json(parts, JSON_LABELS))
+    if not labels and not optional:
         raise ValueError(f"no label (.cls, .cls.txt, or one of {', '.join(JSON_LABELS)} in .json)")
-    return [label if type(label) is int else _checked_name(label) for label in labels]
+    return labels
 
 
-def _tar_captions(parts: Mapping[str, Any]) -> bytes:
+def _tar_captions(parts: Mapping[str, Any], lines: bool) -> bytes:
     """Returns the sample's captions as a field. Raises ValueError if it has none."""
     found = parts.get(TAR_CAPTION, parts.get("json"))
     if isinstance(found, ValueError):
         raise found
     if TAR_CAPTION in parts:
-        return captions_in_file(parts[TAR_CAPTION])
+        return captions_in_file(parts[TAR_CAPTION], lines=lines)
     if not (captions := _in_json(parts, JSON_CAPTIONS)):
         raise ValueError(f"no caption (.txt, or one of {', '.join(JSON_CAPTIONS)} in .json)")
     return captions_as_field(captions)
@@ -268,10 +258,3 @@ def _in_json(parts: Mapping[str, Any], names: Sequence[str]) -> Any:
     tree = json.loads(parts.get("json", b"{}"))
     fields = tree if isinstance(tree, dict) else {}
     return next((fields[name] for name in names if fields.get(name) is not None), [])
-
-
-def _checked_name(label: Any) -> str:
-    if not isinstance(label, str) or not label:
-        raise ValueError(f"label {label!r} is neither a number nor a name")
-    label.encode()  # JSON can name half a character
-    return label

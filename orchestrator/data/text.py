@@ -95,9 +95,12 @@ def captions_or_error(captions: Any) -> bytes | ValueError:
         return error
 
 
-def captions_in_file(content: bytes) -> bytes:
-    """Returns a text file with a caption in each line as a field. Raises as `captions_as_field` does."""
-    return captions_as_field(content.removeprefix(codecs.BOM_UTF8).split(b"\n"))
+def captions_in_file(content: bytes, *, lines: bool = True) -> bytes:
+    """Returns a text file with a caption, or one in each of its lines, as a field. Raises as
+    `captions_as_field` does.
+    """
+    content = content.removeprefix(codecs.BOM_UTF8)
+    return captions_as_field(content.split(b"\n") if lines else content)
 
 
 def tokenizer_of(text: str, captions: Iterable[bytes]) -> TokenizerConfig:

@@ -43,8 +43,8 @@ from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, may_be_image
 from orchestrator.data.listing import files_below
 from orchestrator.data.manifest import has_manifest, open_manifest
+from orchestrator.data.preparation import Preparation
 from orchestrator.data.shards import DataSet
-from orchestrator.data.transparency import Colour, on_background
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device
 from orchestrator.evaluation.image_text import ClassNames
@@ -63,6 +63,7 @@ IDENTITY = (
     "routing",
     "group",
     "background",
+    "white",
     "features",
     "names",
     "dtype",
@@ -183,7 +184,7 @@ class Predictor:
         images: str,
         batch_size: int,
         classes: Sequence[str] | None,
-        background: Colour | None,
+        preparation: Preparation,
         features: bool = False,
         names: ClassNames | None = None,
         shared: Model | None = None,
@@ -191,7 +192,7 @@ class Predictor:
         """Loads the model, unless it is `shared` with other workers. Raises UsageError if it is damaged."""
         self.schema = FEATURES if features else SCHEMA
         self.point, self.images, self.batch_size, self.classes = point, images, batch_size, classes
-        self.background = background
+        self.preparation = preparation
         self.device = default_device()
         self.shared = shared is not None
         loaded = shared or model.load(self.device)
@@ -253,8 +254,7 @@ class Predictor:
         try:
             encoded = read()
             with self.decoding:
-                shown = on_background(encoded, self.background) if self.background else None
-                return self.transform(shown or encoded)
+                return self.transform(self.preparation.prepare(encoded))
         except BadImage as error:
             return error
         except FileNotFoundError:

@@ -142,7 +142,7 @@ def test_mixed_files_raise_no_warning(theirs: Path, tmp_path: Path, caplog: pyte
 
 def test_validation_classes_without_training_images(theirs: Path, tmp_path: Path) -> None:
     tar(theirs / "val-1.tar", [("cat.png", numbered(0)), ("cat.cls", b"3")])
-    message = r"theirs has validation images of 1 classes without training images \(3\)"
+    message = r"validation has images of 1 classes without training images \(3\)"
     with pytest.raises(UsageError, match=message):
         index_external_shards(str(theirs), str(tmp_path))
 
@@ -175,10 +175,9 @@ def test_incomplete_samples_are_left_out_and_named(
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([-1, 0], "label -1 of 1.parquet:0: classes are numbered 0 to"),
+        ([-2, 0], "label -2 of 1.parquet:0: classes are numbered 0 to"),
         (pa.array([2**64 - 1, 0], pa.uint64()), "label 18446744073709551615 of 1.parquet:0: classes are"),
         (["a", "b"], "some labels are numbers .*, some are names"),
-        (pa.array([None, None], pa.int64()), "none of the 2 images is for val"),
     ],
 )
 def test_labels_that_do_not_fit(labels: Sequence[Any], message: str, tmp_path: Path) -> None:

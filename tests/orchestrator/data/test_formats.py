@@ -81,12 +81,11 @@ def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tm
     ("columns", "message"),
     [
         ({"image": BYTES, "y": NUMBERS}, r"has no label column \(label, .* image \(binary\), y \(int64\)"),
-        ({"image": [[1]], "label": [0]}, r"has no column of encoded images .* image \(list"),
-        ({"image": BYTES, "label": [0.5, 1, 2]}, "column label is double: labels are whole numbers or names"),
+        ({"image": BYTES, "label": [0.5, 1, 2]}, "label 0.5 of x.parquet:0 is not a whole number"),
     ],
 )
 def test_parquet_that_does_not_fit(columns: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"x.parquet:? {message}"):
+    with pytest.raises(UsageError, match=f"x.parquet:? .*{message}"):
         read(parquet(tmp_path / "x.parquet", columns))
 
 
@@ -145,8 +144,8 @@ def test_webdataset(tmp_path: Path) -> None:
     [
         ([("0.cls", b"1")], "no image"),
         ([("0.jpg", b"-")], "no label"),
-        ([("0.jpg", b"-"), ("0.cls", b"")], "label '' is neither a number nor a name"),
-        ([("0.jpg", b"-"), ("0.json", b'{"label": 1.5}')], "label 1.5 is neither"),
+        ([("0.jpg", b"-"), ("0.cls", b"")], "no label"),
+        ([("0.jpg", b"-"), ("0.json", b'{"label": {"id": 1}}')], "label {'id': 1} is neither"),
         ([("0.jpg", b"-"), ("0.json", b'["label"]')], "no label"),
         ([("0.jpg", b"-"), ("0.json", b"{")], "Expecting property name"),
         ([("0.jpg", b"-"), ("0.json", b"[" * 100_000)], "recursion"),

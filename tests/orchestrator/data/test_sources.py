@@ -100,14 +100,16 @@ class TestFolder:
         assert skipped == ["cat/gone.png"]
 
     @pytest.mark.parametrize("val", ["valid", "test"])
-    def test_own_split(self, val: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """A class may be missing in a split. Test images are not used if there are validation images."""
-        files = ("train/b/1.png", "train/a/x/1.png", f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
+    def test_own_split(self, val: str, tmp_path: Path) -> None:
+        """Validation may lack a class. Test images are not used if there are validation images."""
+        trained = ("train/b/1.png", "train/a/x/1.png", "train/c/1.png")
+        files = (*trained, f"{val}/b/2.png", f"{val}/c/3.png", "extra/a/1.png")
         source = open_source(f"folder:{write(tmp_path, dict.fromkeys(files, PNG))}")
         assert source.classes == ("a", "b", "c")
         expected = {
             "train/b/1.png": ("train", 1),
             "train/a/x/1.png": ("train", 0),
+            "train/c/1.png": ("train", 2),
             f"{val}/b/2.png": ("val", 1),
             f"{val}/c/3.png": ("val", 2),
         }
@@ -116,8 +118,11 @@ class TestFolder:
         assert source.skipped == (line,)
         if val == "valid":
             write(tmp_path, {"test/a/4.png": PNG})
-            assert {*everything(open_source(f"folder:{tmp_path}"))[0]} == {*expected}
-            assert "validation is valid; left out: test" in caplog.text
+            source = open_source(f"folder:{tmp_path}")
+            assert {*everything(source)[0]} == {*expected}
+            assert source.notes == ("the test split is left out (1)",)
+        else:
+            assert source.notes == ("validation is the test split, because there is no other",)
 
     def test_train_as_a_class_and_as_the_only_split(self, tmp_path: Path) -> None:
         names = [f"{c}/{n}.png" for c in ("bus", "train") for n in range(4)]
@@ -302,7 +307,7 @@ class TestShards:
     @pytest.mark.parametrize(
         ("labels", "message"),
         [
-            ([-1, 0], "label -1 of x.parquet:0: classes are numbered 0 to 0"),
+            ([-2, 0], "label -2 of x.parquet:0: classes are numbered 0 to 0"),
             ([2**40, 0], "label 1099511627776 of x.parquet:0: .* 0 to 999999"),
             (["x", "x"], r"only one class \(x\)"),
         ],

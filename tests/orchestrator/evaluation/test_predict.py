@@ -19,6 +19,7 @@ from orchestrator import storage
 from orchestrator.checkpoint.models import ModelRef
 from orchestrator.data.batch import normalize
 from orchestrator.data.images import BadImage, Transform, decode
+from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.predict import (
     PLAN,
@@ -63,7 +64,13 @@ def folder(tmp_path: Path) -> str:
 
 
 def predictor(model: ModelRef, images: str, **settings: Any) -> Predictor:
-    given = {"point": RoutingOverrides(), "batch_size": 4, "classes": None, "background": None, **settings}
+    given = {
+        "point": RoutingOverrides(),
+        "batch_size": 4,
+        "classes": None,
+        "preparation": Preparation(),
+        **settings,
+    }
     return Predictor(model=model, images=images, **given)
 
 
@@ -71,9 +78,9 @@ def test_transparent_images_can_be_put_on_a_background(tmp_path: Path) -> None:
     """A white image whose pixels are all transparent, above black, is white only with a background."""
     content = io.BytesIO()
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(content, "PNG")
-    for background, value in ((None, 0), ((255, 255, 255), 255)):
+    for background, value in ((None, 0), ("white", 255)):
         made = Predictor.__new__(Predictor)
-        made.background, made.decoding = background, Semaphore(1)
+        made.preparation, made.decoding = Preparation(background=background), Semaphore(1)
         made.transform = Transform(size=8)
         pixels = made._decoded(content.getvalue)
         assert isinstance(pixels, torch.Tensor)
@@ -143,7 +150,12 @@ def test_workers_that_share_a_model_make_equal_passes(
     model = exported(tmp_path / "model.safetensors")
     _, parts = list_parts(path, None, group=1)
     assert [part["stop"] - part["first"] for part in parts] == [64, 36, 30]
-    settings: Any = {"point": RoutingOverrides(), "images": path, "classes": None, "background": None}
+    settings: Any = {
+        "point": RoutingOverrides(),
+        "images": path,
+        "classes": None,
+        "preparation": Preparation(),
+    }
     passes: list[list[int]] = [[] for _ in range(ranks)]
     tables: list[pa.Table] = []
 
@@ -258,6 +270,7 @@ PLANNED = {
     "routing": {},
     "group": 1,
     "background": None,
+    "white": None,
     "classes": ["cat", "dog"],
 }
 
@@ -283,7 +296,8 @@ def test_a_call_that_continues(tmp_path: Path):
         ("split", "val"),
         ("routing", {"k": 1}),
         ("group", 8),
-        ("background", [255, 255, 255]),
+        ("background", "white"),
+        ("white", 4095),
         ("features", True),
         ("names", ["cat"]),
         ("dtype", "bfloat16"),

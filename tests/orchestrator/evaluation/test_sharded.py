@@ -17,6 +17,7 @@ from orchestrator.checkpoint.models import ModelRef, read_model
 from orchestrator.checkpoint.weights import write_file
 from orchestrator.codec import override, to_dict
 from orchestrator.config import FewShotConfig, RunConfig
+from orchestrator.data.preparation import Preparation
 from orchestrator.evaluation import evaluate
 from orchestrator.evaluation.image_text import CAPTIONS, ClassNames, embed_pairs, zero_shot_scores
 from orchestrator.evaluation.predict import Predictor, list_parts, predict_together
@@ -83,7 +84,7 @@ def figures(name: str, ref: ModelRef, model: Model, data: str) -> dict[str, Any]
 
 def predictions(ref: ModelRef, model: Model, data: str, point: RoutingOverrides) -> list[dict[str, Any]]:
     """Of the whole model, or those that this rank puts."""
-    settings: Any = {"point": point, "images": data, "classes": None, "background": None}
+    settings: Any = {"point": point, "images": data, "classes": None, "preparation": Preparation()}
     _, parts = list_parts(data, "val", group=2)
     if not torch.distributed.is_initialized():
         whole = Predictor(model=ref, batch_size=16, shared=None, **settings)
