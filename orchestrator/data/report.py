@@ -72,8 +72,8 @@ class Pixels(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence["Pixels"]) -> "Pixels":
         sizes = sum((part.sizes for part in parts), Counter[tuple[int, int]]())
-        _, *counts, largest, largest_dark = zip(*parts, strict=True)
-        return cls(sizes, *map(sum, counts), max(largest), max(largest_dark))
+        _, transparent, deep, dark, largest, largest_dark = zip(*parts, strict=True)
+        return cls(sizes, sum(transparent), sum(deep), sum(dark), max(largest), max(largest_dark))
 
 
 class Shown(NamedTuple):
@@ -123,8 +123,9 @@ class PackingReport:
             found.append(f"{share:.0%} of the validation images are of {name}: guessing it is as often right")
         if 2 * pixels.dark > pixels.deep and manifest.white is None:
             found.append(
-                f"{pixels.dark:,} of {total:,} images have samples of 16 bits, none above {pixels.largest_dark}:"
-                f" they are packed nearly black; with `white` {pixels.largest_dark} they are bright"
+                f"{pixels.dark:,} of {total:,} images have samples of 16 bits, none above"
+                f" {pixels.largest_dark}: they are packed nearly black; with `white` {pixels.largest_dark}"
+                " they are bright"
             )
         if manifest.white and pixels.largest > manifest.white:
             found.append(f"samples of 16 bits reach {pixels.largest}, and {manifest.white} is white already")

@@ -42,7 +42,7 @@ def test_digits_need_no_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.
     error, lines = call("--source", "digits", "--out", str(tmp_path), "--val-frac", "0.5")
     assert error == ""
     train, val, *classes, end = lines
-    assert classes[3] == "class 3, 3: 92 train and 91 val"
+    assert classes[3] == "class 3, 3: 94 train and 89 val"
     assert open_manifest(str(tmp_path)).rows("val") == 907
     assert train.startswith("train: 890 images, 0.")
     assert train.endswith(" MB in 2 shards")

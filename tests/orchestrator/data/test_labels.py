@@ -1,6 +1,7 @@
 """Images with several labels: lists in files, packed or in place, become columns of the field `label`."""
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,14 @@ from orchestrator.data.external import index_external_shards
 from orchestrator.data.formats import class_names, index_file
 from orchestrator.data.images import encode_png
 from orchestrator.data.index import RECORD, record_type, records_of, sample_ids
-from orchestrator.data.labels import MAX_LABELS
+from orchestrator.data.labels import (
+    MAX_LABELS,
+    Labels,
+    class_numbers,
+    listed_labels,
+    notes_on_classes,
+    read_labels,
+)
 from orchestrator.data.manifest import Manifest, check_shards, open_manifest
 from orchestrator.data.packing import Sample, pack, write_shards
 from orchestrator.data.sources import open_source
@@ -262,3 +270,143 @@ def test_an_image_that_takes_the_slot_of_another_brings_its_labels(
     assert batch["label"].tolist() == [[n, n + 1] for n in grey.tolist()]
     (batch,) = in_process(open_stream(run, "val", 0, 1), range(1))
     assert (batch["label"][:, 1:] == -1).all()
+
+
+WRITTEN = {  # the text of a .cls member -> its label
+    "3": 3,
+    "\ufeff3\r\n": 3,
+    "3.0": 3,
+    "3.000000000000000000e+00": 3,
+    '"3"': 3,
+    "tensor(3)": 3,
+    "tensor([3], device='cuda:0')": 3,
+    "np.int64(3)": 3,
+    "[3]": 3,
+    "b'cat'": "cat",
+    " cat\n": "cat",
+    "cafe\u0301": "caf\u00e9",
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_whatever_wrote_a_label(text: str) -> None:
+    found = read_labels([listed_labels(text, typed=False)], ["a"], "x")
+    assert found == Labels([WRITTEN[text]], [], 0)
+    # In a column or in JSON, a text is a name, also if it is a number's.
+    name = read_labels([listed_labels(text)], ["a"], "x").first[0]
+    assert name == (3 if "[" in text else str(WRITTEN[text]))
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", " ", "nan", "NaN", "<NA>", -1, -1.0, "-1", float("nan"), b"", []]
+)
+@pytest.mark.parametrize("typed", [True, False])
+def test_no_label(value: Any, typed: bool) -> None:
+    assert read_labels([listed_labels(value, typed=typed)], ["a"], "x").first == [None]
+
+
+@pytest.mark.parametrize("value", [0.5, float("inf"), [1, 2.5]])
+def test_numbers_that_are_no_class(value: Any) -> None:
+    with pytest.raises(UsageError, match="of a is not a whole number"):
+        read_labels([listed_labels(value)], ["a"], "x")
+
+
+def test_names_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
+    names = [str(n) for n in range(12)]
+    labels = dict.fromkeys(sorted(names), "key")
+    assert class_numbers(labels) == (tuple(names), {name: int(name) for name in sorted(names)})
+    assert class_numbers({"2.5": "", "10": ""})[0] == ("2.5", "10")
+    assert class_numbers({"3": "a", 0: "b"})[1] == {"3": 3, 0: 0}  # text in one file, numbers in another
+
+
+HOT = [[0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0]] * 3
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "ints": lambda path: parquet(path / "x.parquet", hot(HOT)),
+    "bools": lambda path: parquet(path / "x.parquet", hot([[*map(bool, row)] for row in HOT])),
+    "floats": lambda path: parquet(path / "x.parquet", hot([[*map(float, row)] for row in HOT])),
+    "fixed size": lambda path: parquet(path / "x.parquet", hot(pa.array(HOT, pa.list_(pa.int8(), 4)))),
+    "text": lambda path: parquet(path / "x.parquet", hot([str(row) for row in HOT])),
+    "quoted": lambda path: parquet(path / "x.parquet", hot([[*map(str, row)] for row in HOT])),
+    "cls": lambda path: tar(path / "x.tar", hot_members("cls", lambda row: " ".join(map(str, row)))),
+    "cls of numpy": lambda path: tar(path / "x.tar", hot_members("cls", lambda row: f"{np.array(row)}")),
+    "json": lambda path: tar(path / "x.tar", hot_members("json", lambda row: json.dumps({"label": row}))),
+}
+
+
+def hot(labels: Any) -> dict[str, Any]:
+    return {"image": [numbered(n) for n in range(len(HOT))], "label": labels}
+
+
+def hot_members(extension: str, text: Callable[[list[int]], str]) -> list[tuple[str, bytes]]:
+    files = ((numbered(n), text(row).encode()) for n, row in enumerate(HOT))
+    return [
+        m for n, (png, label) in enumerate(files) for m in ((f"{n}.png", png), (f"{n}.{extension}", label))
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("door", ["packed", "in place"])
+def test_a_number_for_every_class(
+    form: str, door: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read as the classes that are 1, and said; never as the classes 0 and 1."""
+    file = FORMS[form](tmp_path / "them")
+    said = "every list has a 0 or 1 for each of 4 classes"
+    if door == "in place":
+        manifest = open_manifest(index_external_shards(str(tmp_path / "them"), str(tmp_path)))
+        assert (manifest.classes, manifest.labels) == (("0", "1", "2", "3"), 2)
+        assert said in caplog.text
+        return
+    source = open_source(f"{'webdataset' if file.suffix == '.tar' else 'parquet'}:{file}")
+    found = sorted((s.label, *s.others) for samples in source.splits.values() for s in samples)
+    assert found == sorted(tuple(n for n, each in enumerate(row) if each) for row in HOT)
+    assert said in source.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[0, 1, -1], [1, 0, 0]], r"a number for each of 3 classes, such as \[1, 0, 0\]"),
+        ([[0.2, 0.8, 0.0], [0.5, 0.5, 0.0]], "a number for each of 3 classes"),
+        ([[0, 1, None], [0, 0, 1]], "a number for each of 3 classes"),
+    ],
+)
+def test_other_numbers_for_every_class(lists: list[list[Any]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_labels(lists, ["a", "b"], "x")
+
+
+def test_lists_of_class_numbers_are_none() -> None:
+    """A list of classes names no class twice, so two equal numbers in a list of 0 and 1 are the proof."""
+    assert read_labels([[0, 1], [1, 0]], ["a", "b"], "x").hot == 0
+    assert read_labels([[0, 1], [1, 1]], ["a", "b"], "x") == Labels([1, 0], [(), (1,)], 2)
+    assert read_labels([[True, False]], ["a"], "x") == Labels([0], [], 2)
+    assert read_labels([[0], [1]], ["a", "b"], "x").hot == 0
+
+
+def test_two_classes_of_which_every_image_has_both(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "x.parquet", hot([[0, 1], [1, 0], [1, 0]] * 3))
+    assert "every image has both classes" in open_source(f"parquet:{file}").notes[0]
+
+
+def test_files_that_differ_in_what_their_lists_are(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", hot(HOT))
+    parquet(tmp_path / "b.parquet", hot([[3, 2]] * 9))
+    with pytest.raises(
+        UsageError, match=r"lists of 4 times 0 or 1 in .*a.parquet, and the numbers of classes in"
+    ):
+        open_source(f"parquet:{tmp_path}")
+
+
+def test_names_that_may_be_one_class() -> None:
+    notes = notes_on_classes(["Cat", "cat", "sea lion", "sealion", "a|b", "a", "b"], 0)
+    assert notes == [
+        "classes differ in case or blanks alone: 'Cat' and 'cat', 'sea lion' and 'sealion'",
+        "'a|b' is one class, not the classes that it names: list them, one in a row",
+    ]
+
+
+def test_names_in_one_of_several_files(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", hot([n % 3 for n in range(9)]))
+    parquet(tmp_path / "b.parquet", hot([n % 3 for n in range(9)]), names=NAMES)
+    assert open_source(f"parquet:{tmp_path}").classes == tuple(NAMES)
