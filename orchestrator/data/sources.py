@@ -1,4 +1,4 @@
-"""Sources of what is packed: digits, folders, WebDataset's tars, parquet, csv, text, torchvision's sets."""
+"""Sources of what is packed: digits, folders, shards of other projects, csv, text, torchvision's sets."""
 
 import inspect
 import io
@@ -31,6 +31,8 @@ from orchestrator.data.listing import (
     shards_at,
     splits_of,
 )
+from orchestrator.data.litdata import litdata_source
+from orchestrator.data.mds import mds_source
 from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
 from orchestrator.data.sequences import python_topics, text_files
 from orchestrator.data.text import TEXT, captions_in_file
@@ -39,7 +41,7 @@ from orchestrator.plugins import function_of
 
 KINDS = (
     "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
-    " python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
+    " mds:PATH, litdata:PATH, python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
 )
 NOT_AN_IMAGE = ": is not an image by its name"  # the end of such lines in `Source.skipped`
 
@@ -89,7 +91,8 @@ def open_source(
         return _of_user(name, val_frac, captions)
     if captions and kind in ("digits", "cluttered-digits", "python-topics", "text", "torchvision"):
         raise UsageError(
-            f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv may"
+            f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv, mds and"
+            " litdata may"
         )
     if name == "digits":
         return plain_digits(val_frac)
@@ -113,6 +116,10 @@ def open_source(
             case "csv":
                 index = partial(index_csv, columns, captions=captions)
                 return _shards(rest, (".csv", ".tsv"), index, read_files, val_frac, execute)
+            case "mds":
+                return mds_source(rest, columns, val_frac, captions=captions, execute=execute)
+            case "litdata":
+                return litdata_source(rest, columns, val_frac, captions=captions, execute=execute)
             case "text":
                 return text_files(rest, val_frac)
             case "torchvision":
