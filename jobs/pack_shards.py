@@ -17,6 +17,8 @@ Sources; each PATH and --out is local or s3://bucket/prefix:
                     or of lists of them where images have several
   csv:PATH          a csv, tsv or jsonl file, a folder of them, or a pattern: a column of paths and one of
                     labels
+  mds:PATH          a folder of mosaicml-streaming's MDSWriter, or train and val of them
+  litdata:PATH      a folder of LitData's optimize, or train and val of them
   python-topics     0.5 MB of text about Python that ship inside Python, in sequences of 129 bytes
   text:PATH         a text file, a folder of .txt, .md and .rst files, or a pattern; longer sequences are
                     'text:PATH?length=256', of 257 bytes
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
     from orchestrator.data.packing import PackingReport
     from orchestrator.data.text import CaptionReport
 
-KINDS = ("folder", "webdataset", "parquet", "csv", "text", "torchvision")  # of sources with a path
+# Kinds of sources with a path.
+KINDS = ("folder", "webdataset", "parquet", "csv", "mds", "litdata", "text", "torchvision")
 BUNDLED = ("digits", "digits-captions", "cluttered-digits", "python-topics")
 SHOWN = 20  # lines about skipped files
 TOKENS, BATCH = (

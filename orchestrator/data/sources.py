@@ -1,4 +1,4 @@
-"""Sources of what is packed: digits, folders, WebDataset's tars, parquet, csv, text, torchvision's sets."""
+"""Sources of what is packed: digits, folders, shards of other projects, csv, text, torchvision's sets."""
 
 import inspect
 import io
@@ -25,6 +25,8 @@ from orchestrator.data.formats import BY_NAME, Columns
 from orchestrator.data.images import BadImage
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.listing import READERS, read_files, shards_at
+from orchestrator.data.litdata import litdata_source
+from orchestrator.data.mds import mds_source
 from orchestrator.data.samples import Execute, Part, Sample, Source, tabulated
 from orchestrator.data.sequences import python_topics, text_files
 from orchestrator.data.splits import splits_of
@@ -34,7 +36,7 @@ from orchestrator.plugins import function_of
 
 KINDS = (
     "digits, digits-captions, cluttered-digits, folder:PATH, webdataset:PATH, parquet:PATH, csv:PATH,"
-    " python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
+    " mds:PATH, litdata:PATH, python-topics, text:PATH, torchvision:NAME, or your own FILE.py:NAME"
 )
 
 # Parameters of torchvision's data sets that select a part -> values for training, for validation. The first
@@ -86,7 +88,8 @@ def open_source(
         return _of_user(name, val_frac, captions)
     if captions and kind in ("digits", "cluttered-digits", "python-topics", "text", "torchvision"):
         raise UsageError(
-            f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv may"
+            f"{name} has no captions; digits-captions has, and folder, webdataset, parquet, csv, mds and"
+            " litdata may"
         )
     if name == "digits":
         return plain_digits(val_frac)
@@ -98,6 +101,7 @@ def open_source(
         return python_topics(val_frac)
     if rest:
         fetch = partial(read_places, columns)
+        options = {"captions": captions, "ignore_split_names": ignore_split_names, "execute": execute}
         match kind:
             case "folder":
                 return class_folders(rest, val_frac, captions, ignore_split_names)
@@ -110,6 +114,10 @@ def open_source(
             case "csv":
                 index = partial(index_csv, columns, captions=captions)
                 return _shards(rest, LISTS, index, read_files, val_frac, ignore_split_names, execute)
+            case "mds":
+                return mds_source(rest, columns, val_frac, **options)
+            case "litdata":
+                return litdata_source(rest, columns, val_frac, **options)
             case "text":
                 return text_files(rest, val_frac)
             case "torchvision":

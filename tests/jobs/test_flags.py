@@ -125,7 +125,7 @@ def test_set_takes_json_for_null_lists_and_groups() -> None:
             pack_shards.PackFlags,
             "--source fodler:/x --out y",
             "unknown kind 'fodler' of sources; known: digits, digits-captions, cluttered-digits,"
-            " python-topics, folder, webdataset, parquet, csv, text, torchvision",
+            " python-topics, folder, webdataset, parquet, csv, mds, litdata, text, torchvision",
         ),
         (SweepFlags, "--confirm -1", "--confirm: must be at least 0, got -1"),
         (Evaluation, "--batch-size 0", "--batch-size: must be at least 1, got 0"),

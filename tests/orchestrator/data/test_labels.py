@@ -1,7 +1,6 @@
 """Images with several labels: lists in files, packed or in place, become columns of the field `label`."""
 
 import json
-import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

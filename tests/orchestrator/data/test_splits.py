@@ -7,7 +7,7 @@ import pytest
 from orchestrator.data.sources import open_source
 from orchestrator.data.splits import split_named, splits_in, splits_of
 from orchestrator.errors import UsageError
-from tests.orchestrator.data.images import everything, numbered, parquet, samples, tar, write
+from tests.orchestrator.data.images import everything, numbered, parquet, tar, write
 
 WORDS = {
     "train": [
