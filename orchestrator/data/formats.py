@@ -1,9 +1,10 @@
 """The samples of a parquet file: each image's place, labels and key. `tars.py` does the same for tars.
 
-A file is read once, from front to back, and not kept in memory.
+A file is read from front to back, and not kept in memory.
 """
 
 import json
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ class Columns(NamedTuple):
 
 
 BY_NAME = Columns()
+BATCH = 64  # images that are unpacked at a time
+
+_last = threading.local()  # the file whose images a thread unpacks
 
 
 def index_file(location: str) -> Part:
@@ -48,8 +52,8 @@ def index_file(location: str) -> Part:
 
 
 def index_parquet(columns: Columns, location: str, *, captions: bool = False) -> Part:
-    """Indexes the rows of a parquet file. If it does not hold the images verbatim, they are read to be
-    measured, a row group at a time. Rows with `captions` need no labels.
+    """Indexes the rows of a parquet file. If it does not hold the images verbatim, they are unpacked to be
+    measured. Rows with `captions` need no labels.
 
     Raises:
         UsageError: naming the file, if it is cut short or no column fits.
@@ -66,7 +70,7 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         forward = Forward(location)
         places, unpacked = image_places(forward.read_at, file.metadata, image), None
         if places is None:
-            measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(file, location, columns)]
+            measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(location, columns)]
             lengths, checks = np.array(measured, np.int64).reshape(-1, 2).T
             places, unpacked = (np.cumsum(lengths) - lengths, lengths, checks), int(lengths.sum())
     sets = _labels(table, label, location) if label else [[None]] * table.num_rows
@@ -144,12 +148,56 @@ def no_column(location: str, what: str, named: str | None, known: Sequence[str],
     return UsageError(f"{location} has no {what} column ({names}); it has {there}")
 
 
-def unpacked_images(file: pq.ParquetFile, name: str, columns: Columns = BY_NAME) -> Iterator[bytes]:
+class ImageColumn:
+    """The images of a parquet file by row, unpacked in batches, whatever the size of its row groups.
+
+    Rows of a group can only be reached from its front, so they should be read in rising order.
+    """
+
+    def __init__(self, location: str, columns: Columns) -> None:
+        with named_if_broken(location):
+            # A column chunk is not read as a whole.
+            self._file = pq.ParquetFile(storage.open_to_read(location), pre_buffer=False, buffer_size=1 << 20)
+            self._image, _, _ = find_columns(self._file.schema_arrow, location, columns)
+        groups = range(self._file.num_row_groups)
+        sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
+        self._location, self._first = location, np.cumsum([0, *sizes])
+        self._rest = self.batches()
+        self._rows, self._batch = range(0), pa.chunked_array([], pa.binary())
+
+    def batches(self, group: int = 0) -> Iterator[tuple[range, pa.ChunkedArray]]:
+        """Yields row numbers with their images, from the first row of a group on."""
+        row, groups = int(self._first[group]), range(group, self._file.num_row_groups)
+        with named_if_broken(self._location):
+            # Arrow's threads would read ahead.
+            of_file = self._file.iter_batches(BATCH, groups, [self._image], use_threads=False)
+            for batch in of_file if groups else ():
+                yield range(row, row := row + len(batch)), read_column(pa.table(batch), self._image)
+
+    def read(self, row: int) -> bytes:
+        """Returns an image, empty where there is none."""
+        group = int(np.searchsorted(self._first, row, side="right")) - 1
+        if row < self._rows.start or self._first[group] > self._rows.stop:
+            self._rest, self._rows = self.batches(group), range(0)
+        while row not in self._rows:
+            self._rows, self._batch = next(self._rest)
+        return self._batch[row - self._rows.start].as_py() or b""
+
+
+def unpacked_images(location: str, columns: Columns = BY_NAME) -> Iterator[bytes]:
     """Yields the image of every row, empty where there is none."""
-    image, _, _ = find_columns(file.schema_arrow, name, columns)
-    for group in range(file.num_row_groups):
-        for value in read_column(file.read_row_group(group, [image]), image):
-            yield value.as_py() or b""
+    for _, batch in ImageColumn(location, columns).batches():
+        yield from (value.as_py() or b"" for value in batch)
+
+
+def image_column(location: str, columns: Columns, source: str) -> ImageColumn:
+    """Returns the images of a file, as this thread has opened them for this source: who reads the rows that
+    follow goes on where it stopped.
+    """
+    wanted = location, columns, source
+    if getattr(_last, "opened", None) != wanted:
+        _last.column, _last.opened = ImageColumn(location, columns), wanted
+    return _last.column
 
 
 def find_columns(

@@ -8,6 +8,9 @@ import os
 import subprocess
 import tarfile
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.formats import index_file, unpacked_images
+from orchestrator.data.formats import BY_NAME, ImageColumn, index_file, unpacked_images
 from orchestrator.data.manifest import Shard
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.sources import open_source, read_places
+from orchestrator.data.tars import Forward
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import parquet, samples, tar
 
@@ -43,7 +48,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         unpacked=part.shard.unpacked,
     )
     if part.shard.unpacked is not None:
-        content = b"".join(unpacked_images(pq.ParquetFile(path), "NAME"))
+        content = b"".join(unpacked_images(str(path)))
         assert len(content) == part.shard.unpacked
     images = [content[offset : offset + size] for offset, size in part.places]
     assert [zlib.crc32(image) for image in images] == part.crcs
@@ -332,6 +337,89 @@ def test_damaged_and_compressed_tars(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(bytes(whole)))
     with pytest.raises(UsageError, match=f"{path} is not a whole uncompressed tar"):
         index_file(str(path))
+
+
+SEVERAL = [bytes([n % 251]) * (n % 40) for n in range(700)]
+ONE_GROUP = {"row_group_size": 10**6, "write_batch_size": 8, "data_page_size": 1 << 16}
+SOURCES = ["snappy", "zstd", "none"]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+def test_images_by_row(rows: int, tmp_path: Path) -> None:
+    """In rising order, with gaps, and backwards; whatever the row groups are."""
+    images = [None if n % 10 == 3 else image for n, image in enumerate(SEVERAL)]
+    path = parquet(tmp_path / "x", {"image": images}, row_group_size=rows, compression="zstd")
+    column = ImageColumn(str(path), BY_NAME)
+    wanted = [*range(700), *range(5, 700, 90), 699, 3, 2, 2, 64, 63, 128, 0]
+    assert [column.read(row) for row in wanted] == [images[row] or b"" for row in wanted]
+    assert [*unpacked_images(str(path))] == [image or b"" for image in images]
+
+
+@pytest.mark.parametrize("compression", SOURCES)
+def test_a_large_row_group_takes_little_memory(
+    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas writes a million rows into a group; they are never in memory together."""
+    images = [bytes(100_000 + n) for n in range(400)]
+    columns = {"image": images, "label": [n % 2 for n in range(400)]}
+    path = str(parquet(tmp_path / "x", columns, compression=compression, use_dictionary=False, **ONE_GROUP))
+    largest = [0]
+    read_at = Forward.read_at
+
+    def measured(self: Forward, offset: int, size: int) -> bytes:
+        largest.append(size)
+        return read_at(self, offset, size)
+
+    monkeypatch.setattr(Forward, "read_at", measured)
+    whole, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        index_file(path)
+        assert sum(map(len, unpacked_images(path))) == sum(map(len, images))
+        column = ImageColumn(path, BY_NAME)
+        assert [len(column.read(row)) for row in range(0, 400, 5)] == [100_000 + n for n in range(0, 400, 5)]
+        assert 0 < pool.max_memory() < 20e6
+    finally:
+        pa.set_memory_pool(whole)
+    assert max(largest) < 2e6
+
+
+def test_packing_unpacks_a_file_once_for_each_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once before, to measure its images, however many shards there are."""
+    columns = {"image": SEVERAL, "label": [n % 2 for n in range(700)]}
+    path = parquet(tmp_path / "x.parquet", columns, compression="snappy")
+    unpacked = []
+    batches = ImageColumn.batches
+
+    def counted(self: ImageColumn, group: int = 0) -> Iterator[tuple[range, pa.ChunkedArray]]:
+        for rows, images in batches(self, group):
+            unpacked.append(len(rows))
+            yield rows, images
+
+    monkeypatch.setattr(ImageColumn, "batches", counted)
+    source = open_source(f"parquet:{path}", val_frac=0.2)
+    assert sum(unpacked) == 700
+    for number, split in enumerate(source.splits.values(), start=2):
+        found = [*chain(*(source.fetch([s.image for s in split[i : i + 10]]) for i in range(0, 700, 10)))]
+        assert found == [SEVERAL[int(sample.key.split(":")[1])] for sample in split]
+        assert sum(unpacked) <= number * 700
+
+
+def test_a_file_that_changes_between_two_packings(tmp_path: Path) -> None:
+    for images in (SEVERAL, [image + b"!" for image in SEVERAL]):
+        columns = {"image": images, "label": [n % 2 for n in range(700)]}
+        source = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', columns, compression='snappy')}")
+        train = source.splits["train"]
+        assert [*source.fetch([train[0].image])] == [images[int(train[0].key.split(":")[1])]]
+
+
+def test_threads_do_not_share_an_open_file(tmp_path: Path) -> None:
+    columns = {"image": SEVERAL, "label": [n % 2 for n in range(700)]}
+    path = parquet(tmp_path / "x.parquet", columns, compression="snappy")
+    places = [[(str(path), row) for row in range(first, 700, 8)] for first in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda rows: [*read_places(BY_NAME, "a", rows)], places)
+        assert [*found] == [SEVERAL[first::8] for first in range(8)]
 
 
 def test_our_own_shards(tmp_path: Path) -> None:
