@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from pyarrow import types
 
 from orchestrator import storage
@@ -41,6 +42,7 @@ class Columns(NamedTuple):
 
 
 BY_NAME = Columns()
+PATH = "path"  # Hugging Face stores images as structs of bytes and path
 BATCH = 64  # images that are unpacked at a time
 
 _last = threading.local()  # the file whose images a thread unpacks
@@ -64,7 +66,7 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         if label is None and not captions:
             raise no_column(location, "label", columns.label, LABEL_COLUMNS, _listed(file.schema_arrow))
         texts = _captions(file, location, columns) if captions else []
-        table = file.read(columns=[leaf for leaf in (label, key) if leaf])
+        table = _read(file, [leaf for leaf in (label, key) if leaf])
         # Names that are not UTF-8 are refused.
         table.validate(full=True)
         forward = Forward(location)
@@ -73,6 +75,7 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
             measured = [(len(each), zlib.crc32(each)) for each in unpacked_images(location, columns)]
             lengths, checks = np.array(measured, np.int64).reshape(-1, 2).T
             places, unpacked = (np.cumsum(lengths) - lengths, lengths, checks), int(lengths.sum())
+        paths = _paths(file, image, np.flatnonzero(places[1] == 0))
     sets = _labels(table, label, location) if label else [[None]] * table.num_rows
     name = location.rpartition("/")[2]
     keys = pa.array([f"{name}:{row}" for row in range(table.num_rows)], pa.string())
@@ -80,11 +83,9 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
         keys = pc.fill_null(read_column(table, key).cast(pa.string()).combine_chunks(), keys)
     has_label = np.array([bool(each) and (not label or None not in each) for each in sets], bool)
     has_image, has_text = places[1] > 0, np.array([isinstance(text, bytes) for text in texts], bool)
-    problems = [
-        f"{location}: {keys[row]}: no {part}"
-        for part, there in (("image", has_image), ("label", has_label))
-        for row in np.flatnonzero(~there)
-    ]
+    bare = np.flatnonzero(~has_image).tolist()
+    problems = [f"{location}: {keys[row]}: no image{paths.get(row, '')}" for row in bare]
+    problems += [f"{location}: {keys[row]}: no label" for row in np.flatnonzero(~has_label)]
     problems += [f"{location}: {keys[row]}: {texts[row]}" for row in np.flatnonzero(~has_text)]
     rows = np.flatnonzero(has_label & has_image & (has_text if captions else True))
     kept = keys.take(rows).to_pylist()
@@ -108,7 +109,7 @@ def index_parquet(columns: Columns, location: str, *, captions: bool = False) ->
 
 def _labels(table: pa.Table, label: str, location: str) -> list[list[Any]]:
     """Returns the labels of each row."""
-    labels = read_column(table, label)
+    labels = _with_text(read_column(table, label))
     several = _is_list(labels.type)
     kind = labels.type.value_type if several else labels.type
     if not (types.is_integer(kind) or types.is_boolean(kind) or _is_text(kind)):
@@ -122,13 +123,37 @@ def _labels(table: pa.Table, label: str, location: str) -> list[list[Any]]:
     return listed if several else [[each] for each in listed]
 
 
+def _read(file: pq.ParquetFile, columns: list[str]) -> pa.Table:
+    try:
+        return file.read(columns)
+    except pa.ArrowNotImplementedError:  # lists of dictionaries in several row groups
+        return pa.concat_tables(file.read_row_group(n, columns) for n in range(file.num_row_groups))
+
+
+def _with_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Returns a column, or lists, of bytes as text."""
+    if _is_list(column.type):
+        return column.cast(pa.list_(pa.string())) if _is_bytes(column.type.value_type) else column
+    return column.cast(pa.string()) if _is_bytes(column.type) else column
+
+
+def _paths(file: pq.ParquetFile, image: str, rows: NDArray[np.intp]) -> dict[int, str]:
+    """Returns what to say of rows without bytes: Hugging Face's structs may have a path alone."""
+    column, _, field = image.partition(".")
+    if not (field and len(rows) and PATH in [f.name for f in file.schema_arrow.field(column).type]):
+        return {}
+    paths = read_column(_read(file, [f"{column}.{PATH}"]), f"{column}.{PATH}")
+    there = ((row, paths[row].as_py()) for row in rows.tolist())
+    return {row: f", only a path, which is not read: {path}" for row, path in there if path}
+
+
 def _captions(file: pq.ParquetFile, location: str, columns: Columns) -> list[bytes | ValueError]:
     """Returns the field of captions of each row, or why it has none."""
     schema = file.schema_arrow
     column = first_column(columns.caption, CAPTION_COLUMNS, schema.names)
     if column is None:
         raise no_column(location, "caption", columns.caption, CAPTION_COLUMNS, _listed(schema))
-    values = read_column(file.read(columns=[column]), column)
+    values = read_column(_read(file, [column]), column)
     several = _is_list(values.type)
     kind = values.type.value_type if several else values.type
     if not (_is_text(kind) or types.is_null(kind)):
@@ -207,6 +232,12 @@ def find_columns(
     images = (columns.image,) if columns.image else IMAGE_COLUMNS
     image = next((leaf for n in images if n in schema.names and (leaf := _bytes_leaf(schema.field(n)))), None)
     if image is None:
+        for field in (schema.field(n) for n in images if n in schema.names):
+            if _is_list(field.type) and _bytes_leaf(field.with_type(field.type.value_type)):
+                raise UsageError(
+                    f"{name}: column {field.name} is {field.type}, which may hold several images: give each"
+                    " image a row of its own"
+                )
         raise UsageError(
             f"{name} has no column of encoded images ({', '.join(images)}); it has {_listed(schema)}"
         )
@@ -214,16 +245,26 @@ def find_columns(
     column, _, field = image.partition(".")
     keys = [n for n in KEY_COLUMNS if n in schema.names and n not in (column, label)]
     keys = [n for n in keys if _is_text(schema.field(n).type) or types.is_integer(schema.field(n).type)]
-    if field and "path" in [f.name for f in schema.field(column).type]:
-        keys.append(f"{column}.path")  # Hugging Face stores images as structs of bytes and path
+    if field and PATH in [f.name for f in schema.field(column).type]:
+        keys.append(f"{column}.{PATH}")
     return image, label, next(iter(keys), None)
 
 
 def read_column(table: pa.Table, leaf: str) -> pa.ChunkedArray:
-    """Returns a column, or a field of a struct, without dictionary encoding."""
+    """Returns a column, or a field of a struct, of a plain type: without dictionaries and views."""
     name, _, field = leaf.partition(".")
     column = table.select([name]).flatten()[leaf] if field else table[name]
-    return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
+    return column.cast(_plain(column.type))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if _is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if types.is_binary_view(kind) or types.is_fixed_size_binary(kind):
+        return pa.large_binary()
+    return pa.large_string() if types.is_string_view(kind) else kind
 
 
 def class_names(schema: pa.Schema, columns: Columns = BY_NAME) -> list[str] | None:
@@ -252,11 +293,13 @@ def named_if_broken(name: str) -> Iterator[None]:
 
 
 def _bytes_leaf(field: pa.Field) -> str | None:
-    """Returns the column's name, or its field ``bytes``, if it holds bytes."""
+    """Returns the column's name, or its field ``bytes``, if it holds bytes, or could if any row had them."""
     if _is_bytes(field.type):
         return field.name
-    if types.is_struct(field.type) and any(f.name == "bytes" and _is_bytes(f.type) for f in field.type):
-        return f"{field.name}.bytes"
+    if types.is_struct(field.type):
+        for inner in field.type:
+            if inner.name == "bytes" and (_is_bytes(inner.type) or types.is_null(inner.type)):
+                return f"{field.name}.bytes"
     return None
 
 
@@ -265,12 +308,13 @@ def _listed(schema: pa.Schema) -> str:
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
-    return types.is_binary(kind) or types.is_large_binary(kind)
+    return types.is_binary(plain := _plain(kind)) or types.is_large_binary(plain)
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return types.is_string(kind) or types.is_large_string(kind)
+    return types.is_string(plain := _plain(kind)) or types.is_large_string(plain)

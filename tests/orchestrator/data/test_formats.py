@@ -32,6 +32,7 @@ NUMBERS, NAMES = [0, 1, 2], ["x", "y", "x"]
 FILES = ["0.jpg", "1.jpg", "2.jpg"]
 UNNAMED = ["x.parquet:0", "x.parquet:1", "x.parquet:2"]
 LARGE = pa.array(BYTES, pa.large_binary())
+VIEWS = pa.struct([("bytes", pa.binary_view()), ("path", pa.string_view())])
 HF = pa.array([{"bytes": b, "path": f"{n}.jpg"} for n, b in enumerate(BYTES)])
 
 
@@ -74,6 +75,26 @@ def rows(labels: list[Any], keys: list[str]) -> list[dict[str, Any]]:
         ({"image": BYTES, "label": [True, False, True]}, [1, 0, 1], UNNAMED),
         ({"image": BYTES, "label": NAMES, "path": FILES}, NAMES, FILES),
         ({"image": BYTES, "label": pa.array([2**64 - 1, 0, 1], pa.uint64())}, [2**64 - 1, 0, 1], UNNAMED),
+        ({"image": pa.array(BYTES, pa.binary_view()), "label": NUMBERS}, NUMBERS, UNNAMED),
+        ({"image": pa.array(BYTES).dictionary_encode(), "label": NUMBERS}, NUMBERS, UNNAMED),
+        ({"image": BYTES, "label": NAMES, "key": pa.array(FILES, pa.string_view())}, NAMES, FILES),
+        ({"image": BYTES, "label": NAMES, "key": pa.array(FILES).dictionary_encode()}, NAMES, FILES),
+        *(
+            ({"image": BYTES, "label": pa.array(NAMES, kind)}, NAMES, UNNAMED)
+            for kind in (pa.string_view(), pa.large_string(), pa.binary(), pa.binary_view(), pa.binary(1))
+        ),
+        ({"image": BYTES, "label": pa.array([b"x", b"y", b"x"]).dictionary_encode()}, NAMES, UNNAMED),
+        ({"image": BYTES, "label": pa.array([1, 0, 1]).dictionary_encode()}, [1, 0, 1], UNNAMED),
+        *(
+            ({"image": BYTES, "label": pa.array([[name] for name in NAMES], kind)}, NAMES, UNNAMED)
+            for kind in (
+                pa.large_list(pa.string()),
+                pa.list_view(pa.string()),
+                pa.list_(pa.string_view()),
+                pa.list_(pa.binary()),
+                pa.list_(pa.dictionary(pa.int32(), pa.string())),
+            )
+        ),
     ],
 )
 def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tmp_path: Path) -> None:
@@ -87,6 +108,12 @@ def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tm
     [
         ({"image": BYTES, "y": NUMBERS}, r"has no label column \(label, .* image \(binary\), y \(int64\)"),
         ({"image": [[1]], "label": [0]}, r"has no column of encoded images .* image \(list"),
+        ({"image": [[b"a", b"b"]], "label": [0]}, r"column image is list<.*binary>, .* several images: give"),
+        (
+            {"image": [[{"bytes": b"a", "path": "p"}]], "label": [0]},
+            "column image is list<.*, .* several ima",
+        ),
+        ({"image": ["a.jpg"], "label": [0]}, r"has no column of encoded images .* image \(string\)"),
         ({"image": BYTES, "label": [0.5, 1, 2]}, "column label is double: labels are whole numbers or names"),
     ],
 )
@@ -110,11 +137,41 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
     )
     found, problems = read(parquet(tmp_path / "x.parquet", {"image": image, "label": [0, 1, 2, None]}))
     assert [row["key"] for row in found] == ["0"]
-    assert problems == ["NAME: 1: no image", "NAME: x.parquet:2: no image", "NAME: 3: no label"]
+    only_a_path = "NAME: 1: no image, only a path, which is not read: 1"
+    assert problems == [only_a_path, "NAME: x.parquet:2: no image", "NAME: 3: no label"]
     table = {"image": [b"", b"b", b"c"], "label": [0, 1, 2]}
     found, problems = read(parquet(tmp_path / "x.parquet", table, compression="none", use_dictionary=False))
     assert [row["image"] for row in found] == [b"b", b"c"]
     assert problems == ["NAME: x.parquet:0: no image"]
+
+
+@pytest.mark.parametrize("bytes_of", [None, b"a"])
+def test_images_of_which_only_paths_are_there(bytes_of: bytes | None, tmp_path: Path) -> None:
+    """Hugging Face's `datasets` writes them if it does not embed the files; there may be no bytes at all."""
+    image = pa.array([{"bytes": bytes_of, "path": "a"}, *({"bytes": None, "path": f"/b/{n}"} for n in "cd")])
+    columns = {"image": image, "label": [0, 1, 1], "id": ["x", "y", "z"]}
+    found, problems = read(parquet(tmp_path / "x.parquet", columns))
+    assert [row["key"] for row in found] == (["x"] if bytes_of else [])
+    reason = "no image, only a path, which is not read"
+    assert problems[-2:] == [f"NAME: y: {reason}: /b/c", f"NAME: z: {reason}: /b/d"]
+    assert len(problems) == 3 - len(found)
+
+
+def test_views_in_structs(tmp_path: Path) -> None:
+    """pyarrow writes them into a single row group."""
+    found, _ = read(parquet(tmp_path / "x.parquet", {"image": HF.cast(VIEWS), "label": NUMBERS}))
+    assert found == rows(NUMBERS, FILES)
+
+
+def test_images_of_one_size(tmp_path: Path) -> None:
+    """numpy's arrays of bytes are written so."""
+    values = [b"aaa", b"bbb", b"ccc"]
+    for options in ({"compression": "zstd"}, {"compression": "none", "use_dictionary": False}):
+        for image in (pa.array(values, pa.binary(3)), pa.array([values[0], None, values[2]], pa.binary(3))):
+            columns = {"image": image, "label": [0, 1, 0]}
+            found, problems = read(parquet(tmp_path / "x.parquet", columns, row_group_size=2, **options))
+            assert [row["image"] for row in found] == [value for value in image.to_pylist() if value]
+            assert len(problems) == image.null_count
 
 
 def test_webdataset(tmp_path: Path) -> None:
@@ -340,7 +397,7 @@ def test_damaged_and_compressed_tars(tmp_path: Path) -> None:
 
 
 SEVERAL = [bytes([n % 251]) * (n % 40) for n in range(700)]
-ONE_GROUP = {"row_group_size": 10**6, "write_batch_size": 8, "data_page_size": 1 << 16}
+ONE_GROUP: dict[str, Any] = {"row_group_size": 10**6, "write_batch_size": 8, "data_page_size": 1 << 16}
 SOURCES = ["snappy", "zstd", "none"]
 
 
@@ -371,16 +428,13 @@ def test_a_large_row_group_takes_little_memory(
         return read_at(self, offset, size)
 
     monkeypatch.setattr(Forward, "read_at", measured)
-    whole, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    try:
-        index_file(path)
-        assert sum(map(len, unpacked_images(path))) == sum(map(len, images))
-        column = ImageColumn(path, BY_NAME)
-        assert [len(column.read(row)) for row in range(0, 400, 5)] == [100_000 + n for n in range(0, 400, 5)]
-        assert 0 < pool.max_memory() < 20e6
-    finally:
-        pa.set_memory_pool(whole)
+    before = pa.total_allocated_bytes()
+    index_file(path)
+    column = ImageColumn(path, BY_NAME)
+    for read in (lambda: unpacked_images(path), lambda: (column.read(row) for row in range(400))):
+        for row, image in enumerate(read()):
+            assert len(image) == 100_000 + row
+            assert pa.total_allocated_bytes() - before < 20e6
     assert max(largest) < 2e6
 
 
