@@ -4,7 +4,7 @@ import io
 
 from PIL import Image, ImageColor, ImageOps
 
-from orchestrator.data.images import FORMATS, damage_as_bad_image
+from orchestrator.data.images import damage_as_bad_image, open_image
 from orchestrator.errors import UsageError
 
 Colour = tuple[int, int, int]
@@ -29,7 +29,7 @@ def on_background(encoded: bytes, background: Colour | None) -> bytes | None:
     Raises:
         BadImage: for bytes that are not a whole image.
     """
-    with damage_as_bad_image(), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+    with damage_as_bad_image(encoded), open_image(encoded) as image:
         if not image.has_transparency_data:
             return None
         pixels = ImageOps.exif_transpose(image).convert("RGBA")

@@ -23,7 +23,7 @@ from orchestrator.data.formats import BY_NAME, ImageColumn, index_file, unpacked
 from orchestrator.data.manifest import Shard
 from orchestrator.data.packing import Sample, write_shards
 from orchestrator.data.sources import open_source, read_places
-from orchestrator.data.tars import Forward
+from orchestrator.data.tars import TAR_IMAGES, Forward
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import parquet, samples, tar
 
@@ -193,13 +193,19 @@ def test_webdataset(tmp_path: Path) -> None:
     ]
     found, problems = read(tar(tmp_path / "x.tar", members, format=1))
     assert found == rows(["wolf", "dog", "cat"], ["a/0001", "0001", "0002"])
-    images = "(.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm)"
+    images = f"(.{', .'.join(TAR_IMAGES)})"
     assert problems == [f"NAME: a/b: no image {images}, but .1.jpg"]
     # GNU and pax tars store long names in members of their own.
     name = f"{'folder/' * 30}ümlaut"
     for format in (1, 2):
         path = tar(tmp_path / f"{format}.tar", [(f"{name}.jpg", b"a"), (f"{name}.cls", b"0")], format=format)
         assert read(path) == ([{"image": b"a", "label": 0, "key": name}], [])
+
+
+@pytest.mark.parametrize("extension", ["avif", "jp2", "J2K", "jpx", "jpf", "j2c", "jpc", "bmp", "tif"])
+def test_images_of_every_extension_in_tars(extension: str, tmp_path: Path) -> None:
+    found, problems = read(tar(tmp_path / "x.tar", [(f"0.{extension}", b"a"), ("0.cls", b"1")]))
+    assert (found, problems) == ([{"image": b"a", "label": 1, "key": "0"}], [])
 
 
 @pytest.mark.parametrize(
@@ -297,8 +303,7 @@ def test_no_sample_of_a_tar_is_lost_in_silence(dialect: str, end: str, tmp_path:
     named = {
         "symbolic": ".png is a symbolic link to 0.png",
         "empty": ".png is empty",
-        "a/name": "no image (.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm),"
-        " but .of.parts.cls, .of.parts.png",
+        "a/name": f"no image (.{', .'.join(TAR_IMAGES)}), but .of.parts.cls, .of.parts.png",
     }
     if "sparse" in dialect:
         named["sparse"] = ".png is a sparse file, which is not stored in one piece"
