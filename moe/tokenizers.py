@@ -23,9 +23,11 @@ UNKNOWN = 1  # a word that is not in the vocabulary
 FIRST = 2  # the id of the first piece
 CLIP_MERGES = 48_894  # the lines of CLIP's file that CLIP uses, after its first
 SUFFIX = "</w>"  # of pieces that end a word
-WORDS = (
-    r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"  # CLIP's, but for English endings after an apostrophe, which is removed
-)
+# CLIP's, but for English endings after an apostrophe, which is removed.
+WORDS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"
+# Learning takes time that is quadratic in a word's length, so a longer word is learnt from in pieces.
+# SentencePiece skips texts of more than 4,192 bytes, but captions in Chinese have no blanks.
+LEARNT_LETTERS = 256
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -140,7 +142,7 @@ class BPEConfig(TokenizerConfig):
         taken = FIRST + len(_byte_pieces())
         if size is None or size < taken:
             raise ValueError(f"a BPE needs a size of at least {taken}, which single bytes take; got {size}")
-        learner = _empty_bpe()
+        learner = _empty_bpe(WORDS.replace("+", f"{{1,{LEARNT_LETTERS}}}"))
         trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=size,
             min_frequency=2,
@@ -195,13 +197,13 @@ def _bpe(vocabulary: str) -> Any:
     return bpe
 
 
-def _empty_bpe() -> Any:
+def _empty_bpe(words: str = WORDS) -> Any:
     import tokenizers
 
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(end_of_word_suffix=SUFFIX))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
-            tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="removed", invert=True),
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(words), behavior="removed", invert=True),
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -6,7 +6,8 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -15,12 +16,13 @@ from typing import Any, BinaryIO, Literal
 
 import boto3
 import obstore
+from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, PreconditionError
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
+from orchestrator.credentials import PUBLIC, how_to_sign, is_public, signing
 from orchestrator.errors import UsageError
 
 # Attempts for each request. The pauses between them are drawn, and soon up to 3 s: what fails at once is
@@ -31,6 +33,9 @@ WRITTEN = "name a local path, s3://bucket/key, gs://bucket/key or az://container
 PIECE_BYTES = 16 << 20  # read or written at once
 HUB = re.compile(r"(datasets/[^/@]+/[^/@]+(?:@[^/]+)?)(?:/(.*))?")
 NOT_FOUND = (FileNotFoundError, NotFoundError)  # obstore raises either
+NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|\(NoSuchBucket\)")
+ANSWER = re.compile(r"<\?xml.*|<Error>.*", re.DOTALL)  # of a storage that refuses a request
+HEADS = 16  # requests in flight for empty objects
 
 Version = dict[str, str]  # of an object: what its storage needs to know it again
 
@@ -104,11 +109,11 @@ def put(
     with _changed(location) as place:
         try:
             return _version(obstore.put(*place, content, mode=how, chunk_size=PIECE_BYTES))
-        except (AlreadyExistsError, PreconditionError):
-            pass
-        except NOT_FOUND as error:  # of the object that was to be replaced, or else of the bucket
-            if isinstance(mode, str):
-                raise OSError(f"{location}: {_said(error)}") from error
+        except (AlreadyExistsError, PreconditionError, *NOT_FOUND) as error:
+            # Who replaces an object may find none; else it is the bucket that is missing.
+            unexpected = isinstance(error, NOT_FOUND) and isinstance(mode, str)
+            if unexpected or NO_BUCKET.search(str(error)):
+                raise _failure(location, error) from error
     raise FileExistsError(f"{location} exists already, or was written by another process")
 
 
@@ -153,10 +158,29 @@ def list_names(location: str) -> list[str]:
 def list_files(location: str) -> dict[str, int]:
     with _changed(location) as (store, key):
         found = {each["path"]: each["size"] for each in obstore.list(store, key or None).collect()}
-    # A console makes an empty object for a folder.
-    folders = {path.rpartition("/")[0] for path in found}
+        # A console makes an empty object for a folder.
+        folders = {key, *(path.rpartition("/")[0] for path in found)}
+        folders |= _folders(store, (path for path, size in found.items() if not size and path not in folders))
     below = len(key) + 1 if key else 0
-    return dict(sorted((path[below:], size) for path, size in found.items() if path not in {key, *folders}))
+    return dict(sorted((path[below:], size) for path, size in found.items() if path not in folders))
+
+
+def _folders(store: Any, empty: Iterable[str]) -> set[str]:
+    """Returns which of these empty objects stand for a folder: their keys end with a slash, which listings
+    of obstore do not show.
+    """
+
+    def is_folder(path: str) -> bool:
+        with suppress(BaseError):  # who may list objects may not read all of them
+            try:
+                obstore.head(store, path)
+            except NOT_FOUND:
+                return True
+        return False
+
+    paths = list(empty)
+    with ThreadPoolExecutor(HEADS) as pool:
+        return {path for path, found in zip(paths, pool.map(is_folder, paths), strict=True) if found}
 
 
 def delete_objects(location: str) -> None:
@@ -217,19 +241,21 @@ class _Object(io.RawIOBase):
 @contextmanager
 def _opened(location: str) -> Iterator[tuple[Any, str]]:
     """Yields the store of an object, and its key. All errors of libraries within the block are raised as
-    OSError, with the location; of a missing file FileNotFoundError.
+    OSError, with the location; of a missing file FileNotFoundError, of a missing bucket UsageError.
     """
     scheme, bucket, key = parse(location)
     try:
         yield _open(scheme, bucket), key
     except NOT_FOUND as error:
+        if NO_BUCKET.search(str(error)):
+            raise _failure(location, error) from error
         raise FileNotFoundError(f"no such file: {location}") from error
     except UsageError:
         raise
-    except ValueError as error:  # of a key that no storage has, or of credentials that are missing
+    except ValueError as error:  # of a key that no storage has
         raise UsageError(f"{location}: {_said(error)}") from error
     except (BaseError, BotoCoreError, ClientError) as error:
-        raise OSError(f"{location}: {_said(error)}") from error
+        raise _failure(location, error) from error
 
 
 @contextmanager
@@ -240,9 +266,28 @@ def _changed(location: str) -> Iterator[tuple[Any, str]]:
         yield place
 
 
+def _failure(location: str, error: Exception) -> Exception:
+    """Returns what a request that failed is raised as."""
+    scheme, bucket, _ = parse(location)
+    if NO_BUCKET.search(str(error)):
+        return UsageError(
+            f"{scheme}://{bucket}: there is no such {'container' if scheme == 'az' else 'bucket'}"
+        )
+    # Without credentials, obstore asks a server beside the machine for those of its account.
+    hint = f"; {how_to_sign(scheme)}" if "token request" in str(error) and scheme in PUBLIC else ""
+    return OSError(f"{location}: {_said(error)}{hint}")
+
+
 def _said(error: Exception) -> str:
-    """Returns an error's message in one line, without the debug output of obstore."""
-    return " ".join(str(error).partition("Debug source:")[0].split())
+    """Returns an error's message in one line, without the debug output of obstore, and with a storage's
+    answer in words rather than in XML.
+    """
+
+    def words(answer: re.Match[str]) -> str:
+        found = (re.search(f"<{tag}>(.*?)</{tag}>", answer[0], re.DOTALL) for tag in ("Code", "Message"))
+        return ": ".join(match[1].strip().partition("\n")[0] for match in found if match)
+
+    return " ".join(ANSWER.sub(words, str(error).partition("Debug source:")[0]).split())
 
 
 def _version(meta: Mapping[str, Any]) -> Version:
@@ -254,7 +299,8 @@ def s3() -> Any:
     """The client of S3 for what obstore cannot do."""
     # Its own pauses double up to 20 s.
     retries: Any = {"mode": "standard", "total_max_attempts": min(8, ATTEMPTS)}
-    return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries))
+    signed = {"signature_version": UNSIGNED} if is_public("s3") else {}
+    return boto3.client("s3", config=Config(read_timeout=TIMEOUT_S, retries=retries, **signed))
 
 
 def forget() -> None:
@@ -292,9 +338,8 @@ def _s3_store(bucket: str) -> S3Store:
     return S3Store(
         bucket,
         **where,
+        **signing("s3", bucket),
         region=_region(bucket, endpoint),
-        # boto3 also knows profiles and single sign-on.
-        credential_provider=Boto3CredentialProvider(),
         virtual_hosted_style_request=endpoint is None,
         **_options(),
     )
@@ -322,8 +367,8 @@ def _hub(data_set: str) -> HTTPStore:
 
 STORES: Mapping[str, Callable[[str], Any]] = {
     "s3": _s3_store,
-    "gs": lambda bucket: GCSStore(bucket, **_options()),
-    "az": lambda container: AzureStore(container, **_options()),
+    "gs": lambda bucket: GCSStore(bucket, **signing("gs", bucket), **_options()),
+    "az": lambda container: AzureStore(container, **signing("az", container), **_options()),
     "https": lambda host: HTTPStore(f"https://{host}", **_options()),
     "http": lambda host: HTTPStore(f"http://{host}", **_options()),
     "hf": _hub,

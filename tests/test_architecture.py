@@ -54,7 +54,8 @@ orchestrator.tasks: moe orchestrator.data.batch orchestrator.data.fields orchest
     orchestrator.data.sequences orchestrator.data.text orchestrator.tasks
 orchestrator.codec: moe.codec moe.config orchestrator.plugins
 orchestrator.storage: orchestrator.stores
-orchestrator.stores:
+orchestrator.stores: orchestrator.credentials
+orchestrator.credentials:
 orchestrator.threads: moe.model
 orchestrator.tracking: moe orchestrator.checkpoint.models orchestrator.checkpoint.weights
     orchestrator.codec orchestrator.config orchestrator.data.images orchestrator.storage
@@ -125,7 +126,7 @@ ray: bench jobs orchestrator.data.ray_data orchestrator.evaluation.evaluate orch
     orchestrator.training.torch_trainer
 mlflow: orchestrator.tracking
 boto3: orchestrator.stores
-obstore: orchestrator.stores
+obstore: orchestrator.credentials orchestrator.stores
 pyarrow.fs:
 torch.distributed: bench moe.batch_norm moe.expert_parallel moe.parallel orchestrator.checkpoint
     orchestrator.optimizers orchestrator.sweeps.machines orchestrator.training.dry_run

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError, features
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
@@ -26,8 +26,10 @@ from torchvision.transforms.v2 import functional as tv
 
 from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-IMAGE_FILES = re.compile(r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m", re.IGNORECASE)
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "JPEG2000")
+IMAGE_FILES = re.compile(
+    r"jpe?g|jpe|jfif|png|webp|bmp|gif|tiff?|p[pgbn]m|avifs?|jp[2cfx]|j2[ck]", re.IGNORECASE
+)
 SCALED_FROM = 2**19  # pixels; torchvision decodes a smaller JPEG as fast as Pillow does at half its size
 # A decoded image takes up to 10 bytes per pixel while it becomes RGB: 640 MB for each decoding thread.
 MAX_PIXELS = 64_000_000
@@ -39,6 +41,36 @@ PNG_DEPTH = 24  # the byte of a PNG that has the bits of a sample
 TIFF_BITS = 258  # the tag of TIFF that has them
 FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}  # EXIF orientation -> dims of (3, H, W)
 
+SHOWN = 80  # characters of bytes that are no image
+# Formats that Pillow may be built without -> how they begin, and the name of Pillow's feature.
+OPTIONAL = {
+    "AVIF": (rb".{4}ftyp(?:avi[fs]|(?:mif1|msf1).{0,60}avi[fs])", "avif"),
+    "JPEG 2000": (rb"\0\0\0\x0cjP  \r\n|\xff\x4f\xff\x51", "jpg_2000"),
+    "WebP": (rb"RIFF.{4}WEBP", "webp"),
+}
+# How other bytes begin -> what they are, and what to do.
+OTHERS = {
+    rb"version https://git-lfs": 'a Git LFS pointer: "git lfs pull" fetches the image',
+    rb"\s*(?:<[?!][^>]*>\s*)*<(?:!doctype html|html|head|body)\b": "an HTML page in place of an image",
+    rb"\s*(?:<[?!].*)?<svg[\s>]": "an SVG drawing: make a PNG of it",
+    rb"\s*<[?!\w]": "XML, perhaps what a server said: {begin}",
+    rb"\s*[\[{]\s*[\"\[\]{}]": "JSON, perhaps what a server said: {begin}",
+    rb"data:image/": "a data URL: decode the base64 behind its comma",
+    rb"(?:/9j/|iVBORw0KGgo|UklGR|R0lGOD)[\w+/=\s]{8}": "base64 text: decode it",
+    rb"\x1f\x8b": "compressed by gzip: unpack it",
+    rb"BZh\d|\xfd7zXZ\0|\x28\xb5\x2f\xfd": "compressed by bzip2, xz or zstd: unpack it",
+    rb"PK\x03\x04": "a zip archive: unpack it",
+    rb".{128}DICM": "DICOM: make a PNG of it",
+    rb".{4}ftyp(?:hei[cmxs]|hev[cmxs]|mif1|msf1)": "HEIC: make a JPEG or PNG of it",
+    rb".{4}ftyp": "a video",
+    rb"\xff\x0a|\0\0\0\x0cJXL ": "JPEG XL: make a JPEG or PNG of it",
+    rb"%PDF-": "a PDF: make a PNG of it",
+    rb"8BPS": "a Photoshop file: make a PNG of it",
+    rb"\x93NUMPY": "an array of numpy: make a PNG of it",
+}
+
+# Why Pillow cannot identify an image, which BadImage says.
+warnings.filterwarnings("ignore", "image file could not be identified because")
 # This warning recommends torchcodec.
 warnings.filterwarnings("ignore", "The image decoding and encoding capabilities of TorchVision")
 # `decode` drops alpha, as documented.
@@ -59,6 +91,12 @@ def decode(encoded: bytes) -> Tensor:
         BadImage: for bytes that are not a whole image, and for more than `MAX_PIXELS` pixels.
     """
     return Picture(encoded).pixels()
+
+
+def open_image(encoded: bytes) -> ImageFile:
+    """Reads the header of an image of `FORMATS`, of those that this Pillow has. Raises what Pillow raises."""
+    Image.init()
+    return Image.open(io.BytesIO(encoded), formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def may_be_image(name: str) -> bool:
@@ -82,8 +120,8 @@ class Picture:
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
-        with damage_as_bad_image():
-            self._image: ImageFile = Image.open(io.BytesIO(encoded), formats=FORMATS)
+        with damage_as_bad_image(encoded):
+            self._image = open_image(encoded)
             _check_size(self._image, len(encoded))
             self._orientation = _orientation(self._image)
             # CMYK JPEGs, made for print, are left to Pillow.
@@ -101,7 +139,7 @@ class Picture:
 
         `scale` is 1, or a result of the method `scale`: then only a part of a JPEG's frequencies is decoded.
         """
-        with damage_as_bad_image():
+        with damage_as_bad_image(self._encoded):
             if scale > 1:
                 self._image.draft(None, (self._image.width // scale, self._image.height // scale))
             if scale == 1 and self._jpeg:
@@ -116,7 +154,7 @@ class Picture:
         an image of fewer bits. Of colours in TIFF the high bytes are known, and the low bytes are 0.
         """
         image = self._image
-        with damage_as_bad_image():
+        with damage_as_bad_image(self._encoded):
             if image.format == "PNG" and self._encoded[PNG_DEPTH] == 16:
                 data = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
                 return self._upright(decode_image(data, ImageReadMode.UNCHANGED).to(torch.int32))
@@ -263,18 +301,34 @@ def _cropped(picture: Picture, box: Box, size: int, interpolation: str = "biline
 
 
 @contextmanager
-def damage_as_bad_image() -> Iterator[None]:
-    """Raises BadImage for whatever a decoder raises."""
+def damage_as_bad_image(encoded: bytes) -> Iterator[None]:
+    """Raises BadImage for whatever a decoder of these bytes raises."""
     try:
         yield
     except BadImage:
         raise
-    except UnidentifiedImageError:
-        raise BadImage(f"not an image of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # decoders raise nearly anything for damaged files
+        if known := _not_decoded(encoded):
+            raise BadImage(known) from None
+        if isinstance(error, UnidentifiedImageError):
+            raise BadImage(f"not an image of a known format ({', '.join(FORMATS)})") from None
         lines = str(error).splitlines() or [""]
         reason = re.sub(r".*\.cpp:\d+, ", "", lines[0])  # torchvision's build path
         raise BadImage(f"{type(error).__name__}: {reason}") from None
+
+
+def _not_decoded(encoded: bytes) -> str:
+    """Returns what the bytes are, if no decoder is for them, else an empty text."""
+    begin = encoded[:1024].removeprefix(b"\xef\xbb\xbf")
+    for name, (start, feature) in OPTIONAL.items():
+        if re.match(start, begin, re.DOTALL):
+            hint = f"{name}, which this Pillow cannot decode: install one with its feature {feature}"
+            return "" if features.check(feature) else hint
+    for start, what in OTHERS.items():
+        if re.match(start, begin, re.DOTALL | re.IGNORECASE):
+            shown = " ".join(begin.decode(errors="replace").split())[:SHOWN]
+            return f"not an image that is decoded, but {what.format(begin=shown)}"
+    return ""
 
 
 def _check_size(image: ImageFile, size: int) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 PLAIN = 0
 DATA_PAGE, DATA_PAGE_V2 = 0, 3  # page types; dictionary and index pages are not read
+HEADER = 1 << 16  # bytes that are read at first of a page
 
 
 def image_places(
@@ -22,12 +23,15 @@ def image_places(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
     """Returns the offset, size and CRC-32 of each row's value in a parquet file, (rows,) each.
 
-    ``read_at(offset, size)`` reads a column chunk of the file at a time. `column` is the path of a leaf
-    (``image`` or ``image.bytes``). Returns None if the file does not hold every value verbatim: for
-    compression, a dictionary, lists, other encodings, nulls, chunks in another order and damage.
+    ``read_at(offset, size)`` reads a page of the file at a time. `column` is the path of a leaf (``image`` or
+    ``image.bytes``). Returns None if the file does not hold every value verbatim: for compression, a
+    dictionary, lists, other encodings, nulls, chunks in another order and damage.
     """
     leaf = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     schema = metadata.schema.column(leaf)
+    if schema.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"):
+        return None
+    fixed = schema.length if schema.physical_type == "FIXED_LEN_BYTE_ARRAY" else None
     places: list[tuple[int, int, int]] = []
     last = 0
     for number in range(metadata.num_row_groups):
@@ -37,25 +41,51 @@ def image_places(
         if not verbatim or schema.max_repetition_level or begin < last:
             return None
         last = begin + chunk.total_compressed_size
-        view = memoryview(read_at(begin, chunk.total_compressed_size))
-        at, end = 0, len(places) + chunk.num_values
+        rest, end = _Rest(read_at, begin, last), len(places) + chunk.num_values
         while len(places) < end:
             try:
-                found = _page_values(view, at, optional=schema.max_definition_level > 0)
+                found = _page_values(rest, optional=schema.max_definition_level > 0, fixed=fixed)
             except (IndexError, KeyError, TypeError, ValueError):
                 return None
             if found is None:
                 return None
-            values, at = found
-            places += [(begin + v, size, zlib.crc32(view[v : v + size])) for v, size in values]
+            values, page = found
+            places += [(rest.begin + v, size, zlib.crc32(rest.view[v : v + size])) for v, size in values]
+            rest.drop(page)
     offsets, sizes, crcs = np.array(places, np.int64).reshape(-1, 3).T
     return offsets, sizes, crcs
 
 
-def _page_values(view: memoryview, at: int, *, optional: bool) -> tuple[list[tuple[int, int]], int] | None:
-    """Returns (offset, size) of the values of the page at `at`, and where the next page begins."""
-    header, at = _struct(view, at)
+class _Rest:
+    """What follows in a column chunk: `view` has its bytes from `begin` on, as far as they were asked for."""
+
+    def __init__(self, read_at: Callable[[int, int], bytes | memoryview], begin: int, end: int) -> None:
+        self._read_at, self.begin, self._end = read_at, begin, end
+        self.view = memoryview(b"")
+
+    def ask(self, size: int) -> bool:
+        """Returns whether `view` has `size` bytes."""
+        there, wanted = self.begin + len(self.view), min(self.begin + size, self._end)
+        if wanted > there:
+            self.view = memoryview(b"".join((self.view, self._read_at(there, wanted - there))))
+        return len(self.view) >= size
+
+    def drop(self, size: int) -> None:
+        self.begin, self.view = self.begin + size, self.view[size:]
+
+
+def _page_values(
+    rest: _Rest, *, optional: bool, fixed: int | None
+) -> tuple[list[tuple[int, int]], int] | None:
+    """Returns (offset, size) of the values of the next page in `rest`, and the size of the page.
+
+    fixed: the size of every value, if values have no lengths of their own.
+    """
+    header, at = _header(rest)
     end = at + header[3]
+    if end < at or not rest.ask(end):
+        return None
+    view = rest.view
     if header[1] == DATA_PAGE:
         count, encoding = header[5][1], header[5][2]
         at += 4 + _uint32(view, at) if optional else 0
@@ -64,13 +94,26 @@ def _page_values(view: memoryview, at: int, *, optional: bool) -> tuple[list[tup
         at += header[8][5] + header[8][6]
     else:
         return None
-    values = []
-    while encoding == PLAIN and at + 4 <= end and len(values) < count:
-        size = _uint32(view, at)
-        values.append((at + 4, size))
-        at += 4 + size
+    values, prefix = [], 4 if fixed is None else 0
+    while encoding == PLAIN and at + (fixed or prefix) <= end and len(values) < count:
+        size = _uint32(view, at) if fixed is None else fixed
+        values.append((at + prefix, size))
+        at += prefix + size
     # A null has a definition level and no value.
     return (values, end) if len(values) == count and at == end else None
+
+
+def _header(rest: _Rest) -> tuple[dict[int, Any], int]:
+    """Reads the header of the next page. Statistics in it may be as large as two values."""
+    size = HEADER
+    while True:
+        is_whole = rest.ask(size)
+        try:
+            return _struct(rest.view, 0)
+        except IndexError:
+            if not is_whole:
+                raise
+        size *= 4
 
 
 def _uint32(view: memoryview, at: int) -> int:

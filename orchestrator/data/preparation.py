@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageColor, ImageOps
 from torch import Tensor
 
-from orchestrator.data.images import FORMATS, Picture, damage_as_bad_image
+from orchestrator.data.images import Picture, damage_as_bad_image, open_image
 from orchestrator.errors import UsageError
 
 WHITE = 65535  # of samples of 16 bits
@@ -65,7 +65,7 @@ def colour(name: str) -> tuple[int, int, int]:
 
 def is_transparent(encoded: bytes) -> bool:
     """Returns whether an image has transparent pixels. Raises BadImage if it is damaged."""
-    with damage_as_bad_image(), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+    with damage_as_bad_image(encoded), open_image(encoded) as image:
         if not image.has_transparency_data:
             return False
         lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
@@ -73,7 +73,7 @@ def is_transparent(encoded: bytes) -> bool:
 
 
 def _on_background(encoded: bytes, background: str) -> bytes:
-    with damage_as_bad_image(), Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
+    with damage_as_bad_image(encoded), open_image(encoded) as image:
         pixels = ImageOps.exif_transpose(image).convert("RGBA")
     flat = Image.new("RGBA", pixels.size, (*colour(background), 255))
     flat.alpha_composite(pixels)

@@ -20,7 +20,6 @@ from threading import Thread
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 
 from orchestrator import storage
@@ -292,8 +291,7 @@ def _download(location: str, shard: Shard, to: BinaryIO) -> None:
 
 def _unpack(location: str, shard: Shard, to: BinaryIO) -> None:
     try:
-        with storage.open_to_read(location) as file:
-            to.writelines(unpacked_images(pq.ParquetFile(file), location))
+        to.writelines(unpacked_images(location))
     except (OSError, ValueError):
         # Arrow raises either for a damaged file.
         with open(os.devnull, "wb") as nowhere:

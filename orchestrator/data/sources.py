@@ -9,9 +9,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
+from uuid import uuid4
 
-import numpy as np
-import pyarrow.parquet as pq
 import torchvision
 from PIL import Image
 
@@ -21,7 +20,7 @@ from orchestrator.data import formats
 from orchestrator.data.csv_files import LISTS, index_csv
 from orchestrator.data.digits import cluttered_digits, plain_digits
 from orchestrator.data.folders import class_folders
-from orchestrator.data.formats import BY_NAME, Columns
+from orchestrator.data.formats import BY_NAME, Columns, image_column
 from orchestrator.data.images import BadImage
 from orchestrator.data.labels import listed_labels, read_labels
 from orchestrator.data.listing import READERS, read_files, shards_at
@@ -100,7 +99,7 @@ def open_source(
     if name == "python-topics":
         return python_topics(val_frac)
     if rest:
-        fetch = partial(read_places, columns)
+        fetch = partial(read_places, columns, uuid4().hex)
         options = {"captions": captions, "ignore_split_names": ignore_split_names, "execute": execute}
         match kind:
             case "folder":
@@ -187,28 +186,21 @@ def _shards(
     return tabulated(parts, splits, val_frac, fetch, notes=notes)
 
 
-def read_places(columns: Columns, places: Sequence[tuple[Any, ...]]) -> Iterator[bytes]:
-    """Reads images of tars and parquet files by (location, offset, size) or (location, row)."""
+def read_places(columns: Columns, source: str, places: Sequence[tuple[Any, ...]]) -> Iterator[bytes]:
+    """Reads images of tars and parquet files by (location, offset, size) or (location, row).
+
+    source: another text for each source, because files may have changed since another was opened.
+    """
     with ThreadPoolExecutor(READERS) as pool:
         for by_row, group in groupby(places, key=lambda place: len(place) == 2):
-            alike = list(group)
-            yield from _rows(columns, alike) if by_row else pool.map(_range, alike)
+            if by_row:
+                yield from (image_column(path, columns, source).read(row) for path, row in group)
+            else:
+                yield from pool.map(_range, group)
 
 
 def _range(place: tuple[str, int, int]) -> bytes:
     return storage.read_range(*place).content
-
-
-def _rows(columns: Columns, places: Iterable[tuple[str, int]]) -> Iterator[bytes]:
-    for location, of_file in groupby(places, key=lambda place: place[0]):
-        with storage.open_to_read(location) as source, formats.named_if_broken(location):
-            file = pq.ParquetFile(source)
-            image, _, _ = formats.find_columns(file.schema_arrow, location, columns)
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-            group_of, first = np.repeat(range(len(sizes)), sizes), np.cumsum([0, *sizes])
-            for group, rows in groupby((row for _, row in of_file), key=group_of.__getitem__):
-                images = formats.read_column(file.read_row_group(int(group), [image]), image)
-                yield from (images[int(row - first[group])].as_py() for row in rows)
 
 
 def read_decoded(

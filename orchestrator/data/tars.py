@@ -20,7 +20,10 @@ from orchestrator.data.text import TEXT, captions_as_field, captions_in_file
 from orchestrator.errors import UsageError
 
 # Members of tars, by extension, and fields of .json members.
-TAR_IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm")
+TAR_IMAGES = (
+    *("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k", "jpx", "jpf"),
+    *("j2c", "jpc"),
+)
 TAR_LABELS = ("cls", "cls.txt", "json")
 TAR_CAPTION = "txt"
 JSON_CAPTIONS = ("captions", "caption", "text")

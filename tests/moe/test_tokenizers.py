@@ -3,15 +3,21 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
+from moe import tokenizers
 from moe.codec import from_dict, to_dict
 from moe.tokenizers import END, FIRST, UNKNOWN, BPEConfig, TokenizerConfig, WordsConfig, canonical
 
 TEXTS = ["A photo of the_number 7.", "the digit seven", "the Digit; 7!", "crème brûlée numbers numb"]
+# The bytes of the first 256 pieces, in CLIP's order.
+SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = [*SHOWN, *(byte for byte in range(256) if byte not in SHOWN)]
 LEARN = "from tests.moe.test_tokenizers import learn; print(repr(learn()))"
 EVERY = pytest.mark.parametrize("family", [WordsConfig, BPEConfig], ids=lambda family: family.kind)
 
@@ -39,6 +45,43 @@ def test_bpe_by_hand():
     assert tokenizer.pieces("cab AB. abc") == [cab_end, ab_end, ab, FIRST + 256 + ord("c") - ord("!")]
     assert len(tokenizer.pieces("é")) == 2
     assert tokenizer.encode(["cab cab"], 2).tolist() == [[cab_end, END]]
+
+
+@pytest.mark.parametrize(
+    ("letters", "length"),
+    [("ab", 1_000_000), ("漢字仮", 200_000), ("😀😁", 200_000)],
+    ids=["latin", "chinese", "emoji"],
+)
+def test_a_word_of_a_million_bytes(letters, length):
+    """Learning and encoding take time that is linear in its length; learning took minutes."""
+    word = "".join(Random(0).choices(letters, k=length))
+    began = time.monotonic()
+    tokenizer = BPEConfig.learn([*TEXTS, word], 540)
+    ids = tokenizer.pieces(f"{word} seven")
+    assert time.monotonic() - began < 60
+    assert tokenizer.size() == 540
+    assert decoded(tokenizer, ids) == f"{word}seven"
+
+
+def decoded(tokenizer: BPEConfig, ids: list[int]) -> str:
+    """Returns the text without blanks that has these ids."""
+    pieces = [
+        *tokenizers._byte_pieces(),
+        *(line.replace(" ", "") for line in tokenizer.vocabulary.split("\n")),
+    ]
+    shown = "".join(pieces[number - FIRST] for number in ids).replace(tokenizers.SUFFIX, "")
+    byte_of = {piece: number for number, piece in zip(BYTES, pieces, strict=False)}
+    return bytes(byte_of[character] for character in shown).decode()
+
+
+def test_only_long_words_are_learnt_from_in_pieces(monkeypatch):
+    """What shorter ones teach is what it was before there was a bound."""
+    longest = tokenizers.LEARNT_LETTERS
+    texts = [*TEXTS, "straße übermut 漢字仮名交文 can't stop!!! ---", "xy" * (longest // 2), "xy" * 9]
+    learnt = BPEConfig.learn(texts, 600)
+    assert BPEConfig.learn([*texts, "xy" * longest], 600) != learnt
+    monkeypatch.setattr(tokenizers, "LEARNT_LETTERS", 10_000)
+    assert BPEConfig.learn(texts, 600) == learnt
 
 
 def test_a_file_of_merges_has_a_header():

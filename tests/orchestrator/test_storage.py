@@ -4,8 +4,9 @@ import os
 import threading
 
 import pytest
+from obstore.exceptions import GenericError
 
-from orchestrator import storage, stores
+from orchestrator import credentials, storage, stores
 from orchestrator.errors import UsageError
 
 ATTEMPTS = stores.ATTEMPTS  # tests make fewer
@@ -339,11 +340,102 @@ def test_unknown_places(location):
             act("gs://")
 
 
+ACTS = {
+    "write": lambda location: storage.write_bytes(location, b"content"),
+    "write new": lambda location: storage.write_new(location, b"content"),
+    "write if": lambda location: storage.write_if(location, b"content", {"e_tag": "1", "version": "1"}),
+    "read": storage.read_bytes,
+    "range": lambda location: storage.read_range(location, 0, 1),
+    "names": storage.names,
+    "files": storage.files,
+    "delete": storage.delete,
+}
+
+
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @in_every_cloud
-def test_writing_to_a_missing_bucket(bucket):
-    for write in (storage.write_bytes, storage.write_new):
-        with pytest.raises(OSError, match=r"NoSuchBucket|ContainerNotFound"):
-            write(f"{bucket.scheme}://there-is-none/file", b"content")
+def test_a_missing_bucket(bucket, act):
+    """It is named at once, without the storage's XML. (A size is None: HEAD does not say what is missing.)"""
+    missing = f"{bucket.scheme}://there-is-none"
+    with pytest.raises(UsageError, match=f"^{missing}: there is no such (bucket|container)$"):
+        act(f"{missing}/file")
+    assert len(bucket.proxy.requests) == 1
+
+
+def unset_credentials(monkeypatch, tmp_path):
+    """Leaves the endpoints alone; nobody has logged in, and this is no cloud's machine."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")) and not name.endswith(("ENDPOINT_URL", "ENDPOINT")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "testing")
+    monkeypatch.setattr(credentials, "METADATA_HOSTS", ())
+    stores.forget()
+
+
+@pytest.mark.parametrize(("scheme", "hint"), [("s3", "AWS_ACCESS_KEY_ID"), ("gs", "GOOGLE_APPLICATION")])
+def test_without_credentials(scheme, hint, monkeypatch, tmp_path):
+    unset_credentials(monkeypatch, tmp_path)
+    message = f"^{scheme}://flowers: no credentials: set {hint}.*, or, for a public bucket, .*=true$"
+    for act in (storage.files, storage.size, storage.read_bytes):
+        with pytest.raises(UsageError, match=message):
+            act(f"{scheme}://flowers/data")
+
+
+def test_credentials_that_a_machine_does_not_give(monkeypatch, tmp_path):
+    """Azure is asked for them at the first request."""
+    unset_credentials(monkeypatch, tmp_path)
+    refused = GenericError("Error performing token request: HTTP error\nDebug source: ..")
+    message = r"^az://a/b: .*HTTP error; set AZURE_STORAGE_ACCOUNT_KEY .*=true$"
+    with pytest.raises(OSError, match=message), stores._opened("az://a/b"):
+        raise refused
+    stores.forget()
+
+
+@pytest.mark.parametrize(("name", "value"), [("AWS_NO_SIGN_REQUEST", "YES"), ("AWS_SKIP_SIGNATURE", "1")])
+def test_a_public_bucket(name, value, bucket, monkeypatch, tmp_path):
+    """It is read without credentials, if a variable says so; what is not public is refused in words."""
+    for key, acl in (("data/open", "public-read"), ("data/closed", "private")):
+        stores.s3().put_object(Bucket=bucket.name, Key=key, Body=b"content", ACL=acl)
+    unset_credentials(monkeypatch, tmp_path)
+    monkeypatch.setenv(name, value)
+    assert storage.files(bucket.uri("data")) == {"closed": 7, "open": 7}
+    assert storage.read_bytes(bucket.uri("data", "open")) == b"content"
+    with pytest.raises(OSError, match="403 Forbidden"):
+        storage.read_bytes(bucket.uri("data", "closed"))
+    for no in ("false", "0", ""):
+        monkeypatch.setenv(name, no)
+        stores.forget()
+        with pytest.raises(UsageError, match="no credentials"):
+            storage.files(bucket.uri("data"))
+
+
+@pytest.mark.parametrize("value", ["true", "Yes", "1"])
+@pytest.mark.parametrize(("scheme", "prefix"), [("s3", "AWS"), ("gs", "GOOGLE"), ("az", "AZURE")])
+def test_requests_to_public_buckets_are_not_signed(scheme, prefix, value, monkeypatch, tmp_path):
+    unset_credentials(monkeypatch, tmp_path)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv(f"{prefix}_SKIP_SIGNATURE", value)
+    assert stores._open(scheme, "flowers").config["skip_signature"]
+
+
+def test_markers_of_folders(bucket):
+    """A console makes an object "empty/" for a folder; an empty file and an unreadable one stay."""
+    for key in ("data/full/", "data/empty/", "data/v1.0/", "data/full/x", "data/file", "data/a/file"):
+        stores.s3().put_object(Bucket=bucket.name, Key=key, Body=b"")
+    assert storage.files(bucket.uri("data")) == {"a/file": 0, "file": 0, "full/x": 0}
+    assert storage.files(bucket.uri()) == {"data/a/file": 0, "data/file": 0, "data/full/x": 0}
+    with bucket.failing("busy", lambda request: request.startswith("HEAD")):
+        assert "empty" in storage.files(bucket.uri("data"))
+
+
+@pytest.mark.parametrize("key", ["data//x", "data/./x"])
+def test_keys_that_no_path_has(key, bucket):
+    """They are named, in one line."""
+    stores.s3().put_object(Bucket=bucket.name, Key=key, Body=b"")
+    with pytest.raises(OSError, match=f'^{bucket.uri("data")}: [^\n]*"{key}"[^\n]*$'):
+        storage.files(bucket.uri("data"))
 
 
 def test_join():

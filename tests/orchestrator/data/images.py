@@ -79,6 +79,16 @@ CONVERTED = {  # stored as PNG
     "cmyk.tiff": encoded(RGB.convert("CMYK"), "TIFF"),
     "plain.ppm": encoded(RGB, "PPM"),
     "bits.pbm": encoded(GREY.convert("1"), "PPM"),
+    "plain.avif": encoded(RGB, "AVIF"),
+    "grey.avif": encoded(GREY, "AVIF"),
+    "alpha.avif": encoded(ALPHA, "AVIF"),
+    "turned.avif": encoded(RGB, "AVIF", exif=exif(3)),
+    "several.avif": encoded(RGB, "AVIF", save_all=True, append_images=[RGB.rotate(180)]),
+    "plain.jp2": encoded(RGB, "JPEG2000"),
+    "grey.jp2": encoded(GREY, "JPEG2000"),
+    "alpha.jpx": encoded(ALPHA, "JPEG2000"),
+    "bare.j2k": encoded(RGB, "JPEG2000", no_jp2=True),
+    "lossy.jpf": encoded(RGB, "JPEG2000", irreversible=True, quality_mode="dB", quality_layers=[40]),
 }
 IMAGES = KEPT | CONVERTED
 PNG, JPEG = KEPT["plain.png"], KEPT["plain.jpg"]

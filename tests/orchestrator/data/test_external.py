@@ -227,3 +227,18 @@ def test_shards_in_place_on_s3(bucket, theirs: Path) -> None:
     bucket.proxy.requests.clear()
     assert index_external_shards(bucket.uri("theirs"), bucket.uri("root")) == path
     assert not any(request.startswith("GET") and ".tar" in request for request in bucket.proxy.requests)
+
+
+def test_metadata_beside_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As img2dataset has it: a parquet file without images is passed over by name, but not if all are so."""
+    them = tmp_path / "them"
+    for n in range(2):
+        tar(them / f"{n:05}.tar", samples(10 * n, 6))
+        parquet(them / f"{n:05}.parquet", {"url": ["https://example.org"], "label": [0], "key": ["0"]})
+    manifest = open_manifest(index_external_shards(str(them), str(tmp_path)))
+    assert sum(manifest.rows(split) for split in manifest.splits) == 12
+    assert "00000.parquet has no column of encoded images" in caplog.text
+    with pytest.raises(
+        UsageError, match=r"no sample .*00000.parquet has no column of .* it has url \(string\)"
+    ):
+        open_source(f"parquet:{them}")

@@ -8,6 +8,9 @@ import os
 import subprocess
 import tarfile
 import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from orchestrator import storage
-from orchestrator.data.formats import index_file, unpacked_images
+from orchestrator.data.formats import BY_NAME, ImageColumn, index_file, unpacked_images
 from orchestrator.data.manifest import Shard
 from orchestrator.data.packing import Sample, write_shards
+from orchestrator.data.sources import open_source, read_places
+from orchestrator.data.tars import TAR_IMAGES, Forward
 from orchestrator.errors import UsageError
 from tests.orchestrator.data.images import parquet, samples, tar
 
@@ -27,6 +32,7 @@ NUMBERS, NAMES = [0, 1, 2], ["x", "y", "x"]
 FILES = ["0.jpg", "1.jpg", "2.jpg"]
 UNNAMED = ["x.parquet:0", "x.parquet:1", "x.parquet:2"]
 LARGE = pa.array(BYTES, pa.large_binary())
+VIEWS = pa.struct([("bytes", pa.binary_view()), ("path", pa.string_view())])
 HF = pa.array([{"bytes": b, "path": f"{n}.jpg"} for n, b in enumerate(BYTES)])
 
 
@@ -43,7 +49,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         unpacked=part.shard.unpacked,
     )
     if part.shard.unpacked is not None:
-        content = b"".join(unpacked_images(pq.ParquetFile(path), "NAME"))
+        content = b"".join(unpacked_images(str(path)))
         assert len(content) == part.shard.unpacked
     images = [content[offset : offset + size] for offset, size in part.places]
     assert [zlib.crc32(image) for image in images] == part.crcs
@@ -69,6 +75,26 @@ def rows(labels: list[Any], keys: list[str]) -> list[dict[str, Any]]:
         ({"image": BYTES, "label": [True, False, True]}, [1, 0, 1], UNNAMED),
         ({"image": BYTES, "label": NAMES, "path": FILES}, NAMES, FILES),
         ({"image": BYTES, "label": pa.array([2**64 - 1, 0, 1], pa.uint64())}, [2**64 - 1, 0, 1], UNNAMED),
+        ({"image": pa.array(BYTES, pa.binary_view()), "label": NUMBERS}, NUMBERS, UNNAMED),
+        ({"image": pa.array(BYTES).dictionary_encode(), "label": NUMBERS}, NUMBERS, UNNAMED),
+        ({"image": BYTES, "label": NAMES, "key": pa.array(FILES, pa.string_view())}, NAMES, FILES),
+        ({"image": BYTES, "label": NAMES, "key": pa.array(FILES).dictionary_encode()}, NAMES, FILES),
+        *(
+            ({"image": BYTES, "label": pa.array(NAMES, kind)}, NAMES, UNNAMED)
+            for kind in (pa.string_view(), pa.large_string(), pa.binary(), pa.binary_view(), pa.binary(1))
+        ),
+        ({"image": BYTES, "label": pa.array([b"x", b"y", b"x"]).dictionary_encode()}, NAMES, UNNAMED),
+        ({"image": BYTES, "label": pa.array([1, 0, 1]).dictionary_encode()}, [1, 0, 1], UNNAMED),
+        *(
+            ({"image": BYTES, "label": pa.array([[name] for name in NAMES], kind)}, NAMES, UNNAMED)
+            for kind in (
+                pa.large_list(pa.string()),
+                pa.list_view(pa.string()),
+                pa.list_(pa.string_view()),
+                pa.list_(pa.binary()),
+                pa.list_(pa.dictionary(pa.int32(), pa.string())),
+            )
+        ),
     ],
 )
 def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tmp_path: Path) -> None:
@@ -82,6 +108,11 @@ def test_parquet(columns: dict[str, Any], labels: list[Any], keys: list[str], tm
     [
         ({"image": BYTES, "y": NUMBERS}, r"has no label column \(label, .* image \(binary\), y \(int64\)"),
         ({"image": BYTES, "label": [0.5, 1, 2]}, "label 0.5 of x.parquet:0 is not a whole number"),
+        ({"image": [[b"a", b"b"]], "label": [0]}, r"column image is list<.*binary>, .* several images: give"),
+        (
+            {"image": [[{"bytes": b"a", "path": "p"}]], "label": [0]},
+            "column image is list<.*, .* several ima",
+        ),
     ],
 )
 def test_parquet_that_does_not_fit(columns: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -104,11 +135,41 @@ def test_rows_without_image_or_label_are_named(tmp_path: Path) -> None:
     )
     found, problems = read(parquet(tmp_path / "x.parquet", {"image": image, "label": [0, 1, 2, None]}))
     assert [row["key"] for row in found] == ["0"]
-    assert problems == ["NAME: 1: no image", "NAME: x.parquet:2: no image", "NAME: 3: no label"]
+    only_a_path = "NAME: 1: no image, only a path, which is not read: 1"
+    assert problems == [only_a_path, "NAME: x.parquet:2: no image", "NAME: 3: no label"]
     table = {"image": [b"", b"b", b"c"], "label": [0, 1, 2]}
     found, problems = read(parquet(tmp_path / "x.parquet", table, compression="none", use_dictionary=False))
     assert [row["image"] for row in found] == [b"b", b"c"]
     assert problems == ["NAME: x.parquet:0: no image"]
+
+
+@pytest.mark.parametrize("bytes_of", [None, b"a"])
+def test_images_of_which_only_paths_are_there(bytes_of: bytes | None, tmp_path: Path) -> None:
+    """Hugging Face's `datasets` writes them if it does not embed the files; there may be no bytes at all."""
+    image = pa.array([{"bytes": bytes_of, "path": "a"}, *({"bytes": None, "path": f"/b/{n}"} for n in "cd")])
+    columns = {"image": image, "label": [0, 1, 1], "id": ["x", "y", "z"]}
+    found, problems = read(parquet(tmp_path / "x.parquet", columns))
+    assert [row["key"] for row in found] == (["x"] if bytes_of else [])
+    reason = "no image, only a path, which is not read"
+    assert problems[-2:] == [f"NAME: y: {reason}: /b/c", f"NAME: z: {reason}: /b/d"]
+    assert len(problems) == 3 - len(found)
+
+
+def test_views_in_structs(tmp_path: Path) -> None:
+    """pyarrow writes them into a single row group."""
+    found, _ = read(parquet(tmp_path / "x.parquet", {"image": HF.cast(VIEWS), "label": NUMBERS}))
+    assert found == rows(NUMBERS, FILES)
+
+
+def test_images_of_one_size(tmp_path: Path) -> None:
+    """numpy's arrays of bytes are written so."""
+    values = [b"aaa", b"bbb", b"ccc"]
+    for options in ({"compression": "zstd"}, {"compression": "none", "use_dictionary": False}):
+        for image in (pa.array(values, pa.binary(3)), pa.array([values[0], None, values[2]], pa.binary(3))):
+            columns = {"image": image, "label": [0, 1, 0]}
+            found, problems = read(parquet(tmp_path / "x.parquet", columns, row_group_size=2, **options))
+            assert [row["image"] for row in found] == [value for value in image.to_pylist() if value]
+            assert len(problems) == image.null_count
 
 
 def test_webdataset(tmp_path: Path) -> None:
@@ -130,13 +191,19 @@ def test_webdataset(tmp_path: Path) -> None:
     ]
     found, problems = read(tar(tmp_path / "x.tar", members, format=1))
     assert found == rows(["wolf", "dog", "cat"], ["a/0001", "0001", "0002"])
-    images = "(.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm)"
+    images = f"(.{', .'.join(TAR_IMAGES)})"
     assert problems == [f"NAME: a/b: no image {images}, but .1.jpg"]
     # GNU and pax tars store long names in members of their own.
     name = f"{'folder/' * 30}ümlaut"
     for format in (1, 2):
         path = tar(tmp_path / f"{format}.tar", [(f"{name}.jpg", b"a"), (f"{name}.cls", b"0")], format=format)
         assert read(path) == ([{"image": b"a", "label": 0, "key": name}], [])
+
+
+@pytest.mark.parametrize("extension", ["avif", "jp2", "J2K", "jpx", "jpf", "j2c", "jpc", "bmp", "tif"])
+def test_images_of_every_extension_in_tars(extension: str, tmp_path: Path) -> None:
+    found, problems = read(tar(tmp_path / "x.tar", [(f"0.{extension}", b"a"), ("0.cls", b"1")]))
+    assert (found, problems) == ([{"image": b"a", "label": 1, "key": "0"}], [])
 
 
 @pytest.mark.parametrize(
@@ -234,8 +301,7 @@ def test_no_sample_of_a_tar_is_lost_in_silence(dialect: str, end: str, tmp_path:
     named = {
         "symbolic": ".png is a symbolic link to 0.png",
         "empty": ".png is empty",
-        "a/name": "no image (.jpg, .jpeg, .png, .webp, .bmp, .gif, .tif, .tiff, .ppm),"
-        " but .of.parts.cls, .of.parts.png",
+        "a/name": f"no image (.{', .'.join(TAR_IMAGES)}), but .of.parts.cls, .of.parts.png",
     }
     if "sparse" in dialect:
         named["sparse"] = ".png is a sparse file, which is not stored in one piece"
@@ -331,6 +397,86 @@ def test_damaged_and_compressed_tars(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(bytes(whole)))
     with pytest.raises(UsageError, match=f"{path} is not a whole uncompressed tar"):
         index_file(str(path))
+
+
+SEVERAL = [bytes([n % 251]) * (n % 40) for n in range(700)]
+ONE_GROUP: dict[str, Any] = {"row_group_size": 10**6, "write_batch_size": 8, "data_page_size": 1 << 16}
+SOURCES = ["snappy", "zstd", "none"]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+def test_images_by_row(rows: int, tmp_path: Path) -> None:
+    """In rising order, with gaps, and backwards; whatever the row groups are."""
+    images = [None if n % 10 == 3 else image for n, image in enumerate(SEVERAL)]
+    path = parquet(tmp_path / "x", {"image": images}, row_group_size=rows, compression="zstd")
+    column = ImageColumn(str(path), BY_NAME)
+    wanted = [*range(700), *range(5, 700, 90), 699, 3, 2, 2, 64, 63, 128, 0]
+    assert [column.read(row) for row in wanted] == [images[row] or b"" for row in wanted]
+    assert [*unpacked_images(str(path))] == [image or b"" for image in images]
+
+
+@pytest.mark.parametrize("compression", SOURCES)
+def test_a_large_row_group_takes_little_memory(
+    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas writes a million rows into a group; they are never in memory together."""
+    images = [bytes(100_000 + n) for n in range(400)]
+    columns = {"image": images, "label": [n % 2 for n in range(400)]}
+    path = str(parquet(tmp_path / "x", columns, compression=compression, use_dictionary=False, **ONE_GROUP))
+    largest = [0]
+    read_at = Forward.read_at
+
+    def measured(self: Forward, offset: int, size: int) -> bytes:
+        largest.append(size)
+        return read_at(self, offset, size)
+
+    monkeypatch.setattr(Forward, "read_at", measured)
+    before = pa.total_allocated_bytes()
+    index_file(path)
+    column = ImageColumn(path, BY_NAME)
+    for read in (lambda: unpacked_images(path), lambda: (column.read(row) for row in range(400))):
+        for row, image in enumerate(read()):
+            assert len(image) == 100_000 + row
+            assert pa.total_allocated_bytes() - before < 20e6
+    assert max(largest) < 2e6
+
+
+def test_packing_unpacks_a_file_once_for_each_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once before, to measure its images, however many shards there are."""
+    columns = {"image": SEVERAL, "label": [n % 2 for n in range(700)]}
+    path = parquet(tmp_path / "x.parquet", columns, compression="snappy")
+    unpacked = []
+    batches = ImageColumn.batches
+
+    def counted(self: ImageColumn, group: int = 0) -> Iterator[tuple[range, pa.ChunkedArray]]:
+        for rows, images in batches(self, group):
+            unpacked.append(len(rows))
+            yield rows, images
+
+    monkeypatch.setattr(ImageColumn, "batches", counted)
+    source = open_source(f"parquet:{path}", val_frac=0.2)
+    assert sum(unpacked) == 700
+    for number, split in enumerate(source.splits.values(), start=2):
+        found = [*chain(*(source.fetch([s.image for s in split[i : i + 10]]) for i in range(0, 700, 10)))]
+        assert found == [SEVERAL[int(sample.key.split(":")[1])] for sample in split]
+        assert sum(unpacked) <= number * 700
+
+
+def test_a_file_that_changes_between_two_packings(tmp_path: Path) -> None:
+    for images in (SEVERAL, [image + b"!" for image in SEVERAL]):
+        columns = {"image": images, "label": [n % 2 for n in range(700)]}
+        source = open_source(f"parquet:{parquet(tmp_path / 'x.parquet', columns, compression='snappy')}")
+        train = source.splits["train"]
+        assert [*source.fetch([train[0].image])] == [images[int(train[0].key.split(":")[1])]]
+
+
+def test_threads_do_not_share_an_open_file(tmp_path: Path) -> None:
+    columns = {"image": SEVERAL, "label": [n % 2 for n in range(700)]}
+    path = parquet(tmp_path / "x.parquet", columns, compression="snappy")
+    places = [[(str(path), row) for row in range(first, 700, 8)] for first in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda rows: [*read_places(BY_NAME, "a", rows)], places)
+        assert [*found] == [SEVERAL[first::8] for first in range(8)]
 
 
 def test_our_own_shards(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Decoding images of every common kind, upright and in 8 bits; bytes that are not an image; crops."""
 
+import base64
+import gzip
 import hashlib
 import io
 import itertools
+import lzma
 import math
 import struct
 import subprocess
@@ -13,12 +16,12 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import AvifImagePlugin, Image, ImageOps, WebPImagePlugin, features
 from torchvision.transforms.v2 import functional as tv
 
 from orchestrator.data.augment import color_jitter, erase, randaugment, three_augment
 from orchestrator.data.batch import normalize
-from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box
+from orchestrator.data.images import BadImage, Picture, Transform, decode, inception_box, may_be_image
 from tests.orchestrator.data.images import IMAGES, JPEG, RGB, WORDS, encoded, exif, pixels, raw_png
 
 LARGE = RGB.resize((1008, 800), Image.Resampling.BILINEAR)
@@ -41,7 +44,7 @@ def test_every_kind_is_what_pillow_sees(name: str) -> None:
 
 def test_sixteen_bits_become_eight() -> None:
     """Pillow's own conversion clips grey to white."""
-    for kind in ("PNG", "TIFF", "PPM"):
+    for kind in ("PNG", "TIFF", "PPM", "JPEG2000"):
         found = pixels(encoded(Image.fromarray(WORDS), kind))
         np.testing.assert_array_equal(found, np.repeat(WORDS[..., None] // 256, 3, axis=2))
     values = np.random.default_rng(0).integers(0, 2**16, (5, 4, 3))
@@ -49,7 +52,7 @@ def test_sixteen_bits_become_eight() -> None:
     np.testing.assert_array_equal(pixels(raw_png(width=4, height=5, bits=16, rows=rows)), values // 256)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_orientation(kind: str) -> None:
     """0 and 9 are not orientations."""
     for orientation in range(10):
@@ -84,7 +87,10 @@ def resized(jpeg: bytes, width: int, height: int) -> bytes:
     ("content", "reason"),
     [
         (b"", "not an image of a known format"),
-        (b"no image", r"not an image of a known format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM\)"),
+        (
+            b"no image",
+            r"not an image of a known format \(JPEG, PNG, WEBP, BMP, GIF, TIFF, PPM, AVIF, JPEG2000\)",
+        ),
         (JPEG[:-100], "RuntimeError: Image is incomplete or truncated"),
         (IMAGES["plain.png"][:-100], "OSError: .*truncated"),
         (raw_png(width=60_000, height=60_000, bits=8, rows=b""), "3600000000 pixels"),
@@ -98,6 +104,83 @@ def resized(jpeg: bytes, width: int, height: int) -> bytes:
 def test_reasons(content: bytes, reason: str) -> None:
     with pytest.raises(BadImage, match=f"^.*{reason}.*$"):
         Transform(size=8)(content)
+
+
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+DENIED = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>'
+NO_IMAGES = {
+    "LFS": (LFS, 'a Git LFS pointer: "git lfs pull" fetches the image'),
+    "HTML": (b"<!DOCTYPE html><html><body>404 <svg></svg>", "an HTML page"),
+    "HTML in capitals": (b"\n<HTML><HEAD>", "an HTML page"),
+    "HTML with a comment": (b"\xef\xbb\xbf<!-- x --><html lang='en'>", "an HTML page"),
+    "XHTML": (b'<?xml version="1.0"?><!DOCTYPE html PUBLIC "-"><html>', "an HTML page"),
+    "SVG": (SVG, "an SVG drawing"),
+    "SVG after its type": (
+        b'<?xml version="1.0"?>\n<!-- by hand -->\n<!DOCTYPE svg>\n' + SVG,
+        "an SVG drawing",
+    ),
+    "XML": (DENIED, 'XML, .*<[?]xml version="1.0"[?]> <Error><Code>AccessDenied</Code></Error>'),
+    "bare XML": (b"<Error><Code>NoSuchKey</Code></Error>", "XML, .*NoSuchKey"),
+    "JSON": (b' {"message":\n "Not Found"}', 'JSON, .*{"message": "Not Found"}'),
+    "a list in JSON": (b"[]", r"JSON, .*\[\]"),
+    "data URL": (b"data:image/png;base64,iVBORw0KGgo", "a data URL"),
+    "base64": (base64.b64encode(IMAGES["plain.png"]), "base64 text"),
+    "base64 of JPEG": (base64.b64encode(JPEG), "base64 text"),
+    "gzip": (gzip.compress(JPEG), "compressed by gzip"),
+    "xz": (lzma.compress(JPEG), "compressed by bzip2, xz or zstd"),
+    "zip": (b"PK\3\4" + bytes(99), "a zip archive"),
+    "DICOM": (bytes(128) + b"DICM" + bytes(99), "DICOM"),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), "HEIC"),
+    "HEIC of another brand": (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(99), "HEIC"),
+    "JPEG XL": (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(99), "JPEG XL"),
+    "bare JPEG XL": (b"\xff\x0a" + bytes(99), "JPEG XL"),
+    "video": (b"\0\0\0\x18ftypisom" + bytes(99), "a video"),
+    "PDF": (b"%PDF-1.7\n", "a PDF"),
+    "numpy": (b"\x93NUMPY\1\0" + bytes(99), "an array of numpy"),
+}
+
+
+@pytest.mark.parametrize(("content", "what"), NO_IMAGES.values(), ids=NO_IMAGES)
+def test_what_is_no_image_is_named(content: bytes, what: str) -> None:
+    with pytest.raises(BadImage, match=f"^not an image that is decoded, but {what}[^\n]*$") as raised:
+        decode(content)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("plain.avif", "AVIF, which this Pillow cannot decode: install one with its feature avif"),
+        ("bare.j2k", "JPEG 2000, which this Pillow cannot decode: install one with its feature jpg_2000"),
+        ("plain.jp2", "JPEG 2000, which"),
+        ("lossy.webp", "WebP, which"),
+    ],
+)
+def test_decoders_that_pillow_was_built_without(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it says so itself, fails while it decodes, or does not know the format at all."""
+    has = features.check
+    monkeypatch.setattr(features, "check", lambda feature: has(feature) and feature == "jpg")
+    monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
+    monkeypatch.setattr(WebPImagePlugin, "SUPPORTED", False)
+    monkeypatch.delattr(Image.core, "jpeg2k_decoder")
+    for _ in range(2):
+        with pytest.raises(BadImage, match=f"^{reason}"):
+            decode(IMAGES[name])
+        for known in ("AVIF", "JPEG2000", "WEBP"):
+            monkeypatch.delitem(Image.OPEN, known, raising=False)
+    assert decode(IMAGES["plain.png"]).shape == (3, 40, 56)
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [(f"a.{kind}", True) for kind in ("avif", "AVIF", "avifs", "jp2", "j2k", "jpx", "jpf", "jpc", "j2c")]
+    + [(f"a.{kind}", False) for kind in ("heic", "heif", "jxl", "svg", "dcm", "jp", "j2", "gz")],
+)
+def test_images_by_name(name: str, may: bool) -> None:
+    assert may_be_image(name) == may
 
 
 @pytest.mark.parametrize(

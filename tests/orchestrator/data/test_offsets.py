@@ -40,7 +40,13 @@ def places(path: Path, column: str = "image", content: bytes | None = None) -> l
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize(
     ("image", "column"),
-    [(VALUES, "image"), (STRUCTS, "image.bytes"), (pa.array(VALUES, pa.large_binary()), "image")],
+    [
+        (VALUES, "image"),
+        (STRUCTS, "image.bytes"),
+        (pa.array(VALUES, pa.large_binary()), "image"),
+        (pa.array(VALUES, pa.binary_view()), "image"),
+        (pa.array(VALUES).dictionary_encode(), "image"),
+    ],
 )
 @pytest.mark.parametrize(
     "options", [{}, {"row_group_size": 64}, {"data_page_size": 500, "write_batch_size": 5}]
@@ -63,6 +69,25 @@ def test_a_required_column(tmp_path: Path) -> None:
     assert [content[at : at + size] for at, size in places(tmp_path / "x") or []] == VALUES
 
 
+@pytest.mark.parametrize("size", [1, 4, 300])
+@pytest.mark.parametrize(
+    "options", [{}, {"row_group_size": 7}, {"data_page_size": 50, "write_batch_size": 5}]
+)
+def test_values_of_one_size(options: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """They have no lengths in the file."""
+    values = [bytes([n]) * size for n in range(50)]
+    path = parquet(tmp_path / "x", {"image": pa.array(values, pa.binary(size))}, **VERBATIM, **options)
+    content = path.read_bytes()
+    assert [content[at : at + found] for at, found in places(path) or []] == values
+
+
+def test_statistics_larger_than_what_is_read_of_a_page_at_first(tmp_path: Path) -> None:
+    values = [bytes([n]) * 100_000 for n in range(3)]
+    path = parquet(tmp_path / "x", {"image": values}, write_page_index=False, **VERBATIM)
+    content = path.read_bytes()
+    assert [content[at : at + size] for at, size in places(path) or []] == values
+
+
 def test_no_rows(tmp_path: Path) -> None:
     assert places(parquet(tmp_path / "x", {"image": pa.array([], pa.binary())}, **VERBATIM)) == []
 
@@ -75,6 +100,8 @@ def test_no_rows(tmp_path: Path) -> None:
         ([b"a", None, b"b"], "image", {}),
         (VALUES, "image", {"column_encoding": "DELTA_BYTE_ARRAY"}),
         ([[b"a"], [b"b", b"c"]], "image.list.element", {}),
+        (pa.nulls(3), "image", {}),
+        ([1, 2, 3], "image", {}),
     ],
 )
 def test_values_that_are_not_verbatim(
