@@ -22,6 +22,7 @@ from orchestrator.checkpoint.statistics import with_own_statistics
 from orchestrator.checkpoint.weights import VERSION, open_weights, write_file
 from orchestrator.codec import flat, to_dict
 from orchestrator.data.batch import Batch
+from orchestrator.data.preparation import Preparation
 from orchestrator.errors import UsageError
 from orchestrator.evaluation.evaluate import default_device, evaluate_at
 
@@ -53,6 +54,8 @@ def write_soup(
         "classes": json.dumps(next((m.classes for m in models if m.classes), None)),
         "soup": json.dumps([{"location": m.location, "step": m.step, "run_id": m.run_id} for m in models]),
     }
+    if models[0].preparation != Preparation():
+        metadata["preparation"] = json.dumps(vars(models[0].preparation))
     if chosen_on:
         metadata["chosen_on"] = chosen_on
     write_file(out, average_of(models), metadata)
