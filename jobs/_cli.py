@@ -306,6 +306,8 @@ def check_writable(flag: str, location: str) -> None:
         storage.make_folder(location)
         storage.write_bytes(probe, b"")
         storage.delete(probe)
+    except UsageError as error:
+        raise UsageError(f"{flag} {location} cannot be used: {error}") from None
     except OSError as error:
         raise UsageError(f"{flag} {location} cannot be written to: {error.strerror or error}") from None
 

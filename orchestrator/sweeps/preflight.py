@@ -233,6 +233,8 @@ def _storage_problem(root: str, marker: str | None = None) -> str:
             return "" if storage.read_bytes(own) == b"written" else "files do not read as they were written"
         finally:
             storage.delete(own)
+    except UsageError as error:
+        return str(error)
     except OSError as error:
         return error.strerror or str(error).splitlines()[0]
 

@@ -117,7 +117,7 @@ def test_a_bucket(bucket: Bucket, digits: str) -> None:
         checked(there, connect=connect)
     assert bucket.all_keys() == []
     missing = replace(sweep, base=override(sweep.base, {"storage": "s3://nobody-made-this/runs"}))
-    assert "NoSuchBucket" in checked(missing)["storage"].message
+    assert "there is no such bucket. Name another place" in checked(missing)["storage"].message
 
 
 def test_what_a_node_sees(digits: str, tmp_path: Path) -> None:
